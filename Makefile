@@ -1,0 +1,102 @@
+# treeckpt: `make demo` and `make test` each work on a fresh checkout. `make` alone lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# python3 first: the machine's own choice is the one its local wheels are for.
+PYTHONS := python3 python3.13 python3.12 python3.11
+SERVE ?= 1
+PYTEST_ARGS ?=
+
+say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
+
+.PHONY: help install demo test test-all check bench format chromium clean
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: $(STAMP) ## create .venv and install everything at the versions of constraints.txt
+
+$(BIN)/python:
+	$(call say,Creating $(VENV))
+	@found=; \
+	for python in $(PYTHONS); do \
+	  "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 || continue; \
+	  found="$$found $$python"; \
+	  "$$python" -c 'import ensurepip, venv' >/dev/null 2>&1 || continue; \
+	  "$$python" -m venv $(VENV); echo "    with $$("$$python" --version)"; exit 0; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "No Python >= 3.11 found (tried: $(PYTHONS))." >&2; \
+	  echo "Install one (Debian 12, Ubuntu 24.04: apt-get install python3 python3-venv; macOS: brew install python)" >&2; \
+	  echo "or name yours: make PYTHONS=/path/to/python3.12 ..." >&2; \
+	else \
+	  echo "Found$$found, but none has the venv module with pip." >&2; \
+	  echo "Install it (Debian and Ubuntu: apt-get install python3-venv), then run make again." >&2; \
+	fi; exit 1
+
+# torch comes first, alone and exact: no other package may pull another build of it.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(call say,Installing torch)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools
+	$(call say,Installing treeckpt and its tools)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[all,dev]'
+	@mkdir -p $(VENV)/import-names && ln -sfn ../../dashboard $(VENV)/import-names/treeckpt_dashboard
+	@touch $@
+
+demo: $(STAMP) ## train, save on 4 ranks, load on 2 and 1, then serve the dashboard (SERVE=0: end instead)
+	$(call say,Running the demo)
+	@$(BIN)/treeckpt demo $(if $(filter 0 no false,$(SERVE)),--no-serve)
+
+test: check chromium ## everything that checks the project (PYTEST_ARGS=... is passed on)
+	$(call say,pytest and notebooks)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: check chromium ## the same with the slow tests
+	$(call say,pytest and notebooks with the slow tests)
+	@$(BIN)/python -m pytest -m 'slow or not slow' $(PYTEST_ARGS)
+
+check: $(STAMP) ## the static checks only: format, lint, types, floors
+	$(call say,ruff format)
+	@$(BIN)/ruff format --check -q . || { echo "run: make format" >&2; exit 1; }
+	$(call say,ruff check)
+	@$(BIN)/ruff check -q .
+	$(call say,basedpyright)
+	@$(BIN)/basedpyright
+	$(call say,import-linter)
+	@$(BIN)/lint-imports --no-logo --no-cache
+
+bench: $(STAMP) ## run the benchmarks
+	$(call say,Running the benchmarks)
+	@$(BIN)/python -m tests.bench
+
+format: $(STAMP) ## format the code and repair what ruff can
+	$(call say,Formatting)
+	@$(BIN)/ruff check -q --fix-only .
+	@$(BIN)/ruff format -q .
+
+chromium: ## make sure that a Chromium is here for the browser tests
+	$(call say,Looking for Chromium)
+	@if command -v chromium >/dev/null; then echo "    $$(command -v chromium)"; exit 0; fi; \
+	if ! command -v apt-get >/dev/null; then sudo=none; \
+	elif [ "$$(id -u)" = 0 ]; then sudo=; \
+	elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then sudo="sudo"; \
+	else sudo=none; fi; \
+	if [ "$$sudo" = none ]; then \
+	  echo "The browser tests need Chromium as \`chromium\` on PATH, and it can not be installed from here." >&2; \
+	  echo "Install it (Debian: apt-get install chromium; Fedora: dnf install chromium), then run make again." >&2; \
+	  exit 1; \
+	fi; \
+	echo "    installing Debian's chromium with apt-get"; \
+	$$sudo apt-get update -qq || echo "    apt-get update failed, going on with the lists that are here" >&2; \
+	$$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null
+
+clean: ## remove build output and caches (keeps .venv)
+	$(call say,Removing build output and caches)
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find treeckpt dashboard tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

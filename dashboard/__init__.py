@@ -1,0 +1,1 @@
+"""The dashboard: pages over runs and checkpoints."""

@@ -1,0 +1,109 @@
+"""Does what pyproject.toml and constraints.txt say hold for this code, and for the wheel built from it?"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"treeckpt": "treeckpt", "treeckpt_dashboard": "dashboard"}
+"""Import name of each top-level package -> its folder in the checkout."""
+
+
+@pytest.fixture(scope="module")
+def pyproject() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy, so that neither an old build/ nor a parallel run can slip into it."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source)
+    for folder in FOLDERS.values():
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=source)
+    [built] = (source / "dist").glob("treeckpt-*.whl")
+    return built
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def source_files() -> set[str]:
+    """Every file that an installed treeckpt needs, as it is named in a wheel."""
+    return {
+        (Path(name) / path.relative_to(ROOT / folder)).as_posix()
+        for name, folder in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_every_package_is_listed_in_pyproject(pyproject):
+    there = {
+        str(Path(file).parent).replace("/", ".") for file in source_files() if file.endswith("__init__.py")
+    }
+    assert set(pyproject["tool"]["setuptools"]["packages"]) == there
+
+
+def test_every_folder_with_modules_is_a_package():
+    with_modules = {Path(file).parent for file in source_files() if file.endswith(".py")}
+    assert [str(f) for f in sorted(with_modules) if f"{f.as_posix()}/__init__.py" not in source_files()] == []
+
+
+def test_installed_versions_are_the_pinned_ones():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    canonical = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    installed = {
+        re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version.split("+")[0] for d in distributions()
+    }
+    shared = canonical.keys() & installed.keys()
+    assert {n: installed[n] for n in shared} == {n: canonical[n] for n in shared}
+    assert pins["torch"] == "2.13.0"
+
+
+def test_wheel_holds_every_source_file(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        assert source_files() <= set(archive.namelist())
+
+
+def test_wheel_works_outside_the_checkout(wheel, tmp_path):
+    site = tmp_path / "site"
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        str(site),
+        str(wheel),
+        cwd=tmp_path,
+    )
+    code = "import treeckpt, treeckpt_dashboard; print(treeckpt.__file__); print(treeckpt_dashboard.__file__)"
+    files = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(site)).split()
+    assert all(file.startswith(str(site)) for file in files), files
+    assert (site / "bin" / "treeckpt").exists()
+
+
+def test_editable_install_finds_the_checkout_from_elsewhere(tmp_path):
+    code = "import treeckpt, treeckpt_dashboard; print(treeckpt.__file__); print(treeckpt_dashboard.__file__)"
+    files = run(sys.executable, "-c", code, cwd=tmp_path).split()
+    assert files == [str(ROOT / folder / "__init__.py") for folder in FOLDERS.values()]

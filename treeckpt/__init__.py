@@ -1,0 +1,1 @@
+"""Functional checkpoints of PyTorch state."""

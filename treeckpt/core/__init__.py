@@ -1,0 +1,1 @@
+"""The pure core: trees, layouts, plans and formats, without torch, files or clocks."""

@@ -1,0 +1,291 @@
+"""Who writes what: every element of every array exactly once, replicas sharing the work by bytes.
+
+Arrays whose replicas live on the same ranks form one long stream of bytes, which is cut into equal quotas, one per
+replica; an array is cut only where a border between quotas falls into it, along the first dimension that is fine enough. So
+the shares differ by no more than a row, the pieces are few, and the cuts depend on nothing but the global layout: each rank
+finds its own writes in O(leaves), and the coordinator all ranks' at once, without talk.
+
+Arrays with listed pieces (`BoxLayout`) are written piece by piece, equal pieces by the least loaded of their
+holders; where pieces overlap in part, the one that comes first is written and the rest of the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+
+from .errors import LayoutError
+from .layout import (
+    BoxLayout,
+    Layout,
+    MeshLayout,
+    Replicate,
+    cells_of,
+    check_layout,
+    coordinate_of,
+    held_by,
+    local_shape,
+    mesh_ranks,
+    replicas,
+)
+from .region import Region, intersect, subtract
+from .runs import Runs, decode_runs
+
+__all__ = ["ArrayLeaf", "Boxes", "Grid", "Owners", "Share", "assign", "lone_writer", "owners_of", "writes_of"]
+
+SMALL = 64 << 10
+"""Bytes up to which an array is never cut."""
+MIN_QUOTA = 1 << 20
+"""Bytes below which it does not pay to have one more replica write."""
+
+
+class ArrayLeaf(msgspec.Struct, frozen=True):
+    """An array to be placed: what planning needs to know of it."""
+
+    path: str
+    shape: tuple[int, ...]
+    itemsize: int
+    layout: Layout
+    align: int = 0
+    """Bytes to whose multiple an element must be aligned in the file; 0 is the itemsize."""
+    per_rank: Runs | None = None
+    """Set for a leaf of which each of these ranks has one of its own, of this shape."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+class Share(msgspec.Struct, frozen=True):
+    """How replicas share an array: each cell is cut at `cuts` (from its start) along `dim`, part j goes to `writers[j]`."""
+
+    dim: int
+    cuts: tuple[int, ...]
+    writers: tuple[int, ...]
+    """Replica numbers, one more than there are cuts."""
+
+
+class Boxes(msgspec.Struct, frozen=True):
+    """Owners as a list: rank r writes region k. In order of the regions' offsets."""
+
+    pieces: tuple[tuple[int, Region], ...]
+
+
+class Grid(msgspec.Struct, frozen=True):
+    """Owners as a grid: per dimension the cells' starts and stops; `ranks` in row-major order of the cells."""
+
+    starts: tuple[np.ndarray, ...]
+    stops: tuple[np.ndarray, ...]
+    ranks: np.ndarray
+
+
+Owners = Boxes | Grid
+FIRST = Share(0, (), (0,))
+"""The first replica writes everything."""
+
+
+def assign(leaves: Sequence[ArrayLeaf]) -> list[Share | Boxes]:
+    """Decides for each array how its holders share the writing.
+
+    Raises:
+        LayoutError: pieces leave a gap or stand outside of their array.
+    """
+    shares: list[Share | Boxes] = [FIRST] * len(leaves)
+    streams: dict[bytes, list[int]] = {}
+    loads: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf.layout, BoxLayout):
+            shares[i] = _assign_boxes(leaf, leaf.layout, loads)
+        elif leaf.per_rank is None:
+            check_layout(leaf.layout, leaf.shape, leaf.path)
+            if len(replicas(leaf.layout)) > 1 and leaf.nbytes:
+                streams.setdefault(_stream_key(leaf.layout), []).append(i)
+    for members in streams.values():
+        _assign_stream(leaves, members, shares)
+    return shares
+
+
+def _stream_key(layout: MeshLayout) -> bytes:
+    """Equal for layouts whose replicas live on the same ranks: same mesh, same replicated dimensions."""
+    held = tuple(isinstance(p, Replicate) for p in layout.placements)
+    return msgspec.json.encode((layout.mesh.shape, layout.mesh.ranks, held))
+
+
+def _nominal(leaf: ArrayLeaf) -> tuple[int, ...]:
+    """The shape of the first holder's piece, the largest one there is."""
+    assert isinstance(leaf.layout, MeshLayout)
+    return local_shape(leaf.layout, leaf.shape, int(mesh_ranks(leaf.layout.mesh)[0])) or ()
+
+
+def _assign_stream(leaves: Sequence[ArrayLeaf], members: list[int], shares: list[Share | Boxes]) -> None:
+    first = leaves[members[0]].layout
+    assert isinstance(first, MeshLayout)
+    holders = len(replicas(first))
+    nominal = [_nominal(leaves[i]) for i in members]
+    nbytes = [math.prod(shape) * leaves[i].itemsize for shape, i in zip(nominal, members, strict=True)]
+    total = sum(nbytes)
+    parts = max(1, min(holders, total // MIN_QUOTA))
+    writer = [part * holders // parts for part in range(parts)]
+    start = 0
+    for i, shape, n in zip(members, nominal, nbytes, strict=True):
+        # borders between quotas strictly inside this array
+        low, high = start * parts // total, -(-(start + n) * parts // total)
+        inside = [total * k // parts - start for k in range(low + 1, high)]
+        if n <= SMALL or not inside or not shape:
+            shares[i] = Share(0, (), (writer[min((start + n // 2) * parts // total, parts - 1)],))
+        else:
+            shares[i] = _cut(shape, n, inside, writer[low:high], total // parts)
+        start += n
+
+
+def _cut(shape: tuple[int, ...], nbytes: int, inside: list[int], writers: list[int], quota: int) -> Share:
+    """Cuts at the rows nearest to the borders, along the first dimension whose rows are fine enough."""
+    grain = max(quota // 16, SMALL)
+    dim = next((d for d, n in enumerate(shape) if nbytes <= n * grain), shape.index(max(shape)))
+    rows = shape[dim]
+    cuts: list[int] = []
+    kept: list[int] = [writers[0]]
+    for border, writer in zip(inside, writers[1:], strict=False):
+        row = (border * rows + nbytes // 2) // nbytes
+        if row >= rows:
+            break
+        if row == (cuts[-1] if cuts else 0):
+            kept[-1] = writer  # the part before would be empty
+        else:
+            cuts.append(row)
+            kept.append(writer)
+    return Share(dim, tuple(cuts), tuple(kept))
+
+
+def _assign_boxes(leaf: ArrayLeaf, layout: BoxLayout, loads: dict[int, int]) -> Boxes:
+    whole = Region.whole(leaf.shape)
+    holders: dict[Region, list[int]] = {}
+    for rank, region in layout.pieces:
+        if len(region.shape) != len(leaf.shape) or not region.within(whole):
+            raise LayoutError(leaf.path, expected=f"pieces inside shape {leaf.shape}", found=f"rank {rank}: {region}")
+        holders.setdefault(region, []).append(rank)
+    if not whole.size:
+        return Boxes(((layout.pieces[0][0], whole),) if layout.pieces else ())
+    owned: list[tuple[int, Region]] = []
+    active: list[Region] = []
+    for region in sorted(r for r in holders if r.size):
+        if leaf.shape:
+            active = [r for r in active if r.offset[0] + r.shape[0] > region.offset[0]]
+        rest = [region]
+        for other in active:
+            rest = [piece for r in rest for piece in subtract(r, other)]
+        active.append(region)
+        rank = min(holders[region], key=lambda r: (loads.get(r, 0), r))
+        for piece in rest:
+            loads[rank] = loads.get(rank, 0) + piece.size * leaf.itemsize
+            owned.append((rank, piece))
+    _check_covered(leaf, [region for _, region in owned])
+    return Boxes(tuple(sorted(owned, key=lambda piece: piece[1])))
+
+
+def _check_covered(leaf: ArrayLeaf, disjoint: list[Region]) -> None:
+    covered = sum(region.size for region in disjoint)
+    whole = Region.whole(leaf.shape)
+    if covered == whole.size:
+        return
+    gaps = [whole]
+    for region in disjoint:
+        gaps = [piece for gap in gaps for piece in subtract(gap, region)]
+    gap = min(gaps)
+    raise LayoutError(
+        leaf.path,
+        expected=f"pieces that cover all of shape {leaf.shape}",
+        found=f"no rank holds offset {gap.offset}, shape {gap.shape}",
+        hint="Check the offsets and the global shape given to Sharded",
+    )
+
+
+def writes_of(leaf: ArrayLeaf, share: Share | Boxes, rank: int) -> list[Region]:
+    """The regions that one rank writes, by offset."""
+    if leaf.per_rank is not None:
+        return [Region.whole(leaf.shape)] if rank in decode_runs(leaf.per_rank) else []
+    if isinstance(share, Boxes):
+        return [region for r, region in share.pieces if r == rank]
+    layout = leaf.layout
+    assert isinstance(layout, MeshLayout)
+    coordinate = coordinate_of(layout.mesh, rank)
+    if coordinate is None:
+        return []
+    if not leaf.nbytes:
+        return [Region.whole(leaf.shape)] if not any(coordinate) else []
+    replica = 0
+    for c, n, placement in zip(coordinate, layout.mesh.shape, layout.placements, strict=True):
+        if isinstance(placement, Replicate):
+            replica = replica * n + c
+    if replica not in share.writers:
+        return []
+    held = [h.region for h in held_by(layout, leaf.shape, rank)]
+    if share.cuts:
+        held = _parts(held, share, replica)
+    return sorted(held) if len(held) > 1 else held
+
+
+def _parts(cells: list[Region], share: Share, replica: int) -> list[Region]:
+    parts: list[Region] = []
+    bounds = (0, *share.cuts, 1 << 62)
+    for low, high, writer in zip(bounds[:-1], bounds[1:], share.writers, strict=True):
+        if writer != replica:
+            continue
+        for cell in cells:
+            start, n = cell.offset[share.dim], cell.shape[share.dim]
+            offset, shape = list(cell.offset), list(cell.shape)
+            offset[share.dim], shape[share.dim] = start + low, min(high, n) - low
+            part = intersect(cell, Region(tuple(offset), tuple(shape)))
+            if part is not None:
+                parts.append(part)
+    return parts
+
+
+def owners_of(leaf: ArrayLeaf, share: Share | Boxes) -> Owners:
+    """Who writes what of one array, all ranks at once; the union of every rank's `writes_of`."""
+    if isinstance(share, Boxes):
+        return share
+    layout = leaf.layout
+    assert isinstance(layout, MeshLayout)
+    ranks = mesh_ranks(layout.mesh)
+    if not leaf.nbytes:
+        return Boxes(((int(ranks[0]), Region.whole(leaf.shape)),))
+    starts: list[np.ndarray] = []
+    stops: list[np.ndarray] = []
+    positions = np.zeros(1, np.int64)
+    offsets = replicas(layout)
+    if not share.cuts:
+        positions = positions + offsets[share.writers[0]]
+    for dim in range(len(leaf.shape)):
+        cells = cells_of(layout, leaf.shape, dim)
+        first, last, holders = cells.starts, cells.stops, cells.holders
+        if share.cuts and dim == share.dim:
+            first, last, holders = _cut_cells(first, last, holders, share, offsets)
+        starts.append(first)
+        stops.append(last)
+        positions = (positions[:, None] + holders).reshape(-1)
+    return Grid(tuple(starts), tuple(stops), ranks[positions])
+
+
+@lru_cache(maxsize=4096)
+def lone_writer(layout: Layout, replica: int) -> int | None:
+    """The rank that writes an uncut array whole, None if the layout cuts it up."""
+    if isinstance(layout, BoxLayout) or not all(isinstance(p, Replicate) for p in layout.placements):
+        return None
+    return int(mesh_ranks(layout.mesh)[replicas(layout)[replica]])
+
+
+def _cut_cells(
+    first: np.ndarray, last: np.ndarray, holders: np.ndarray, share: Share, offsets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every cell of one dimension cut into the replicas' parts, empty ones dropped."""
+    bounds = np.array([0, *share.cuts, 1 << 62], np.int64)
+    low = np.minimum(first[:, None] + bounds[:-1], last[:, None]).reshape(-1)
+    high = np.minimum(first[:, None] + np.minimum(bounds[1:], 1 << 61), last[:, None]).reshape(-1)
+    holder = (holders[:, None] + offsets[list(share.writers)]).reshape(-1)
+    filled = high > low
+    return low[filled], high[filled], holder[filled]

@@ -1,0 +1,90 @@
+"""Which element types exist, how wide they are, and how a safetensors file spells them.
+
+Names are torch's and numpy's common ones ("float32", "bfloat16"). safetensors has no tag for some of them;
+such a *logical* dtype is stored under the tag of its parts with one more trailing dimension (complex128 is
+two F64), or as opaque bytes (a numpy datetime is eight I8 ... as one I64; a fixed-width string is n U8).
+The header of the shard records the logical name, so that the reader puts the array back together.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import msgspec
+
+from .errors import FormatError
+
+__all__ = ["DType", "dtype_of"]
+
+
+class DType(msgspec.Struct, frozen=True):
+    """One element type. `tag` and `parts` say how safetensors sees it: `parts` > 1 adds a trailing dimension."""
+
+    name: str
+    itemsize: int
+    """Bytes of one element."""
+    tag: str
+    parts: int = 1
+    numpy: str | None = None
+    """The numpy dtype with the same meaning, None where numpy has none (bfloat16, float8 ...)."""
+
+
+def _plain(name: str, itemsize: int, tag: str, numpy: str | None = None) -> DType:
+    return DType(name, itemsize, tag, 1, numpy)
+
+
+_TABLE = {
+    d.name: d
+    for d in (
+        _plain("bool", 1, "BOOL", "?"),
+        _plain("uint8", 1, "U8", "u1"),
+        _plain("int8", 1, "I8", "i1"),
+        _plain("uint16", 2, "U16", "<u2"),
+        _plain("int16", 2, "I16", "<i2"),
+        _plain("uint32", 4, "U32", "<u4"),
+        _plain("int32", 4, "I32", "<i4"),
+        _plain("uint64", 8, "U64", "<u8"),
+        _plain("int64", 8, "I64", "<i8"),
+        _plain("float16", 2, "F16", "<f2"),
+        _plain("bfloat16", 2, "BF16"),
+        _plain("float32", 4, "F32", "<f4"),
+        _plain("float64", 8, "F64", "<f8"),
+        _plain("float8_e4m3fn", 1, "F8_E4M3"),
+        _plain("float8_e5m2", 1, "F8_E5M2"),
+        _plain("float8_e8m0fnu", 1, "F8_E8M0"),
+        _plain("float8_e4m3fnuz", 1, "U8"),
+        _plain("float8_e5m2fnuz", 1, "U8"),
+        # two 4-bit values a byte; torch counts the bytes as its elements
+        _plain("float4_e2m1fn_x2", 1, "U8"),
+        DType("complex32", 4, "F16", 2),
+        DType("complex64", 8, "F32", 2, "<c8"),
+        DType("complex128", 16, "F64", 2, "<c16"),
+        *(_plain(f"{sign}int{bits}", 1, "U8") for sign in ("", "u") for bits in range(1, 8)),
+    )
+}
+
+_TIME = re.compile(r"(datetime|timedelta)64(\[\d*(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+_FIXED = re.compile(r"(bytes|str|void)(\d{1,9})")
+
+
+@lru_cache(maxsize=1024)
+def dtype_of(name: str) -> DType:
+    """The element type called `name`.
+
+    Besides the table: numpy's `datetime64[unit]` and `timedelta64[unit]`, and the fixed-width `bytesN`, `strN`
+    (N characters of 4 bytes) and `voidN`.
+
+    Raises:
+        FormatError: no such dtype.
+    """
+    if (known := _TABLE.get(name)) is not None:
+        return known
+    if (time := _TIME.fullmatch(name)) is not None:
+        return DType(name, 8, "I64", 1, ("<M8" if time[1] == "datetime" else "<m8") + (time[2] or ""))
+    if (fixed := _FIXED.fullmatch(name)) is not None and int(fixed[2]) > 0:
+        width = int(fixed[2])
+        if fixed[1] == "str":
+            return DType(name, 4 * width, "U32", width, f"<U{width}")
+        return DType(name, width, "U8", width, ("S" if fixed[1] == "bytes" else "V") + str(width))
+    raise FormatError(name, expected="a dtype that treeckpt knows", found=f"dtype {name[:64]!r}")

@@ -1,0 +1,101 @@
+"""What can go wrong, as types.
+
+    TreeckptError
+    |- TreeError             the tree given to save cannot be stored: a leaf, a node or a key of an unknown kind
+    |- MismatchError         what was asked for is not what was saved: keys, shapes, dtypes, kinds
+    |- LayoutError           pieces leave a gap, stand outside their array, or are only partial sums
+    |- CheckpointError       the state of the files
+    |  |- CheckpointNotFound   no index.json: nothing there, or a save that never finished
+    |  |- CheckpointExists     the directory already holds a checkpoint
+    |  |- FormatError          unknown version or field, or metadata that no save of ours writes
+    |  `- CorruptError         bytes changed: checksum, truncation, a file of another save
+    `- RankError             a rank failed or fell silent; every rank raises it
+
+Each error says four things: `path` (the leaf or file), `expected`, `found`, and `hint` (what to do next).
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointExists",
+    "CheckpointNotFound",
+    "CorruptError",
+    "FormatError",
+    "LayoutError",
+    "MismatchError",
+    "RankError",
+    "TreeError",
+    "TreeckptError",
+]
+
+
+class TreeckptError(Exception):
+    """The base of every error that treeckpt raises on purpose."""
+
+    def __init__(self, path: str, *, expected: str = "", found: str = "", hint: str = "") -> None:
+        self.path = path
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        facts = [f"{word} {value}" for word, value in (("expected", self.expected), ("found", self.found)) if value]
+        text = f"{self.path or '<root>'}: {', '.join(facts)}"
+        return f"{text}. {self.hint}" if self.hint else text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _rebuild(kind: type[TreeckptError], fields: dict[str, object]) -> TreeckptError:
+    """Errors cross process borders: pickle cannot call a constructor with keyword-only arguments."""
+    error = kind.__new__(kind)
+    error.__dict__.update(fields)
+    Exception.__init__(error, error._message())  # pyright: ignore[reportPrivateUsage]
+    return error
+
+
+class TreeError(TreeckptError):
+    """The tree holds something that cannot be saved."""
+
+
+class MismatchError(TreeckptError):
+    """The tree asked for and the tree saved differ."""
+
+
+class LayoutError(TreeckptError):
+    """The pieces of an array do not make up the array."""
+
+
+class CheckpointError(TreeckptError):
+    """The checkpoint's files are not as they should be."""
+
+
+class CheckpointNotFound(CheckpointError):
+    """There is no index: nothing was saved here, or the save never finished."""
+
+
+class CheckpointExists(CheckpointError):
+    """A checkpoint stands where one is to be written."""
+
+
+class FormatError(CheckpointError):
+    """Metadata of an unknown version, or such as no save of ours writes."""
+
+
+class CorruptError(CheckpointError):
+    """Bytes are missing or changed."""
+
+
+class RankError(TreeckptError):
+    """One or more ranks failed or fell silent. `ranks` maps each of them to its cause, as text."""
+
+    def __init__(
+        self, path: str, *, ranks: dict[int, str], expected: str = "", found: str = "", hint: str = ""
+    ) -> None:
+        self.ranks = ranks
+        if not found:
+            found = "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(ranks.items()))
+        super().__init__(path, expected=expected, found=found, hint=hint)

@@ -1,0 +1,93 @@
+"""The timing record of a save: spans, as the checkpoint stores them and the dashboard draws them.
+
+A span is a named stretch of one rank's time. Spans of a rank nest by `parent`, an index into that rank's own spans. Times are
+Unix nanoseconds by the rank's clock; a rank's spans all come from one monotonic clock, so lengths are exact and only the
+comparison of ranks on different hosts carries the error of their clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from .errors import CorruptError, FormatError
+from .shard import check_seal, sealed
+
+__all__ = ["Span", "Timings", "decode_timings", "encode_timings", "timings_name"]
+
+VERSION = 1
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One stretch of one rank's time."""
+
+    name: str
+    """The phase: "save", "flatten", "plan", "agree", "write", "hash", "fsync", "gather", "publish" ..."""
+    rank: int
+    start_ns: int
+    stop_ns: int
+    nbytes: int = 0
+    """Bytes moved in that time, 0 where it moved none."""
+    parent: int = -1
+    """Position of the enclosing span among the rank's spans, -1 for none."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.stop_ns - self.start_ns) / 1e9
+
+
+class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The spans of every rank of one save; of a failed save too, with its error."""
+
+    save_id: str
+    step: int | None
+    world: int
+    spans: tuple[Span, ...]
+    error: str | None = None
+
+    def of_rank(self, rank: int) -> Sequence[Span]:
+        """One rank's spans, in the order in which `parent` counts them."""
+        return [span for span in self.spans if span.rank == rank]
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    seal: str
+    format: str
+    version: int
+    timings: Timings
+
+
+def timings_name(save_id: str) -> str:
+    """The file's name."""
+    return f"timings.{save_id}.json"
+
+
+def encode_timings(timings: Timings) -> bytes:
+    """The bytes of the file."""
+    return sealed(msgspec.json.encode(_Document("0" * 16, "treeckpt-timings", VERSION, timings)))
+
+
+def decode_timings(data: bytes, name: str) -> Timings:
+    """The timings of these bytes.
+
+    Raises:
+        CorruptError: the seal is broken.
+        FormatError: another version, or no timings of ours.
+    """
+    check_seal(data, name)
+    try:
+        document = msgspec.json.decode(data, type=_Document)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise FormatError(name, expected="timings as treeckpt writes them", found=f"{error}"[:200]) from error
+    if document.format != "treeckpt-timings" or document.version != VERSION:
+        raise FormatError(name, expected=f"timings version {VERSION}", found=f"version {document.version}")
+    ranks: dict[int, int] = {}
+    for span in document.timings.spans:
+        before = ranks.get(span.rank, 0)
+        if not -1 <= span.parent < before:
+            raise FormatError(name, expected="spans after their parents", found=f"{span!r:.120}")
+        ranks[span.rank] = before + 1
+    if document.timings.world < 1 or not document.timings.save_id.isalnum():
+        raise CorruptError(name, expected="a world and a save id", found=f"{document.timings.world}")
+    return document.timings

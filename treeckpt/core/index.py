@@ -1,0 +1,147 @@
+"""The index: one JSON file that says what a checkpoint holds and where every byte of it lies.
+
+It is published last; its presence is the commit. A seal and a version come first, so that both can be checked before the rest is
+understood. `rebuild` makes a lost index again from the headers of the shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from .assign import Boxes
+from .check import check_index
+from .chunks import NoChunks, encode_chunks
+from .errors import CorruptError, FormatError, TreeckptError
+from .plan import Placed
+from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArrays, file_table
+from .region import Region
+from .runs import decode_runs, encode_runs
+from .shard import ShardHeader, check_seal, sealed
+
+__all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_manifest", "rebuild"]
+
+VERSION = 1
+INDEX_NAME = "index.json"
+MAX_INDEX = 1 << 30
+_ZEROS = "0" * 16
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    """The file: the seal and the version first, so that they can be checked before the rest is understood."""
+
+    seal: str
+    format: str
+    version: int
+    index: msgspec.Raw
+
+
+def encode_index(index: Index) -> bytes:
+    """The bytes of index.json."""
+    document = _Document(_ZEROS, "treeckpt", VERSION, msgspec.Raw(msgspec.json.encode(index)))
+    return sealed(msgspec.json.encode(document))
+
+
+def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
+    """The index of these bytes.
+
+    Raises:
+        CorruptError: the seal is broken, or the file is no JSON at all.
+        FormatError: another format or version, unknown fields, or records that contradict each other.
+    """
+    if len(data) > MAX_INDEX:
+        raise FormatError(name, expected=f"at most {MAX_INDEX} bytes", found=f"{len(data)}")
+    try:
+        document = msgspec.json.decode(data, type=_Document)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptError(
+            name, expected="a treeckpt index", found=f"{error}"[:200], hint="Try treeckpt rebuild-index"
+        ) from error
+    if document.format != "treeckpt" or document.version != VERSION:
+        raise FormatError(
+            name,
+            expected=f"treeckpt index version {VERSION}",
+            found=f"{document.format} version {document.version}"[:80],
+            hint="Load it with the version of treeckpt that wrote it, or a newer one",
+        )
+    check_seal(data, name)
+    return _decode_body(bytes(document.index), name)
+
+
+def _decode_body(body: bytes, name: str) -> Index:
+    try:
+        index = msgspec.json.decode(body, type=Index)
+        check_index(index, name)
+        return index
+    except TreeckptError:
+        raise
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise FormatError(name, expected="an index as treeckpt writes it", found=f"{error}"[:200]) from error
+
+
+def encode_manifest(index: Index) -> str:
+    """What the coordinator's shard carries: the index without chunks and files."""
+    bare = tuple(
+        ArrayRecord(r.spec, r.layout, NoChunks())
+        if isinstance(r, ArrayRecord)
+        else PerRankArrays(r.spec, ())
+        if isinstance(r, PerRankArrays)
+        else r
+        for r in index.leaves
+    )
+    return msgspec.json.encode(msgspec.structs.replace(index, leaves=bare, files=FileTable())).decode()
+
+
+def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) -> Index:
+    """The index that the save of these shards published, or would have.
+
+    Args:
+        headers: of every shard: bytes of the header, and what it says.
+
+    Raises:
+        CorruptError: a shard is missing, or the one with the manifest is.
+    """
+    manifest = next((h.manifest for _, h in headers if h.manifest is not None), None)
+    if manifest is None:
+        raise CorruptError(
+            name,
+            expected="the shard of rank 0, which carries the tree",
+            found=f"{len(headers)} shards without it",
+            hint="The index cannot be rebuilt",
+        )
+    index = _decode_body(manifest.encode(), name)
+    entries: dict[str, list[tuple[Region, int, int]]] = {}
+    for _, header in headers:
+        for entry in header.entries:
+            at = (entry.region, header.rank, header.stream + entry.start)
+            entries.setdefault(entry.path, []).append(at)
+    leaves = tuple(_rebuild_record(leaf, index, entries) for leaf in index.entries)
+    files = file_table((h.rank, h.part, h.stream, h.nbytes, size) for size, h in headers)
+    return msgspec.structs.replace(index, leaves=leaves, files=files)
+
+
+def _rebuild_record(leaf: Leaf, index: Index, entries: dict[str, list[tuple[Region, int, int]]]) -> LeafRecord:
+    record, spec = leaf.record, leaf.spec
+    if isinstance(record, PerRankArrays) and leaf.ranks is not None:
+        starts: list[int] = []
+        for rank in decode_runs(leaf.ranks).tolist():
+            found = entries.get(leaf.path.replace("~rank*", f"~rank{rank}"), [])
+            if len(found) != 1:
+                raise _missing(leaf.path, f"rank {rank}'s own array")
+            starts.append(found[0][2])
+        return PerRankArrays(record.spec, encode_runs(starts))
+    if not isinstance(record, ArrayRecord) or spec is None:
+        return record
+    chunks = sorted(entries.get(leaf.path, []))
+    if not chunks or sum(region.size for region, _, _ in chunks) != math.prod(spec.shape):
+        raise _missing(leaf.path, f"all of shape {spec.shape}")
+    owners = Boxes(tuple((rank, region) for region, rank, _ in chunks))
+    placed = Placed(owners, np.array([start for _, _, start in chunks], np.int64))
+    return ArrayRecord(record.spec, record.layout, encode_chunks(spec.shape, placed))
+
+
+def _missing(path: str, expected: str) -> CorruptError:
+    return CorruptError(path, expected=expected, found="a part of it in no shard", hint="A shard is missing")

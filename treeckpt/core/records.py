@@ -1,0 +1,221 @@
+"""The records of an index: what is known of each leaf and each file, and questions to them.
+
+Leaves stand in the order of the tree's structure. No file name is stored: names follow from the save id, so none can lead
+astray. Where in a rank's stream of data bytes a chunk starts says which of the rank's files holds it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from .chunks import Chunks, chunks_in
+from .errors import FormatError
+from .layout import Layout
+from .plan import Chunk
+from .region import Region
+from .runs import Runs, decode_runs, encode_runs, value_at
+from .shard import shard_name
+from .spec import ArraySpec, Value
+from .structure import Structure, paths_of
+
+__all__ = [
+    "AliasRecord",
+    "ArrayRecord",
+    "File",
+    "FileTable",
+    "Index",
+    "Leaf",
+    "LeafRecord",
+    "PerRankArrays",
+    "PerRankValues",
+    "ValueRecord",
+    "View",
+    "file_table",
+]
+
+
+class View(msgspec.Struct, frozen=True, array_like=True):
+    """A strided window into another leaf's elements, in elements of it in C order."""
+
+    offset: int
+    strides: tuple[int, ...]
+
+
+class ArrayRecord(msgspec.Struct, frozen=True, tag="a", array_like=True):
+    """An array: its spec's and its layout's number (-1: listed pieces), and its chunks."""
+
+    spec: int
+    layout: int
+    chunks: Chunks
+
+
+class AliasRecord(msgspec.Struct, frozen=True, tag="t", array_like=True):
+    """A leaf that shares the storage of leaf number `of`: the same array, or a view of it."""
+
+    spec: int
+    of: int
+    view: View | None = None
+
+
+class ValueRecord(msgspec.Struct, frozen=True, tag="v", array_like=True):
+    """A Python value."""
+
+    value: Value
+
+
+class PerRankArrays(msgspec.Struct, frozen=True, tag="pa", array_like=True):
+    """One array of the same spec for each rank of the leaf's group."""
+
+    spec: int
+    start: Runs
+
+
+class PerRankValues(msgspec.Struct, frozen=True, tag="pv", array_like=True):
+    """One value for each rank of the leaf's group."""
+
+    values: tuple[Value, ...]
+
+
+LeafRecord = ArrayRecord | AliasRecord | ValueRecord | PerRankArrays | PerRankValues
+
+
+class FileTable(msgspec.Struct, frozen=True):
+    """One row per shard, by rank and part, as columns."""
+
+    rank: Runs = ()
+    part: Runs = ()
+    stream: Runs = ()
+    """Where the file starts in its rank's stream of data bytes."""
+    nbytes: Runs = ()
+    """Of the data area."""
+    header: Runs = ()
+    """Bytes before the data area."""
+
+
+class File(msgspec.Struct, frozen=True):
+    """One row of the file table, with its name."""
+
+    name: str
+    rank: int
+    part: int
+    stream: int
+    nbytes: int
+    header: int
+
+
+class Leaf(msgspec.Struct, frozen=True):
+    """A leaf of the index as a reader wants it. `ranks` is set under `PerRank`, where `~rank*` stands in the path."""
+
+    number: int
+    path: str
+    record: LeafRecord
+    ranks: Runs | None
+    spec: ArraySpec | None
+    """None for values."""
+
+
+class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
+    """All that is known of a checkpoint without opening a shard."""
+
+    save_id: str
+    step: int | None
+    created_ns: int
+    """Unix time at which the save began, in nanoseconds, by the coordinator's clock."""
+    world: int
+    """Ranks that saved."""
+    structure: Structure
+    specs: tuple[ArraySpec, ...]
+    layouts: tuple[Layout, ...]
+    leaves: tuple[LeafRecord, ...]
+    files: FileTable
+    metadata: dict[str, Value]
+    """The user's own."""
+
+    @cached_property
+    def entries(self) -> tuple[Leaf, ...]:
+        """Every leaf with its path, in the tree's order."""
+        found: list[Leaf] = []
+        for number, ((path, ranks), record) in enumerate(zip(paths_of(self.structure), self.leaves, strict=True)):
+            spec = None if isinstance(record, (ValueRecord, PerRankValues)) else self.specs[record.spec]
+            found.append(Leaf(number, path, record, ranks, spec))
+        return tuple(found)
+
+    @cached_property
+    def by_path(self) -> dict[str, tuple[Leaf, ...]]:
+        """Leaves by path; several only under `PerRank`, one for each group of ranks."""
+        found: dict[str, tuple[Leaf, ...]] = {}
+        for leaf in self.entries:
+            found[leaf.path] = (*found.get(leaf.path, ()), leaf)
+        return found
+
+    @cached_property
+    def file_list(self) -> tuple[File, ...]:
+        """Every shard, by rank and part."""
+        columns = [decode_runs(c).tolist() for c in msgspec.structs.astuple(self.files)]
+        return tuple(
+            File(shard_name(self.save_id, rank, self.world, part), rank, part, stream, nbytes, header)
+            for rank, part, stream, nbytes, header in zip(*columns, strict=True)
+        )
+
+    @cached_property
+    def _files_by_rank(self) -> dict[int, list[File]]:
+        found: dict[int, list[File]] = {}
+        for file in self.file_list:
+            found.setdefault(file.rank, []).append(file)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays as stored, each written once."""
+        return sum(run[0] if len(run) == 1 else int(decode_runs((run,)).sum()) for run in self.files.nbytes)
+
+    def files_of(self, rank: int) -> Sequence[File]:
+        """The shards of one rank, by where they start in its stream."""
+        return self._files_by_rank.get(rank, ())
+
+    def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
+        """The file that holds bytes `start:stop` of a rank's stream, and where they start in it (header included).
+
+        Raises:
+            FormatError: no such bytes are in any file.
+        """
+        files = self.files_of(rank)
+        which = bisect_right(files, start, key=lambda file: file.stream) - 1
+        # an empty file can start where its neighbour does
+        if which >= 0 and start >= 0 and stop <= files[which].stream + files[which].nbytes and start <= stop:
+            return files[which], files[which].header + start - files[which].stream
+        raise FormatError(
+            path,
+            expected=f"bytes inside the files of rank {rank}",
+            found=f"{start}:{stop}",
+            hint="The index does not describe these shards; try treeckpt rebuild-index",
+        )
+
+    def chunks_of(self, leaf: Leaf, region: Region | None = None, *, rank: int | None = None) -> list[Chunk]:
+        """The chunks of an array, or those that share an element with `region`.
+
+        Args:
+            rank: whose array, for a leaf under `PerRank`.
+        """
+        record, spec = leaf.record, leaf.spec
+        if isinstance(record, AliasRecord):
+            base = self.entries[record.of]
+            return self.chunks_of(base, region if record.view is None else None, rank=rank)
+        if spec is None:
+            return []
+        if isinstance(record, PerRankArrays):
+            position = int(np.flatnonzero(decode_runs(leaf.ranks or ()) == rank)[0])
+            return [Chunk(Region.whole(spec.shape), rank or 0, value_at(record.start, position))]
+        assert isinstance(record, ArrayRecord), "values have no spec"
+        return chunks_in(record.chunks, spec.shape, region)
+
+
+def file_table(rows: Iterable[tuple[int, int, int, int, int]]) -> FileTable:
+    """The table of (rank, part, stream, nbytes, header) rows, in any order."""
+    table = np.array(sorted(rows), np.int64).reshape(-1, 5)
+    return FileTable(*(encode_runs(column) for column in table.T))

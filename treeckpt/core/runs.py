@@ -1,0 +1,139 @@
+"""Columns of integers as nested arithmetic runs: how an index of 16,384 ranks stays small.
+
+A run is `(start, step, count, step, count, ...)`, innermost first: the numbers `start + i * step` for i < count,
+that whole block again moved by the next step, and so on. The file of every cell of a regular 2-D sharding, or its
+transpose, is one run; an irregular column is still exact, at most 1.5 integers an entry.
+
+Encoding finds maximal arithmetic runs from left to right, then does the same with the starts of neighbouring
+runs that have equal tails, until nothing gets shorter.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from .errors import FormatError
+
+__all__ = ["Run", "Runs", "check_runs", "constant", "decode_runs", "encode_runs", "length_of", "value_at"]
+
+Run = tuple[int, ...]
+Runs = tuple[Run, ...]
+
+MAX_LENGTH = 1 << 28
+"""A column longer than this is refused before it is expanded: a hostile index may claim any count."""
+
+
+def constant(value: int, count: int) -> Runs:
+    """The column of `count` equal numbers."""
+    return encode_runs(np.full(count, value, np.int64)) if count < 2 else ((value, 0, count),)
+
+
+def encode_runs(values: Sequence[int] | np.ndarray) -> Runs:
+    """The runs whose expansion is `values`."""
+    column = np.asarray(values, dtype=np.int64)
+    runs: list[Run] = [(start, step, count) if count > 1 else (start,) for start, step, count in _arithmetic(column)]
+    while True:
+        folded = _fold(runs)
+        if len(folded) == len(runs):
+            return tuple(folded)
+        runs = folded
+
+
+def _arithmetic(column: np.ndarray) -> list[tuple[int, int, int]]:
+    """Maximal arithmetic runs, greedily from the left: (start, step, count)."""
+    n = len(column)
+    if n == 0:
+        return []
+    if n == 1:
+        return [(int(column[0]), 0, 1)]
+    steps = np.diff(column)
+    # the last position of each stretch of equal steps
+    ends = np.append(np.flatnonzero(steps[1:] != steps[:-1]), n - 2)
+    runs: list[tuple[int, int, int]] = []
+    at = 0
+    for end in ends.tolist():
+        if end < at:
+            continue
+        runs.append((int(column[at]), int(steps[at]), end - at + 2))
+        at = end + 2
+    if at == n - 1:
+        runs.append((int(column[at]), 0, 1))
+    return runs
+
+
+def _fold(runs: list[Run]) -> list[Run]:
+    """Joins neighbours with equal tails whose starts are arithmetic."""
+    folded: list[Run] = []
+    at = 0
+    while at < len(runs):
+        tail = runs[at][1:]
+        end = at + 1
+        while end < len(runs) and runs[end][1:] == tail:
+            end += 1
+        if end - at == 1 or not tail:
+            folded += runs[at:end]
+        else:
+            starts = np.array([run[0] for run in runs[at:end]], dtype=np.int64)
+            for start, step, count in _arithmetic(starts):
+                folded.append((start, *tail, step, count) if count > 1 else (start, *tail))
+        at = end
+    return folded
+
+
+def _run_length(run: Run) -> int:
+    return math.prod(run[2::2])
+
+
+def length_of(runs: Runs) -> int:
+    """How many numbers the column holds."""
+    return sum(map(_run_length, runs))
+
+
+def check_runs(runs: Runs, *, length: int, path: str) -> None:
+    """Refuses a column that is malformed or not `length` long, before anything is expanded.
+
+    Raises:
+        FormatError: naming `path`.
+    """
+    for run in runs:
+        if len(run) % 2 == 0 or any(count < 1 for count in run[2::2]):
+            raise FormatError(path, expected="runs (start, step, count, ...)", found=f"{run!r:.80}")
+    total = length_of(runs)
+    if total != length or total > MAX_LENGTH:
+        raise FormatError(path, expected=f"a column of {length} numbers", found=f"{total}")
+
+
+def decode_runs(runs: Runs) -> np.ndarray:
+    """The column, int64[length]."""
+    parts: list[np.ndarray] = []
+    for run in runs:
+        part = np.full(1, run[0], dtype=np.int64)
+        for step, count in zip(run[1::2], run[2::2], strict=True):
+            part = (np.arange(count, dtype=np.int64)[:, None] * step + part).reshape(-1)
+        parts.append(part)
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def value_at(runs: Runs, index: int) -> int:
+    """One number of the column, without expanding it."""
+    if len(runs) > 1:
+        ends = list(accumulate(map(_run_length, runs)))
+        which = bisect_right(ends, index)
+        if which == len(runs):
+            raise IndexError(index)
+        index -= ends[which - 1] if which else 0
+        run = runs[which]
+    else:
+        run = runs[0]
+    value = run[0]
+    for step, count in zip(run[1::2], run[2::2], strict=True):
+        index, i = divmod(index, count)
+        value += i * step
+    if index:
+        raise IndexError(index)
+    return value

@@ -1,0 +1,307 @@
+"""The header of a shard: a valid safetensors header that also explains and verifies the file by itself.
+
+    u64 length | JSON, padded with spaces so that the data starts at a multiple of 4096 | data, without holes
+
+An entry is named by its leaf's path, plus `@<offset>` when it is not the whole array. `__metadata__` (text to text, as
+safetensors demands) holds the format version, the save id, rank and part, the global shape of partial entries, the
+names of dtypes that safetensors lacks, and the xxh3-64 of every block of the data area. Its first field is a seal, the
+xxh3-64 of the header itself with the seal's digits taken as zeros. The size of a header depends on nothing that is
+known only after writing, so the data can be written first and hashed on the way.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+
+import msgspec
+import numpy as np
+import xxhash
+
+from .dtypes import dtype_of
+from .errors import CorruptError, FormatError, TreeckptError
+from .region import Region
+
+__all__ = [
+    "BLOCK",
+    "Entry",
+    "ShardHeader",
+    "block_count",
+    "check_seal",
+    "decode_header",
+    "encode_header",
+    "hash_block",
+    "header_nbytes",
+    "parse_shard_name",
+    "sealed",
+    "shard_name",
+]
+
+VERSION = 1
+BLOCK = 256 << 10
+"""Bytes of the data area under one checksum."""
+PAGE = 4096
+MAX_HEADER = 1 << 30
+MAX_NDIM = 64
+_SEAL = b'"seal":"'
+_ZEROS = b"0" * 16
+_NAME = re.compile(r"shard-(\d{5,})(?:\.(\d{3,}))?-of-(\d{5,})\.([0-9a-f]{16})\.safetensors")
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One region of one array in the file's data area."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole array."""
+    region: Region
+    start: int
+    nbytes: int
+
+
+class ShardHeader(msgspec.Struct, frozen=True):
+    """What a shard says of itself."""
+
+    save_id: str
+    rank: int
+    world: int
+    part: int
+    stream: int
+    """Where this file starts in the stream of its rank's data bytes."""
+    entries: tuple[Entry, ...]
+    hashes: tuple[int, ...]
+    """xxh3-64 of every block of `block` bytes of the data area; the last block may be shorter."""
+    block: int = BLOCK
+    manifest: str | None = None
+    """The coordinator's shard carries what an index holds beside chunks, as JSON."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data area."""
+        return sum(entry.nbytes for entry in self.entries)
+
+
+class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
+    """`__metadata__`; numbers and JSON as text because safetensors allows nothing else."""
+
+    seal: str
+    format: str
+    version: str
+    save_id: str
+    rank: str
+    world: str
+    part: str
+    stream: str
+    block: str
+    hashes: str
+    partial: str
+    dtypes: str
+    manifest: str = ""
+
+
+class _Tensor(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def shard_name(save_id: str, rank: int, world: int, part: int = 0) -> str:
+    """The file name of a shard; part 0 is the only one unless a size limit was given."""
+    number = f"{rank:05d}.{part:03d}" if part else f"{rank:05d}"
+    return f"shard-{number}-of-{world:05d}.{save_id}.safetensors"
+
+
+def parse_shard_name(name: str) -> tuple[str, int, int, int] | None:
+    """(save id, rank, world, part) of a shard's file name, None for any other name."""
+    match = _NAME.fullmatch(name)
+    return (match[4], int(match[1]), int(match[3]), int(match[2] or 0)) if match else None
+
+
+def block_count(nbytes: int, block: int = BLOCK) -> int:
+    """How many checksums a data area of `nbytes` has."""
+    return -(-nbytes // block)
+
+
+def hash_block(data: bytes | memoryview | np.ndarray) -> int:
+    """The checksum of one block."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def sealed(document: bytes) -> bytes:
+    """The JSON document with its first `"seal":"0000000000000000"` filled in."""
+    at = document.index(_SEAL) + len(_SEAL)
+    digest = f"{xxhash.xxh3_64_intdigest(document):016x}".encode()
+    return document[:at] + digest + document[at + 16 :]
+
+
+def check_seal(document: bytes | memoryview, name: str) -> None:
+    """Refuses a document whose seal is not its checksum.
+
+    Raises:
+        CorruptError: naming the file.
+    """
+    data = bytes(document)
+    at = data.find(_SEAL, 0, 256) + len(_SEAL)
+    stored = data[at : at + 16]
+    actual = f"{xxhash.xxh3_64_intdigest(data[:at] + _ZEROS + data[at + 16 :]):016x}".encode()
+    if at < len(_SEAL) or stored != actual:
+        raise CorruptError(
+            name,
+            expected=f"seal {stored[:16]!r}" if at >= len(_SEAL) else "a sealed document",
+            found=f"{actual!r} for these bytes",
+            hint="The file was changed after it was written; restore it from a copy",
+        )
+
+
+def _entry_name(entry: Entry) -> str:
+    if not entry.region.is_whole(entry.shape):
+        return f"{entry.path}@{','.join(map(str, entry.region.offset))}"
+    # an @ of the user's own, and safetensors' reserved name, must not read as ours
+    return entry.path + "@" if "@" in entry.path or entry.path == "__metadata__" else entry.path
+
+
+def encode_header(header: ShardHeader) -> bytes:
+    """The bytes of the file up to its data. Headers that differ in hashes only have the same length."""
+    partial: dict[str, tuple[int, ...]] = {}
+    logical: dict[str, str] = {}
+    tensors: dict[str, _Tensor] = {}
+    for entry in header.entries:
+        name, dtype = _entry_name(entry), dtype_of(entry.dtype)
+        shape = entry.region.shape
+        if not entry.region.is_whole(entry.shape):
+            partial[name] = entry.shape
+        if dtype.parts > 1:
+            shape = (*shape, dtype.parts)
+        if _PLAIN.get(dtype.tag) != entry.dtype:
+            logical[name] = entry.dtype
+        tensors[name] = _Tensor(dtype.tag, shape, (entry.start, entry.start + entry.nbytes))
+    hashes = np.array(header.hashes, dtype="<u8").tobytes()
+    metadata = _Metadata(
+        seal=_ZEROS.decode(),
+        format="treeckpt",
+        version=str(VERSION),
+        save_id=header.save_id,
+        rank=str(header.rank),
+        world=str(header.world),
+        part=str(header.part),
+        stream=str(header.stream),
+        block=str(header.block),
+        hashes=base64.b64encode(hashes).decode(),
+        partial=msgspec.json.encode(partial).decode(),
+        dtypes=msgspec.json.encode(logical).decode(),
+        manifest=header.manifest or "",
+    )
+    text = msgspec.json.encode({"__metadata__": metadata, **tensors})
+    padded = -(-(8 + len(text)) // PAGE) * PAGE
+    text = text.ljust(padded - 8)
+    return sealed(len(text).to_bytes(8, "little") + text)
+
+
+_PLAIN = {
+    tag: name
+    for tag, name in {
+        "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
+        "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
+        "F32": "float32", "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+        "F8_E8M0": "float8_e8m0fnu",
+    }.items()
+}  # fmt: skip
+
+
+def header_nbytes(prefix: bytes | memoryview, name: str) -> int:
+    """Bytes of the whole header, from the first 8 bytes of the file.
+
+    Raises:
+        CorruptError: no header is that long.
+    """
+    length = int.from_bytes(prefix[:8], "little") + 8
+    if len(prefix) < 8 or length % PAGE or not 0 < length <= MAX_HEADER:
+        raise CorruptError(
+            name,
+            expected=f"a header of a multiple of {PAGE} bytes, at most {MAX_HEADER}",
+            found=f"{length}" if len(prefix) >= 8 else f"a file of {len(prefix)} bytes",
+        )
+    return length
+
+
+def decode_header(data: bytes | memoryview, name: str) -> ShardHeader:
+    """What the header of the file called `name` says.
+
+    Raises:
+        CorruptError: the seal is broken.
+        FormatError: another version, or no shard of ours.
+    """
+    check_seal(data, name)
+    try:
+        raw = msgspec.json.decode(bytes(data[8:]), type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop("__metadata__"), type=_Metadata)
+        if metadata.format != "treeckpt" or metadata.version != str(VERSION):
+            raise FormatError(
+                name,
+                expected=f"treeckpt shard version {VERSION}",
+                found=f"{metadata.format} version {metadata.version}"[:80],
+                hint="Load it with the version of treeckpt that wrote it, or a newer one",
+            )
+        partial = msgspec.json.decode(metadata.partial, type=dict[str, tuple[int, ...]])
+        logical = msgspec.json.decode(metadata.dtypes, type=dict[str, str])
+        entries = tuple(
+            _decode_entry(key, msgspec.json.decode(value, type=_Tensor), partial.get(key), logical.get(key))
+            for key, value in raw.items()
+        )
+        block, stream = int(metadata.block), int(metadata.stream)
+        hashes = np.frombuffer(base64.b64decode(metadata.hashes, validate=True), "<u8")
+        header = ShardHeader(
+            save_id=metadata.save_id,
+            rank=int(metadata.rank),
+            world=int(metadata.world),
+            part=int(metadata.part),
+            stream=stream,
+            entries=entries,
+            hashes=tuple(hashes.tolist()),
+            block=block,
+            manifest=metadata.manifest or None,
+        )
+    except TreeckptError:
+        raise
+    except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
+        raise FormatError(name, expected="a treeckpt shard", found=f"{error}"[:200]) from error
+    _check_entries(header, name)
+    return header
+
+
+def _decode_entry(name: str, tensor: _Tensor, shape: tuple[int, ...] | None, logical: str | None) -> Entry:
+    dtype = dtype_of(logical or _PLAIN.get(tensor.dtype, tensor.dtype))
+    local = tensor.shape
+    if dtype.tag != tensor.dtype or (dtype.parts > 1 and (not local or local[-1] != dtype.parts)):
+        raise ValueError(f"{name[:80]!r} is {tensor.dtype} {local}, not a stored {dtype.name}")
+    if dtype.parts > 1:
+        local = local[:-1]
+    start, stop = tensor.data_offsets
+    if shape is None:
+        path, region, shape = name.removesuffix("@"), Region.whole(local), local
+    else:
+        path, _, text = name.rpartition("@")
+        region = Region(tuple(int(n) for n in text.split(",")), local)
+    if len(shape) > MAX_NDIM or len(region.offset) != len(shape) or len(local) != len(shape):
+        raise ValueError(f"{name[:80]!r} has shape {shape}, offset {region.offset}")
+    if any(n < 0 for n in (*region.offset, *local)) or not region.within(Region.whole(shape)):
+        raise ValueError(f"{name[:80]!r} lies outside of its shape {shape}")
+    if stop - start != math.prod(local) * dtype.itemsize:
+        raise ValueError(f"{name[:80]!r} has {stop - start} bytes for shape {local} of {dtype.name}")
+    return Entry(path, dtype.name, shape, region, start, stop - start)
+
+
+def _check_entries(header: ShardHeader, name: str) -> None:
+    at = 0
+    for entry in sorted(header.entries, key=lambda e: (e.start, e.nbytes)):
+        if entry.start != at:
+            raise FormatError(name, expected=f"an entry at byte {at}", found=f"{entry.path[:80]} at {entry.start}")
+        at += entry.nbytes
+    if header.block < PAGE or len(header.hashes) != block_count(at, header.block):
+        raise FormatError(
+            name,
+            expected=f"checksums of {at} bytes in blocks",
+            found=f"{len(header.hashes)} of blocks of {header.block}",
+        )

@@ -1,0 +1,314 @@
+"""What a leaf is without its data, and how a Python value becomes JSON and comes back with its type.
+
+`ArraySpec` describes an array as jax.ShapeDtypeStruct does, and serves as a target of load. A value that JSON has
+itself (None, bool, int of 64 bits, finite float, str) is stored as such; every other one becomes a `Typed` record, in
+JSON `["kind", [items...]]`. Decoding builds values from a fixed list of kinds; it imports and calls nothing that a file names,
+except that an enum's class is looked up, by the caller's `resolve`, among classes that exist already.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import datetime as dt
+import decimal
+import enum
+import fractions
+import math
+import pathlib
+import uuid
+import zoneinfo
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from .errors import FormatError, MismatchError, TreeError
+from .region import Region
+
+__all__ = [
+    "ArraySpec",
+    "Resolver",
+    "TableSpec",
+    "Typed",
+    "Value",
+    "ValueSpec",
+    "decode_value",
+    "encode_value",
+    "type_name",
+]
+
+Resolver = Callable[[str], type]
+"""Gives the class called `module:qualname` if the program has it already; raises LookupError otherwise."""
+
+
+class Typed(msgspec.Struct, frozen=True, array_like=True):
+    """A value that JSON lacks: its kind and what it is made of."""
+
+    kind: str
+    items: tuple[bool | int | float | str | Typed | None, ...]
+
+
+Value = None | bool | int | float | str | Typed
+
+
+class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An array without its data; an abstract target for `load`, as jax.ShapeDtypeStruct.
+
+    Args:
+        shape: of the whole (global) array.
+        dtype: its name, see `core.dtypes`.
+        regions: what of it is wanted or held; None is all of it.
+        device: where it was, or is to be, e.g. "cuda:0"; None is the host.
+        requires_grad: as torch means it.
+        kind: "tensor", "parameter", "buffer" or "numpy": what load makes of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    regions: tuple[Region, ...] | None = None
+    device: str | None = None
+    requires_grad: bool = False
+    kind: str = "tensor"
+
+
+class ValueSpec(msgspec.Struct, frozen=True):
+    """A Python value, encoded."""
+
+    value: Value
+
+
+class TableSpec(msgspec.Struct, frozen=True):
+    """A keyed table: ids of `key_dtype` hashed into `buckets`, each with one row per slot (name, dtype, row shape)."""
+
+    key_dtype: str
+    buckets: int
+    slots: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+MAX_DEPTH = 100
+_INT64 = 1 << 63
+
+
+def type_name(kind: type) -> str:
+    """How files name a class: `module:qualname`."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def encode_value(value: object, path: str, extra: Callable[[object], Typed | None] | None = None) -> Value:
+    """The JSON form of a Python value.
+
+    Args:
+        path: the leaf, for errors.
+        extra: knows the values of other libraries; returns None for what it does not know.
+
+    Raises:
+        TreeError: the value is of no kind that can be stored.
+    """
+    return _encode(value, path, extra, 0)
+
+
+def _encode(value: object, path: str, extra: Callable[[object], Typed | None] | None, depth: int) -> Value:
+    if depth > MAX_DEPTH:
+        raise TreeError(path, expected=f"values nested at most {MAX_DEPTH} deep", found="deeper ones")
+    kind = type(value)
+    if value is None or kind is bool:
+        return value  # pyright: ignore[reportReturnType]
+    if kind is int:
+        number: int = value  # pyright: ignore[reportAssignmentType]
+        return number if -_INT64 <= number < _INT64 else Typed("int", (hex(number),))
+    if kind is float:
+        real: float = value  # pyright: ignore[reportAssignmentType]
+        return real if math.isfinite(real) else Typed("float", (repr(real),))
+    if kind is str:
+        return _encode_str(value)  # pyright: ignore[reportArgumentType]
+    if (encode := _ENCODERS.get(kind)) is not None:
+        return Typed(encode[0], tuple(_encode(v, path, extra, depth + 1) for v in encode[1](value)))
+    if isinstance(value, enum.Enum):
+        member = value.name if value.name in kind.__members__ else None  # pyright: ignore[reportAttributeAccessIssue]
+        return Typed("enum", (type_name(kind), member, _encode(value.value, path, extra, depth + 1)))
+    if isinstance(value, np.generic) and kind not in (np.object_, np.void):
+        return Typed("numpy", (value.dtype.str, base64.b64encode(value.tobytes()).decode()))
+    if isinstance(value, np.dtype) and not value.hasobject and value.fields is None:
+        return Typed("numpy.dtype", (value.str,))
+    if extra is not None and (typed := extra(value)) is not None:
+        return typed
+    raise TreeError(
+        path,
+        expected="an array, a container or a plain Python value",
+        found=f"{type_name(kind)}: {_short(value)}",
+        hint="Convert it to one of these, register its class with optree.register_pytree_node, "
+        "or pass allow_pickle=True",
+    )
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<repr failed: {error!r}>"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _encode_str(text: str) -> Value:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # lone surrogates, as os.fsdecode makes them
+        return Typed("str", (base64.b64encode(text.encode("utf-8", "surrogatepass")).decode(),))
+    return text
+
+
+def _b64(data: bytes | bytearray) -> tuple[str]:
+    return (base64.b64encode(data).decode(),)
+
+
+def _zone(zone: dt.tzinfo | None) -> str | None:
+    return zone.key if isinstance(zone, zoneinfo.ZoneInfo) else None
+
+
+def _moment(moment: Any) -> tuple[object, ...]:
+    zone = _zone(moment.tzinfo)
+    plain = moment.replace(tzinfo=None) if zone else moment
+    return (plain.isoformat(), zone, moment.fold)
+
+
+def _sorted_set(members: Any) -> list[object]:
+    """A set's order changes from process to process: sorting by the encoded form makes equal sets equal bytes."""
+    return sorted(members, key=lambda m: msgspec.json.encode(encode_value(m, "set")))
+
+
+def _pairs(mapping: Any) -> list[object]:
+    return [item for pair in mapping.items() for item in pair]
+
+
+_ENCODERS: dict[type, tuple[str, Callable[[Any], Sequence[object]]]] = {
+    complex: ("complex", lambda v: (v.real, v.imag)),
+    bytes: ("bytes", _b64),
+    bytearray: ("bytearray", _b64),
+    range: ("range", lambda v: (v.start, v.stop, v.step)),
+    slice: ("slice", lambda v: (v.start, v.stop, v.step)),
+    set: ("set", _sorted_set),
+    frozenset: ("frozenset", _sorted_set),
+    list: ("list", list),
+    tuple: ("tuple", list),
+    dict: ("dict", _pairs),
+    collections.OrderedDict: ("OrderedDict", _pairs),
+    type(...): ("ellipsis", lambda v: ()),
+    dt.datetime: ("datetime", _moment),
+    dt.time: ("time", _moment),
+    dt.date: ("date", lambda v: (v.isoformat(),)),
+    dt.timedelta: ("timedelta", lambda v: (v.days, v.seconds, v.microseconds)),
+    dt.timezone: ("timezone", lambda v: (v.utcoffset(None),)),
+    zoneinfo.ZoneInfo: ("ZoneInfo", lambda v: (v.key,)),
+    decimal.Decimal: ("Decimal", lambda v: (str(v),)),
+    fractions.Fraction: ("Fraction", lambda v: (v.numerator, v.denominator)),
+    uuid.UUID: ("UUID", lambda v: (str(v),)),
+    **{
+        p: (p.__name__, lambda v: (str(v),))
+        for p in (
+            pathlib.PurePosixPath,
+            pathlib.PureWindowsPath,
+            pathlib.PosixPath,
+            pathlib.WindowsPath,
+        )
+    },
+}
+
+
+def _attach(moment: Any, zone: str | None, fold: int) -> Any:
+    return moment.replace(tzinfo=zoneinfo.ZoneInfo(zone), fold=fold) if zone else moment.replace(fold=fold)
+
+
+def _path(windows: bool, pure: bool) -> Callable[..., pathlib.PurePath]:
+    """A path of this machine's own flavour comes back concrete, one of the other flavour pure."""
+    flavour = pathlib.PureWindowsPath if windows else pathlib.PurePosixPath
+    return lambda text: flavour(text) if pure or type(pathlib.Path()) not in _CONCRETE[windows] else pathlib.Path(text)
+
+
+_CONCRETE = {False: (pathlib.PosixPath,), True: (pathlib.WindowsPath,)}
+
+_DECODERS: dict[str, Callable[..., object]] = {
+    "int": lambda text: int(text, 16),
+    "float": float,
+    "str": lambda text: base64.b64decode(text).decode("utf-8", "surrogatepass"),
+    "complex": complex,
+    "bytes": base64.b64decode,
+    "bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "range": range,
+    "slice": slice,
+    "set": lambda *members: set(members),
+    "frozenset": lambda *members: frozenset(members),
+    "list": lambda *members: list(members),
+    "tuple": lambda *members: tuple(members),
+    "dict": lambda *pairs: dict(zip(pairs[::2], pairs[1::2], strict=True)),
+    "OrderedDict": lambda *pairs: collections.OrderedDict(zip(pairs[::2], pairs[1::2], strict=True)),
+    "ellipsis": lambda: ...,
+    "datetime": lambda text, zone, fold: _attach(dt.datetime.fromisoformat(text), zone, fold),
+    "time": lambda text, zone, fold: _attach(dt.time.fromisoformat(text), zone, fold),
+    "date": dt.date.fromisoformat,
+    "timedelta": dt.timedelta,
+    "timezone": dt.timezone,
+    "ZoneInfo": zoneinfo.ZoneInfo,
+    "Decimal": decimal.Decimal,
+    "Fraction": fractions.Fraction,
+    "UUID": uuid.UUID,
+    "PurePosixPath": _path(windows=False, pure=True),
+    "PureWindowsPath": _path(windows=True, pure=True),
+    "PosixPath": _path(windows=False, pure=False),
+    "WindowsPath": _path(windows=True, pure=False),
+    "numpy": lambda name, data: np.frombuffer(base64.b64decode(data), np.dtype(name))[0],
+    "numpy.dtype": np.dtype,
+}
+
+
+def decode_value(
+    value: Value,
+    path: str,
+    *,
+    resolve: Resolver | None = None,
+    extra: Callable[[Typed], object] | None = None,
+) -> object:
+    """The Python value of a JSON form.
+
+    Args:
+        resolve: finds the class of an enum.
+        extra: builds the values of other libraries; raises LookupError for a kind it does not know.
+
+    Raises:
+        FormatError: an unknown kind, or parts that do not make up a value of theirs.
+        MismatchError: the class of an enum is not to be had, or has no such member.
+    """
+    if not isinstance(value, Typed):
+        return value
+    if value.kind == "enum":
+        return _decode_enum(value, path, resolve, extra)
+    items = [decode_value(item, path, resolve=resolve, extra=extra) for item in value.items]
+    try:
+        if (decode := _DECODERS.get(value.kind)) is not None:
+            return decode(*items)
+        if extra is not None:
+            return extra(value)
+        raise LookupError(value.kind)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise FormatError(path, expected="a value of a known kind", found=f"{value!r:.80} ({error})") from error
+
+
+def _decode_enum(value: Typed, path: str, resolve: Resolver | None, extra: Callable[[Typed], object] | None) -> object:
+    if len(value.items) != 3 or not isinstance(value.items[0], str):
+        raise FormatError(path, expected="an enum", found=f"{value!r:.80}")
+    name, member, inner = value.items
+    try:
+        kind = resolve(name) if resolve is not None else None
+        if kind is None or not issubclass(kind, enum.Enum):
+            raise LookupError(name)
+        return (
+            kind[member] if isinstance(member, str) else kind(decode_value(inner, path, resolve=resolve, extra=extra))
+        )
+    except (LookupError, ValueError, TypeError) as error:
+        raise MismatchError(
+            path,
+            expected=f"the enum {name} with {member or inner!r}",
+            found="no such class or member in this program",
+            hint="Import the module that defines it before loading, or leave this leaf out",
+        ) from error

@@ -1,0 +1,276 @@
+"""The structure of a tree as plain data, as the index holds it: nodes, paths, and the union of ranks' structures.
+
+A structure is a node with children, or None for a leaf. Node kinds keep what a container is beyond its children: the order and
+types of keys, a deque's maxlen, the class of a namedtuple. Paths follow from the structure alone.
+
+A path as text is like RFC 6901 without the leading slash: `model/layers.0.weight`, with `~1` for `/` and `~0` for
+`~`. Integer keys and positions are written as such; a string key that would read as something else is marked `~s`, other keys
+`~b1`, `~f1.5`, `~n`, `~x00ff` and `~(0~,a~)`. So two leaves of one tree never share a text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from .errors import FormatError, MismatchError, TreeError
+from .runs import Runs, decode_runs, encode_runs
+from .spec import Typed, Value, decode_value, type_name
+
+__all__ = [
+    "CustomNode",
+    "DataclassNode",
+    "DefaultDictNode",
+    "DequeNode",
+    "DictNode",
+    "ListNode",
+    "NamedTupleNode",
+    "Node",
+    "OrderedDictNode",
+    "PerRankNode",
+    "StructSequenceNode",
+    "Structure",
+    "TupleNode",
+    "key_text",
+    "keys_of",
+    "merge",
+    "parse_path",
+    "paths_of",
+    "rank_key",
+    "widen_ranks",
+]
+
+MAX_DEPTH = 100
+"""Deeper trees are refused: the usual cause is a container that holds itself."""
+
+
+class DictNode(msgspec.Struct, frozen=True, tag="dict", array_like=True):
+    keys: tuple[Value, ...]
+    children: tuple[Structure, ...]
+
+
+class OrderedDictNode(msgspec.Struct, frozen=True, tag="OrderedDict", array_like=True):
+    keys: tuple[Value, ...]
+    children: tuple[Structure, ...]
+
+
+class DefaultDictNode(msgspec.Struct, frozen=True, tag="defaultdict", array_like=True):
+    factory: str | None
+    keys: tuple[Value, ...]
+    children: tuple[Structure, ...]
+
+
+class ListNode(msgspec.Struct, frozen=True, tag="list", array_like=True):
+    children: tuple[Structure, ...]
+
+
+class TupleNode(msgspec.Struct, frozen=True, tag="tuple", array_like=True):
+    children: tuple[Structure, ...]
+
+
+class DequeNode(msgspec.Struct, frozen=True, tag="deque", array_like=True):
+    maxlen: int | None
+    children: tuple[Structure, ...]
+
+
+class NamedTupleNode(msgspec.Struct, frozen=True, tag="namedtuple", array_like=True):
+    cls: str
+    fields: tuple[str, ...]
+    children: tuple[Structure, ...]
+
+
+class StructSequenceNode(msgspec.Struct, frozen=True, tag="structseq", array_like=True):
+    cls: str
+    fields: tuple[str, ...]
+    children: tuple[Structure, ...]
+
+
+class DataclassNode(msgspec.Struct, frozen=True, tag="dataclass", array_like=True):
+    cls: str
+    fields: tuple[str, ...]
+    children: tuple[Structure, ...]
+
+
+class CustomNode(msgspec.Struct, frozen=True, tag="custom", array_like=True):
+    """A class registered with optree; `auxiliary` is what its flatten function returned beside the children."""
+
+    cls: str
+    auxiliary: Value
+    keys: tuple[Value, ...]
+    children: tuple[Structure, ...]
+
+
+class PerRankNode(msgspec.Struct, frozen=True, tag="per_rank", array_like=True):
+    """One child structure per group of ranks whose subtrees are shaped alike."""
+
+    ranks: tuple[Runs, ...]
+    children: tuple[Structure, ...]
+
+
+Node = (
+    DictNode
+    | OrderedDictNode
+    | DefaultDictNode
+    | ListNode
+    | TupleNode
+    | DequeNode
+    | NamedTupleNode
+    | StructSequenceNode
+    | DataclassNode
+    | CustomNode
+    | PerRankNode
+)
+Structure = Node | None
+"""A structure's leaves are None, `null` in JSON."""
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+def key_text(key: object, path: str = "") -> str:
+    """One step of a path as text.
+
+    Raises:
+        TreeError: a key of a kind that cannot be stored.
+    """
+    kind = type(key)
+    if kind is str:
+        text: str = key  # pyright: ignore[reportAssignmentType]
+        escaped = text.replace("~", "~0").replace("/", "~1")
+        return f"~s{escaped}" if not text or _NUMBER.fullmatch(text) else escaped
+    if kind is int:
+        return str(key)
+    if kind is bool:
+        return "~b1" if key else "~b0"
+    if key is None:
+        return "~n"
+    if kind is float:
+        return f"~f{key!r}"
+    if kind is bytes:
+        return f"~x{key.hex()}"  # pyright: ignore[reportAttributeAccessIssue]
+    if kind is tuple:
+        parts: tuple[object, ...] = key  # pyright: ignore[reportAssignmentType]
+        return "~(" + "~,".join(key_text(part, path) for part in parts) + "~)"
+    raise TreeError(
+        path,
+        expected="dict keys of str, int, bool, float, None, bytes, or tuples of these",
+        found=f"a key of {type_name(kind)}: {key!r:.60}",
+        hint="Use a string instead",
+    )
+
+
+def rank_key(rank: int) -> str:
+    """The step of a path that leads to one rank's own subtree."""
+    return f"~rank{rank}"
+
+
+def parse_path(text: str) -> tuple[str, ...]:
+    """The steps of a path as text, with `~0` and `~1` undone in plain string keys; other keys keep their marks."""
+    if not text:
+        return ()
+    return tuple(
+        step if step.startswith("~") and step[:2] not in ("~0", "~1") else _unescape(step) for step in text.split("/")
+    )
+
+
+def _unescape(step: str) -> str:
+    return step.replace("~1", "/").replace("~0", "~")
+
+
+def keys_of(node: Node, path: str) -> Sequence[object]:
+    """The keys of a node's children: dict keys, field names or positions."""
+    if isinstance(node, (DictNode, OrderedDictNode, DefaultDictNode, CustomNode)):
+        return [decode_value(key, path) if isinstance(key, Typed) else key for key in node.keys]
+    if isinstance(node, (NamedTupleNode, StructSequenceNode, DataclassNode)):
+        return node.fields
+    return range(len(node.children))
+
+
+def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
+    """Each leaf's path, in order; under a `PerRank`, with the ranks it stands for and `~rank*` in place of the rank."""
+    found: list[tuple[str, Runs | None]] = []
+
+    def walk(node: Structure, path: str, ranks: Runs | None, depth: int) -> None:
+        if node is None:
+            found.append((path, ranks))
+            return
+        if depth > MAX_DEPTH:
+            raise FormatError(path[:200], expected=f"at most {MAX_DEPTH} levels", found="a deeper structure")
+        prefix = path + "/" if depth else ""
+        if isinstance(node, PerRankNode):
+            if len(node.ranks) != len(node.children):
+                raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
+            for group, child in zip(node.ranks, node.children, strict=True):
+                walk(child, prefix + "~rank*", group, depth + 1)
+            return
+        keys = keys_of(node, path)
+        if len(keys) != len(node.children):
+            raise FormatError(path, expected=f"{len(keys)} children", found=f"{len(node.children)}")
+        for key, child in zip(keys, node.children, strict=True):
+            walk(child, prefix + key_text(key, path), ranks, depth + 1)
+
+    walk(structure, "", None, 0)
+    return found
+
+
+def merge(a: Structure, b: Structure, path: str = "") -> Structure:
+    """The structure of two ranks' trees together: pipeline stages hold parts of one tree.
+
+    Mappings are joined key by key; everything else must agree.
+
+    Raises:
+        MismatchError: naming the first place where the two contradict each other.
+    """
+    if a == b:
+        return a
+    if isinstance(a, PerRankNode) and isinstance(b, PerRankNode):
+        return _merge_ranks(a, b)
+    if isinstance(a, (DictNode, OrderedDictNode, DefaultDictNode)) and type(a) is type(b):
+        theirs: dict[Value, Structure] = dict(zip(b.keys, b.children, strict=True))
+        children = [
+            merge(child, theirs.pop(key), f"{path}/{key}".lstrip("/")) if key in theirs else child
+            for key, child in zip(a.keys, a.children, strict=True)
+        ]
+        return msgspec.structs.replace(a, keys=(*a.keys, *theirs), children=(*children, *theirs.values()))
+    same = (
+        a is not None
+        and type(a) is type(b)
+        and len(a.children) == len(b.children)
+        and all(getattr(a, f) == getattr(b, f) for f in a.__struct_fields__ if f != "children")
+    )
+    if a is None or b is None or not same:
+        raise MismatchError(
+            path,
+            expected=f"the same kind of node on every rank: {_node_name(a)}",
+            found=_node_name(b),
+            hint="Ranks may hold different keys of a dict; wrap what differs otherwise in PerRank",
+        )
+    keys = keys_of(a, path)
+    merged = tuple(
+        merge(x, y, f"{path}/{key}".lstrip("/")) for key, x, y in zip(keys, a.children, b.children, strict=True)
+    )
+    return msgspec.structs.replace(a, children=merged)
+
+
+def _merge_ranks(a: PerRankNode, b: PerRankNode) -> PerRankNode:
+    groups: dict[Structure, list[int]] = {}
+    for node in (a, b):
+        for ranks, child in zip(node.ranks, node.children, strict=True):
+            groups.setdefault(child, []).extend(decode_runs(ranks).tolist())
+    return PerRankNode(tuple(encode_runs(sorted(set(r))) for r in groups.values()), tuple(groups))
+
+
+def _node_name(node: Structure) -> str:
+    if node is None:
+        return "a leaf"
+    return f"{type(node).__struct_config__.tag} of {len(node.children)}"
+
+
+def widen_ranks(structure: Structure, world: int) -> Structure:
+    """The structure when every rank of the world has the same: each `PerRank` stands for all ranks."""
+    if structure is None:
+        return None
+    if isinstance(structure, PerRankNode):
+        return PerRankNode((encode_runs(range(world)),), structure.children)
+    return msgspec.structs.replace(structure, children=tuple(widen_ranks(child, world) for child in structure.children))
