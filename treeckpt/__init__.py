@@ -1,1 +1,60 @@
-"""Functional checkpoints of PyTorch state."""
+"""treeckpt: saves any tree of training state from any number of ranks, and loads it into any other layout.
+
+    import treeckpt as tc
+
+    tc.save("run/step_00000100", {"model": model.state_dict(), "step": 100})
+    state = tc.load("run/step_00000100")
+
+Importing it, reading an index and the command line import no torch.
+"""
+
+from .api import abstract, inspect, load, load_into, rebuild_index, save, verify
+from .core.errors import (
+    CheckpointError,
+    CheckpointExists,
+    CheckpointNotFound,
+    CorruptError,
+    FormatError,
+    LayoutError,
+    MismatchError,
+    RankError,
+    TreeckptError,
+    TreeError,
+)
+from .core.records import Index
+from .core.region import Region
+from .core.spec import ArraySpec
+from .core.tree import PerRank
+from .io.store import LocalStore, MemoryStore
+from .leaves.sharded import Sharded
+from .reports import LoadReport, SaveReport, VerifyReport
+
+__all__ = [
+    "ArraySpec",
+    "CheckpointError",
+    "CheckpointExists",
+    "CheckpointNotFound",
+    "CorruptError",
+    "FormatError",
+    "Index",
+    "LayoutError",
+    "LoadReport",
+    "LocalStore",
+    "MemoryStore",
+    "MismatchError",
+    "PerRank",
+    "RankError",
+    "Region",
+    "SaveReport",
+    "Sharded",
+    "TreeError",
+    "TreeckptError",
+    "VerifyReport",
+    "abstract",
+    "inspect",
+    "load",
+    "load_into",
+    "rebuild_index",
+    "save",
+    "verify",
+]

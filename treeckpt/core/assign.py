@@ -12,7 +12,7 @@ holders; where pieces overlap in part, the one that comes first is written and t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -28,14 +28,24 @@ from .layout import (
     check_layout,
     coordinate_of,
     held_by,
-    local_shape,
     mesh_ranks,
     replicas,
 )
 from .region import Region, intersect, subtract
 from .runs import Runs, decode_runs
 
-__all__ = ["ArrayLeaf", "Boxes", "Grid", "Owners", "Share", "assign", "lone_writer", "owners_of", "writes_of"]
+__all__ = [
+    "ArrayLeaf",
+    "Boxes",
+    "Grid",
+    "Owners",
+    "Share",
+    "as_grid",
+    "assign",
+    "lone_writer",
+    "owners_of",
+    "writes_of",
+]
 
 SMALL = 64 << 10
 """Bytes up to which an array is never cut."""
@@ -115,10 +125,11 @@ def _stream_key(layout: MeshLayout) -> bytes:
     return msgspec.json.encode((layout.mesh.shape, layout.mesh.ranks, held))
 
 
-def _nominal(leaf: ArrayLeaf) -> tuple[int, ...]:
-    """The shape of the first holder's piece, the largest one there is."""
+def _nominal(leaf: ArrayLeaf) -> tuple[int, tuple[int, ...]]:
+    """What the first holder has: its bytes, and the shape of its first cell, the largest one there is."""
     assert isinstance(leaf.layout, MeshLayout)
-    return local_shape(leaf.layout, leaf.shape, int(mesh_ranks(leaf.layout.mesh)[0])) or ()
+    held = held_by(leaf.layout, leaf.shape, int(mesh_ranks(leaf.layout.mesh)[0]))
+    return sum(h.region.size for h in held) * leaf.itemsize, held[0].region.shape
 
 
 def _assign_stream(leaves: Sequence[ArrayLeaf], members: list[int], shares: list[Share | Boxes]) -> None:
@@ -126,12 +137,11 @@ def _assign_stream(leaves: Sequence[ArrayLeaf], members: list[int], shares: list
     assert isinstance(first, MeshLayout)
     holders = len(replicas(first))
     nominal = [_nominal(leaves[i]) for i in members]
-    nbytes = [math.prod(shape) * leaves[i].itemsize for shape, i in zip(nominal, members, strict=True)]
-    total = sum(nbytes)
+    total = sum(nbytes for nbytes, _ in nominal)
     parts = max(1, min(holders, total // MIN_QUOTA))
     writer = [part * holders // parts for part in range(parts)]
     start = 0
-    for i, shape, n in zip(members, nominal, nbytes, strict=True):
+    for i, (n, shape) in zip(members, nominal, strict=True):
         # borders between quotas strictly inside this array
         low, high = start * parts // total, -(-(start + n) * parts // total)
         inside = [total * k // parts - start for k in range(low + 1, high)]
@@ -143,7 +153,10 @@ def _assign_stream(leaves: Sequence[ArrayLeaf], members: list[int], shares: list
 
 
 def _cut(shape: tuple[int, ...], nbytes: int, inside: list[int], writers: list[int], quota: int) -> Share:
-    """Cuts at the rows nearest to the borders, along the first dimension whose rows are fine enough."""
+    """Cuts at the rows nearest to the borders, along the first dimension whose rows are fine enough.
+
+    A holder of several cells, `nbytes` in all, has each of them cut alike, so a row is that row of all of them.
+    """
     grain = max(quota // 16, SMALL)
     dim = next((d for d, n in enumerate(shape) if nbytes <= n * grain), shape.index(max(shape)))
     rows = shape[dim]
@@ -165,32 +178,65 @@ def _assign_boxes(leaf: ArrayLeaf, layout: BoxLayout, loads: dict[int, int]) -> 
     whole = Region.whole(leaf.shape)
     holders: dict[Region, list[int]] = {}
     for rank, region in layout.pieces:
-        if len(region.shape) != len(leaf.shape) or not region.within(whole):
+        legal = len(region.shape) == len(leaf.shape) and min(region.shape, default=0) >= 0
+        if not legal or not region.within(whole):
             raise LayoutError(leaf.path, expected=f"pieces inside shape {leaf.shape}", found=f"rank {rank}: {region}")
         holders.setdefault(region, []).append(rank)
-    if not whole.size:
-        return Boxes(((layout.pieces[0][0], whole),) if layout.pieces else ())
+    if not whole.size and layout.pieces:
+        return Boxes(((layout.pieces[0][0], whole),))
+    regions = sorted(r for r in holders if r.size)
+    # the usual pieces make a grid: disjoint and complete without comparing each with each
+    regular = as_grid(leaf.shape, regions) is not None
     owned: list[tuple[int, Region]] = []
-    active: list[Region] = []
-    for region in sorted(r for r in holders if r.size):
-        if leaf.shape:
-            active = [r for r in active if r.offset[0] + r.shape[0] > region.offset[0]]
-        rest = [region]
-        for other in active:
-            rest = [piece for r in rest for piece in subtract(r, other)]
-        active.append(region)
+    for region, rest in ((r, [r]) for r in regions) if regular else _disjoint(regions):
         rank = min(holders[region], key=lambda r: (loads.get(r, 0), r))
         for piece in rest:
             loads[rank] = loads.get(rank, 0) + piece.size * leaf.itemsize
             owned.append((rank, piece))
-    _check_covered(leaf, [region for _, region in owned])
+    if not regular:
+        _check_covered(leaf, [region for _, region in owned])
     return Boxes(tuple(sorted(owned, key=lambda piece: piece[1])))
+
+
+def _disjoint(regions: list[Region]) -> Iterator[tuple[Region, list[Region]]]:
+    """Each region, of a sorted list, with what of it no earlier one holds."""
+    active: list[Region] = []
+    for region in regions:
+        active = [r for r in active if not r.shape or r.offset[0] + r.shape[0] > region.offset[0]]
+        rest = [region]
+        for other in active:
+            rest = [piece for r in rest for piece in subtract(r, other)]
+        active.append(region)
+        yield region, rest
+
+
+def as_grid(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
+    """Starts and stops per dimension, if every cell between the borders of the regions is exactly one of them.
+
+    Args:
+        regions: with elements, no two alike, sorted.
+    """
+    if not shape or not regions:
+        return None
+    offsets = np.array([region.offset for region in regions], np.int64)
+    ends = offsets + np.array([region.shape for region in regions], np.int64)
+    starts: list[np.ndarray] = []
+    stops: list[np.ndarray] = []
+    for d, size in enumerate(shape):
+        first = np.unique(offsets[:, d])
+        last = np.append(first[1:], size)
+        where = np.searchsorted(first, offsets[:, d])
+        if first[0] != 0 or (last[where] != ends[:, d]).any():
+            return None
+        starts.append(first)
+        stops.append(last)
+    return (starts, stops) if math.prod(map(len, starts)) == len(regions) else None
 
 
 def _check_covered(leaf: ArrayLeaf, disjoint: list[Region]) -> None:
     covered = sum(region.size for region in disjoint)
     whole = Region.whole(leaf.shape)
-    if covered == whole.size:
+    if covered == whole.size and disjoint:
         return
     gaps = [whole]
     for region in disjoint:

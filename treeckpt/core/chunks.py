@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from .assign import Boxes, Grid
+from .assign import Boxes, Grid, as_grid
 from .plan import Chunk, Placed
 from .region import Region
 from .runs import Runs, decode_runs, encode_runs, value_at
@@ -123,7 +123,7 @@ def encode_chunks(shape: tuple[int, ...], placed: Placed) -> Chunks:
         pieces = owners.pieces
         if len(pieces) == 1 and pieces[0][1].is_whole(shape):
             return WholeChunk(pieces[0][0], int(starts[0]))
-        grid = _as_grid(shape, owners)
+        grid = as_grid(shape, [region for _, region in pieces])
         if grid is None:
             offsets = np.array([region.offset for _, region in pieces], np.int64)
             shapes = np.array([region.shape for _, region in pieces], np.int64)
@@ -133,29 +133,8 @@ def encode_chunks(shape: tuple[int, ...], placed: Placed) -> Chunks:
                 encode_runs([rank for rank, _ in pieces]),
                 encode_runs(starts),
             )
-        owners = grid
+        owners = Grid(tuple(grid[0]), tuple(grid[1]), np.array([rank for rank, _ in pieces], np.int64))
     if len(owners.ranks) == 1:
         return WholeChunk(int(owners.ranks[0]), int(starts[0]))
     cuts = tuple(encode_runs(np.append(first, size)) for first, size in zip(owners.starts, shape, strict=True))
     return GridChunks(cuts, encode_runs(owners.ranks), encode_runs(starts))
-
-
-def _as_grid(shape: tuple[int, ...], boxes: Boxes) -> Grid | None:
-    """The pieces as a grid, if every cell between their borders is exactly one piece. They come sorted by offset."""
-    if not shape or not boxes.pieces:
-        return None
-    offsets = np.array([region.offset for _, region in boxes.pieces], np.int64)
-    ends = offsets + np.array([region.shape for _, region in boxes.pieces], np.int64)
-    starts: list[np.ndarray] = []
-    stops: list[np.ndarray] = []
-    for d, size in enumerate(shape):
-        first = np.unique(offsets[:, d])
-        last = np.append(first[1:], size)
-        where = np.searchsorted(first, offsets[:, d])
-        if (last[where] != ends[:, d]).any():
-            return None
-        starts.append(first)
-        stops.append(last)
-    if math.prod(map(len, starts)) != len(boxes.pieces):
-        return None
-    return Grid(tuple(starts), tuple(stops), np.array([rank for rank, _ in boxes.pieces], np.int64))

@@ -1,8 +1,8 @@
 """Which element types exist, how wide they are, and how a safetensors file spells them.
 
 Names are torch's and numpy's common ones ("float32", "bfloat16"). safetensors has no tag for some of them;
-such a *logical* dtype is stored under the tag of its parts with one more trailing dimension (complex128 is
-two F64), or as opaque bytes (a numpy datetime is eight I8 ... as one I64; a fixed-width string is n U8).
+such a *logical* dtype is stored under the tag of its parts, with one more trailing dimension where there are several
+(complex128 is two F64, a fixed-width string of n bytes is n U8, a numpy datetime is one I64).
 The header of the shard records the logical name, so that the reader puts the array back together.
 """
 
@@ -64,8 +64,8 @@ _TABLE = {
     )
 }
 
-_TIME = re.compile(r"(datetime|timedelta)64(\[\d*(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
-_FIXED = re.compile(r"(bytes|str|void)(\d{1,9})")
+_TIME = re.compile(r"(datetime|timedelta)64(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+_FIXED = re.compile(r"(bytes|str|void)([1-9][0-9]{0,8})")
 
 
 @lru_cache(maxsize=1024)
@@ -82,7 +82,7 @@ def dtype_of(name: str) -> DType:
         return known
     if (time := _TIME.fullmatch(name)) is not None:
         return DType(name, 8, "I64", 1, ("<M8" if time[1] == "datetime" else "<m8") + (time[2] or ""))
-    if (fixed := _FIXED.fullmatch(name)) is not None and int(fixed[2]) > 0:
+    if (fixed := _FIXED.fullmatch(name)) is not None:
         width = int(fixed[2])
         if fixed[1] == "str":
             return DType(name, 4 * width, "U32", width, f"<U{width}")

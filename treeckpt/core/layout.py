@@ -169,7 +169,6 @@ def _sharders(layout: MeshLayout, dim: int) -> tuple[tuple[int, int, int], ...]:
     )
 
 
-@lru_cache(maxsize=65536)
 def _intervals(
     size: int, sharders: tuple[tuple[int, int, int], ...], position: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -223,6 +222,8 @@ def check_layout(layout: MeshLayout, shape: Sequence[int], path: str) -> None:
     Raises:
         LayoutError: naming `path`.
     """
+    if (fault := _mesh_fault(layout.mesh)) is not None:
+        raise LayoutError(path, expected="a mesh that holds each of its ranks once", found=fault)
     if len(layout.placements) != len(layout.mesh.shape):
         raise LayoutError(
             path,
@@ -232,15 +233,30 @@ def check_layout(layout: MeshLayout, shape: Sequence[int], path: str) -> None:
     for placement in layout.placements:
         if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(shape):
             raise LayoutError(path, expected=f"a dimension of shape {tuple(shape)}", found=f"placement {placement}")
+        if isinstance(placement, StridedShard) and placement.factor < 1:
+            raise LayoutError(path, expected="a factor of at least 1", found=f"placement {placement}")
 
 
-def _held_intervals(layout: MeshLayout, size: int, dim: int, position: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=64)
+def _mesh_fault(mesh: Mesh) -> str | None:
+    count = math.prod(mesh.shape)
+    if not mesh.shape or min(mesh.shape) < 1 or length_of(mesh.ranks) != count:
+        return f"shape {mesh.shape} for {length_of(mesh.ranks)} ranks"
+    if len(np.unique(mesh_ranks(mesh))) != count:
+        return "a rank twice"
+    return None
+
+
+def _held_intervals(layout: MeshLayout, size: int, dim: int, position: int) -> tuple[tuple[int, int], ...]:
     """The intervals (start, length) of one dimension that one mesh position holds."""
     sharders = _sharders(layout, dim)
-    if not sharders:
-        return [(0, size)]
+    return _own_intervals(size, sharders, position) if sharders else ((0, size),)
+
+
+@lru_cache(maxsize=65536)
+def _own_intervals(size: int, sharders: tuple[tuple[int, int, int], ...], position: int) -> tuple[tuple[int, int], ...]:
     starts, lengths, _ = _intervals(size, sharders, position)
-    return [(a, n) for a, n in zip(starts[0].tolist(), lengths[0].tolist(), strict=True) if n]
+    return tuple((a, n) for a, n in zip(starts[0].tolist(), lengths[0].tolist(), strict=True) if n)
 
 
 def _position(layout: MeshLayout, rank: int) -> int | None:
@@ -288,8 +304,14 @@ def local_shape(layout: MeshLayout, shape: Sequence[int], rank: int) -> tuple[in
 
 
 def cells_of(layout: MeshLayout, shape: Sequence[int], dim: int) -> Cells:
-    """How the layout cuts one dimension, for all ranks at once."""
-    starts, lengths, positions = _intervals(shape[dim], _sharders(layout, dim))
+    """How the layout cuts one dimension, for all ranks at once. Not to be written to."""
+    return _cells(shape[dim], _sharders(layout, dim))
+
+
+@lru_cache(maxsize=64)
+def _cells(size: int, sharders: tuple[tuple[int, int, int], ...]) -> Cells:
+    """Kept for few sizes only: it holds three numbers for every rank."""
+    starts, lengths, positions = _intervals(size, sharders)
     holders = np.broadcast_to(positions[:, None], starts.shape)
     filled = lengths > 0
     first, length, holder = starts[filled], lengths[filled], holders[filled]

@@ -113,11 +113,14 @@ class Placed(msgspec.Struct, frozen=True):
     starts: np.ndarray
 
 
-def place(leaves: Sequence[ArrayLeaf], shares: Sequence[Share | Boxes], world: int) -> list[Placed]:
+def place(leaves: Sequence[ArrayLeaf], shares: Sequence[Share | Boxes], world: int) -> tuple[list[Placed], np.ndarray]:
     """Where every rank's `plan_save` puts every chunk, without making those plans one by one.
 
     Two passes over the leaves, vectorised over ranks: the first sums bytes per rank and order class, the second hands
     out offsets.
+
+    Returns:
+        (the chunks of each array, bytes that each rank writes: int64[world]).
     """
     totals = np.zeros((_CLASSES, world), np.int64)
     pieces = [_lone_piece(leaf, share) or _pieces(leaf, share) for leaf, share in zip(leaves, shares, strict=True)]
@@ -136,7 +139,7 @@ def place(leaves: Sequence[ArrayLeaf], shares: Sequence[Share | Boxes], world: i
             placed.append(Placed(owners, np.array([start], np.int64)))
         else:
             placed.append(Placed(piece.owners, _hand_out(at, piece.ranks, piece.orders, piece.sizes)))
-    return placed
+    return placed, totals.sum(0)
 
 
 class _Lone(msgspec.Struct, frozen=True, gc=False):

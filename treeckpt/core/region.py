@@ -162,6 +162,8 @@ class ByteRuns(msgspec.Struct, frozen=True):
     @property
     def span(self) -> tuple[int, int]:
         """The first byte touched, and the first one past the last."""
+        if not self.count or not self.length:
+            return self.first, self.first
         last = sum((n - 1) * s for n, s in zip(self.counts, self.steps, strict=True))
         return self.first, self.first + last + self.length
 

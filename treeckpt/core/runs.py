@@ -19,13 +19,28 @@ import numpy as np
 
 from .errors import FormatError
 
-__all__ = ["Run", "Runs", "check_runs", "constant", "decode_runs", "encode_runs", "length_of", "value_at"]
+__all__ = [
+    "Run",
+    "Runs",
+    "bounds_of",
+    "check_rising",
+    "check_runs",
+    "constant",
+    "decode_runs",
+    "encode_runs",
+    "length_of",
+    "value_at",
+]
 
 Run = tuple[int, ...]
 Runs = tuple[Run, ...]
 
-MAX_LENGTH = 1 << 28
+MAX_LENGTH = 1 << 24
 """A column longer than this is refused before it is expanded: a hostile index may claim any count."""
+MAX_VALUE = 1 << 62
+"""Numbers of a column are below this, so that sums of two fit an int64."""
+_MAX_LEVELS = MAX_LENGTH.bit_length()
+"""Each level of a run at least doubles its length."""
 
 
 def constant(value: int, count: int) -> Runs:
@@ -94,18 +109,50 @@ def length_of(runs: Runs) -> int:
     return sum(map(_run_length, runs))
 
 
-def check_runs(runs: Runs, *, length: int, path: str) -> None:
-    """Refuses a column that is malformed or not `length` long, before anything is expanded.
+def bounds_of(runs: Runs) -> tuple[int, int]:
+    """The smallest and the largest number of a column that has any, without expanding it."""
+    return min(_run_bounds(run)[0] for run in runs), max(_run_bounds(run)[1] for run in runs)
+
+
+def _run_bounds(run: Run) -> tuple[int, int]:
+    reach = [step * (count - 1) for step, count in zip(run[1::2], run[2::2], strict=True)]
+    return run[0] + sum(r for r in reach if r < 0), run[0] + sum(r for r in reach if r > 0)
+
+
+def check_runs(
+    runs: Runs, *, path: str, length: int | None = None, low: int = -MAX_VALUE, high: int = MAX_VALUE
+) -> None:
+    """Refuses a column that is malformed, not `length` long or not within `low <= number < high`; expands nothing.
 
     Raises:
         FormatError: naming `path`.
     """
     for run in runs:
-        if len(run) % 2 == 0 or any(count < 1 for count in run[2::2]):
-            raise FormatError(path, expected="runs (start, step, count, ...)", found=f"{run!r:.80}")
+        counts = run[2::2]
+        if len(run) % 2 == 0 or len(counts) > _MAX_LEVELS or any(count < 2 for count in counts):
+            raise FormatError(path, expected="runs (start, step, count, ...)", found=f"{run[:8]!r:.80}")
+        least, most = _run_bounds(run)
+        if least < low or most >= high:
+            raise FormatError(path, expected=f"numbers from {low} to {high - 1}", found=f"{least} to {most}")
     total = length_of(runs)
-    if total != length or total > MAX_LENGTH:
-        raise FormatError(path, expected=f"a column of {length} numbers", found=f"{total}")
+    if total > MAX_LENGTH or (length is not None and total != length):
+        wanted = f"at most {MAX_LENGTH}" if length is None else length
+        raise FormatError(path, expected=f"a column of {wanted} numbers", found=f"{total}")
+
+
+def check_rising(runs: Runs, first: int, last: int) -> bool:
+    """Whether the column rises strictly from `first` to `last`; expands nothing."""
+    before = first - 1
+    for run in runs:
+        reach = 0
+        for step, count in zip(run[1::2], run[2::2], strict=True):
+            if step <= reach:
+                return False
+            reach += step * (count - 1)
+        if run[0] <= before:
+            return False
+        before = run[0] + reach
+    return bool(runs) and runs[0][0] == first and before == last
 
 
 def decode_runs(runs: Runs) -> np.ndarray:

@@ -254,11 +254,9 @@ def merge(a: Structure, b: Structure, path: str = "") -> Structure:
 
 
 def _merge_ranks(a: PerRankNode, b: PerRankNode) -> PerRankNode:
-    groups: dict[Structure, list[int]] = {}
-    for node in (a, b):
-        for ranks, child in zip(node.ranks, node.children, strict=True):
-            groups.setdefault(child, []).extend(decode_runs(ranks).tolist())
-    return PerRankNode(tuple(encode_runs(sorted(set(r))) for r in groups.values()), tuple(groups))
+    """Groups of ranks side by side; the same group met again counts once."""
+    groups = dict.fromkeys(pair for node in (a, b) for pair in zip(node.ranks, node.children, strict=True))
+    return PerRankNode(tuple(ranks for ranks, _ in groups), tuple(child for _, child in groups))
 
 
 def _node_name(node: Structure) -> str:
@@ -267,10 +265,10 @@ def _node_name(node: Structure) -> str:
     return f"{type(node).__struct_config__.tag} of {len(node.children)}"
 
 
-def widen_ranks(structure: Structure, world: int) -> Structure:
-    """The structure when every rank of the world has the same: each `PerRank` stands for all ranks."""
+def widen_ranks(structure: Structure, ranks: Runs) -> Structure:
+    """The structure when all of `ranks` have the same: each `PerRank` stands for all of them."""
     if structure is None:
         return None
     if isinstance(structure, PerRankNode):
-        return PerRankNode((encode_runs(range(world)),), structure.children)
-    return msgspec.structs.replace(structure, children=tuple(widen_ranks(child, world) for child in structure.children))
+        return PerRankNode((ranks,), structure.children)
+    return msgspec.structs.replace(structure, children=tuple(widen_ranks(child, ranks) for child in structure.children))

@@ -39,7 +39,7 @@ from .structure import (
     rank_key,
 )
 
-__all__ = ["PerRank", "flatten", "own_child", "unflatten"]
+__all__ = ["PerRank", "flatten", "graft", "own_child", "replace_leaves", "unflatten"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +66,10 @@ _FACTORIES: dict[str, Callable[[], object]] = {
         collections.OrderedDict,
     )
 }
+
+
+_SCALARS = (bool, int, float, str, bytes)
+_ARRAY_MODULES = frozenset(("torch", "torch.nn.parameter", "numpy"))
 
 
 class _Taken(msgspec.Struct):
@@ -119,8 +123,14 @@ def _take_fields(tree: Any, path: str, fields: Sequence[str], node: type[Any]) -
     return _Taken(lambda c: node(name, names, c), names, children)
 
 
+def _registered(kind: type, namespace: str) -> Any:
+    """The entry of a class in optree's registry, None for one that is not there by itself (as each namedtuple is)."""
+    entry: Any = optree.register_pytree_node.get(kind, namespace=namespace)  # pyright: ignore[reportFunctionMemberAccess]
+    return entry if entry is not None and entry.type is kind else None
+
+
 def _take_custom(tree: Any, path: str, namespace: str) -> _Taken | None:
-    entry: Any = optree.register_pytree_node.get(type(tree), namespace=namespace)  # pyright: ignore[reportFunctionMemberAccess]
+    entry = _registered(type(tree), namespace)
     if entry is None:
         return None
     flat = entry.flatten_func(tree)
@@ -146,7 +156,7 @@ def _take(tree: Any, path: str, namespace: str, rank: int) -> _Taken | None:
     if kind is PerRank:
         ranks = (encode_runs([rank]),)
         return _Taken(lambda c: PerRankNode(ranks, c), (rank,), (tree.value,))
-    if isinstance(tree, (bool, int, float, str, bytes)) or kind.__module__ in ("torch", "numpy"):
+    if tree is None or isinstance(tree, _SCALARS) or kind.__module__ in _ARRAY_MODULES:
         return None  # the common leaves, decided without asking the registries
     if (custom := _take_custom(tree, path, namespace)) is not None:
         return custom
@@ -264,7 +274,7 @@ def _assemble(
     assert not isinstance(node, PerRankNode), "handled by unflatten"
     kind = _class_of(node, path, resolve)
     if isinstance(node, CustomNode):
-        entry: Any = optree.register_pytree_node.get(kind, namespace=namespace)  # pyright: ignore[reportFunctionMemberAccess]
+        entry = _registered(kind, namespace)
         if entry is None:
             raise _no_class(path, node.cls, "a class not registered with optree")
         return entry.unflatten_func(decode_value(node.auxiliary, path), tuple(children))
@@ -272,10 +282,7 @@ def _assemble(
         return kind._make(children)
     if isinstance(node, StructSequenceNode):
         return kind(children)
-    made = object.__new__(kind)  # as copy and pickle do: no __init__, no __post_init__
-    for field, child in zip(node.fields, children, strict=True):
-        object.__setattr__(made, field, child)
-    return made
+    return _made(kind, node.fields, children)
 
 
 def _class_of(
@@ -306,3 +313,78 @@ def _no_class(path: str, expected: str, found: str) -> MismatchError:
         found=found,
         hint="Import the module that defines it before loading, or pass like= with a tree of your own",
     )
+
+
+def replace_leaves(tree: object, leaves: Iterator[object], *, namespace: str = "") -> object:
+    """A tree with the same containers, of the same classes, and new leaves in the order of `flatten`."""
+
+    def build(node: Any) -> Any:
+        taken = _take(node, "", namespace, 0)
+        if taken is None:
+            return next(leaves)
+        children = [build(child) for child in taken.children]
+        return _rebuilt(node, taken.keys, children, namespace)
+
+    return build(tree)
+
+
+def _rebuilt(node: Any, keys: Sequence[object], children: list[Any], namespace: str) -> object:
+    kind: Any = type(node)
+    if kind in (dict, collections.OrderedDict):
+        return kind(zip(keys, children, strict=True))
+    if kind is collections.defaultdict:
+        return collections.defaultdict(node.default_factory, zip(keys, children, strict=True))
+    if kind in (list, tuple):
+        return kind(children)
+    if kind is collections.deque:
+        return collections.deque(children, node.maxlen)
+    if kind is PerRank:
+        return PerRank(children[0])
+    entry = _registered(kind, namespace)
+    if entry is not None:
+        return entry.unflatten_func(entry.flatten_func(node)[1], tuple(children))
+    if isinstance(node, tuple):
+        return kind._make(children) if optree.is_namedtuple(node) else kind(children)
+    return _made(kind, [str(key) for key in keys], children)
+
+
+def _made(kind: type, fields: Sequence[str], children: Sequence[object]) -> object:
+    """An instance as copy and pickle make one: no __init__, no __post_init__."""
+    made = object.__new__(kind)
+    for field, child in zip(fields, children, strict=True):
+        object.__setattr__(made, field, child)
+    return made
+
+
+def graft(tree: object, new: object, *, namespace: str = "", path: str = "") -> list[tuple[str, object]]:
+    """Puts the leaves of `new` in the place of those of `tree` that differ, inside the containers that `tree` has.
+
+    `new` has the structure of `tree`, as `replace_leaves` makes it. Returns what could not be put in place because
+    its container cannot be changed: (path, new leaf).
+    """
+    taken, other = _take(tree, path, namespace, 0), _take(new, path, namespace, 0)
+    if taken is None or other is None:
+        return []
+    stuck: list[tuple[str, object]] = []
+    for key, old_child, new_child in zip(taken.keys, taken.children, other.children, strict=True):
+        text = key_text(key) if type(tree) is not PerRank else "~rank*"
+        below = f"{path}/{text}" if path else text
+        if old_child is new_child:
+            continue
+        if _take(old_child, below, namespace, 0) is not None:
+            stuck += graft(old_child, new_child, namespace=namespace, path=below)
+        elif not _put(tree, key, new_child):
+            stuck.append((below, new_child))
+    return stuck
+
+
+def _put(container: Any, key: Any, value: object) -> bool:
+    if isinstance(container, (dict, list, collections.deque)):
+        container[key] = value  # pyright: ignore[reportUnknownMemberType]
+        return True
+    if dataclasses.is_dataclass(container) and type(container) is not PerRank:
+        parameters: Any = getattr(type(container), "__dataclass_params__", None)
+        if parameters is not None and not parameters.frozen:
+            setattr(container, key, value)
+            return True
+    return False

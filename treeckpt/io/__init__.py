@@ -1,1 +1,1 @@
-"""..."""
+"""Effects: stores, ranks that talk, and the engine that runs plans."""

@@ -1,0 +1,253 @@
+"""The public functions: save, load, load_into, inspect, verify, rebuild_index, abstract."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from .core.errors import CheckpointExists, CorruptError, TreeckptError
+from .core.index import INDEX_NAME, encode_index, rebuild
+from .core.records import Index
+from .core.tree import flatten, replace_leaves
+from .io.codec import read_index, read_timings, rebuild_from_shards
+from .io.comm import Comm, default_comm
+from .io.engine import open_shard, read_header, verify_shard
+from .io.record import Recorder
+from .io.store import Store, open_store
+from .loading import LoadOptions, Verify, load_into_tree, load_tree
+from .reports import LoadReport, Problem, SaveReport, VerifyReport
+from .saving import SaveOptions, save_tree
+
+__all__ = ["abstract", "inspect", "load", "load_into", "rebuild_index", "save", "verify"]
+
+Path = str | os.PathLike[str] | Store
+
+
+@contextlib.contextmanager
+def _without_cycles() -> Iterator[None]:
+    """Pauses the cyclic garbage collector: a tree of 20,000 leaves makes many small objects, none of them cyclic."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def save(
+    path: Path,
+    tree: Any,
+    *,
+    step: int | None = None,
+    comm: Comm | None = None,
+    custom_metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    verify_replicas: bool = False,
+    allow_pickle: bool = False,
+    max_shard_bytes: int | None = None,
+    namespace: str = "",
+) -> SaveReport:
+    """Saves a tree; returns when it is durable and committed. Call it on every rank.
+
+    Args:
+        path: a directory, made if need be; its name is the checkpoint's.
+        tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several ranks are
+            replicas: written once, and compared if small. Mark what each rank has of its own with `PerRank`, and pieces
+            of one array with `Sharded`; a DTensor knows its place itself.
+        step: of training, kept in the index.
+        comm: how ranks talk; by default over torch.distributed's default group, if that is up.
+        custom_metadata: values kept in the index.
+        overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
+        verify_replicas: compares all replicated arrays, not only values and arrays of up to 64 KiB.
+        allow_pickle: stores values of unknown kinds as pickles; load needs the same word to read them.
+        max_shard_bytes: starts another file past this many bytes of data.
+        namespace: of optree's registry of node classes.
+
+    Raises:
+        TreeError: a leaf, key or container that cannot be stored.
+        LayoutError: pieces that do not make up their array.
+        CheckpointExists: there is one, and `overwrite` is not given.
+        MismatchError: ranks contradict each other.
+        RankError: ranks failed or fell silent; raised on every rank.
+    """
+    options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
+    with _without_cycles():
+        return save_tree(open_store(path), tree, comm or default_comm(), options, custom_metadata or {})
+
+
+def load(
+    path: Path,
+    like: Any = None,
+    *,
+    select: str | Sequence[str] | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    device: str | None = None,
+    verify: Verify = True,
+    per_rank: Literal["error", "take"] = "error",
+    allow_pickle: bool = False,
+    comm: Comm | None = None,
+    namespace: str = "",
+    on_report: Callable[[LoadReport], None] | None = None,
+) -> Any:
+    """Loads a checkpoint as a new tree.
+
+    Args:
+        path: as given to save.
+        like: says what is wanted: a tree of tensors, DTensors, arrays, `ArraySpec`s, or anything with shape and dtype;
+            its data is not touched. A leaf `...` is left out. None gives the tree as it was saved, in host memory, with
+            distributed arrays whole.
+        select: globs over paths; a path under a named one counts. What is not selected comes back as `...` (without
+            like) or as it stands in like.
+        strict: every leaf of like must be in the checkpoint, and the reverse.
+        cast: converts dtypes instead of refusing them.
+        device: where new tensors go; "original" puts each where it was.
+        verify: compares checksums of all that is read.
+        per_rank: what to do about `PerRank` state when the world size changed: refuse, or take that of rank modulo
+            the old world.
+        allow_pickle: unpickles values that were saved so. This can run any code: only for files you trust.
+        comm: gives this process's rank; ranks do not talk.
+        on_report: gets the `LoadReport`.
+
+    Raises:
+        CheckpointNotFound, CorruptError, FormatError: the state of the files.
+        MismatchError: what is wanted is not what was saved.
+    """
+    options = LoadOptions(_globs(select), strict, cast, device, verify, per_rank, allow_pickle, namespace)
+    with _opened(path) as store, _without_cycles():
+        tree, report = load_tree(store, like, (comm or default_comm()).rank, options)
+    if on_report is not None:
+        on_report(report)
+    return tree
+
+
+def load_into(
+    path: Path,
+    tree: Any,
+    *,
+    select: str | Sequence[str] | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    verify: Verify = True,
+    per_rank: Literal["error", "take"] = "error",
+    allow_pickle: bool = False,
+    comm: Comm | None = None,
+    namespace: str = "",
+) -> LoadReport:
+    """Fills the arrays of a tree in place, and puts values where their containers can change.
+
+    Every check comes before the first byte is written. With `verify=True` that includes the checksums, at the price of reading
+    twice; `verify="stream"` checks while it fills, and a changed byte then leaves the tree partly filled.
+
+    See `load` for the arguments and errors.
+    """
+    options = LoadOptions(_globs(select), strict, cast, None, verify, per_rank, allow_pickle, namespace)
+    with _opened(path) as store, _without_cycles():
+        return load_into_tree(store, tree, (comm or default_comm()).rank, options)
+
+
+def _globs(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if select is None:
+        return None
+    return (select,) if isinstance(select, str) else tuple(select)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Store]:
+    """The store of a path; what reading has opened is closed at the end."""
+    store = open_store(path)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def inspect(path: Path) -> Index:
+    """The index of a checkpoint: its tree, every leaf's spec and place, without reading any array.
+
+    Raises:
+        CheckpointNotFound, CorruptError, FormatError: the state of the files.
+    """
+    with _opened(path) as store:
+        return read_index(store)
+
+
+def verify(path: Path) -> VerifyReport:
+    """Reads everything and compares it with its checksums, and the shards with the index.
+
+    Raises:
+        CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
+    """
+    with _opened(path) as store:
+        return _verify(store)
+
+
+def _verify(store: Store) -> VerifyReport:
+    recorder, index = Recorder(0), read_index(store)
+    problems: list[Problem] = []
+    headers: list[Any] = []
+    nbytes, sizes = 0, store.sizes()
+    for file in index.file_list:
+        try:
+            opened = open_shard(store, index, file, sizes.get(file.name))
+            headers.append(read_header(store, file.name))
+            nbytes += verify_shard(store, opened)
+        except (TreeckptError, OSError) as error:
+            problems.append(Problem(file.name, str(error)))
+    if not problems:
+        problems += _compare_index(index, headers, store)
+    try:
+        read_timings(store, index.save_id)
+    except (TreeckptError, OSError) as error:
+        problems.append(Problem(f"timings.{index.save_id}.json", str(error)))
+    return VerifyReport(store.url, len(index.file_list), nbytes, tuple(problems), recorder.seconds)
+
+
+def _compare_index(index: Index, headers: list[Any], store: Store) -> list[Problem]:
+    try:
+        same = rebuild(headers, store.url) == index
+    except CorruptError as error:
+        return [Problem(INDEX_NAME, str(error))]
+    return [] if same else [Problem(INDEX_NAME, "it is not the index that the shards describe")]
+
+
+def rebuild_index(path: Path, *, replace: bool = False) -> Index:
+    """Makes a lost index.json again from the shards alone, and publishes it.
+
+    Args:
+        replace: also where there is an index.
+
+    Raises:
+        CheckpointExists: there is one, and `replace` is not given.
+        CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
+    """
+    with _opened(path) as store:
+        return _rebuild_index(store, replace)
+
+
+def _rebuild_index(store: Store, replace: bool) -> Index:
+    if not replace and INDEX_NAME in store.sizes():
+        raise CheckpointExists(
+            store.url, expected=f"no {INDEX_NAME}", found="one", hint="Pass replace=True to make it anew"
+        )
+    index = rebuild_from_shards(store)
+    store.publish(INDEX_NAME, encode_index(index), replace=replace)
+    return index
+
+
+def abstract(tree: Any, *, comm: Comm | None = None, namespace: str = "") -> Any:
+    """The tree with an `ArraySpec` in the place of each array: a target for `load` that holds no data.
+
+    Of a DTensor it also says which regions this rank holds.
+    """
+    from .leaves.registry import abstract_of
+
+    rank = (comm or default_comm()).rank
+    _, leaves = flatten(tree, rank=rank, namespace=namespace)
+    specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]
+    new = (leaf if spec is None else spec for (_, leaf), spec in zip(leaves, specs, strict=True))
+    return replace_leaves(tree, new, namespace=namespace)

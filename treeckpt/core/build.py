@@ -1,0 +1,109 @@
+"""The index of a save, from the global tree, the plan, the values and what the ranks reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from .chunks import Chunks, NoChunks, encode_chunks
+from .inventory import LeafSpec, Plenum
+from .layout import BoxLayout, Layout
+from .plan import Placed
+from .records import (
+    AliasRecord,
+    ArrayRecord,
+    FileTable,
+    Index,
+    LeafRecord,
+    PerRankArrays,
+    PerRankValues,
+    ValueRecord,
+)
+from .runs import decode_runs, encode_runs
+from .spec import ArraySpec, Value
+
+__all__ = ["PerRankKey", "build_index"]
+
+PerRankKey = tuple[str, int]
+"""A path with `~rank*`, and a rank."""
+
+
+class _Table:
+    """Numbers for distinct things, in the order in which they were met."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[object, int] = {}
+
+    def number(self, thing: object) -> int:
+        return self.numbers.setdefault(thing, len(self.numbers))
+
+
+def build_index(
+    plenum: Plenum,
+    placed: Mapping[int, Placed] | None,
+    files: FileTable,
+    *,
+    values: Mapping[str, Value],
+    own_values: Mapping[PerRankKey, Value],
+    save_id: str,
+    step: int | None,
+    created_ns: int,
+    metadata: Mapping[str, Value],
+) -> Index:
+    """The index.
+
+    Args:
+        placed: by leaf number, the chunks of each array; None gives the manifest, an index before placement.
+        values: of the leaves that ranks share.
+        own_values: of the leaves under `PerRank`, for each rank.
+    """
+    specs, layouts = _Table(), _Table()
+    numbers = {leaf.path: n for n, leaf in enumerate(plenum.leaves) if leaf.per_rank is None}
+    records: list[LeafRecord] = []
+    for n, leaf in enumerate(plenum.leaves):
+        if leaf.spec is None:
+            records.append(_value_record(leaf, values, own_values))
+            continue
+        spec = specs.number(leaf.spec)
+        at = placed[n] if placed is not None and leaf.alias_of is None else None
+        if leaf.alias_of is not None:
+            records.append(AliasRecord(spec, _base(plenum, numbers, n, leaf), leaf.view))
+        elif leaf.per_rank is not None:
+            records.append(PerRankArrays(spec, encode_runs(at.starts) if at is not None else ()))
+        else:
+            chunks: Chunks = encode_chunks(leaf.spec.shape, at) if at is not None else NoChunks()
+            records.append(ArrayRecord(spec, _layout_number(leaf.layout, layouts), chunks))
+    return Index(
+        save_id=save_id,
+        step=step,
+        created_ns=created_ns,
+        world=plenum.world,
+        structure=plenum.structure,
+        specs=tuple(spec for spec in specs.numbers if isinstance(spec, ArraySpec)),
+        layouts=tuple(cast(Layout, layout) for layout in layouts.numbers),
+        leaves=tuple(records),
+        files=files,
+        metadata=dict(metadata),
+    )
+
+
+def _layout_number(layout: Layout | None, layouts: _Table) -> int:
+    return -1 if layout is None or isinstance(layout, BoxLayout) else layouts.number(layout)
+
+
+def _value_record(leaf: LeafSpec, values: Mapping[str, Value], own_values: Mapping[PerRankKey, Value]) -> LeafRecord:
+    if leaf.per_rank is None:
+        return ValueRecord(values[leaf.path])
+    ranks: Sequence[int] = decode_runs(leaf.per_rank).tolist()
+    return PerRankValues(tuple(own_values[leaf.path, rank] for rank in ranks))
+
+
+def _base(plenum: Plenum, numbers: Mapping[str, int], number: int, leaf: LeafSpec) -> int:
+    """The number of the array that a leaf shares storage with; under `PerRank` one of the same group of ranks."""
+    assert leaf.alias_of is not None, "only asked for aliases"
+    if leaf.per_rank is None:
+        return numbers[leaf.alias_of]
+    return min(
+        (n for n, other in enumerate(plenum.leaves) if other.path == leaf.alias_of and other.per_rank == leaf.per_rank),
+        key=lambda n: abs(n - number),
+    )

@@ -1,0 +1,117 @@
+"""Which bytes of a shard belong to which leaf, and who holds a region: `Index.chunks_of` asked the other way round.
+
+Columns are compared as vectors, so that one rank's file among thousands is found without making the others' chunks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk
+from .dtypes import dtype_of
+from .layout import MeshLayout, held_by, mesh_ranks
+from .records import ArrayRecord, File, Index, Leaf, PerRankArrays
+from .region import Region
+from .runs import decode_runs, length_of
+
+__all__ = ["Extent", "chunk_count", "extents_in", "holders_of", "layout_of"]
+
+
+class Extent(msgspec.Struct, frozen=True, gc=False):
+    """Bytes `start:stop` of a file, header included, and the region of a leaf that they are."""
+
+    leaf: int
+    region: Region
+    start: int
+    stop: int
+
+
+def extents_in(index: Index, file: File) -> list[Extent]:
+    """What a shard holds, by offset; arrays without elements are left out."""
+    found: list[Extent] = []
+    shift = file.header - file.stream
+    low, high = file.stream, file.stream + file.nbytes
+    for leaf in index.entries:
+        if leaf.spec is None:
+            continue
+        itemsize = dtype_of(leaf.spec.dtype).itemsize
+        for region, start in _of_rank(leaf, leaf.spec.shape, file.rank):
+            stop = start + region.size * itemsize
+            if low <= start < stop <= high:
+                found.append(Extent(leaf.number, region, start + shift, stop + shift))
+    found.sort(key=lambda extent: extent.start)
+    return found
+
+
+def _of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region, int]]:
+    """The chunks that `rank` wrote: region and start in its stream."""
+    record = leaf.record
+    if isinstance(record, PerRankArrays):
+        position = np.flatnonzero(decode_runs(leaf.ranks or ()) == rank)
+        starts = decode_runs(record.start)
+        return [(Region.whole(shape), int(starts[at])) for at in position.tolist() if at < len(starts)]
+    if not isinstance(record, ArrayRecord):
+        return []
+    chunks = record.chunks
+    if isinstance(chunks, WholeChunk):
+        return [(Region.whole(shape), chunks.start)] if chunks.rank == rank else []
+    if isinstance(chunks, GridChunks):
+        return _grid_of_rank(chunks, rank)
+    if isinstance(chunks, BoxChunks):
+        cells = np.flatnonzero(decode_runs(chunks.rank) == rank)
+        starts = decode_runs(chunks.start)[cells].tolist()
+        offsets = zip(*(decode_runs(c)[cells].tolist() for c in chunks.offset), strict=True)
+        shapes = zip(*(decode_runs(c)[cells].tolist() for c in chunks.shape), strict=True)
+        return [(Region(o, s), at) for o, s, at in zip(offsets, shapes, starts, strict=True)]
+    return []
+
+
+def _grid_of_rank(chunks: GridChunks, rank: int) -> list[tuple[Region, int]]:
+    cells = np.flatnonzero(decode_runs(chunks.rank) == rank)
+    if not len(cells):
+        return []
+    starts = decode_runs(chunks.start)[cells].tolist()
+    cuts = [decode_runs(c) for c in chunks.cuts]
+    where = np.unravel_index(cells, tuple(len(c) - 1 for c in cuts))
+    low = [c[i].tolist() for c, i in zip(cuts, where, strict=True)]
+    size = [(c[i + 1] - c[i]).tolist() for c, i in zip(cuts, where, strict=True)]
+    return [
+        (Region(offset, shape), start)
+        for offset, shape, start in zip(zip(*low, strict=True), zip(*size, strict=True), starts, strict=True)
+    ]
+
+
+def chunk_count(leaf: Leaf) -> int:
+    """How many chunks a leaf has, without making them."""
+    if isinstance(leaf.record, PerRankArrays):
+        return length_of(leaf.ranks or ())
+    return _count(leaf.record.chunks) if isinstance(leaf.record, ArrayRecord) else 0
+
+
+def _count(chunks: Chunks) -> int:
+    if isinstance(chunks, WholeChunk):
+        return 1
+    if isinstance(chunks, GridChunks):
+        return math.prod(length_of(cut) - 1 for cut in chunks.cuts)
+    return length_of(chunks.rank) if isinstance(chunks, BoxChunks) else 0
+
+
+def layout_of(index: Index, leaf: Leaf) -> MeshLayout | None:
+    """The mesh and placements of an array; None where pieces were given one by one, and for what is no array."""
+    record = leaf.record
+    if not isinstance(record, ArrayRecord) or not 0 <= record.layout < len(index.layouts):
+        return None
+    layout = index.layouts[record.layout]
+    return layout if isinstance(layout, MeshLayout) else None
+
+
+def holders_of(layout: MeshLayout, shape: tuple[int, ...], region: Region) -> list[int]:
+    """The ranks that held all of a region when it was saved, in the mesh's order."""
+    return [
+        rank
+        for rank in mesh_ranks(layout.mesh).tolist()
+        if any(region.within(held.region) for held in held_by(layout, shape, rank))
+    ]

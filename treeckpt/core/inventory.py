@@ -1,0 +1,198 @@
+"""What one rank brings to a save, and what all ranks bring together.
+
+A rank's `Inventory` is its tree without data. Ranks with equal inventories (by digest) form a class; `unify` makes of the
+classes the one global tree: mappings joined, replicas and explicit pieces attributed to their ranks, contradictions named.
+Values are not part of an inventory, so that a step counter does not change its digest; they are compared apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import xxhash
+
+from .assign import ArrayLeaf
+from .dtypes import dtype_of
+from .errors import LayoutError, MismatchError
+from .layout import BoxLayout, Layout, MeshLayout, mesh_ranks, replicated
+from .records import View
+from .runs import Runs, decode_runs, encode_runs
+from .spec import ArraySpec
+from .structure import Structure, merge, paths_of, widen_ranks
+
+__all__ = ["Inventory", "LeafSpec", "Plenum", "RankClass", "array_leaves", "digest_of", "unify"]
+
+
+class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One leaf as one rank, or all, see it."""
+
+    path: str
+    """With `~rank*` for the rank's number under `PerRank`."""
+    spec: ArraySpec | None
+    """None for a value."""
+    layout: Layout | None = None
+    """None for a plain array on one rank's word: every rank that has it holds a replica."""
+    alias_of: str | None = None
+    """The path of the array whose storage this leaf shares."""
+    view: View | None = None
+    per_rank: Runs | None = None
+    """The ranks that have a leaf of their own here; one rank's word says an empty column."""
+
+
+class Inventory(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's tree without its data."""
+
+    structure: Structure
+    leaves: tuple[LeafSpec, ...]
+
+
+class RankClass(msgspec.Struct, frozen=True, array_like=True):
+    """Ranks that bring equal inventories."""
+
+    ranks: Runs
+    inventory: Inventory
+
+
+class Plenum(msgspec.Struct, frozen=True, array_like=True):
+    """The global tree: every leaf once, in the structure's order, each array with its layout."""
+
+    world: int
+    structure: Structure
+    leaves: tuple[LeafSpec, ...]
+
+
+def digest_of(inventory: Inventory) -> bytes:
+    """16 bytes that are equal for equal inventories."""
+    return xxhash.xxh3_128_digest(msgspec.json.encode(inventory))
+
+
+def unify(classes: Sequence[RankClass], world: int) -> Plenum:
+    """The global tree of all classes of ranks.
+
+    Raises:
+        MismatchError: two classes contradict each other about a path.
+        LayoutError: a mesh reaches outside of the world.
+    """
+    if len(classes) == 1:
+        only = classes[0].inventory
+        structure = widen_ranks(only.structure, classes[0].ranks)
+        leaves = [_resolved(leaf, classes[0].ranks) for leaf in only.leaves]
+    else:
+        kin = _kin(classes)
+        structure = widen_ranks(classes[0].inventory.structure, kin[0])
+        for group, ranks in zip(classes[1:], kin[1:], strict=True):
+            structure = merge(structure, widen_ranks(group.inventory.structure, ranks))
+        leaves = _joined(structure, classes, kin)
+    for leaf in leaves:
+        _check_ranks(leaf, world)
+    return Plenum(world, structure, tuple(leaves))
+
+
+def _resolved(leaf: LeafSpec, ranks: Runs) -> LeafSpec:
+    if leaf.per_rank is not None:
+        return msgspec.structs.replace(leaf, per_rank=ranks)
+    if leaf.spec is not None and leaf.layout is None and leaf.alias_of is None:
+        return msgspec.structs.replace(leaf, layout=replicated(ranks))
+    return leaf
+
+
+def _kin(classes: Sequence[RankClass]) -> list[Runs]:
+    """For each class, all ranks whose leaves under `PerRank` are specified alike: they share records."""
+    groups: dict[tuple[LeafSpec, ...], list[np.ndarray]] = {}
+    keys = [tuple(leaf for leaf in group.inventory.leaves if leaf.per_rank is not None) for group in classes]
+    for key, group in zip(keys, classes, strict=True):
+        groups.setdefault(key, []).append(decode_runs(group.ranks))
+    merged = {key: encode_runs(np.sort(np.concatenate(ranks))) for key, ranks in groups.items()}
+    return [merged[key] for key in keys]
+
+
+def _joined(structure: Structure, classes: Sequence[RankClass], kin: Sequence[Runs]) -> list[LeafSpec]:
+    shared: dict[str, list[tuple[LeafSpec, Runs]]] = {}
+    own: dict[tuple[str, Runs], LeafSpec] = {}
+    for group, ranks in zip(classes, kin, strict=True):
+        for leaf in group.inventory.leaves:
+            if leaf.per_rank is None:
+                shared.setdefault(leaf.path, []).append((leaf, group.ranks))
+            else:
+                own[leaf.path, ranks] = leaf
+    return [
+        _join(shared[path]) if ranks is None else _resolved(own[path, ranks], ranks)
+        for path, ranks in paths_of(structure)
+    ]
+
+
+def _join(claims: list[tuple[LeafSpec, Runs]]) -> LeafSpec:
+    """One leaf from what several classes say of it."""
+    # a rank may hold as an array of its own what is a tie elsewhere: the array is what gets written
+    arrays = [(leaf, ranks) for leaf, ranks in claims if leaf.alias_of is None] or claims[:1]
+    first, ranks = arrays[0]
+    every = [ranks]
+    pieces: list[tuple[int, object]] = []
+    for leaf, other in claims:
+        _check_same(first, leaf, ranks, other)
+    for leaf, other in arrays[1:]:
+        every.append(other)
+        if type(leaf.layout) is not type(first.layout):
+            raise _contradiction(first, leaf, ranks, other, "kind of layout")
+        if isinstance(leaf.layout, MeshLayout) and leaf.layout != first.layout:
+            raise _contradiction(first, leaf, ranks, other, "mesh or placements")
+    if isinstance(first.layout, BoxLayout):
+        for leaf, _ in arrays:
+            assert isinstance(leaf.layout, BoxLayout), "checked above"
+            pieces += leaf.layout.pieces
+        return msgspec.structs.replace(first, layout=BoxLayout(tuple(pieces)))  # pyright: ignore[reportArgumentType]
+    return _resolved(first, encode_runs(np.unique(np.concatenate([decode_runs(r) for r in every]))))
+
+
+def _check_same(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs) -> None:
+    if (a.spec is None) != (b.spec is None):
+        raise _contradiction(a, b, ranks, others, "kind")
+    if a.spec is not None and b.spec is not None:
+        if a.spec.shape != b.spec.shape:
+            raise _contradiction(a, b, ranks, others, "shape")
+        if a.spec.dtype != b.spec.dtype:
+            raise _contradiction(a, b, ranks, others, "dtype")
+
+
+def _contradiction(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs, what: str) -> MismatchError:
+    return MismatchError(
+        a.path,
+        expected=f"the same {what} on every rank; rank {int(decode_runs(ranks)[0])} has {_say(a)}",
+        found=f"rank {int(decode_runs(others)[0])} has {_say(b)}",
+        hint="Wrap what each rank has of its own in tc.PerRank, and pieces of one array in tc.Sharded",
+    )
+
+
+def _say(leaf: LeafSpec) -> str:
+    if leaf.spec is None:
+        return "a value"
+    layout = leaf.layout
+    placed = f" under {layout.placements} on mesh {layout.mesh.shape}" if isinstance(layout, MeshLayout) else ""
+    return f"{leaf.spec.dtype} of shape {leaf.spec.shape}{placed}"
+
+
+def _check_ranks(leaf: LeafSpec, world: int) -> None:
+    if isinstance(leaf.layout, MeshLayout):
+        highest = int(mesh_ranks(leaf.layout.mesh).max())
+        if highest >= world:
+            raise LayoutError(
+                leaf.path,
+                expected=f"a mesh of the {world} ranks that save",
+                found=f"one that holds rank {highest}",
+                hint="Call save on every rank of the mesh, with a comm that spans them all",
+            )
+
+
+def array_leaves(plenum: Plenum) -> list[tuple[int, ArrayLeaf]]:
+    """The arrays to be written, each with its number among all leaves."""
+    found: list[tuple[int, ArrayLeaf]] = []
+    for number, leaf in enumerate(plenum.leaves):
+        if leaf.spec is None or leaf.alias_of is not None:
+            continue
+        dtype = dtype_of(leaf.spec.dtype)
+        layout = leaf.layout or replicated(leaf.per_rank or ())
+        align = dtype.itemsize // dtype.parts
+        found.append((number, ArrayLeaf(leaf.path, leaf.spec.shape, dtype.itemsize, layout, align, leaf.per_rank)))
+    return found

@@ -1,0 +1,101 @@
+"""Small files of a checkpoint: reading the index and timings, and finding shards."""
+
+from __future__ import annotations
+
+from ..core.errors import CheckpointNotFound, CorruptError
+from ..core.events import Timings, decode_timings, timings_name
+from ..core.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
+from ..core.records import Index
+from ..core.shard import parse_shard_name
+from .engine import read_header
+from .store import Store
+
+__all__ = ["read_index", "read_timings", "rebuild_from_shards"]
+
+
+def read_index(store: Store) -> Index:
+    """The index of a checkpoint.
+
+    Raises:
+        CheckpointNotFound: there is none; says whether shards are there.
+        CorruptError, FormatError: it is not as it was written.
+    """
+    label = f"{store.url}/{INDEX_NAME}"
+    try:
+        data = store.read(INDEX_NAME, limit=MAX_INDEX)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        shards = sum(parse_shard_name(name) is not None for name in store.sizes())
+        raise CheckpointNotFound(
+            store.url,
+            expected=f"a checkpoint ({INDEX_NAME})",
+            found=f"{shards} shards of a save that never finished, or lost its index" if shards else "none",
+            hint="Load another step; if the index was lost, treeckpt rebuild-index makes it again"
+            if shards
+            else "Check the path",
+        ) from error
+    except OSError as error:
+        raise CorruptError(label, expected="a readable file", found=f"{error}") from error
+    return decode_index(data, label)
+
+
+def read_timings(store: Store, save_id: str) -> Timings | None:
+    """The timings of a save, None where there are none.
+
+    Raises:
+        CorruptError, FormatError: they are not as they were written.
+    """
+    name = timings_name(save_id)
+    try:
+        data = store.read(name, limit=MAX_INDEX)
+    except FileNotFoundError:
+        return None
+    return decode_timings(data, f"{store.url}/{name}")
+
+
+def rebuild_from_shards(store: Store) -> Index:
+    """The index that the newest complete set of shards describes.
+
+    Raises:
+        CheckpointNotFound: there are no shards.
+        CorruptError: no set of shards is complete.
+    """
+    saves: dict[str, list[str]] = {}
+    for name in store.sizes():
+        if (parsed := parse_shard_name(name)) is not None:
+            saves.setdefault(parsed[0], []).append(name)
+    if not saves:
+        raise CheckpointNotFound(store.url, expected="shards", found="none", hint="Check the path")
+    found: list[Index] = []
+    errors: list[CorruptError] = []
+    for names in saves.values():
+        try:
+            found.append(_rebuild(store, sorted(names)))
+        except CorruptError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return max(found, key=lambda index: index.created_ns)
+
+
+def _rebuild(store: Store, names: list[str]) -> Index:
+    headers = [read_header(store, name) for name in names]
+    index = rebuild(headers, store.url)
+    sizes = store.sizes()
+    present = {header.rank for _, header in headers}
+    missing = [rank for rank in range(index.world) if rank not in present]
+    if missing:
+        raise CorruptError(
+            store.url,
+            expected=f"shards of all {index.world} ranks",
+            found=f"none of rank {', '.join(map(str, missing[:8]))}",
+            hint="The save never finished, or shards were lost",
+        )
+    for file in index.file_list:
+        if sizes.get(file.name) != file.header + file.nbytes:
+            raise CorruptError(
+                f"{store.url}/{file.name}",
+                expected=f"{file.header + file.nbytes} bytes",
+                found=f"{sizes.get(file.name)}",
+                hint="The save never finished, or the shard was cut short",
+            )
+    return index

@@ -1,0 +1,74 @@
+"""Measures spans: the one place where a clock is read for timings."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ..core.events import Span
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Collects one rank's spans.
+
+    Args:
+        rank: whose spans.
+        wall: Unix nanoseconds, read once; lengths come from `monotonic`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        wall: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._rank, self._monotonic = rank, monotonic
+        self.created_ns = wall()
+        self._origin = self.created_ns - monotonic()
+        self._spans: list[Span | None] = []
+        self._open: list[int] = []
+        self._lock = threading.Lock()
+
+    def now(self) -> int:
+        """Unix nanoseconds, never going back."""
+        return self._origin + self._monotonic()
+
+    @contextlib.contextmanager
+    def span(self, name: str, nbytes: int = 0) -> Iterator[None]:
+        """Times a stretch of the calling thread, inside the span that is open."""
+        start = self.now()
+        with self._lock:
+            parent = self._open[-1] if self._open else -1
+            number = len(self._spans)
+            self._spans.append(None)
+            self._open.append(number)
+        try:
+            yield
+        finally:
+            span = Span(name, self._rank, start, self.now(), nbytes, parent)
+            with self._lock:
+                self._open.remove(number)
+                self._spans[number] = span
+
+    def add(self, name: str, start_ns: int, stop_ns: int, nbytes: int = 0) -> None:
+        """Records a stretch that was timed elsewhere, inside the span that is open."""
+        with self._lock:
+            parent = self._open[-1] if self._open else -1
+            self._spans.append(Span(name, self._rank, start_ns, stop_ns, nbytes, parent))
+
+    @property
+    def spans(self) -> list[Span]:
+        """What is complete; a span still open is given as if it ended now."""
+        now = self.now()
+        with self._lock:
+            return [span or Span("open", self._rank, now, now) for span in self._spans]
+
+    @property
+    def seconds(self) -> float:
+        """Since the recorder was made."""
+        return (self.now() - self.created_ns) / 1e9

@@ -1,0 +1,150 @@
+"""The seam between libraries' arrays and the engine: sources to read from and targets to write to, as raw bytes.
+
+Bytes travel as numpy arrays of a *raw* dtype that only knows its width, so bfloat16 and float8 need nothing special. A
+source or target is a list of pieces: a region of the global array, and something that gives or takes boxes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from ..core.layout import Layout
+from ..core.region import Region
+from ..core.spec import ArraySpec, Typed
+
+__all__ = [
+    "Adapter",
+    "Box",
+    "HostArray",
+    "Piece",
+    "Readable",
+    "Source",
+    "Storage",
+    "Target",
+    "TargetPiece",
+    "Writable",
+    "raw_dtype",
+]
+
+Box = tuple[slice, ...]
+
+_RAW = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8"), 16: np.dtype("<c16")}
+
+
+def raw_dtype(itemsize: int) -> np.dtype[Any]:
+    """The numpy dtype under which elements of `itemsize` bytes are moved."""
+    return _RAW.get(itemsize) or np.dtype(f"V{itemsize}")
+
+
+class Readable(Protocol):
+    """Gives the elements of a box as a host array of raw dtype, a view where it can."""
+
+    def read(self, box: Box) -> np.ndarray: ...
+
+
+class Writable(Protocol):
+    """Takes the elements of a box from a host array of raw dtype."""
+
+    def write(self, box: Box, data: np.ndarray) -> None: ...
+
+
+class HostArray(msgspec.Struct, frozen=True, gc=False):
+    """Memory that numpy can address: both readable and writable, without a copy."""
+
+    array: np.ndarray
+    """Raw dtype, any strides."""
+
+    def read(self, box: Box) -> np.ndarray:
+        return self.array[box]
+
+    def write(self, box: Box, data: np.ndarray) -> None:
+        self.array[box] = data
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """A region of a global array and the local memory that holds it."""
+
+    region: Region
+    data: Readable
+
+
+class TargetPiece(msgspec.Struct, frozen=True, gc=False):
+    """A region of a global array and the local memory that is to hold it."""
+
+    region: Region
+    data: Writable
+
+
+class Storage(msgspec.Struct, frozen=True, gc=False):
+    """Which bytes of which memory block a plain array shows: how ties and views are found."""
+
+    key: int
+    """Equal for arrays on the same memory block."""
+    offset: int
+    """Bytes from the start of the block to the first element."""
+    strides: tuple[int, ...]
+    """In elements."""
+    shape: tuple[int, ...]
+
+
+class Source(msgspec.Struct, frozen=True, gc=False):
+    """An array to be saved, as seen by one rank."""
+
+    spec: ArraySpec
+    layout: Layout | None
+    """None for a plain array: all of it is here, and every rank that has it holds a replica."""
+    pieces: Sequence[Piece]
+    storage: Storage | None = None
+    """None where the memory is not to be compared (on a device of its own, or lazily transformed)."""
+
+
+class Target(msgspec.Struct, frozen=True, gc=False):
+    """An array to be filled: `leaf` is what the tree gets, `pieces` what the engine writes to."""
+
+    spec: ArraySpec
+    leaf: Any
+    pieces: Sequence[TargetPiece]
+
+
+class Adapter(Protocol):
+    """What a library's module offers; each function says None for a leaf that is not its own."""
+
+    def source(self, leaf: Any, path: str, rank: int) -> Source | None:
+        """Describes an array that is to be saved."""
+        ...
+
+    def abstract(self, leaf: Any, path: str, rank: int) -> ArraySpec | None:
+        """Says what an array is, without its data."""
+        ...
+
+    def target(self, leaf: Any, path: str, rank: int) -> Target | None:
+        """Describes an array that is to be filled in place."""
+        ...
+
+    def like(self, leaf: Any, path: str, rank: int, device: str | None) -> Target | None:
+        """Makes a new array of the leaf's shape, dtype, device and layout."""
+        ...
+
+    def empty(self, spec: ArraySpec, path: str, device: str | None) -> Target:
+        """Makes a new array from a spec."""
+        ...
+
+    def view(self, base: Any, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> Any:
+        """A strided window, in elements, into a contiguous array, sharing its memory."""
+        ...
+
+    def cast(self, data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
+        """Converts elements of raw dtype from one dtype to another."""
+        ...
+
+    def encode(self, value: Any) -> Typed | None:
+        """The stored form of a value of the library's (a dtype, a device ...)."""
+        ...
+
+    def decode(self, value: Typed) -> Any:
+        """The inverse of `encode`; raises LookupError for a kind that is not its own."""
+        ...

@@ -1,0 +1,177 @@
+"""A tree, as one rank brings it to a save: its inventory, its arrays, its values, and digests of their contents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from ..core.dtypes import dtype_of
+from ..core.inventory import Inventory, LeafSpec
+from ..core.layout import MeshLayout, Replicate
+from ..core.records import View
+from ..core.region import c_strides
+from ..core.spec import Value
+from ..core.structure import rank_key
+from ..core.tree import flatten
+from .base import Source
+from .registry import encode, source_of
+
+__all__ = ["Brought", "bring", "content_digests"]
+
+SMALL = 64 << 10
+"""Replicas of up to this many bytes are compared on every save."""
+
+
+class Brought(msgspec.Struct, frozen=True):
+    """What one rank brings to a save."""
+
+    inventory: Inventory
+    sources: dict[str, Source]
+    """Arrays by path (with `~rank*` under `PerRank`)."""
+    values: dict[str, Value]
+    own_values: dict[str, Value]
+    """Values under `PerRank`."""
+
+
+def bring(tree: object, *, rank: int, allow_pickle: bool = False, namespace: str = "") -> Brought:
+    """Takes a tree apart and describes its leaves.
+
+    Raises:
+        TreeError, LayoutError: naming the leaf that cannot be saved.
+    """
+    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
+    mark = rank_key(rank)
+    sources: dict[str, Source] = {}
+    values: dict[str, Value] = {}
+    own_values: dict[str, Value] = {}
+    specs: list[LeafSpec] = []
+    for path, leaf in leaves:
+        own = "~rank" in path and mark in path.split("/")
+        if own:
+            path = "/".join("~rank*" if step == mark else step for step in path.split("/"))
+        source = source_of(leaf, path, rank)
+        if source is None:
+            (own_values if own else values)[path] = encode(leaf, path, allow_pickle=allow_pickle)
+            specs.append(LeafSpec(path, None, per_rank=() if own else None))
+        else:
+            sources[path] = source
+            specs.append(LeafSpec(path, source.spec, source.layout, per_rank=() if own else None))
+    return Brought(Inventory(structure, tuple(_with_aliases(specs, sources))), sources, values, own_values)
+
+
+def _with_aliases(specs: list[LeafSpec], sources: dict[str, Source]) -> Iterable[LeafSpec]:
+    """Marks the leaves that show memory which another leaf shows already."""
+    groups: dict[tuple[int, str, bool, bool], list[LeafSpec]] = {}
+    for spec in specs:
+        source = sources.get(spec.path)
+        if source is not None and source.storage is not None:
+            numpy = source.spec.kind == "numpy"
+            key = (source.storage.key, source.spec.dtype, numpy, spec.per_rank is not None)
+            groups.setdefault(key, []).append(spec)
+    aliases: dict[str, LeafSpec] = {}
+    for group in groups.values():
+        if len(group) > 1:
+            aliases.update(_aliases(group, sources))
+    return (aliases.get(spec.path, spec) for spec in specs)
+
+
+def _aliases(group: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafSpec]:
+    found: dict[str, LeafSpec] = {}
+    distinct: dict[Any, LeafSpec] = {}
+    for spec in group:
+        storage = sources[spec.path].storage
+        assert storage is not None, "the group is made of leaves with storage"
+        shape = sources[spec.path].spec.shape
+        first = distinct.setdefault((storage.offset, storage.strides, storage.shape, shape, spec.layout), spec)
+        if first is not spec:
+            found[spec.path] = msgspec.structs.replace(spec, alias_of=first.path, layout=None)
+    plain = [spec for spec in distinct.values() if spec.layout is None]
+    if len(plain) > 1:
+        found.update(_views(plain, sources))
+    return _rebased(found)
+
+
+def _rebased(found: dict[str, LeafSpec]) -> dict[str, LeafSpec]:
+    """A tie of a view is a view itself, of the same base."""
+    result: dict[str, LeafSpec] = {}
+    for path, spec in found.items():
+        base = found.get(spec.alias_of or "")
+        if base is not None:
+            spec = msgspec.structs.replace(spec, alias_of=base.alias_of, view=base.view)
+        result[path] = spec
+    return result
+
+
+def _views(plain: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafSpec]:
+    """Of arrays on one memory block, those that lie inside a contiguous one."""
+
+    def extent(spec: LeafSpec) -> tuple[int, int]:
+        storage = sources[spec.path].storage
+        assert storage is not None, "the group is made of leaves with storage"
+        last = sum((n - 1) * s for n, s in zip(storage.shape, storage.strides, strict=True))
+        return storage.offset, storage.offset + (last + 1) * itemsize
+
+    itemsize = dtype_of(sources[plain[0].path].spec.dtype).itemsize
+    found: dict[str, LeafSpec] = {}
+    base: LeafSpec | None = None
+    start = stop = 0
+    # by start, the longest first, so that the array which reaches furthest is the only one to compare with
+    for spec in sorted(plain, key=lambda s: (extent(s)[0], -extent(s)[1], not _contiguous(sources[s.path]))):
+        low, high = extent(spec)
+        storage = sources[spec.path].storage
+        assert storage is not None, "the group is made of leaves with storage"
+        inside = base is not None and start <= low and high <= stop and (low - start) % itemsize == 0
+        if base is not None and inside and min(storage.strides, default=0) >= 0:
+            view = View((low - start) // itemsize, storage.strides)
+            found[spec.path] = msgspec.structs.replace(spec, alias_of=base.path, view=view)
+        elif high > stop and _contiguous(sources[spec.path]):
+            base, start, stop = spec, low, high
+    return found
+
+
+def _contiguous(source: Source) -> bool:
+    storage = source.storage
+    return storage is not None and all(
+        s == c or n == 1 for s, c, n in zip(storage.strides, c_strides(storage.shape, 1), storage.shape, strict=True)
+    )
+
+
+def content_digests(brought: Brought, *, every: bool) -> dict[str, bytes]:
+    """Digests of the contents that replicas must have in common: values and small arrays, or every replicated array."""
+    found = {path: xxhash.xxh3_128_digest(msgspec.json.encode(value)) for path, value in brought.values.items()}
+    for spec in brought.inventory.leaves:
+        source = brought.sources.get(spec.path)
+        if source is None or spec.per_rank is not None or spec.alias_of is not None:
+            continue
+        if not _is_replica(source):
+            continue
+        nbytes = dtype_of(source.spec.dtype).itemsize * source.pieces[0].region.size
+        if nbytes <= SMALL or every:
+            found[spec.path] = _hash_array(source)
+    return found
+
+
+def _is_replica(source: Source) -> bool:
+    if source.layout is None:
+        return True
+    if not isinstance(source.layout, MeshLayout) or not source.pieces:
+        return False
+    return all(isinstance(placement, Replicate) for placement in source.layout.placements)
+
+
+def _hash_array(source: Source) -> bytes:
+    piece = source.pieces[0]
+    box = tuple(slice(0, n) for n in piece.region.shape)
+    if piece.region.size * dtype_of(source.spec.dtype).itemsize <= SMALL or not box:
+        return xxhash.xxh3_128_digest(np.ascontiguousarray(piece.data.read(box)))
+    state = xxhash.xxh3_128()
+    row = piece.region.size // piece.region.shape[0] * dtype_of(source.spec.dtype).itemsize
+    step = max(1, (4 << 20) // max(row, 1))
+    for low in range(0, piece.region.shape[0], step):
+        part = piece.data.read((slice(low, min(low + step, piece.region.shape[0])), *box[1:]))
+        state.update(np.ascontiguousarray(part))
+    return state.digest()

@@ -1,0 +1,149 @@
+"""numpy arrays as leaves. Arrays of another byte order are stored, and come back, in little-endian order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..core.dtypes import dtype_of
+from ..core.errors import FormatError, MismatchError, TreeError
+from ..core.region import Region
+from ..core.spec import ArraySpec, Typed
+from .base import Box, HostArray, Piece, Source, Storage, Target, TargetPiece, raw_dtype
+
+__all__ = ["abstract", "cast", "decode", "dtype_name", "empty", "encode", "like", "source", "target", "view"]
+
+_FIXED = {"U": "str", "S": "bytes", "V": "void"}
+
+
+def dtype_name(dtype: np.dtype[Any], path: str) -> str:
+    """Our name for a numpy dtype.
+
+    Raises:
+        TreeError: object, structured and extended-precision dtypes have no portable bytes.
+    """
+    if dtype.kind in _FIXED and dtype.fields is None and dtype.itemsize:
+        return f"{_FIXED[dtype.kind]}{dtype.itemsize // (4 if dtype.kind == 'U' else 1)}"
+    try:
+        return dtype_of(dtype.newbyteorder("=").name).name
+    except FormatError as error:
+        raise TreeError(
+            path,
+            expected="a numeric, bool, time or fixed-width string array",
+            found=f"a numpy array of dtype {dtype}",
+            hint="Convert it, or split a structured array into one array per field",
+        ) from error
+
+
+class _Swapped:
+    """A big-endian array: swapped box by box while it is read."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def read(self, box: Box) -> np.ndarray:
+        part = np.ascontiguousarray(self.array[box].astype(self.array.dtype.newbyteorder("<")))
+        return part.view(raw_dtype(part.itemsize))
+
+
+def _owner(array: np.ndarray) -> int:
+    base: Any = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    return id(base) if base.base is None else id(base.base)
+
+
+def _spec(array: np.ndarray, path: str) -> ArraySpec:
+    if type(array) not in (np.ndarray, np.memmap):
+        raise TreeError(
+            path,
+            expected="a plain numpy array",
+            found=f"a {type(array).__name__}",
+            hint="Convert it with numpy.asarray; a masked array's data and mask are two arrays",
+        )
+    return ArraySpec(array.shape, dtype_name(array.dtype, path), kind="numpy")
+
+
+def source(leaf: Any, path: str, rank: int) -> Source | None:
+    """Describes an array that is to be saved."""
+    if not isinstance(leaf, np.ndarray):
+        return None
+    spec = _spec(leaf, path)
+    whole = Region.whole(leaf.shape)
+    if leaf.dtype.byteorder == ">":
+        return Source(spec, None, (Piece(whole, _Swapped(leaf)),))
+    raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
+    strides = tuple(s // leaf.itemsize if s % leaf.itemsize == 0 else -1 for s in leaf.strides)
+    storage = None
+    if leaf.size and min(strides, default=0) >= 0:
+        # offsets only matter relative to each other, within one memory block
+        storage = Storage(_owner(leaf), leaf.__array_interface__["data"][0], strides, leaf.shape)
+    return Source(spec, None, (Piece(whole, HostArray(raw)),), storage)
+
+
+def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
+    """What the array is, without its data."""
+    return _spec(leaf, path) if isinstance(leaf, np.ndarray) else None
+
+
+def target(leaf: Any, path: str, rank: int) -> Target | None:
+    """Describes an array that is to be filled in place."""
+    if not isinstance(leaf, np.ndarray):
+        return None
+    spec = _spec(leaf, path)
+    if not leaf.flags.writeable or leaf.dtype.byteorder == ">":
+        raise MismatchError(path, expected="a writable array in native byte order", found=f"{leaf.dtype.str}")
+    raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
+    return Target(spec, leaf, (TargetPiece(Region.whole(leaf.shape), HostArray(raw)),))
+
+
+def like(leaf: Any, path: str, rank: int, device: str | None) -> Target | None:
+    """A new array of the leaf's shape and dtype."""
+    if not isinstance(leaf, np.ndarray):
+        return None
+    return empty(_spec(leaf, path), path, None)
+
+
+def empty(spec: ArraySpec, path: str, device: str | None) -> Target:
+    """A new array from a spec: of its one region, or of the whole.
+
+    Raises:
+        MismatchError: numpy has no such dtype.
+    """
+    dtype = dtype_of(spec.dtype)
+    if dtype.numpy is None:
+        raise MismatchError(
+            path,
+            expected="a dtype that numpy has",
+            found=spec.dtype,
+            hint="Install torch (treeckpt[torch]) to load it as a tensor",
+        )
+    region = spec.regions[0] if spec.regions else Region.whole(spec.shape)
+    array = np.empty(region.shape, dtype.numpy)
+    return Target(spec, array, (TargetPiece(region, HostArray(array.view(raw_dtype(dtype.itemsize)))),))
+
+
+def encode(value: Any) -> Typed | None:
+    """numpy's values are the core's own."""
+    return None
+
+
+def decode(value: Typed) -> Any:
+    """numpy's values are the core's own."""
+    raise LookupError(value.kind)
+
+
+def view(base: np.ndarray, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> np.ndarray:
+    """A strided window into the elements of a contiguous array, sharing its memory."""
+    size = base.itemsize
+    return np.ndarray(spec.shape, base.dtype, base, offset * size, tuple(s * size for s in strides))
+
+
+def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
+    """Elements of raw dtype, converted from one dtype to another as numpy does."""
+    before, after = dtype_of(saved).numpy, dtype_of(wanted).numpy
+    if before is None or after is None:
+        raise MismatchError("", expected="dtypes that numpy has, to cast", found=f"{saved} to {wanted}")
+    made = np.ascontiguousarray(data).view(before).astype(after)
+    return made.view(raw_dtype(made.itemsize))

@@ -1,0 +1,229 @@
+"""Which adapter knows a leaf, found by the name of the module that its class comes from: no library is imported for it.
+
+An adapter's module is loaded when the first leaf of its library is met, so a program without torch never loads it, and
+nothing here knows more of a library than its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import lru_cache
+from typing import Any, cast
+
+import msgspec
+
+from ..core.dtypes import dtype_of
+from ..core.errors import FormatError, MismatchError, TreeError
+from ..core.spec import ArraySpec, Typed, Value, decode_value, encode_value
+from .base import Adapter, Source, Target
+from .sharded import Sharded, sharded_like, sharded_source, sharded_target
+
+__all__ = ["abstract_of", "decode", "encode", "library_of", "like_of", "new_array", "resolve", "source_of", "target_of"]
+
+_ADAPTERS = {"torch": "torch", "numpy": "numpy"}
+
+
+def _load(name: str) -> Adapter:
+    return cast(Adapter, importlib.import_module(f"{__package__}.{name}"))
+
+
+@lru_cache(maxsize=1024)
+def _adapter(kind: type) -> Adapter | None:
+    for base in kind.__mro__:
+        name = base.__module__.partition(".")[0]
+        if name in _ADAPTERS:
+            return _load(_ADAPTERS[name])
+    return None
+
+
+_PLAIN_VALUES = frozenset((int, float, bool, str, type(None), bytes, complex))
+
+
+def source_of(leaf: object, path: str, rank: int) -> Source | None:
+    """An array to be saved; None for a leaf that is a value.
+
+    Raises:
+        TreeError, LayoutError: an array that cannot be saved.
+    """
+    kind = type(leaf)
+    if kind in _PLAIN_VALUES:
+        return None
+    if isinstance(leaf, Sharded):
+        return sharded_source(leaf, path, rank, _inner(leaf, path))
+    if isinstance(leaf, ArraySpec) or leaf is ...:
+        raise TreeError(
+            path, expected="a leaf with data", found=f"{leaf!r:.60}", hint="Such leaves are for like= of load"
+        )
+    adapter = _adapter(kind)
+    return adapter.source(leaf, path, rank) if adapter is not None else None
+
+
+def _inner(leaf: Sharded, path: str) -> Adapter:
+    adapter = _adapter(type(leaf.local))
+    if adapter is None:
+        raise TreeError(path, expected="an array in Sharded", found=f"{type(leaf.local).__name__}")
+    return adapter
+
+
+def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
+    """What an array is, without its data; None for a value."""
+    if isinstance(leaf, ArraySpec):
+        return leaf
+    if isinstance(leaf, Sharded):
+        source = sharded_source(leaf, path, rank, _inner(leaf, path))
+        return msgspec.structs.replace(source.spec, regions=tuple(piece.region for piece in source.pieces))
+    adapter = _adapter(type(leaf))
+    return adapter.abstract(leaf, path, rank) if adapter is not None else None
+
+
+def library_of(spec: ArraySpec) -> Adapter:
+    """The adapter that makes arrays of the spec's kind."""
+    return _load("numpy" if spec.kind == "numpy" else "torch")
+
+
+def target_of(leaf: object, path: str, rank: int) -> Target | None:
+    """An array to be filled in place; None for a leaf that is a value."""
+    if isinstance(leaf, Sharded):
+        return sharded_target(leaf, path, rank, _inner(leaf, path))
+    adapter = _adapter(type(leaf))
+    return adapter.target(leaf, path, rank) if adapter is not None else None
+
+
+def like_of(leaf: object, path: str, rank: int, device: str | None) -> Target | None:
+    """A new array as the leaf describes it: an array of a known library, an `ArraySpec`, or anything with shape and dtype.
+
+    None for a leaf that describes no array.
+    """
+    if isinstance(leaf, ArraySpec):
+        if leaf.regions is not None and len(leaf.regions) != 1:
+            raise MismatchError(
+                path,
+                expected="an ArraySpec with one region, or None for all",
+                found=f"{len(leaf.regions)} regions",
+                hint="Ask for them one by one",
+            )
+        return new_array(leaf, path, device or leaf.device)
+    if isinstance(leaf, Sharded):
+        return sharded_like(leaf, path, rank, device, _inner(leaf, path))
+    adapter = _adapter(type(leaf))
+    if adapter is not None and (made := adapter.like(leaf, path, rank, device)) is not None:
+        return made
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None or encodable(leaf):
+        return None
+    return new_array(_foreign_spec(tuple(int(n) for n in shape), dtype, path), path, device)
+
+
+def encodable(leaf: object) -> bool:
+    """Whether the leaf is a value that can be stored (numpy's scalars have a shape too)."""
+    try:
+        encode(leaf, "", allow_pickle=False)
+    except TreeError:
+        return False
+    return True
+
+
+def _foreign_spec(shape: tuple[int, ...], dtype: Any, path: str) -> ArraySpec:
+    name = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+    try:
+        kind = "tensor" if type(dtype).__module__.partition(".")[0] == "torch" else "numpy"
+        return ArraySpec(shape, dtype_of(str(name)).name, kind=kind)
+    except FormatError as error:
+        raise MismatchError(path, expected="a known dtype", found=f"{dtype!r:.60}") from error
+
+
+def new_array(spec: ArraySpec, path: str, device: str | None) -> Target:
+    """A new array of the library that the spec's kind names.
+
+    Raises:
+        MismatchError: the library is not installed.
+    """
+    if spec.kind == "numpy":
+        return _load("numpy").empty(spec, path, device)
+    try:
+        adapter = _load("torch")
+    except ImportError as error:
+        raise MismatchError(
+            path,
+            expected="torch, to load a tensor",
+            found="no torch in this environment",
+            hint="Install treeckpt[torch], or pass like= with numpy arrays",
+        ) from error
+    return adapter.empty(spec, path, device)
+
+
+def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
+    """The stored form of a value, of any library that is known.
+
+    Raises:
+        TreeError: no kind of value that is known; with `allow_pickle` only if it cannot be pickled.
+    """
+    adapter = _adapter(type(value))
+    try:
+        return encode_value(value, path, _extra)
+    except TreeError:
+        if not allow_pickle or adapter is not None:
+            raise
+    import base64
+    import pickle
+
+    try:
+        return Typed("pickle", (base64.b64encode(pickle.dumps(value)).decode(),))
+    except Exception as error:
+        raise TreeError(path, expected="a value that pickle takes", found=f"{value!r:.60} ({error})") from error
+
+
+def _extra(value: object) -> Typed | None:
+    adapter = _adapter(type(value))
+    return adapter.encode(value) if adapter is not None else None
+
+
+def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
+    """The value of a stored form.
+
+    Raises:
+        MismatchError: it was pickled and `allow_pickle` is not given.
+    """
+    if not isinstance(value, Typed):
+        return value
+
+    def extra(typed: Typed) -> object:
+        if typed.kind == "pickle":
+            return _unpickle(typed, path, allow_pickle)
+        return _load(typed.kind.partition(".")[0]).decode(typed) if typed.kind.startswith("torch.") else _no(typed)
+
+    return decode_value(value, path, resolve=resolve, extra=extra)
+
+
+def _no(typed: Typed) -> object:
+    raise LookupError(typed.kind)
+
+
+def _unpickle(typed: Typed, path: str, allow_pickle: bool) -> object:
+    if not allow_pickle:
+        raise MismatchError(
+            path,
+            expected="a value that loads without running code",
+            found="a pickled object",
+            hint="If you trust whoever wrote this checkpoint, pass allow_pickle=True",
+        )
+    import base64
+    import pickle
+
+    return pickle.loads(base64.b64decode(str(typed.items[0])))  # noqa: S301 - asked for by name
+
+
+def resolve(name: str) -> type:
+    """The class `module:qualname`, if its module is imported already; nothing is imported by a file's word.
+
+    Raises:
+        LookupError: no such class here.
+    """
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type):
+        raise LookupError(name)
+    return found

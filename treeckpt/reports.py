@@ -1,0 +1,111 @@
+"""What save, load and verify say they did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .core.events import Span
+
+__all__ = ["LoadReport", "SaveReport", "VerifyReport", "human_bytes", "human_rate"]
+
+
+def human_bytes(nbytes: float) -> str:
+    """Bytes with a unit of 1,000."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 1000 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    raise AssertionError("the last unit returns")
+
+
+def human_rate(nbytes: float, seconds: float) -> str:
+    """Bytes a second."""
+    return f"{human_bytes(nbytes / seconds)}/s" if seconds > 0 else "-"
+
+
+class SaveReport(msgspec.Struct, frozen=True):
+    """What a save wrote, as one rank saw it."""
+
+    path: str
+    save_id: str
+    step: int | None
+    world: int
+    nbytes: int
+    """Bytes of array data that this rank wrote."""
+    files: tuple[str, ...]
+    """This rank's shards."""
+    seconds: float
+    """From the call until the index was published."""
+    spans: tuple[Span, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [f"saved {self.path}  {human_bytes(self.nbytes)} in {self.seconds:.3f} s"]
+        return "\n".join(rows + _span_rows(self.spans))
+
+
+def _span_rows(spans: tuple[Span, ...]) -> list[str]:
+    rows: list[str] = []
+    for span in spans:
+        rate = human_rate(span.nbytes, span.seconds) if span.nbytes else ""
+        rows.append(f"  {span.name:<10} {span.seconds:9.4f} s  {rate}".rstrip())
+    return rows
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a load read, and what it did not find."""
+
+    path: str
+    nbytes: int
+    """Bytes of array data that were asked for."""
+    read_nbytes: int
+    """Bytes that were read from data areas to get them."""
+    loaded: int
+    """Leaves that were filled."""
+    missing: tuple[str, ...]
+    """Asked for, not in the checkpoint."""
+    unexpected: tuple[str, ...]
+    """In the checkpoint, not asked for."""
+    seconds: float
+
+    def __str__(self) -> str:
+        rows = [
+            f"loaded {self.path}  {self.loaded} leaves, {human_bytes(self.nbytes)} in {self.seconds:.3f} s "
+            f"({human_rate(self.nbytes, self.seconds)}, {human_bytes(self.read_nbytes)} read)"
+        ]
+        rows += [f"  missing     {path}" for path in self.missing]
+        return "\n".join(rows + [f"  unexpected  {path}" for path in self.unexpected])
+
+
+class Problem(msgspec.Struct, frozen=True, array_like=True):
+    """One thing that is wrong with a checkpoint."""
+
+    file: str
+    text: str
+
+
+class VerifyReport(msgspec.Struct, frozen=True):
+    """What verification found."""
+
+    path: str
+    files: int
+    nbytes: int
+    """Bytes of array data whose checksums were compared."""
+    problems: tuple[Problem, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        state = "intact" if self.ok else f"{len(self.problems)} problems"
+        rows = [f"verified {self.path}  {self.files} shards, {human_bytes(self.nbytes)}: {state}"]
+        return "\n".join(rows + [f"  {problem.file}: {problem.text}" for problem in self.problems])
+
+
+def as_json(report: Any) -> bytes:
+    """Any report as JSON."""
+    return msgspec.json.encode(report)
