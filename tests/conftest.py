@@ -1,11 +1,8 @@
-"""One Hypothesis profile for the whole suite: no deadlines, which shared machines miss, and moderate numbers of examples."""
+"""Hypothesis profiles: no deadlines, which shared machines miss; `--hypothesis-profile=thorough` looks much longer."""
 
 from hypothesis import HealthCheck, settings
 
-settings.register_profile(
-    "suite",
-    deadline=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("suite", deadline=None, max_examples=60, suppress_health_check=SLOW)
+settings.register_profile("thorough", deadline=None, max_examples=2000, suppress_health_check=SLOW)
 settings.load_profile("suite")

@@ -83,9 +83,7 @@ def _placements(ndim: int) -> SearchStrategy[Placement]:
     if not ndim:
         return st.just(Replicate())
     dims = st.integers(0, ndim - 1)
-    return st.one_of(
-        st.just(Replicate()), st.builds(Shard, dims), st.builds(StridedShard, dims, st.integers(1, 4))
-    )
+    return st.one_of(st.just(Replicate()), st.builds(Shard, dims), st.builds(StridedShard, dims, st.integers(1, 4)))
 
 
 @st.composite
@@ -201,7 +199,23 @@ def _numpy_scalars() -> SearchStrategy[np.generic]:
             st.binary(min_size=np.dtype(code).itemsize, max_size=np.dtype(code).itemsize).map(
                 lambda data, code=code: np.frombuffer(data, code)[0]
             )
-            for code in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16", "M8[ns]", "m8[us]")
+            for code in (
+                "i1",
+                "u1",
+                "i2",
+                "u2",
+                "i4",
+                "u4",
+                "i8",
+                "u8",
+                "f2",
+                "f4",
+                "f8",
+                "c8",
+                "c16",
+                "M8[ns]",
+                "m8[us]",
+            )
         )
     )
     return st.one_of(
@@ -209,7 +223,9 @@ def _numpy_scalars() -> SearchStrategy[np.generic]:
         st.booleans().map(np.bool_),
         st.text(max_size=5).map(np.str_),
         st.binary(max_size=5).map(np.bytes_),
-        st.sampled_from([np.datetime64("NaT"), np.datetime64("2026-01-01"), np.timedelta64(5), np.timedelta64(25, "s")]),
+        st.sampled_from(
+            [np.datetime64("NaT"), np.datetime64("2026-01-01"), np.timedelta64(5), np.timedelta64(25, "s")]
+        ),
     )
 
 
@@ -321,7 +337,9 @@ def keys() -> SearchStrategy[Any]:
     """Dict keys of every kind that can be stored; nan, which equals nothing, is not among them."""
     atoms = st.one_of(
         st.text(max_size=4),
-        st.sampled_from(["", "a", "a/b", "~", "~0", "~b1", "1", "-1", "٣", "~(a~,b~)", "~rank0", "x@0", "__metadata__", "01"]),
+        st.sampled_from(
+            ["", "a", "a/b", "~", "~0", "~b1", "1", "-1", "٣", "~(a~,b~)", "~rank0", "x@0", "__metadata__", "01"]
+        ),
         st.integers(-3, 3),
         st.integers(),
         st.booleans(),
@@ -332,7 +350,9 @@ def keys() -> SearchStrategy[Any]:
     return st.recursive(atoms, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
 
 
-def trees(leaf: SearchStrategy[Any] | None = None, *, per_rank: bool = True, max_leaves: int = 12) -> SearchStrategy[Any]:
+def trees(
+    leaf: SearchStrategy[Any] | None = None, *, per_rank: bool = True, max_leaves: int = 12
+) -> SearchStrategy[Any]:
     """Trees of every kind of container, empty ones too. Leaves are small integers unless given."""
 
     def grow(inner: SearchStrategy[Any]) -> SearchStrategy[Any]:

@@ -37,9 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
-    done = subprocess.run(
-        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -55,9 +53,7 @@ def source_files() -> set[str]:
 
 
 def test_every_package_is_listed_in_pyproject(pyproject):
-    there = {
-        str(Path(file).parent).replace("/", ".") for file in source_files() if file.endswith("__init__.py")
-    }
+    there = {str(Path(file).parent).replace("/", ".") for file in source_files() if file.endswith("__init__.py")}
     assert set(pyproject["tool"]["setuptools"]["packages"]) == there
 
 
@@ -70,9 +66,7 @@ def test_installed_versions_are_the_pinned_ones():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     canonical = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
-    installed = {
-        re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version.split("+")[0] for d in distributions()
-    }
+    installed = {re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version.split("+")[0] for d in distributions()}
     shared = canonical.keys() & installed.keys()
     assert {n: installed[n] for n in shared} == {n: canonical[n] for n in shared}
     assert pins["torch"] == "2.13.0"

@@ -12,12 +12,13 @@ from .core.errors import CheckpointExists, CorruptError, TreeckptError
 from .core.index import INDEX_NAME, encode_index, rebuild
 from .core.records import Index
 from .core.tree import flatten, replace_leaves
+from .filling import Verify
 from .io.codec import read_index, read_timings, rebuild_from_shards
 from .io.comm import Comm, default_comm
-from .io.engine import open_shard, read_header, verify_shard
 from .io.record import Recorder
+from .io.shards import open_shard, read_header, verify_shard
 from .io.store import Store, open_store
-from .loading import LoadOptions, Verify, load_into_tree, load_tree
+from .loading import LoadOptions, load_into_tree, load_tree
 from .reports import LoadReport, Problem, SaveReport, VerifyReport
 from .saving import SaveOptions, save_tree
 
@@ -89,6 +90,7 @@ def load(
     device: str | None = None,
     verify: Verify = True,
     per_rank: Literal["error", "take"] = "error",
+    copy: bool = False,
     allow_pickle: bool = False,
     comm: Comm | None = None,
     namespace: str = "",
@@ -109,6 +111,8 @@ def load(
         verify: compares checksums of all that is read.
         per_rank: what to do about `PerRank` state when the world size changed: refuse, or take that of rank modulo
             the old world.
+        copy: gives each array memory of its own. Otherwise whole arrays are views of the memory that a stretch of a file
+            was read into, which is freed when the last of them is.
         allow_pickle: unpickles values that were saved so. This can run any code: only for files you trust.
         comm: gives this process's rank; ranks do not talk.
         on_report: gets the `LoadReport`.
@@ -117,7 +121,7 @@ def load(
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
         MismatchError: what is wanted is not what was saved.
     """
-    options = LoadOptions(_globs(select), strict, cast, device, verify, per_rank, allow_pickle, namespace)
+    options = LoadOptions(_globs(select), strict, cast, device, verify, per_rank, copy, allow_pickle, namespace)
     with _opened(path) as store, _without_cycles():
         tree, report = load_tree(store, like, (comm or default_comm()).rank, options)
     if on_report is not None:
@@ -145,7 +149,7 @@ def load_into(
 
     See `load` for the arguments and errors.
     """
-    options = LoadOptions(_globs(select), strict, cast, None, verify, per_rank, allow_pickle, namespace)
+    options = LoadOptions(_globs(select), strict, cast, None, verify, per_rank, True, allow_pickle, namespace)
     with _opened(path) as store, _without_cycles():
         return load_into_tree(store, tree, (comm or default_comm()).rank, options)
 

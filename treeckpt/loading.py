@@ -1,39 +1,34 @@
-"""The load: match what is wanted with what was saved, plan the reads, fill, and put the tree together.
+"""The load: match what is wanted with what was saved, have it read, and put the tree together.
 
 Everything that can be checked is checked before memory is touched: keys, kinds, shapes, dtypes, layouts, and the sizes of all
-files that are needed. Ranks do not talk: each reads the ranges that it wants.
+files. Ranks do not talk: each reads the ranges that it wants.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from .core.dtypes import dtype_of
-from .core.errors import CorruptError, FormatError, MismatchError
-from .core.plan import Want, plan_load
-from .core.records import AliasRecord, Index, Leaf, PerRankValues, ValueRecord
-from .core.region import Region
+from .core.errors import MismatchError
+from .core.records import AliasRecord, Leaf, PerRankValues, ValueRecord
 from .core.runs import decode_runs, encode_runs
 from .core.spec import ArraySpec
 from .core.structure import PerRankNode, Structure, rank_key
 from .core.tree import flatten, graft, own_child, replace_leaves, unflatten
+from .filling import Filling, Slot, Verify
 from .io.codec import read_index
-from .io.engine import Opened, run_load
 from .io.record import Recorder
 from .io.store import Store
-from .leaves.base import HostArray, Target, TargetPiece, raw_dtype
-from .leaves.registry import decode, encode, library_of, like_of, new_array, resolve, target_of
+from .leaves.base import Target
+from .leaves.registry import abstract_of, decode, encode, library_of, like_of, new_array, resolve, target_of
 from .reports import LoadReport
 
 __all__ = ["LoadOptions", "load_into_tree", "load_tree"]
-
-Verify = bool | Literal["stream"]
 
 
 class LoadOptions(msgspec.Struct, frozen=True):
@@ -45,39 +40,24 @@ class LoadOptions(msgspec.Struct, frozen=True):
     device: str | None = None
     verify: Verify = True
     per_rank: Literal["error", "take"] = "error"
+    copy: bool = False
     allow_pickle: bool = False
     namespace: str = ""
-
-
-class _Casting:
-    """A target of another dtype than was saved."""
-
-    def __init__(self, inner: Any, spec: ArraySpec, saved: str) -> None:
-        self.inner, self.spec, self.saved = inner, spec, saved
-
-    def write(self, box: tuple[slice, ...], data: np.ndarray) -> None:
-        self.inner.write(box, library_of(self.spec).cast(data, self.saved, self.spec.dtype))
 
 
 class _Load:
     """One load on one rank."""
 
     def __init__(self, store: Store, rank: int, options: LoadOptions) -> None:
-        self.store, self.options, self.rank = store, options, rank
+        self.options, self.rank = options, rank
         self.recorder = Recorder(rank)
-        self.index: Index = read_index(store)
+        self.index = read_index(store)
         self.source_rank = rank % self.index.world if options.per_rank == "take" else rank
-        self.wants: list[Want] = []
-        self.pieces: list[TargetPiece] = []
-        self.itemsizes: list[int] = []
-        self.paths: list[str] = []
-        self.after: list[Callable[[], None]] = []
-        self.read_nbytes = 0
+        self.filling = Filling(store, self.index, self.source_rank, self.recorder)
+        self.filling.check_files()
         self.loaded = 0
         self.missing: list[str] = []
         self.unexpected: list[str] = []
-
-    # matching ------------------------------------------------------------------------------------------------
 
     def selected(self, path: str) -> bool:
         """Whether `select` asks for a path, itself or something above it."""
@@ -103,146 +83,65 @@ class _Load:
             hint="The world size changed: leave this leaf out with `...` in like, or pass per_rank='take'",
         )
 
-    def match(self, path: str, leaf: Leaf, target: Target) -> None:
-        """Checks a target against what was saved, and wants it.
-
-        Raises:
-            MismatchError: of shape or dtype.
-        """
-        spec = leaf.spec
-        assert spec is not None, "values are decoded, not read"
-        if target.spec.shape != spec.shape:
-            raise MismatchError(
-                path,
-                expected=f"shape {target.spec.shape}",
-                found=f"{spec.shape} in the checkpoint",
-                hint="Ask for the saved shape, or leave the leaf out with `...`",
-            )
-        if target.spec.dtype != spec.dtype and not self.options.cast:
-            raise MismatchError(
-                path,
-                expected=target.spec.dtype,
-                found=f"{spec.dtype} in the checkpoint",
-                hint="Pass cast=True to convert",
-            )
-        self.want(path, leaf, target)
-
-    def want(self, path: str, leaf: Leaf, target: Target) -> None:
-        """Plans to read a target's regions."""
-        spec = leaf.spec
-        assert spec is not None, "values are decoded, not read"
-        pieces = list(target.pieces)
-        if target.spec.dtype != spec.dtype:
-            pieces = [TargetPiece(p.region, _Casting(p.data, target.spec, spec.dtype)) for p in pieces]
-        self.loaded += 1
-        record = leaf.record
-        if isinstance(record, AliasRecord) and record.view is not None:
-            self._want_view(path, leaf, record, pieces)
-            return
-        for piece in pieces:
-            self._want_piece(path, leaf, piece, dtype_of(spec.dtype).itemsize)
-
-    def _want_piece(self, path: str, leaf: Leaf, piece: TargetPiece, itemsize: int) -> None:
-        if not piece.region.size:
-            return
-        chunks = self.index.chunks_of(leaf, piece.region, rank=self.source_rank)
-        covered = sum(_overlap(chunk.region, piece.region) for chunk in chunks)
-        if covered != piece.region.size:
-            raise FormatError(
-                path,
-                expected=f"chunks that hold each of {piece.region.size} elements once",
-                found=f"{covered} elements",
-                hint="The index does not describe the whole array; try treeckpt rebuild-index",
-            )
-        self.wants.append(Want(piece.region, itemsize, chunks))
-        self.pieces.append(piece)
-        self.itemsizes.append(itemsize)
-        self.paths.append(path)
-
-    def _want_view(self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece]) -> None:
-        """A view is cut out of its base, which is read whole."""
-        base, view, spec = self.index.entries[record.of], record.view, leaf.spec
-        assert base.spec is not None and view is not None and spec is not None, "checked when the index was read"
-        raw = raw_dtype(dtype_of(spec.dtype).itemsize)
-        memory = np.empty(base.spec.shape, raw)
-        self._want_piece(path, base, TargetPiece(Region.whole(base.spec.shape), HostArray(memory)), raw.itemsize)
-        strides = tuple(s * raw.itemsize for s in view.strides)
-
-        def cut() -> None:
-            window = np.ndarray(spec.shape, raw, memory, view.offset * raw.itemsize, strides)
-            for piece in pieces:
-                box = tuple(slice(0, n) for n in piece.region.shape)
-                piece.data.write(box, window[piece.region.slices()])
-
-        self.after.append(cut)
-
-    # reading -------------------------------------------------------------------------------------------------
-
-    def check_memory(self) -> None:
-        """Refuses an index that claims more array bytes than its files hold, before anything is allocated by its word."""
-        sizes = self.store.sizes()
-        for file in self.index.file_list:
-            if file.nbytes and sizes.get(file.name) != file.header + file.nbytes:
-                found = sizes.get(file.name)
-                raise CorruptError(
-                    f"{self.store.url}/{file.name}",
-                    expected=f"a shard of {file.header + file.nbytes} bytes",
-                    found="no such file" if found is None else f"{found} bytes",
-                    hint="The file was lost, changed or cut short; restore it from a copy",
-                )
-
-    def run(self) -> None:
-        """Reads everything that is wanted."""
-        borders = {rank: [f.stream for f in self.index.files_of(rank)][1:] for rank in self._split_ranks()}
-        plan = plan_load(self.wants, borders=borders)
-        opened: dict[str, Opened] = {}
-
-        def read(targets: Callable[[int], TargetPiece | None], verify: bool) -> int:
-            return run_load(
-                self.store,
-                self.index,
-                plan,
-                targets,
-                itemsize=self.itemsizes.__getitem__,
-                paths=self.paths.__getitem__,
-                verify=verify,
-                opened=opened,
-                recorder=self.recorder,
-            )
-
-        if self.options.verify is True and self.in_place:
-            read(lambda want: None, True)
-            self.read_nbytes = read(self.pieces.__getitem__, False)
-        else:
-            self.read_nbytes = read(self.pieces.__getitem__, self.options.verify is not False)
-        for action in self.after:
-            action()
-
-    in_place = False
-
-    def _split_ranks(self) -> set[int]:
-        return {file.rank for file in self.index.file_list if file.part}
-
-    def report(self) -> LoadReport:
-        nbytes = sum(w.region.size * n for w, n in zip(self.wants, self.itemsizes, strict=True))
-        return LoadReport(
-            self.store.url,
-            nbytes,
-            self.read_nbytes,
-            self.loaded,
-            tuple(self.missing),
-            tuple(self.unexpected),
-            self.recorder.seconds,
-        )
-
     def value(self, leaf: Leaf, path: str) -> object:
         """A saved value."""
         record = leaf.record
+        self.loaded += 1
         if isinstance(record, PerRankValues):
             position = int(np.flatnonzero(decode_runs(leaf.ranks or ()) == self.source_rank)[0])
             return decode(record.values[position], path, allow_pickle=self.options.allow_pickle)
         assert isinstance(record, ValueRecord), "arrays are read, not decoded"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
+
+    def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Callable[[], Target | None]) -> Slot:
+        """Wants an array: as a view of what is read where that is possible, else in a target of its own."""
+        self.loaded += 1
+        if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
+            self.check(path, leaf, spec)
+            if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
+                slot = self.filling.land(path, leaf, spec)
+                if slot is not None:
+                    return slot
+        target = make()
+        if target is None:
+            raise MismatchError(
+                path,
+                expected="a value",
+                found=f"an array in the checkpoint, {leaf.spec and leaf.spec.dtype} of shape "
+                f"{leaf.spec and leaf.spec.shape}",
+                hint="Put an array, a tc.ArraySpec or `...` there in like",
+            )
+        self.check(path, leaf, target.spec)
+        return self.filling.want(path, leaf, target)
+
+    def _on_host(self, spec: ArraySpec) -> bool:
+        device = self.options.device
+        if device == "original":
+            return spec.device is None
+        return device == "cpu" or (device is None and spec.device is None)
+
+    def check(self, path: str, leaf: Leaf, wanted: ArraySpec) -> None:
+        """Compares what is wanted with what was saved.
+
+        Raises:
+            MismatchError: of shape or dtype.
+        """
+        saved = leaf.spec
+        assert saved is not None, "values are decoded, not read"
+        if wanted.shape != saved.shape:
+            raise MismatchError(
+                path,
+                expected=f"shape {wanted.shape}",
+                found=f"{saved.shape} in the checkpoint",
+                hint="Ask for the saved shape, or leave the leaf out with `...`",
+            )
+        if wanted.dtype != saved.dtype and not self.options.cast:
+            raise MismatchError(
+                path,
+                expected=wanted.dtype,
+                found=f"{saved.dtype} in the checkpoint",
+                hint="Pass cast=True to convert",
+            )
 
     def check_keys(self, asked: set[str]) -> None:
         """Compares what was asked for with what is there.
@@ -252,15 +151,24 @@ class _Load:
         """
         self.unexpected = [path for path in self.index.by_path if path not in asked and self.selected(path)]
         if self.options.strict and (self.missing or self.unexpected):
-            first = (self.missing or self.unexpected)[0]
+            texts = [_some("missing in the checkpoint", self.missing), _some("not asked for", self.unexpected)]
             raise MismatchError(
-                first,
+                (self.missing or self.unexpected)[0],
                 expected="the leaves of like and of the checkpoint to be the same",
-                found=f"{_some('missing in the checkpoint', self.missing)}"
-                f"{'; ' if self.missing and self.unexpected else ''}"
-                f"{_some('not asked for', self.unexpected)}",
+                found="; ".join(text for text in texts if text),
                 hint="Pass strict=False to load what both have, or `...` in like for what you do not want",
             )
+
+    def report(self) -> LoadReport:
+        return LoadReport(
+            self.filling.store.url,
+            self.filling.nbytes,
+            self.filling.read_nbytes,
+            self.loaded,
+            tuple(self.missing),
+            tuple(self.unexpected),
+            self.recorder.seconds,
+        )
 
 
 def _some(what: str, paths: Sequence[str]) -> str:
@@ -270,40 +178,36 @@ def _some(what: str, paths: Sequence[str]) -> str:
     return f"{len(paths)} {what}: {', '.join(paths[:5])}{more}"
 
 
-def _overlap(a: Region, b: Region) -> int:
-    return math.prod(
-        max(0, min(o1 + n1, o2 + n2) - max(o1, o2))
-        for o1, n1, o2, n2 in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
-    )
-
-
 # without like ----------------------------------------------------------------------------------------------------
 
 
 def _as_saved(job: _Load) -> object:
     """The whole tree, or what `select` leaves of it; unselected leaves are `...`."""
-    job.check_memory()
-    index, made = job.index, dict[int, Any]()
-    order = list(_own_leaves(job))
+    made: dict[int, Slot] = {}
+    order = [leaf for leaf in job.index.entries if leaf.ranks is None or job.find(leaf.path) is leaf]
     for leaf in order:
         if not job.selected(leaf.path):
-            made[leaf.number] = ...
+            made[leaf.number] = Slot(...)
         elif leaf.spec is None:
-            made[leaf.number] = job.value(leaf, leaf.path)
-            job.loaded += 1
+            made[leaf.number] = Slot(job.value(leaf, leaf.path))
         elif not _is_tied(leaf, job):
-            target = new_array(msgspec.structs.replace(leaf.spec, regions=None), leaf.path, job.options.device)
-            job.want(leaf.path, leaf, target)
-            made[leaf.number] = target.leaf
-    job.run()
+            made[leaf.number] = _array_as_saved(job, leaf, leaf.spec)
+    job.filling.run(job.options.verify)
     for leaf in order:
         if leaf.number not in made:
-            made[leaf.number] = _tied(leaf, made, job)
-    leaves = iter([made[leaf.number] for leaf in order])
-    structure = index.structure
+            made[leaf.number] = Slot(_tied(leaf, made, job))
+    structure = job.index.structure
     if any(leaf.ranks is not None for leaf in order):
         structure = _own_structure(structure, job)
+    leaves = iter([made[leaf.number].leaf for leaf in order])
     return unflatten(structure, leaves, resolve=resolve, rank=job.rank, namespace=job.options.namespace)
+
+
+def _array_as_saved(job: _Load, leaf: Leaf, saved: ArraySpec) -> Slot:
+    device = job.options.device
+    spec = saved if device == "original" else msgspec.structs.replace(saved, device=None) if saved.device else saved
+    # without torch new_array says so; a view would fail later, and less clearly
+    return job.array(leaf.path, leaf, spec, lambda: new_array(spec, leaf.path, device))
 
 
 def _is_tied(leaf: Leaf, job: _Load) -> bool:
@@ -311,31 +215,19 @@ def _is_tied(leaf: Leaf, job: _Load) -> bool:
     return isinstance(leaf.record, AliasRecord) and job.selected(job.index.entries[leaf.record.of].path)
 
 
-def _tied(leaf: Leaf, made: dict[int, Any], job: _Load) -> Any:
+def _tied(leaf: Leaf, made: dict[int, Slot], job: _Load) -> Any:
     record, spec = leaf.record, leaf.spec
     assert isinstance(record, AliasRecord) and spec is not None, "only ties are left"
-    base = made[record.of]
+    base, base_spec = made[record.of].leaf, job.index.entries[record.of].spec
     job.loaded += 1
-    base_spec = job.index.entries[record.of].spec
-    if record.view is None and base_spec is not None and _same_kind(base_spec, spec):
+    same = base_spec is not None and (base_spec.kind, base_spec.requires_grad) == (spec.kind, spec.requires_grad)
+    if record.view is None and same:
         return base
-    strides = record.view.strides if record.view is not None else _strides(spec.shape)
-    offset = record.view.offset if record.view is not None else 0
+    strides = tuple(math.prod(spec.shape[d + 1 :]) for d in range(len(spec.shape)))
+    offset = 0
+    if record.view is not None:
+        offset, strides = record.view.offset, record.view.strides
     return library_of(spec).view(base, spec, offset, strides)
-
-
-def _same_kind(a: ArraySpec, b: ArraySpec) -> bool:
-    return (a.kind, a.requires_grad) == (b.kind, b.requires_grad)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-
-
-def _own_leaves(job: _Load) -> Iterator[Leaf]:
-    for leaf in job.index.entries:
-        if leaf.ranks is None or job.find(leaf.path) is leaf:
-            yield leaf
 
 
 def _own_structure(structure: Structure, job: _Load) -> Structure:
@@ -364,93 +256,81 @@ def _is_array_like(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _resolve_like(job: _Load, like: object, make: Callable[[object, str], Target | None]) -> list[Any]:
-    """The new leaves for a tree like this, in its order; arrays are wanted, not yet read."""
+_Make = Callable[[object, str], Target | None]
+
+
+def _match(job: _Load, like: object, make: _Make, *, views: bool) -> list[Slot]:
+    """Slots for the leaves of a tree like this, in its order; arrays are wanted, not yet read."""
     _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     asked: set[str] = set()
-    pending: list[tuple[object, str, Leaf | None]] = []
+    pairs: list[tuple[object, str, Leaf | None]] = []
     for text, wanted in leaves:
         path = _plain(text, job.rank)
         asked.add(path)
-        if wanted is ... or not job.selected(path):
-            pending.append((wanted, path, None))
-            continue
-        if path not in job.index.by_path:
-            job.missing.append(path)
-            pending.append((wanted, path, None))
-            continue
-        pending.append((wanted, path, job.find(path)))
+        leaf = None
+        if wanted is not ... and job.selected(path):
+            leaf = job.find(path)
+            if leaf is None:
+                job.missing.append(path)
+        pairs.append((wanted, path, leaf))
     job.check_keys(asked)
-    made: list[Any] = []
-    ties: dict[tuple[int, int], Any] = {}
-    for wanted, path, leaf in pending:
-        made.append(wanted if leaf is None else _fill(job, wanted, path, leaf, make, ties))
-    return made
+    ties: dict[tuple[int, int], Slot] = {}
+    return [
+        Slot(wanted) if leaf is None else _slot(job, wanted, path, leaf, make, ties, views)
+        for wanted, path, leaf in pairs
+    ]
 
 
-def _fill(
+def _slot(
     job: _Load,
     wanted: object,
     path: str,
     leaf: Leaf,
-    make: Callable[[object, str], Target | None],
-    ties: dict[tuple[int, int], Any],
-) -> Any:
+    make: _Make,
+    ties: dict[tuple[int, int], Slot],
+    views: bool,
+) -> Slot:
     if leaf.spec is None:
         value = job.value(leaf, path)
         if isinstance(wanted, ArraySpec) or (_is_array_like(wanted) and make(wanted, path) is not None):
             raise MismatchError(path, expected="an array", found=f"the value {value!r:.60} in the checkpoint")
-        job.loaded += 1
-        return value
+        return Slot(value)
     record = leaf.record
     base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
-    if (id(wanted), base) in ties:
-        return ties[id(wanted), base]
-    target = make(wanted, path)
-    if target is None:
-        raise MismatchError(
-            path,
-            expected=f"the value {wanted!r:.60}",
-            found=f"an array in the checkpoint, {leaf.spec.dtype} of shape {leaf.spec.shape}",
-            hint="Put an array, a tc.ArraySpec or `...` there in like",
-        )
-    job.match(path, leaf, target)
-    ties[id(wanted), base] = target.leaf
-    return target.leaf
+    # leaves that are one object in like, and one array in the checkpoint, stay one object
+    if (id(wanted), base) not in ties:
+        spec = abstract_of(wanted, path, job.rank) if views else None
+        ties[id(wanted), base] = job.array(path, leaf, spec, lambda: make(wanted, path))
+    return ties[id(wanted), base]
 
 
 def load_tree(store: Store, like: object, rank: int, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
     job = _Load(store, rank, options)
     if like is None:
-        return _as_saved(job), job.report()
-
-    def make(wanted: object, path: str) -> Target | None:
-        return like_of(wanted, path, rank, options.device)
-
-    job.check_memory()
-    leaves = _resolve_like(job, like, make)
-    job.run()
-    return replace_leaves(like, iter(leaves), namespace=options.namespace), job.report()
+        tree = _as_saved(job)
+    else:
+        slots = _match(job, like, lambda wanted, path: like_of(wanted, path, rank, options.device), views=True)
+        job.filling.run(options.verify)
+        tree = replace_leaves(like, iter([slot.leaf for slot in slots]), namespace=options.namespace)
+    return tree, job.report()
 
 
 def load_into_tree(store: Store, tree: object, rank: int, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
     job = _Load(store, rank, options)
-    job.in_place = True
-    job.check_memory()
-    leaves = _resolve_like(job, tree, lambda wanted, path: target_of(wanted, path, rank))
+    slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, rank), views=False)
     _, before = flatten(tree, rank=rank, namespace=options.namespace)
     # what is equal already stays the very object, so that only real changes need a container that can change
-    kept = [old if _equal_values(old, new) else new for (_, old), new in zip(before, leaves, strict=True)]
+    kept = [old if _is_same(old, slot.leaf) else slot.leaf for (_, old), slot in zip(before, slots, strict=True)]
     new = replace_leaves(tree, iter(kept), namespace=options.namespace)
-    _check_graft(tree, new, options)
-    job.run()
+    _check_graft(tree, before, new, options)
+    job.filling.run(options.verify, in_place=True)
     graft(tree, new, namespace=options.namespace)
     return job.report()
 
 
-def _equal_values(old: object, new: object) -> bool:
+def _is_same(old: object, new: object) -> bool:
     if old is new:
         return True
     if type(old) is not type(new) or _is_array_like(old):
@@ -461,12 +341,10 @@ def _equal_values(old: object, new: object) -> bool:
         return False
 
 
-def _check_graft(tree: object, new: object, options: LoadOptions) -> None:
-    """Refuses values that would have to change inside a tuple, before anything is written."""
-    shadow = replace_leaves(tree, iter([leaf for _, leaf in flatten(tree, namespace=options.namespace)[1]]),
-                            namespace=options.namespace)  # fmt: skip
-    stuck = graft(shadow, new, namespace=options.namespace)
-    if stuck:
+def _check_graft(tree: object, before: list[tuple[str, object]], new: object, options: LoadOptions) -> None:
+    """Refuses values that would have to change inside a tuple, before anything is written: tries it on a copy."""
+    shadow = replace_leaves(tree, iter([leaf for _, leaf in before]), namespace=options.namespace)
+    if stuck := graft(shadow, new, namespace=options.namespace):
         path, value = stuck[0]
         raise MismatchError(
             path,

@@ -8,7 +8,18 @@ import pytest
 from treeckpt.core.dtypes import dtype_of
 from treeckpt.core.errors import FormatError
 
-WIDTHS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
+WIDTHS = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+}
 WIDTHS |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}
 NUMBERS = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 NUMBERS += ["float16", "float32", "float64", "complex64", "complex128"]
@@ -35,7 +46,19 @@ def test_numpy_agrees_on_width_and_name(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["", "float", "Float32", "float128", "object", "datetime64[x]", "datetime64[0s]", "datetime64[٣s]", "bytes0", "str", "void01"]
+    [
+        "",
+        "float",
+        "Float32",
+        "float128",
+        "object",
+        "datetime64[x]",
+        "datetime64[0s]",
+        "datetime64[٣s]",
+        "bytes0",
+        "str",
+        "void01",
+    ]
     + ["bytes9999999999", "int9", "uint0", "float32 ", "datetime64[ns]\n", "datetime64[99999999999s]"],
 )
 def test_unknown_names_are_refused(name):

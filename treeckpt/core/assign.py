@@ -258,6 +258,8 @@ def writes_of(leaf: ArrayLeaf, share: Share | Boxes, rank: int) -> list[Region]:
         return [region for r, region in share.pieces if r == rank]
     layout = leaf.layout
     assert isinstance(layout, MeshLayout)
+    if not share.cuts and (lone := lone_writer(layout, share.writers[0])) is not None:
+        return [Region.whole(leaf.shape)] if rank == lone else []
     coordinate = coordinate_of(layout.mesh, rank)
     if coordinate is None:
         return []

@@ -13,11 +13,11 @@ import numpy as np
 from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk
 from .dtypes import dtype_of
 from .layout import MeshLayout, held_by, mesh_ranks
-from .records import ArrayRecord, File, Index, Leaf, PerRankArrays
+from .records import AliasRecord, ArrayRecord, File, Index, Leaf, PerRankArrays
 from .region import Region
 from .runs import decode_runs, length_of
 
-__all__ = ["Extent", "chunk_count", "extents_in", "holders_of", "layout_of"]
+__all__ = ["Extent", "Located", "chunk_count", "extents_in", "holders_of", "layout_of", "locate_chunks"]
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
@@ -27,6 +27,41 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
     region: Region
     start: int
     stop: int
+
+
+class Located(msgspec.Struct, frozen=True):
+    """A chunk, and where its bytes are."""
+
+    region: Region
+    rank: int
+    """That wrote it."""
+    file: File
+    start: int
+    """First byte in the file, header included."""
+    stop: int
+
+
+def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> list[Located]:
+    """The chunks of a leaf with their bytes; of a leaf under `PerRank`, one for each rank.
+
+    Args:
+        region: only chunks that share an element with it.
+
+    Raises:
+        FormatError: the index names bytes that are in no file.
+    """
+    leaf = index.entries[leaf.record.of] if isinstance(leaf.record, AliasRecord) else leaf
+    if leaf.spec is None:
+        return []
+    ranks = decode_runs(leaf.ranks or ()).tolist() if isinstance(leaf.record, PerRankArrays) else [None]
+    itemsize = dtype_of(leaf.spec.dtype).itemsize
+    found: list[Located] = []
+    for rank in ranks:
+        for chunk in index.chunks_of(leaf, region, rank=rank):
+            nbytes = chunk.region.size * itemsize
+            file, start = index.locate(chunk.rank, chunk.start, chunk.start + nbytes, leaf.path)
+            found.append(Located(chunk.region, chunk.rank, file, start, start + nbytes))
+    return found
 
 
 def extents_in(index: Index, file: File) -> list[Extent]:

@@ -8,6 +8,7 @@ Values are not part of an inventory, so that a step counter does not change its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ import xxhash
 from .assign import ArrayLeaf
 from .dtypes import dtype_of
 from .errors import LayoutError, MismatchError
-from .layout import BoxLayout, Layout, MeshLayout, mesh_ranks, replicated
+from .layout import BoxLayout, Layout, Mesh, MeshLayout, mesh_ranks, replicated
 from .records import View
 from .runs import Runs, decode_runs, encode_runs
 from .spec import ArraySpec
@@ -94,7 +95,7 @@ def _resolved(leaf: LeafSpec, ranks: Runs) -> LeafSpec:
     if leaf.per_rank is not None:
         return msgspec.structs.replace(leaf, per_rank=ranks)
     if leaf.spec is not None and leaf.layout is None and leaf.alias_of is None:
-        return msgspec.structs.replace(leaf, layout=replicated(ranks))
+        return LeafSpec(leaf.path, leaf.spec, replicated(ranks))
     return leaf
 
 
@@ -173,9 +174,14 @@ def _say(leaf: LeafSpec) -> str:
     return f"{leaf.spec.dtype} of shape {leaf.spec.shape}{placed}"
 
 
+@lru_cache(maxsize=64)
+def _highest(mesh: Mesh) -> int:
+    return int(mesh_ranks(mesh).max())
+
+
 def _check_ranks(leaf: LeafSpec, world: int) -> None:
     if isinstance(leaf.layout, MeshLayout):
-        highest = int(mesh_ranks(leaf.layout.mesh).max())
+        highest = _highest(leaf.layout.mesh)
         if highest >= world:
             raise LayoutError(
                 leaf.path,

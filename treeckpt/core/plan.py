@@ -24,11 +24,13 @@ __all__ = [
     "FilePlan",
     "LoadPlan",
     "Placed",
+    "Run",
     "SavePlan",
     "Want",
     "Write",
     "place",
     "plan_load",
+    "plan_runs",
     "plan_save",
 ]
 
@@ -253,6 +255,38 @@ class LoadPlan(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         """Bytes that the blocks span."""
         return sum(block.stop - block.start for block in self.blocks)
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A stretch of one rank's stream that is read into memory of its own, and the chunks that stay there."""
+
+    rank: int
+    start: int
+    stop: int
+    members: tuple[int, ...]
+
+
+def plan_runs(
+    chunks: Sequence[tuple[int, int, int]], *, gap: int = READ_GAP, borders: dict[int, Sequence[int]] | None = None
+) -> list[Run]:
+    """Stretches that hold whole chunks, given as (rank, start, nbytes); neighbours are joined."""
+    by_rank: dict[int, list[int]] = {}
+    for i, (rank, _, _) in enumerate(chunks):
+        by_rank.setdefault(rank, []).append(i)
+    runs: list[Run] = []
+    for rank in sorted(by_rank):
+        order = sorted(by_rank[rank], key=lambda i: chunks[i][1])
+        starts = np.array([chunks[i][1] for i in order], np.int64)
+        stops = starts + np.array([chunks[i][2] for i in order], np.int64)
+        files = np.searchsorted(np.asarray((borders or {}).get(rank, ()), np.int64), starts, side="right")
+        for file in np.unique(files).tolist():
+            (here,) = np.nonzero(files == file)
+            bounds, members = coalesce(starts[here], stops[here], gap)
+            first = np.searchsorted(members, np.arange(len(bounds) + 1)).tolist()
+            for k, (low, high) in enumerate(bounds.tolist()):
+                inside = tuple(order[i] for i in here[first[k] : first[k + 1]].tolist())
+                runs.append(Run(rank, low, high, inside))
+    return runs
 
 
 def plan_load(

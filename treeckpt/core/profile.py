@@ -81,9 +81,8 @@ def profile_of(timings: Timings) -> Profile:
 
 
 def _rank_time(rank: int, spans: Sequence[Span]) -> RankTime:
-    inner = {span.parent for span in spans}
-    leaves = [span for at, span in enumerate(spans) if at not in inner]
-    busy = _union((s.start_ns, s.stop_ns) for s in leaves if s.name not in WAITING)
+    waited = _union((s.start_ns, s.stop_ns) for s in spans if s.name in WAITING)
+    busy = _union((s.start_ns, s.stop_ns) for s in spans) - waited
     # a span's bytes may be counted again by the spans inside it: the outermost that has any is the one that moved them
     moved = sum(span.nbytes for span in spans if span.nbytes and not _counted_above(span, spans))
     start = min(span.start_ns for span in spans)

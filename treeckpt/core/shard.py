@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import math
 import re
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -36,6 +37,7 @@ __all__ = [
     "parse_shard_name",
     "sealed",
     "shard_name",
+    "with_hashes",
 ]
 
 VERSION = 1
@@ -45,6 +47,7 @@ PAGE = 4096
 MAX_HEADER = 1 << 30
 MAX_NDIM = 64
 _SEAL = b'"seal":"'
+_HASHES = b'"hashes":"'
 _ZEROS = b"0" * 16
 _NAME = re.compile(r"shard-(\d{5,})(?:\.(\d{3,}))?-of-(\d{5,})\.([0-9a-f]{16})\.safetensors")
 
@@ -210,6 +213,15 @@ _PLAIN = {
 }  # fmt: skip
 
 
+def with_hashes(encoded: bytes, hashes: Sequence[int]) -> bytes:
+    """An encoded header with other checksums, as many as it has."""
+    text = base64.b64encode(np.array(hashes, dtype="<u8").tobytes())
+    at = encoded.index(_HASHES, 0, 1024) + len(_HASHES)
+    seal = encoded.index(_SEAL) + len(_SEAL)
+    unsealed = encoded[:seal] + _ZEROS + encoded[seal + 16 : at] + text + encoded[at + len(text) :]
+    return sealed(unsealed)
+
+
 def header_nbytes(prefix: bytes | memoryview, name: str) -> int:
     """Bytes of the whole header, from the first 8 bytes of the file.
 
@@ -226,8 +238,17 @@ def header_nbytes(prefix: bytes | memoryview, name: str) -> int:
     return length
 
 
-def decode_header(data: bytes | memoryview, name: str) -> ShardHeader:
+class _Front(msgspec.Struct):
+    """The header without its entries."""
+
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+
+
+def decode_header(data: bytes | memoryview, name: str, *, entries: bool = True) -> ShardHeader:
     """What the header of the file called `name` says.
+
+    Args:
+        entries: False leaves them out, for a reader that has the index and only wants the checksums.
 
     Raises:
         CorruptError: the seal is broken.
@@ -235,8 +256,7 @@ def decode_header(data: bytes | memoryview, name: str) -> ShardHeader:
     """
     check_seal(data, name)
     try:
-        raw = msgspec.json.decode(bytes(data[8:]), type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop("__metadata__"), type=_Metadata)
+        metadata = msgspec.json.decode(bytes(data[8:]), type=_Front).metadata
         if metadata.format != "treeckpt" or metadata.version != str(VERSION):
             raise FormatError(
                 name,
@@ -244,31 +264,38 @@ def decode_header(data: bytes | memoryview, name: str) -> ShardHeader:
                 found=f"{metadata.format} version {metadata.version}"[:80],
                 hint="Load it with the version of treeckpt that wrote it, or a newer one",
             )
-        partial = msgspec.json.decode(metadata.partial, type=dict[str, tuple[int, ...]])
-        logical = msgspec.json.decode(metadata.dtypes, type=dict[str, str])
-        entries = tuple(
-            _decode_entry(key, msgspec.json.decode(value, type=_Tensor), partial.get(key), logical.get(key))
-            for key, value in raw.items()
-        )
-        block, stream = int(metadata.block), int(metadata.stream)
         hashes = np.frombuffer(base64.b64decode(metadata.hashes, validate=True), "<u8")
         header = ShardHeader(
             save_id=metadata.save_id,
             rank=int(metadata.rank),
             world=int(metadata.world),
             part=int(metadata.part),
-            stream=stream,
-            entries=entries,
+            stream=int(metadata.stream),
+            entries=_decode_entries(data, metadata) if entries else (),
             hashes=tuple(hashes.tolist()),
-            block=block,
+            block=int(metadata.block),
             manifest=metadata.manifest or None,
         )
     except TreeckptError:
         raise
     except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
         raise FormatError(name, expected="a treeckpt shard", found=f"{error}"[:200]) from error
-    _check_entries(header, name)
+    if header.block < PAGE:
+        raise FormatError(name, expected=f"blocks of at least {PAGE} bytes", found=f"{header.block}")
+    if entries:
+        _check_entries(header, name)
     return header
+
+
+def _decode_entries(data: bytes | memoryview, metadata: _Metadata) -> tuple[Entry, ...]:
+    raw = msgspec.json.decode(bytes(data[8:]), type=dict[str, msgspec.Raw])
+    del raw["__metadata__"]
+    partial = msgspec.json.decode(metadata.partial, type=dict[str, tuple[int, ...]])
+    logical = msgspec.json.decode(metadata.dtypes, type=dict[str, str])
+    return tuple(
+        _decode_entry(key, msgspec.json.decode(value, type=_Tensor), partial.get(key), logical.get(key))
+        for key, value in raw.items()
+    )
 
 
 def _decode_entry(name: str, tensor: _Tensor, shape: tuple[int, ...] | None, logical: str | None) -> Entry:
@@ -299,7 +326,7 @@ def _check_entries(header: ShardHeader, name: str) -> None:
         if entry.start != at:
             raise FormatError(name, expected=f"an entry at byte {at}", found=f"{entry.path[:80]} at {entry.start}")
         at += entry.nbytes
-    if header.block < PAGE or len(header.hashes) != block_count(at, header.block):
+    if len(header.hashes) != block_count(at, header.block):
         raise FormatError(
             name,
             expected=f"checksums of {at} bytes in blocks",

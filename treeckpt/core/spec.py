@@ -16,6 +16,7 @@ import enum
 import fractions
 import math
 import pathlib
+import re
 import uuid
 import zoneinfo
 from collections.abc import Callable, Sequence
@@ -124,20 +125,25 @@ def _encode(value: object, path: str, extra: Callable[[object], Typed | None] | 
     if kind is str:
         return _encode_str(value)  # pyright: ignore[reportArgumentType]
     if (encode := _ENCODERS.get(kind)) is not None:
-        return Typed(encode[0], tuple(_encode(v, path, extra, depth + 1) for v in encode[1](value)))
+        items = [_encode(item, path, extra, depth + 1) for item in encode[1](value)]
+        if kind in (set, frozenset):
+            # a set's order changes from process to process: sorting makes equal sets equal bytes
+            items.sort(key=msgspec.json.encode)
+        return Typed(encode[0], tuple(items))
     if isinstance(value, enum.Enum):
-        member = value.name if value.name in kind.__members__ else None  # pyright: ignore[reportAttributeAccessIssue]
-        return Typed("enum", (type_name(kind), member, _encode(value.value, path, extra, depth + 1)))
-    if isinstance(value, np.generic) and kind not in (np.object_, np.void):
-        return Typed("numpy", (value.dtype.str, base64.b64encode(value.tobytes()).decode()))
-    if isinstance(value, np.dtype) and not value.hasobject and value.fields is None:
-        return Typed("numpy.dtype", (value.str,))
+        return _encode_enum(value, path, extra, depth)
+    if (typed := _encode_numpy(value)) is not None:
+        return typed
     if extra is not None and (typed := extra(value)) is not None:
         return typed
-    raise TreeError(
+    raise _unknown(value, path)
+
+
+def _unknown(value: object, path: str) -> TreeError:
+    return TreeError(
         path,
         expected="an array, a container or a plain Python value",
-        found=f"{type_name(kind)}: {_short(value)}",
+        found=f"{type_name(type(value))}: {_short(value)}",
         hint="Convert it to one of these, register its class with optree.register_pytree_node, "
         "or pass allow_pickle=True",
     )
@@ -159,23 +165,44 @@ def _encode_str(text: str) -> Value:
     return text
 
 
+def _encode_enum(value: enum.Enum, path: str, extra: Callable[[object], Typed | None] | None, depth: int) -> Typed:
+    """By name, and by value for those without one (combined flags)."""
+    kind = type(value)
+    if value.name not in kind.__members__:
+        return Typed("enum", (type_name(kind), None, _encode(value.value, path, extra, depth + 1)))
+    try:
+        inner = _encode(value.value, path, extra, depth + 1)
+    except TreeError:  # a function, say: the name is enough
+        inner = None
+    return Typed("enum", (type_name(kind), value.name, inner))
+
+
+_DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
+"""The dtypes that are all there is to them: no fields, no objects, none of another library."""
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    return _DTYPE.fullmatch(dtype.str) is not None and np.dtype(dtype.str) == dtype
+
+
+def _encode_numpy(value: object) -> Typed | None:
+    if isinstance(value, np.str_):  # as an array it would lose trailing zeros
+        return Typed("numpy.str", (_encode_str(value[:]),))
+    if isinstance(value, np.bytes_):
+        return Typed("numpy.bytes", _b64(bytes(value)))
+    if isinstance(value, np.generic) and _is_plain(value.dtype):
+        return Typed("numpy", (value.dtype.str, *_b64(value.tobytes())))
+    if isinstance(value, np.dtype) and _is_plain(value):
+        return Typed("numpy.dtype", (value.str,))
+    return None
+
+
 def _b64(data: bytes | bytearray) -> tuple[str]:
     return (base64.b64encode(data).decode(),)
 
 
-def _zone(zone: dt.tzinfo | None) -> str | None:
-    return zone.key if isinstance(zone, zoneinfo.ZoneInfo) else None
-
-
 def _moment(moment: Any) -> tuple[object, ...]:
-    zone = _zone(moment.tzinfo)
-    plain = moment.replace(tzinfo=None) if zone else moment
-    return (plain.isoformat(), zone, moment.fold)
-
-
-def _sorted_set(members: Any) -> list[object]:
-    """A set's order changes from process to process: sorting by the encoded form makes equal sets equal bytes."""
-    return sorted(members, key=lambda m: msgspec.json.encode(encode_value(m, "set")))
+    return (moment.replace(tzinfo=None).isoformat(), moment.tzinfo, moment.fold)
 
 
 def _pairs(mapping: Any) -> list[object]:
@@ -188,8 +215,8 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], Sequence[object]]]] = {
     bytearray: ("bytearray", _b64),
     range: ("range", lambda v: (v.start, v.stop, v.step)),
     slice: ("slice", lambda v: (v.start, v.stop, v.step)),
-    set: ("set", _sorted_set),
-    frozenset: ("frozenset", _sorted_set),
+    set: ("set", list),
+    frozenset: ("frozenset", list),
     list: ("list", list),
     tuple: ("tuple", list),
     dict: ("dict", _pairs),
@@ -199,7 +226,7 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], Sequence[object]]]] = {
     dt.time: ("time", _moment),
     dt.date: ("date", lambda v: (v.isoformat(),)),
     dt.timedelta: ("timedelta", lambda v: (v.days, v.seconds, v.microseconds)),
-    dt.timezone: ("timezone", lambda v: (v.utcoffset(None),)),
+    dt.timezone: ("timezone", lambda v: v.__getinitargs__()),
     zoneinfo.ZoneInfo: ("ZoneInfo", lambda v: (v.key,)),
     decimal.Decimal: ("Decimal", lambda v: (str(v),)),
     fractions.Fraction: ("Fraction", lambda v: (v.numerator, v.denominator)),
@@ -216,8 +243,14 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], Sequence[object]]]] = {
 }
 
 
-def _attach(moment: Any, zone: str | None, fold: int) -> Any:
-    return moment.replace(tzinfo=zoneinfo.ZoneInfo(zone), fold=fold) if zone else moment.replace(fold=fold)
+def _scalar(name: str, data: str) -> object:
+    return np.frombuffer(base64.b64decode(data), _dtype(name))[0]
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if _DTYPE.fullmatch(name) is None:
+        raise ValueError(name)
+    return np.dtype(name)
 
 
 def _path(windows: bool, pure: bool) -> Callable[..., pathlib.PurePath]:
@@ -244,8 +277,8 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "dict": lambda *pairs: dict(zip(pairs[::2], pairs[1::2], strict=True)),
     "OrderedDict": lambda *pairs: collections.OrderedDict(zip(pairs[::2], pairs[1::2], strict=True)),
     "ellipsis": lambda: ...,
-    "datetime": lambda text, zone, fold: _attach(dt.datetime.fromisoformat(text), zone, fold),
-    "time": lambda text, zone, fold: _attach(dt.time.fromisoformat(text), zone, fold),
+    "datetime": lambda text, zone, fold: dt.datetime.fromisoformat(text).replace(tzinfo=zone, fold=fold),
+    "time": lambda text, zone, fold: dt.time.fromisoformat(text).replace(tzinfo=zone, fold=fold),
     "date": dt.date.fromisoformat,
     "timedelta": dt.timedelta,
     "timezone": dt.timezone,
@@ -257,8 +290,10 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "PureWindowsPath": _path(windows=True, pure=True),
     "PosixPath": _path(windows=False, pure=False),
     "WindowsPath": _path(windows=True, pure=False),
-    "numpy": lambda name, data: np.frombuffer(base64.b64decode(data), np.dtype(name))[0],
-    "numpy.dtype": np.dtype,
+    "numpy": _scalar,
+    "numpy.str": np.str_,
+    "numpy.bytes": lambda text: np.bytes_(base64.b64decode(text)),
+    "numpy.dtype": _dtype,
 }
 
 
@@ -279,22 +314,32 @@ def decode_value(
         FormatError: an unknown kind, or parts that do not make up a value of theirs.
         MismatchError: the class of an enum is not to be had, or has no such member.
     """
+    return _decode(value, path, resolve, extra, 0)
+
+
+def _decode(
+    value: Value, path: str, resolve: Resolver | None, extra: Callable[[Typed], object] | None, depth: int
+) -> object:
     if not isinstance(value, Typed):
         return value
+    if depth > MAX_DEPTH:
+        raise FormatError(path, expected=f"values nested at most {MAX_DEPTH} deep", found="deeper ones")
     if value.kind == "enum":
-        return _decode_enum(value, path, resolve, extra)
-    items = [decode_value(item, path, resolve=resolve, extra=extra) for item in value.items]
+        return _decode_enum(value, path, resolve, extra, depth)
+    items = [_decode(item, path, resolve, extra, depth + 1) for item in value.items]
     try:
         if (decode := _DECODERS.get(value.kind)) is not None:
             return decode(*items)
         if extra is not None:
             return extra(value)
         raise LookupError(value.kind)
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise FormatError(path, expected="a value of a known kind", found=f"{value!r:.80} ({error})") from error
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError) as error:
+        raise FormatError(path, expected="a value of a known kind", found=f"{value!r:.80} ({error!s:.200})") from error
 
 
-def _decode_enum(value: Typed, path: str, resolve: Resolver | None, extra: Callable[[Typed], object] | None) -> object:
+def _decode_enum(
+    value: Typed, path: str, resolve: Resolver | None, extra: Callable[[Typed], object] | None, depth: int
+) -> object:
     if len(value.items) != 3 or not isinstance(value.items[0], str):
         raise FormatError(path, expected="an enum", found=f"{value!r:.80}")
     name, member, inner = value.items
@@ -302,9 +347,7 @@ def _decode_enum(value: Typed, path: str, resolve: Resolver | None, extra: Calla
         kind = resolve(name) if resolve is not None else None
         if kind is None or not issubclass(kind, enum.Enum):
             raise LookupError(name)
-        return (
-            kind[member] if isinstance(member, str) else kind(decode_value(inner, path, resolve=resolve, extra=extra))
-        )
+        return kind[member] if isinstance(member, str) else kind(_decode(inner, path, resolve, extra, depth + 1))
     except (LookupError, ValueError, TypeError) as error:
         raise MismatchError(
             path,

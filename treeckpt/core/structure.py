@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from .errors import FormatError, MismatchError, TreeError
-from .runs import Runs, decode_runs, encode_runs
+from .runs import Runs
 from .spec import Typed, Value, decode_value, type_name
 
 __all__ = [
@@ -125,7 +125,7 @@ Node = (
 Structure = Node | None
 """A structure's leaves are None, `null` in JSON."""
 
-_NUMBER = re.compile(r"-?\d+")
+_NUMBER = re.compile(r"-?[0-9]+")
 
 
 def key_text(key: object, path: str = "") -> str:
@@ -137,8 +137,9 @@ def key_text(key: object, path: str = "") -> str:
     kind = type(key)
     if kind is str:
         text: str = key  # pyright: ignore[reportAssignmentType]
-        escaped = text.replace("~", "~0").replace("/", "~1")
-        return f"~s{escaped}" if not text or _NUMBER.fullmatch(text) else escaped
+        if "~" in text or "/" in text:
+            return text.replace("~", "~0").replace("/", "~1")
+        return f"~s{text}" if not text or (text[0] in "-0123456789" and _NUMBER.fullmatch(text)) else text
     if kind is int:
         return str(key)
     if kind is bool:

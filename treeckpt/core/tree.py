@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -68,8 +69,14 @@ _FACTORIES: dict[str, Callable[[], object]] = {
 }
 
 
-_SCALARS = (bool, int, float, str, bytes)
+_SCALARS = frozenset((type(None), bool, int, float, str, bytes))
 _ARRAY_MODULES = frozenset(("torch", "torch.nn.parameter", "numpy"))
+
+
+@lru_cache(maxsize=1024)
+def _is_common_leaf(kind: type) -> bool:
+    """Whether a class is a leaf for sure, without asking the registries."""
+    return kind in _SCALARS or kind.__module__ in _ARRAY_MODULES
 
 
 class _Taken(msgspec.Struct):
@@ -102,7 +109,8 @@ def _take_dict(tree: Any, path: str) -> _Taken:
 def _encode_key(key: object, path: str) -> Value:
     if type(key) is str:
         try:
-            key.encode()
+            if not key.isascii():
+                key.encode()
         except UnicodeEncodeError as error:
             raise TreeError(path, expected="keys that are valid Unicode", found=f"{key!r}") from error
         return key
@@ -156,7 +164,7 @@ def _take(tree: Any, path: str, namespace: str, rank: int) -> _Taken | None:
     if kind is PerRank:
         ranks = (encode_runs([rank]),)
         return _Taken(lambda c: PerRankNode(ranks, c), (rank,), (tree.value,))
-    if tree is None or isinstance(tree, _SCALARS) or kind.__module__ in _ARRAY_MODULES:
+    if _is_common_leaf(kind):
         return None  # the common leaves, decided without asking the registries
     if (custom := _take_custom(tree, path, namespace)) is not None:
         return custom
@@ -194,7 +202,7 @@ def _walk(
             found="a deeper one",
             hint="Look for a container that holds itself",
         )
-    taken = _take(tree, path, namespace, rank)
+    taken = None if _is_common_leaf(type(tree)) else _take(tree, path, namespace, rank)
     if taken is None:
         leaves.append((path, tree))
         return None

@@ -7,7 +7,7 @@ from ..core.events import Timings, decode_timings, timings_name
 from ..core.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ..core.records import Index
 from ..core.shard import parse_shard_name
-from .engine import read_header
+from .shards import read_header
 from .store import Store
 
 __all__ = ["read_index", "read_timings", "rebuild_from_shards"]

@@ -18,25 +18,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.errors import CorruptError
-from ..core.plan import Block, Copy, FilePlan, LoadPlan
-from ..core.records import File, Index
+from ..core.plan import Block, Copy, FilePlan, LoadPlan, Run
 from ..core.region import Region, c_strides
-from ..core.shard import (
-    BLOCK,
-    Entry,
-    ShardHeader,
-    block_count,
-    decode_header,
-    encode_header,
-    hash_block,
-    header_nbytes,
-)
-from ..leaves.base import HostArray, Piece, TargetPiece, raw_dtype
+from ..core.shard import BLOCK, Entry, ShardHeader, block_count, encode_header, hash_block, with_hashes
+from ..leaves.base import HostArray, Piece, Readable, TargetPiece, raw_dtype
 from .record import Recorder
-from .store import Store, Writer, aligned_buffer
+from .shards import Shards, Span, read_span, span_of
+from .store import PAGE, Store, Writer, aligned_buffer
 
-__all__ = ["Opened", "open_shard", "run_load", "run_save", "verify_shard"]
+__all__ = ["Landed", "SaveFile", "entries_of", "run_land", "run_load", "run_save"]
 
 BUFFER = 8 << 20
 """Bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
@@ -54,30 +44,38 @@ class _Pipe:
         self.hash_ns = self.write_ns = 0
         self._pending: list[Future[None]] = []
         self._lock = threading.Lock()
-        self._buffer: memoryview = ring.get()
+        self._take()
         self._at = 0  # bytes in the buffer
         self._start = 0  # where the buffer goes in the data area
 
-    def feed(self, data: np.ndarray, itemsize: int) -> None:
-        """Appends the elements of an array of raw dtype, in C order."""
+    def feed(self, data: np.ndarray) -> None:
+        """Appends the elements of an array, in C order."""
         if data.flags.c_contiguous:
-            self._feed_bytes(memoryview(data.reshape(-1).view(np.uint8)))
+            self._feed_bytes(data.reshape(-1).view(np.uint8))
             return
-        rows = max(1, BUFFER // max(1, itemsize * data[:1].size)) if data.ndim else 1
-        for low in range(0, len(data) if data.ndim else 1, rows):
-            part = np.ascontiguousarray(data[low : low + rows])
-            self._feed_bytes(memoryview(part.reshape(-1).view(np.uint8)))
+        rows = max(1, BUFFER // max(1, data[:1].nbytes))
+        for low in range(0, len(data), rows):
+            self._feed_bytes(np.ascontiguousarray(data[low : low + rows]).reshape(-1).view(np.uint8))
 
-    def _feed_bytes(self, data: memoryview) -> None:
+    def _feed_bytes(self, data: np.ndarray) -> None:
+        room = BUFFER - self._at
+        if len(data) < room:
+            self._bytes[self._at : self._at + len(data)] = data
+            self._at += len(data)
+            return
         done = 0
         while done < len(data):
             count = min(len(data) - done, BUFFER - self._at)
-            self._buffer[self._at : self._at + count] = data[done : done + count]
+            self._bytes[self._at : self._at + count] = data[done : done + count]
             self._at += count
             done += count
             if self._at == BUFFER:
                 self._send()
-                self._buffer = self._ring.get()
+                self._take()
+
+    def _take(self) -> None:
+        self._buffer: memoryview = self._ring.get()
+        self._bytes = np.frombuffer(self._buffer, np.uint8)
 
     def _send(self) -> None:
         buffer, nbytes, start = self._buffer, self._at, self._start
@@ -157,7 +155,8 @@ def _save_file(
     ring: queue.Queue[Any],
     created: Callable[[str], None],
 ) -> tuple[int, int]:
-    base = len(encode_header(file.header))
+    blank = encode_header(file.header)
+    base = len(blank)
     created(file.name)
     with recorder.span("write", base + file.plan.nbytes):
         writer = store.create(file.name, base + file.plan.nbytes)
@@ -171,9 +170,8 @@ def _save_file(
             finally:
                 pipe.drain()
             recorder.add("hash", start, start + pipe.hash_ns, file.plan.nbytes)
-            header = encode_header(msgspec.structs.replace(file.header, hashes=tuple(pipe.hashes)))
             head = aligned_buffer(base)
-            head[:] = header
+            head[:] = with_hashes(blank, pipe.hashes)
             writer.write(0, head)
             with recorder.span("fsync"):
                 writer.commit()
@@ -184,156 +182,117 @@ def _save_file(
 
 
 def _feed(pipe: _Pipe, region: Region, pieces: Sequence[Piece]) -> None:
-    for piece in pieces:
-        if region.size and region.within(piece.region):
-            break
-    else:
-        if region.size:
-            raise AssertionError(f"the plan writes {region}, which this rank does not hold")
+    piece = pieces[0] if len(pieces) == 1 else _holder(region, pieces)
+    if piece is None or not region.size:
         return
-    box = region.relative_to(piece.region)
     if isinstance(piece.data, HostArray):
-        data = piece.data.array if region == piece.region else piece.data.array[box.slices()]
-        pipe.feed(data, data.itemsize)
+        array = piece.data.array
+        pipe.feed(array if region == piece.region else array[region.relative_to(piece.region).slices()])
+    else:
+        _feed_rows(pipe, region.relative_to(piece.region), piece.data)
+
+
+def _holder(region: Region, pieces: Sequence[Piece]) -> Piece | None:
+    for piece in pieces:
+        if region.within(piece.region):
+            return piece
+    assert not region.size, f"the plan writes {region}, which this rank does not hold"
+    return None
+
+
+def _feed_rows(pipe: _Pipe, box: Region, data: Readable) -> None:
+    """Reads what is lazily transformed, or on a device, in rows: no more than a buffer is made of it at a time."""
+    if not box.shape:
+        pipe.feed(data.read(()))
         return
-    # lazily transformed or on a device: read in rows, so that no more than a few buffers are made of it
-    first = piece.data.read(tuple(slice(o, o + min(1, n)) for o, n in zip(box.offset, box.shape, strict=True)))
-    rows = max(1, BUFFER // max(1, first.itemsize * (box.size // box.shape[0]))) if box.shape else 1
-    for low in range(0, box.shape[0] if box.shape else 1, rows):
-        slices = box.slices()
-        if box.shape:
-            slices = (slice(box.offset[0] + low, box.offset[0] + min(low + rows, box.shape[0])), *slices[1:])
-        data = piece.data.read(slices)
-        pipe.feed(data, data.itemsize)
-
-
-class Opened(msgspec.Struct, frozen=True):
-    """A shard whose header was read and found to be the one that the index means."""
-
-    file: File
-    hashes: tuple[int, ...]
-    block: int
-
-
-def read_header(store: Store, name: str, *, entries: bool = True) -> tuple[int, ShardHeader]:
-    """(bytes of the header, what it says).
-
-    Raises:
-        CorruptError, FormatError: naming the file.
-    """
-    label = f"{store.url}/{name}"
-    prefix = bytearray(8)
-    store.read_into(name, 0, memoryview(prefix))
-    size = header_nbytes(prefix, label)
-    if size > (actual := store.sizes().get(name, 0)):
-        raise CorruptError(label, expected=f"a header of {size} bytes", found=f"a file of {actual}")
-    data = bytearray(size)
-    store.read_into(name, 0, memoryview(data))
-    return size, decode_header(data, label)
-
-
-def open_shard(store: Store, index: Index, file: File, size: int | None) -> Opened:
-    """Reads a shard's header and checks that it is the file that the index means.
-
-    Args:
-        size: the file's, in bytes; None where it is missing.
-
-    Raises:
-        CorruptError: missing, cut short, grown, or of another save or rank.
-    """
-    label = f"{store.url}/{file.name}"
-    expected = file.header + file.nbytes
-    if size is None:
-        raise CorruptError(label, expected="a shard", found="no such file", hint="Restore it from a copy")
-    if size != expected:
-        raise CorruptError(
-            label,
-            expected=f"{expected} bytes",
-            found=f"{size}",
-            hint="The file was changed or cut short after it was written; restore it from a copy",
-        )
-    length, header = read_header(store, file.name)
-    found = (header.save_id, header.rank, header.part, header.stream, length, header.nbytes)
-    wanted = (index.save_id, file.rank, file.part, file.stream, file.header, file.nbytes)
-    if found != wanted:
-        raise CorruptError(
-            label,
-            expected="save {}, rank {}, part {}, at {}, header {}, data {}".format(*wanted),
-            found="save {}, rank {}, part {}, at {}, header {}, data {}".format(*found),
-            hint="The file belongs to another save; restore the right one from a copy",
-        )
-    return Opened(file, header.hashes, header.block)
-
-
-def _check_blocks(opened: Opened, start: int, data: memoryview, label: str) -> None:
-    """Compares checksums of data that starts at a border of a block."""
-    for at in range(0, len(data), opened.block):
-        number = (start + at) // opened.block
-        if hash_block(data[at : at + opened.block]) != opened.hashes[number]:
-            first = number * opened.block + opened.file.header
-            raise CorruptError(
-                label,
-                expected="bytes that match their checksum",
-                found=f"changed bytes in {first}:{first + len(data[at : at + opened.block])} of the file",
-                hint="Restore the file from a copy, or load without this leaf",
-            )
-
-
-def _read(store: Store, opened: Opened, start: int, stop: int, verify: bool, label: str) -> np.ndarray:
-    """Bytes `start:stop` of a shard's data area, verified if asked."""
-    low, high = start, stop
-    if verify:
-        low = start // opened.block * opened.block
-        high = min(-(-stop // opened.block) * opened.block, opened.file.nbytes)
-    data = np.empty(high - low, np.uint8)
-    store.read_into(opened.file.name, opened.file.header + low, memoryview(data))
-    if verify:
-        _check_blocks(opened, low, memoryview(data), label)
-    return data[start - low : stop - low]
+    first = data.read(tuple(slice(o, o + 1) for o in box.offset))
+    rows = max(1, BUFFER // max(1, first.itemsize * (box.size // box.shape[0])))
+    for low in range(0, box.shape[0], rows):
+        high = min(low + rows, box.shape[0])
+        pipe.feed(data.read((slice(box.offset[0] + low, box.offset[0] + high), *box.slices()[1:])))
 
 
 def run_load(
-    store: Store,
-    index: Index,
+    shards: Shards,
     plan: LoadPlan,
     targets: Callable[[int], TargetPiece | None],
     *,
     itemsize: Callable[[int], int],
     paths: Callable[[int], str],
-    verify: bool = True,
-    opened: dict[str, Opened] | None = None,
-    recorder: Recorder | None = None,
 ) -> int:
-    """Reads every block of a plan and copies its boxes to their targets.
+    """Reads every block of a plan through a few buffers and copies its boxes to their targets.
 
     Args:
         targets: the piece that want number i fills; None reads (and verifies) only.
-        opened: shards whose headers were read already; filled further.
 
     Returns:
         Bytes read from data areas.
     """
-    shards = opened if opened is not None else {}
-    located = [(block, *index.locate(block.rank, block.start, block.stop, paths(block.copies[0].want)))
-               for block in plan.blocks]  # fmt: skip
-    sizes = store.sizes() if any(file.name not in shards for _, file, _ in located) else {}
-    for _, file, _ in located:
-        if file.name not in shards:
-            shards[file.name] = open_shard(store, index, file, sizes.get(file.name))
+    if not plan.blocks:
+        return 0
+    buffers: queue.Queue[memoryview] = queue.Queue()
+    largest = max(block.stop - block.start for block in plan.blocks) + 2 * BLOCK
+    for _ in range(READERS):
+        buffers.put(aligned_buffer(-(-largest // PAGE) * PAGE))
 
-    def work(block: Block, file: File, position: int) -> int:
-        start = position - file.header
-        label = f"{paths(block.copies[0].want)}: {store.url}/{file.name}"
-        begin = recorder.now() if recorder else 0
-        data = _read(store, shards[file.name], start, start + block.stop - block.start, verify, label)
-        for copy in block.copies:
-            if (piece := targets(copy.want)) is not None:
-                _place(data, block, copy, piece, itemsize(copy.want))
-        if recorder:
-            recorder.add("read", begin, recorder.now(), len(data))
-        return len(data)
+    def job(block: Block) -> Callable[[], int]:
+        path = paths(block.copies[0].want)
+        opened, start = shards.locate(block.rank, block.start, block.stop, path)
+        span = span_of(opened, start, start + block.stop - block.start, shards.verify)
 
-    return sum(_in_parallel([lambda b=b, f=f, p=p: work(b, f, p) for b, f, p in located], READERS))
+        def work() -> int:
+            buffer = buffers.get()
+            try:
+                size = span.high - span.low
+                out = buffer[:size] if size <= len(buffer) else aligned_buffer(size)
+                read_span(shards.store, span, out, shards.verify, shards.label(opened, path))
+                data = np.frombuffer(out, np.uint8)[start - span.low :]
+                for copy in block.copies:
+                    if (piece := targets(copy.want)) is not None:
+                        _place(data, block, copy, piece, itemsize(copy.want))
+                return size
+            finally:
+                buffers.put(buffer)
+
+        return shards.timed(work)
+
+    return sum(_in_parallel([job(block) for block in plan.blocks], READERS))
+
+
+class Landed(msgspec.Struct, frozen=True):
+    """Memory that holds a run of a rank's stream, the byte at stream offset `start` first."""
+
+    start: int
+    memory: memoryview
+
+
+def run_land(shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]) -> tuple[list[Landed], int]:
+    """Reads each run into page-aligned memory of its own, where arrays can stay.
+
+    Returns:
+        (the memory of each run, bytes read from data areas).
+    """
+    landed: list[Landed] = []
+    jobs: list[Callable[[], int]] = []
+    for run in runs:
+        path = paths(run.members[0])
+        opened, start = shards.locate(run.rank, run.start, run.stop, path)
+        span = span_of(opened, start, start + run.stop - run.start, shards.verify)
+        memory = aligned_buffer(span.high - span.low, huge=True)
+        landed.append(Landed(run.start, memory[start - span.low :]))
+        step = max(BUFFER // opened.block, 1) * opened.block
+        for at in range(0, span.high - span.low, step):
+            piece = Span(opened, span.low + at, min(span.low + at + step, span.high))
+            jobs.append(shards.timed(_landing(shards, piece, memory[at : at + piece.high - piece.low], path)))
+    return landed, sum(_in_parallel(jobs, READERS))
+
+
+def _landing(shards: Shards, span: Span, out: memoryview, path: str) -> Callable[[], int]:
+    def work() -> int:
+        read_span(shards.store, span, out, shards.verify, shards.label(span.opened, path))
+        return len(out)
+
+    return work
 
 
 def _place(data: np.ndarray, block: Block, copy: Copy, piece: TargetPiece, itemsize: int) -> None:
@@ -368,19 +327,6 @@ def _in_parallel(jobs: Sequence[Callable[[], int]], threads: int) -> list[int]:
                 future.cancel()
             raise
     return results
-
-
-def verify_shard(store: Store, opened: Opened) -> int:
-    """Compares every checksum of a shard; returns the bytes that were read.
-
-    Raises:
-        CorruptError: naming the file and the bytes.
-    """
-    step = BUFFER // opened.block * opened.block or opened.block
-    for start in range(0, opened.file.nbytes, step):
-        stop = min(start + step, opened.file.nbytes)
-        _read(store, opened, start, stop, True, f"{store.url}/{opened.file.name}")
-    return opened.file.nbytes
 
 
 def entries_of(plan: FilePlan, describe: Callable[[int], tuple[str, str, tuple[int, ...]]]) -> tuple[Entry, ...]:

@@ -41,7 +41,7 @@ def raw_dtype(itemsize: int) -> np.dtype[Any]:
 
 
 class Readable(Protocol):
-    """Gives the elements of a box as a host array of raw dtype, a view where it can."""
+    """Gives the elements of a box as a host array of the same width, a view where it can."""
 
     def read(self, box: Box) -> np.ndarray: ...
 
@@ -56,7 +56,7 @@ class HostArray(msgspec.Struct, frozen=True, gc=False):
     """Memory that numpy can address: both readable and writable, without a copy."""
 
     array: np.ndarray
-    """Raw dtype, any strides."""
+    """Any strides; of raw dtype where it is written to."""
 
     def read(self, box: Box) -> np.ndarray:
         return self.array[box]
@@ -80,15 +80,14 @@ class TargetPiece(msgspec.Struct, frozen=True, gc=False):
 
 
 class Storage(msgspec.Struct, frozen=True, gc=False):
-    """Which bytes of which memory block a plain array shows: how ties and views are found."""
+    """Which memory a plain array shows: arrays whose stretches overlap are ties and views of each other."""
 
-    key: int
-    """Equal for arrays on the same memory block."""
-    offset: int
-    """Bytes from the start of the block to the first element."""
-    strides: tuple[int, ...]
-    """In elements."""
-    shape: tuple[int, ...]
+    address: int
+    """Of the first element."""
+    nbytes: int
+    """From there to the end of the last element."""
+    strides: tuple[int, ...] | None
+    """In elements; None for C order."""
 
 
 class Source(msgspec.Struct, frozen=True, gc=False):
@@ -131,6 +130,10 @@ class Adapter(Protocol):
 
     def empty(self, spec: ArraySpec, path: str, device: str | None) -> Target:
         """Makes a new array from a spec."""
+        ...
+
+    def wrap(self, spec: ArraySpec, memory: memoryview, offset: int) -> Any:
+        """An array that shows `memory` from byte `offset` on, without a copy."""
         ...
 
     def view(self, base: Any, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> Any:

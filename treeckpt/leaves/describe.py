@@ -65,28 +65,54 @@ def bring(tree: object, *, rank: int, allow_pickle: bool = False, namespace: str
 
 def _with_aliases(specs: list[LeafSpec], sources: dict[str, Source]) -> Iterable[LeafSpec]:
     """Marks the leaves that show memory which another leaf shows already."""
-    groups: dict[tuple[int, str, bool, bool], list[LeafSpec]] = {}
-    for spec in specs:
-        source = sources.get(spec.path)
-        if source is not None and source.storage is not None:
-            numpy = source.spec.kind == "numpy"
-            key = (source.storage.key, source.spec.dtype, numpy, spec.per_rank is not None)
-            groups.setdefault(key, []).append(spec)
     aliases: dict[str, LeafSpec] = {}
-    for group in groups.values():
-        if len(group) > 1:
-            aliases.update(_aliases(group, sources))
-    return (aliases.get(spec.path, spec) for spec in specs)
+    for group in _overlapping(specs, sources):
+        kinds: dict[tuple[str, bool, bool], list[LeafSpec]] = {}
+        for spec in group:
+            assert spec.spec is not None, "only arrays have memory"
+            key = (spec.spec.dtype, spec.spec.kind == "numpy", spec.per_rank is not None)
+            kinds.setdefault(key, []).append(spec)
+        for alike in kinds.values():
+            if len(alike) > 1:
+                aliases.update(_aliases(alike, sources))
+    return (aliases.get(spec.path, spec) for spec in specs) if aliases else specs
+
+
+def _overlapping(specs: list[LeafSpec], sources: dict[str, Source]) -> list[list[LeafSpec]]:
+    """Groups of leaves whose memory overlaps, found by sorting addresses."""
+    stored = [spec for spec in specs if spec.spec is not None and sources[spec.path].storage is not None]
+    if len(stored) < 2:
+        return []
+    ends = np.array([_extent(spec, sources) for spec in stored], np.int64)
+    order = np.lexsort((np.arange(len(stored)), ends[:, 0]))
+    ends = ends[order]
+    reach = np.maximum.accumulate(ends[:, 1])
+    meets = np.flatnonzero(ends[1:, 0] < reach[:-1]) + 1
+    groups: list[list[LeafSpec]] = []
+    before = -1
+    for at in meets.tolist():
+        if at - 1 != before:
+            groups.append([stored[order[at - 1]]])
+        groups[-1].append(stored[order[at]])
+        before = at
+    position = {id(spec): i for i, spec in enumerate(stored)} if groups else {}
+    return [sorted(group, key=lambda spec: position[id(spec)]) for group in groups]
+
+
+def _extent(spec: LeafSpec, sources: dict[str, Source]) -> tuple[int, int]:
+    storage = sources[spec.path].storage
+    assert storage is not None, "only leaves with storage are compared"
+    return storage.address, storage.address + storage.nbytes
 
 
 def _aliases(group: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafSpec]:
     found: dict[str, LeafSpec] = {}
     distinct: dict[Any, LeafSpec] = {}
     for spec in group:
-        storage = sources[spec.path].storage
-        assert storage is not None, "the group is made of leaves with storage"
-        shape = sources[spec.path].spec.shape
-        first = distinct.setdefault((storage.offset, storage.strides, storage.shape, shape, spec.layout), spec)
+        source = sources[spec.path]
+        assert source.storage is not None, "the group is made of leaves with storage"
+        key = (source.storage.address, source.storage.strides, source.spec.shape, spec.layout)
+        first = distinct.setdefault(key, spec)
         if first is not spec:
             found[spec.path] = msgspec.structs.replace(spec, alias_of=first.path, layout=None)
     plain = [spec for spec in distinct.values() if spec.layout is None]
@@ -107,26 +133,25 @@ def _rebased(found: dict[str, LeafSpec]) -> dict[str, LeafSpec]:
 
 
 def _views(plain: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafSpec]:
-    """Of arrays on one memory block, those that lie inside a contiguous one."""
-
-    def extent(spec: LeafSpec) -> tuple[int, int]:
-        storage = sources[spec.path].storage
-        assert storage is not None, "the group is made of leaves with storage"
-        last = sum((n - 1) * s for n, s in zip(storage.shape, storage.strides, strict=True))
-        return storage.offset, storage.offset + (last + 1) * itemsize
-
+    """Of arrays in one stretch of memory, those that lie inside a contiguous one."""
     itemsize = dtype_of(sources[plain[0].path].spec.dtype).itemsize
     found: dict[str, LeafSpec] = {}
     base: LeafSpec | None = None
     start = stop = 0
+
+    def order(spec: LeafSpec) -> tuple[int, int, bool]:
+        low, high = _extent(spec, sources)
+        return low, -high, not _contiguous(sources[spec.path])
+
     # by start, the longest first, so that the array which reaches furthest is the only one to compare with
-    for spec in sorted(plain, key=lambda s: (extent(s)[0], -extent(s)[1], not _contiguous(sources[s.path]))):
-        low, high = extent(spec)
-        storage = sources[spec.path].storage
-        assert storage is not None, "the group is made of leaves with storage"
+    for spec in sorted(plain, key=order):
+        low, high = _extent(spec, sources)
         inside = base is not None and start <= low and high <= stop and (low - start) % itemsize == 0
-        if base is not None and inside and min(storage.strides, default=0) >= 0:
-            view = View((low - start) // itemsize, storage.strides)
+        if base is not None and inside:
+            shape = sources[spec.path].spec.shape
+            storage = sources[spec.path].storage
+            strides = storage.strides if storage is not None else None
+            view = View((low - start) // itemsize, c_strides(shape, 1) if strides is None else strides)
             found[spec.path] = msgspec.structs.replace(spec, alias_of=base.path, view=view)
         elif high > stop and _contiguous(sources[spec.path]):
             base, start, stop = spec, low, high
@@ -134,10 +159,7 @@ def _views(plain: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafS
 
 
 def _contiguous(source: Source) -> bool:
-    storage = source.storage
-    return storage is not None and all(
-        s == c or n == 1 for s, c, n in zip(storage.strides, c_strides(storage.shape, 1), storage.shape, strict=True)
-    )
+    return source.storage is not None and source.storage.strides is None
 
 
 def content_digests(brought: Brought, *, every: bool) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from ..core.region import Region
 from ..core.spec import ArraySpec, Typed
 from .base import Box, HostArray, Piece, Source, Storage, Target, TargetPiece, raw_dtype
 
-__all__ = ["abstract", "cast", "decode", "dtype_name", "empty", "encode", "like", "source", "target", "view"]
+__all__ = ["abstract", "cast", "decode", "dtype_name", "empty", "encode", "like", "source", "target", "view", "wrap"]
 
 _FIXED = {"U": "str", "S": "bytes", "V": "void"}
 
@@ -47,13 +47,6 @@ class _Swapped:
         return part.view(raw_dtype(part.itemsize))
 
 
-def _owner(array: np.ndarray) -> int:
-    base: Any = array
-    while isinstance(base.base, np.ndarray):
-        base = base.base
-    return id(base) if base.base is None else id(base.base)
-
-
 def _spec(array: np.ndarray, path: str) -> ArraySpec:
     if type(array) not in (np.ndarray, np.memmap):
         raise TreeError(
@@ -74,11 +67,11 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
     if leaf.dtype.byteorder == ">":
         return Source(spec, None, (Piece(whole, _Swapped(leaf)),))
     raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
-    strides = tuple(s // leaf.itemsize if s % leaf.itemsize == 0 else -1 for s in leaf.strides)
     storage = None
-    if leaf.size and min(strides, default=0) >= 0:
-        # offsets only matter relative to each other, within one memory block
-        storage = Storage(_owner(leaf), leaf.__array_interface__["data"][0], strides, leaf.shape)
+    if leaf.size and all(step >= 0 and step % leaf.itemsize == 0 for step in leaf.strides):
+        strides = None if leaf.flags.c_contiguous else tuple(step // leaf.itemsize for step in leaf.strides)
+        nbytes = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.strides, strict=True)) + leaf.itemsize
+        storage = Storage(leaf.__array_interface__["data"][0], nbytes, strides)
     return Source(spec, None, (Piece(whole, HostArray(raw)),), storage)
 
 
@@ -132,6 +125,11 @@ def encode(value: Any) -> Typed | None:
 def decode(value: Typed) -> Any:
     """numpy's values are the core's own."""
     raise LookupError(value.kind)
+
+
+def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> np.ndarray:
+    """An array that shows `memory` from byte `offset` on, without a copy."""
+    return np.ndarray(spec.shape, dtype_of(spec.dtype).numpy, memory, offset)
 
 
 def view(base: np.ndarray, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> np.ndarray:

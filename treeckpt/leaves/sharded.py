@@ -53,7 +53,7 @@ def _regions(leaf: Sharded, local: Sequence[int], path: str) -> tuple[Region, ..
     shape, offset = tuple(leaf.global_shape), leaf.offset
     whole = Region.whole(shape)
     if isinstance(offset, int):
-        if len(local) == 1 and 0 <= offset and offset + local[0] <= math.prod(shape):
+        if len(local) == 1 and offset >= 0 and offset + local[0] <= math.prod(shape):
             return flat_regions(shape, offset, offset + local[0])
         expected = f"a 1-D piece inside {math.prod(shape)} elements"
     else:

@@ -21,7 +21,7 @@ from ..core.layout import Mesh, MeshLayout, Placement, Replicate, Shard, Strided
 from ..core.region import Region
 from ..core.runs import encode_runs
 from ..core.spec import ArraySpec, Typed
-from .base import Box, HostArray, Piece, Readable, Source, Storage, Target, TargetPiece, raw_dtype
+from .base import Box, HostArray, Piece, Source, Storage, Target, TargetPiece, raw_dtype
 
 __all__ = [
     "abstract",
@@ -94,16 +94,24 @@ def _signed(size: int) -> np.dtype[Any]:
     return np.dtype("<c16") if size == 16 else np.dtype(f"<i{size}") if size > 1 else np.dtype("u1")
 
 
-def _addressable(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
-
-
 def _data(tensor: torch.Tensor) -> HostArray | DeviceArray:
-    return HostArray(_raw(tensor)) if _addressable(tensor) else DeviceArray(tensor)
+    if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
+        return HostArray(_raw(tensor))
+    return DeviceArray(tensor)
+
+
+def _readable(tensor: torch.Tensor) -> HostArray | DeviceArray:
+    """As `_data`, but without the step to raw dtype where numpy has the dtype itself."""
+    if tensor.is_cpu and tensor.dtype in _NATIVE:
+        return HostArray(tensor.numpy())
+    return _data(tensor)
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    if isinstance(tensor, Parameter):
+    kind = type(tensor)
+    if kind is torch.Tensor:
+        return "tensor"
+    if kind is Parameter or isinstance(tensor, Parameter):
         return "parameter"
     return "buffer" if isinstance(tensor, Buffer) else "tensor"
 
@@ -143,7 +151,7 @@ def _check(leaf: torch.Tensor, path: str) -> None:
 
 
 def _spec(leaf: torch.Tensor) -> ArraySpec:
-    device = None if leaf.device.type in ("cpu", "meta") else str(leaf.device)
+    device = None if leaf.is_cpu or leaf.is_meta else str(leaf.device)
     return ArraySpec(tuple(leaf.shape), dtype_name(leaf.dtype), None, device, leaf.requires_grad, _kind(leaf))
 
 
@@ -153,7 +161,7 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
         return None
     if type(leaf) not in _PLAIN or leaf.layout is not torch.strided or leaf.dtype not in _COMMON:
         _check(leaf, path)
-    if leaf.device.type == "meta":
+    if leaf.is_meta:
         raise TreeError(
             path,
             expected="a tensor with data",
@@ -161,13 +169,13 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
             hint="Materialise the module before saving (to_empty, then load or initialise)",
         )
     spec = _spec(leaf)
-    if _is_dtensor(leaf):
+    if type(leaf) not in _PLAIN and _is_dtensor(leaf):
         layout, local = _layout_of(leaf, path, rank)
         held = held_by(layout, spec.shape, rank)
-        pieces = [Piece(h.region, _data(local[_box(h.local, h.region)])) for h in held]
+        pieces = [Piece(h.region, _readable(local[_box(h.local, h.region)])) for h in held]
         return Source(spec, layout, pieces, _storage(local))
-    tensor = leaf.detach()
-    return Source(spec, None, (Piece(Region.whole(spec.shape), _data(tensor)),), _storage(tensor))
+    tensor = leaf.detach() if spec.requires_grad else leaf
+    return Source(spec, None, (Piece(Region.whole(spec.shape), _readable(tensor)),), _storage(tensor))
 
 
 _COMMON = frozenset(
@@ -175,18 +183,23 @@ _COMMON = frozenset(
 )
 
 
+_NATIVE = _COMMON - {torch.bfloat16}
+"""Of these, the dtypes that numpy has, none of which can be a conjugate or negative view lazily."""
+
+
 def _box(start: tuple[int, ...], region: Region) -> Box:
     return tuple(slice(a, a + n) for a, n in zip(start, region.shape, strict=True))
 
 
 def _storage(tensor: torch.Tensor) -> Storage | None:
-    if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+    address = tensor.data_ptr()
+    if not address or tensor.is_conj() or tensor.is_neg():
         return None
-    key = tensor.untyped_storage().data_ptr()
-    if not key:
-        return None
-    size = tensor.dtype.itemsize
-    return Storage(key, tensor.storage_offset() * size, tuple(tensor.stride()), tuple(tensor.shape))
+    if tensor.is_contiguous():
+        return Storage(address, tensor.nbytes, None)
+    strides, shape = tensor.stride(), tensor.shape
+    last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    return Storage(address, (last + 1) * tensor.dtype.itemsize, strides)
 
 
 def _layout_of(leaf: Any, path: str, rank: int) -> tuple[MeshLayout, torch.Tensor]:
@@ -306,6 +319,16 @@ def empty(spec: ArraySpec, path: str, device: str | None) -> Target:
     where = spec.device if device == "original" else device
     tensor = torch.empty(region.shape, dtype=torch_dtype(spec.dtype, path), device=where or "cpu")
     return Target(spec, _dress(tensor, spec), (TargetPiece(region, _data(tensor)),))
+
+
+def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
+    """A tensor that shows `memory` from byte `offset` on, without a copy."""
+    dtype, size = torch_dtype(spec.dtype), math.prod(spec.shape)
+    if dtype in _COMMON:
+        tensor = torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
+    else:
+        tensor = torch.frombuffer(memory, dtype=torch.uint8, count=size * dtype.itemsize, offset=offset).view(dtype)
+    return _dress(tensor if tensor.shape == spec.shape else tensor.view(spec.shape), spec)
 
 
 def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> torch.Tensor:

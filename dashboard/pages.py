@@ -1,0 +1,364 @@
+"""What each page shows, as data: the templates draw it, /api/v1 gives it as JSON.
+
+Names of checkpoints and runs are made visible already; paths, values and metadata of a checkpoint are as stored, and
+whoever draws them escapes them. `nbytes` counts bytes; times are seconds, or ISO 8601 where they are moments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "CheckpointPage",
+    "CheckpointRow",
+    "ChunkRow",
+    "ChunksPage",
+    "ExtentRow",
+    "Fact",
+    "FilePage",
+    "FileRow",
+    "FilesPage",
+    "Group",
+    "LeafPage",
+    "MapPage",
+    "MeshPart",
+    "NodeRow",
+    "PhaseRow",
+    "RankRow",
+    "RunPage",
+    "RunPart",
+    "RunsPage",
+    "SearchPage",
+    "SpanRow",
+    "StripPage",
+    "TimingPage",
+    "TreePage",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRow:
+    """One directory of a run."""
+
+    id: str
+    run: str
+    run_name: str
+    name: str
+    status: str
+    step: int | None
+    save_id: str | None
+    world: int | None
+    leaves: int | None
+    nbytes: int | None
+    created: str | None
+    seconds: float | None
+    rate: float | None
+    """Bytes a second."""
+    error: str | None
+    readable: bool
+    """Whether there is an index to browse."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPart:
+    """One run and a page of its checkpoints, newest first."""
+
+    id: str
+    name: str
+    path: str
+    total: int
+    complete: int
+    nbytes: int
+    newest_step: int | None
+    start: int
+    next: int | None
+    checkpoints: list[CheckpointRow]
+
+
+@dataclass(frozen=True, slots=True)
+class RunsPage:
+    """Every run that the dashboard was given."""
+
+    runs: list[RunPart]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPage:
+    """One run."""
+
+    run: RunPart
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A named value."""
+
+    name: str
+    type: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Something that bytes are counted for."""
+
+    name: str
+    nbytes: int
+    leaves: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """One node of a tree; the last fields are of leaves."""
+
+    node: str
+    key: str
+    path: str
+    kind: str
+    cls: str
+    children: int
+    leaves: int
+    nbytes: int
+    share: float
+    """Of the bytes of the whole checkpoint."""
+    leaf: int | None
+    text: str
+    """What it is, in a few words."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreePage:
+    """A page of one node's children."""
+
+    node: NodeRow
+    above: list[NodeRow]
+    """The nodes from the root to this one's parent."""
+    start: int
+    next: int | None
+    rows: list[NodeRow]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPage:
+    """Leaves whose path holds every word of the query."""
+
+    query: str
+    start: int
+    next: int | None
+    rows: list[NodeRow]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPage:
+    """One checkpoint: what it is, and its tree from the root, or from the node asked for."""
+
+    checkpoint: CheckpointRow
+    files: int | None
+    metadata: list[Fact]
+    groups: list[Group]
+    tree: TreePage | None
+    found: SearchPage | None
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPart:
+    """One dimension of a mesh and what it does to an array."""
+
+    name: str
+    size: int
+    placement: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRow:
+    """A chunk and where its bytes are."""
+
+    region: str
+    offset: list[int]
+    shape: list[int]
+    rank: int
+    holders: list[int] | None
+    """Ranks that held all of it; None where the index does not say, or there are too many to list."""
+    file: int
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksPage:
+    """A page of an array's chunks."""
+
+    start: int
+    total: int
+    next: int | None
+    rows: list[ChunkRow]
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPage:
+    """One leaf."""
+
+    checkpoint: CheckpointRow
+    leaf: int
+    path: str
+    above: list[NodeRow]
+    kind: str
+    dtype: str | None
+    shape: list[int] | None
+    nbytes: int
+    facts: list[Fact]
+    layout: str | None
+    mesh: list[MeshPart]
+    mesh_ranks: list[int]
+    values: list[Fact]
+    chunks: ChunksPage | None
+    dims: list[str]
+    """Names of the dimensions of the map; empty where there is nothing to draw."""
+    dim_sizes: list[int]
+    previous: int | None
+    following: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MapPage:
+    """Two dimensions of an array's index space, cut at one position of the others."""
+
+    dims: list[str]
+    sizes: list[int]
+    y: int | None
+    x: int | None
+    at: list[int]
+    rows: int
+    columns: int
+    boxes: list[list[int]]
+    """[top, left, bottom, right, rank, file, first byte, byte past the last, ranks that hold it] of each region."""
+    files: dict[int, str]
+    more: int
+    """Regions beyond those drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """One shard."""
+
+    number: int
+    name: str
+    rank: int
+    part: int
+    nbytes: int
+    header: int
+    share: float
+    """Of the largest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilesPage:
+    """The shards of a checkpoint."""
+
+    checkpoint: CheckpointRow
+    total: int
+    start: int
+    next: int | None
+    nbytes: int
+    mean: float
+    """Bytes a rank."""
+    imbalance: float
+    """The most that a rank wrote over the mean."""
+    largest_rank: int | None
+    rows: list[FileRow]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentRow:
+    """A stretch of a shard's bytes and the leaf it belongs to."""
+
+    leaf: int
+    path: str
+    region: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class FilePage:
+    """One shard and a page of its extents."""
+
+    checkpoint: CheckpointRow
+    file: FileRow
+    total: int
+    start: int
+    next: int | None
+    rows: list[ExtentRow]
+
+
+@dataclass(frozen=True, slots=True)
+class StripPage:
+    """A shard as a strip: stretches [first byte, byte past the last, group], neighbours of one group joined."""
+
+    file: int
+    nbytes: int
+    groups: list[str]
+    segments: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRow:
+    """One phase over all ranks."""
+
+    name: str
+    ranks: int
+    median: float
+    longest: float
+    slowest: int
+    nbytes: int
+    rate: float | None
+    """Bytes a second of the slowest rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank's save."""
+
+    rank: int
+    seconds: float
+    busy: float
+    nbytes: int
+    slowdown: float
+    """Its own work over the median rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRow:
+    """One span; times from the start of the save."""
+
+    name: str
+    rank: int
+    start: float
+    seconds: float
+    nbytes: int
+    rate: float | None
+    depth: int
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimingPage:
+    """Where the time of one save went."""
+
+    checkpoint: CheckpointRow
+    problem: str | None
+    """Why there is nothing to show."""
+    error: str | None
+    """What the save failed with."""
+    seconds: float
+    rate: float | None
+    slowest: int | None
+    slowdown: float
+    world: int
+    start: int
+    next: int | None
+    phases: list[PhaseRow]
+    ranks: list[RankRow]
+    spans: list[SpanRow]

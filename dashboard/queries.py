@@ -1,0 +1,201 @@
+"""From what the library and the core say to what a page shows. No file is opened and nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from treeckpt.catalog import CheckpointInfo
+from treeckpt.core.diff import leaf_text
+from treeckpt.core.outline import Outline, Row, leaf_nbytes
+from treeckpt.core.records import Index, Leaf
+from treeckpt.core.wording import value_text, value_type, visible
+
+from .library import Library, Missing, Run
+from .pages import (
+    CheckpointPage,
+    CheckpointRow,
+    Fact,
+    Group,
+    NodeRow,
+    RunPage,
+    RunPart,
+    RunsPage,
+    SearchPage,
+    TreePage,
+)
+
+__all__ = ["above", "checkpoint_page", "checkpoint_row", "opened", "run_page", "runs_page", "search_page", "tree_page"]
+
+PAGE = 100
+
+
+def moment(ns: int | None) -> str | None:
+    """Unix nanoseconds as ISO 8601 to the millisecond."""
+    if ns is None:
+        return None
+    try:
+        return datetime.fromtimestamp(ns / 1e9, UTC).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> CheckpointRow:
+    """One directory of a run."""
+    rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.status != "partial" else None
+    return CheckpointRow(
+        id=checkpoint_id,
+        run=run.id,
+        run_name=run.name,
+        name=visible(info.name),
+        status=info.status,
+        step=info.step,
+        save_id=info.save_id,
+        world=info.world,
+        leaves=info.leaves,
+        nbytes=info.nbytes,
+        created=moment(info.created_ns),
+        seconds=info.seconds,
+        rate=rate,
+        error=visible(info.error) if info.error else None,
+        readable=info.leaves is not None,
+    )
+
+
+def _run_part(library: Library, run: Run, start: int, count: int) -> RunPart:
+    found = library.checkpoints(run)
+    ours = [info for _, info in found if info.status != "foreign"]
+    return RunPart(
+        id=run.id,
+        name=run.name,
+        path=visible(str(run.path)),
+        total=len(found),
+        complete=sum(info.status == "complete" for info in ours),
+        nbytes=sum(info.nbytes or 0 for info in ours),
+        newest_step=next((info.step for info in ours if info.status == "complete"), None),
+        start=start,
+        next=start + count if start + count < len(found) else None,
+        checkpoints=[checkpoint_row(i, run, info) for i, info in found[start : start + count]],
+    )
+
+
+def runs_page(library: Library) -> RunsPage:
+    """Every run with its newest checkpoints."""
+    count = PAGE if len(library.runs) == 1 else 20
+    return RunsPage([_run_part(library, run, 0, count) for run in library.runs])
+
+
+def run_page(library: Library, run_id: str, start: int) -> RunPage:
+    """One run from its checkpoint number `start` on."""
+    return RunPage(_run_part(library, library.run(run_id), start, PAGE))
+
+
+def opened(library: Library, checkpoint_id: str) -> tuple[CheckpointRow, Outline]:
+    """A checkpoint and its tree.
+
+    Raises:
+        Missing: there is none, or it has no index to browse.
+    """
+    run, info = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, run, info)
+    if not row.readable:
+        raise Missing(f"This checkpoint is {row.status}: {row.error}")
+    return row, library.outline(info)
+
+
+def node_row(index: Index, row: Row) -> NodeRow:
+    """One node of the tree."""
+    leaf = index.entries[row.first] if row.kind == "leaf" else None
+    return NodeRow(
+        node=row.node,
+        key=row.key,
+        path=row.path,
+        kind=row.kind,
+        cls=row.cls,
+        children=row.children,
+        leaves=row.leaves,
+        nbytes=row.nbytes,
+        share=row.nbytes / index.nbytes if index.nbytes else 0.0,
+        leaf=row.first if leaf is not None else None,
+        text=leaf_text(index, leaf) if leaf is not None else _container_text(row),
+    )
+
+
+def _container_text(row: Row) -> str:
+    kind = {"per_rank": "per rank"}.get(row.kind, row.kind)
+    return f"{kind} {row.cls.rpartition(':')[2]}" if row.cls else kind
+
+
+def leaf_row(index: Index, leaf: Leaf) -> NodeRow:
+    """A leaf found by its number: its place in the tree is left out."""
+    nbytes = leaf_nbytes(leaf)
+    share = nbytes / index.nbytes if index.nbytes else 0.0
+    key = leaf.path.rpartition("/")[2]
+    return NodeRow("", key, leaf.path, "leaf", "", 0, 1, nbytes, share, leaf.number, leaf_text(index, leaf))
+
+
+def above(outline: Outline, name: str) -> list[NodeRow]:
+    """The nodes from the root to a node's parent."""
+    steps = name.split(".") if name else []
+    names = [".".join(steps[:n]) for n in range(len(steps))]
+    return [node_row(outline.index, outline.row(n)) for n in names]
+
+
+def tree_page(outline: Outline, name: str, start: int) -> TreePage:
+    """A page of a node's children.
+
+    Raises:
+        MismatchError: there is no such node.
+    """
+    node = outline.row(name)
+    rows = outline.children(name, start=start, count=PAGE)
+    if node.kind == "leaf" and not name:  # the whole tree is one leaf
+        rows = [node]
+    following = start + PAGE if start + PAGE < node.children else None
+    index = outline.index
+    return TreePage(
+        node_row(index, node), above(outline, name), start, following, [node_row(index, row) for row in rows]
+    )
+
+
+def search_page(outline: Outline, query: str, start: int) -> SearchPage:
+    """Leaves whose path holds every word of the query."""
+    leaves, following = outline.search(query, start=start, count=PAGE)
+    return SearchPage(query, start, following, [leaf_row(outline.index, leaf) for leaf in leaves])
+
+
+def _groups(outline: Outline) -> list[Group]:
+    """The largest parts of a tree: its first level, or the second where the first is one node."""
+    node = outline.row()
+    while node.children == 1:
+        node = outline.children(node.node, count=1)[0]
+    rows = outline.children(node.node, count=10_000)
+    total = outline.index.nbytes or 1
+    rows = sorted((row for row in rows if row.nbytes), key=lambda row: -row.nbytes)
+    groups = [Group(row.key, row.nbytes, row.leaves, row.nbytes / total) for row in rows[:6]]
+    if rest := rows[6:]:
+        nbytes = sum(row.nbytes for row in rest)
+        groups.append(Group(f"{len(rest)} more", nbytes, sum(row.leaves for row in rest), nbytes / total))
+    return groups
+
+
+def _metadata(index: Index) -> Sequence[Fact]:
+    pairs = list(index.metadata.items())[:PAGE]
+    return [Fact(name, value_type(value), value_text(value, 1000)) for name, value in pairs]
+
+
+def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str, start: int) -> CheckpointPage:
+    """One checkpoint. What has no index to browse gets a page that says what it is."""
+    run, info = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, run, info)
+    if not row.readable:
+        return CheckpointPage(row, None, [], [], None, None)
+    outline = library.outline(info)
+    return CheckpointPage(
+        checkpoint=row,
+        files=len(outline.index.file_list),
+        metadata=list(_metadata(outline.index)),
+        groups=_groups(outline),
+        tree=tree_page(outline, node, 0 if query else start),
+        found=search_page(outline, query, start) if query.strip() else None,
+    )

@@ -1,0 +1,185 @@
+"""The queries of how a checkpoint was written: its shards, their extents, and the timings of the save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treeckpt.core.errors import TreeckptError
+from treeckpt.core.events import Span, Timings
+from treeckpt.core.extents import Extent, extents_in
+from treeckpt.core.outline import Outline
+from treeckpt.core.profile import Phase, Profile, RankTime, lanes_of, profile_of
+from treeckpt.core.records import File, Index
+from treeckpt.core.wording import region_text, visible
+
+from .library import Library, Missing
+from .pages import (
+    CheckpointRow,
+    ExtentRow,
+    FilePage,
+    FileRow,
+    FilesPage,
+    PhaseRow,
+    RankRow,
+    SpanRow,
+    StripPage,
+    TimingPage,
+)
+from .queries import PAGE, checkpoint_row
+
+__all__ = ["file_page", "files_page", "strip_page", "timing_page"]
+
+MAX_GROUPS = 7
+MAX_SEGMENTS = 2000
+TIMING_RANKS = 32
+"""Ranks drawn on one page."""
+
+
+def _file_row(number: int, file: File, largest: int) -> FileRow:
+    share = file.nbytes / largest if largest else 0.0
+    return FileRow(number, file.name, file.rank, file.part, file.nbytes, file.header, share)
+
+
+def files_page(checkpoint: CheckpointRow, outline: Outline, start: int) -> FilesPage:
+    """The shards of a checkpoint from number `start` on."""
+    files = outline.index.file_list
+    by_rank: dict[int, int] = {}
+    for file in files:
+        by_rank[file.rank] = by_rank.get(file.rank, 0) + file.nbytes
+    mean = sum(by_rank.values()) / len(by_rank) if by_rank else 0.0
+    most = max(by_rank, key=lambda rank: (by_rank[rank], -rank), default=None)
+    largest = max((file.nbytes for file in files), default=0)
+    rows = [_file_row(n, file, largest) for n, file in enumerate(files[start : start + PAGE], start)]
+    return FilesPage(
+        checkpoint=checkpoint,
+        total=len(files),
+        start=start,
+        next=start + PAGE if start + PAGE < len(files) else None,
+        nbytes=outline.index.nbytes,
+        mean=mean,
+        imbalance=by_rank[most] / mean if most is not None and mean else 1.0,
+        largest_rank=most,
+        rows=rows,
+    )
+
+
+def _file_of(index: Index, number: int) -> File:
+    if not 0 <= number < len(index.file_list):
+        raise Missing("There is no such shard in this checkpoint.")
+    return index.file_list[number]
+
+
+def file_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: int) -> FilePage:
+    """One shard, with its extents from `start` on.
+
+    Raises:
+        Missing: there is none.
+    """
+    index = outline.index
+    file = _file_of(index, number)
+    extents = extents_in(index, file)
+    rows = [
+        ExtentRow(e.leaf, index.entries[e.leaf].path, region_text(e.region), e.start, e.stop)
+        for e in extents[start : start + PAGE]
+    ]
+    following = start + PAGE if start + PAGE < len(extents) else None
+    largest = max(f.nbytes for f in index.file_list)
+    return FilePage(checkpoint, _file_row(number, file, largest), len(extents), start, following, rows)
+
+
+def strip_page(outline: Outline, number: int) -> StripPage:
+    """A shard as a strip: its header, then stretches by the part of the tree that they belong to.
+
+    Raises:
+        Missing: there is none.
+    """
+    index = outline.index
+    file = _file_of(index, number)
+    names = _group_names(outline)
+    groups = ["header", *dict.fromkeys(names.values()), "other parts"]
+    where = {name: at for at, name in enumerate(groups)}
+    extents = extents_in(index, file)
+    segments = _joined(
+        [(e, where.get(names.get(index.entries[e.leaf].path.partition("/")[0], ""), len(groups) - 1)) for e in extents]
+    )
+    return StripPage(number, file.header + file.nbytes, groups, [[0, file.header, 0], *segments])
+
+
+def _group_names(outline: Outline) -> dict[str, str]:
+    """The first steps of paths that get a colour of their own: those with the most bytes."""
+    rows = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)
+    return {row.key: row.key for row in rows[:MAX_GROUPS] if row.nbytes}
+
+
+def _joined(extents: Sequence[tuple[Extent, int]]) -> list[list[int]]:
+    segments: list[list[int]] = []
+    for extent, group in extents:
+        if segments and segments[-1][2] == group and segments[-1][1] == extent.start:
+            segments[-1][1] = extent.stop
+        else:
+            segments.append([extent.start, extent.stop, group])
+    if len(segments) <= MAX_SEGMENTS:
+        return segments
+    # too fine to be seen: the largest stay, the rest shows as the background
+    kept = sorted(segments, key=lambda s: s[0] - s[1])[:MAX_SEGMENTS]
+    return sorted(kept)
+
+
+def timing_page(library: Library, checkpoint_id: str, start: int) -> TimingPage:
+    """Where the time of a save went, with the spans of ranks from number `start` on. Failed saves have one, too."""
+    run, info = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, run, info)
+    try:
+        timings = library.timings(info)
+    except TreeckptError as error:
+        return TimingPage(row, visible(str(error)), None, 0.0, None, None, 1.0, 0, 0, None, [], [], [])
+    return _timing_page(row, timings, profile_of(timings), start)
+
+
+def _timing_page(row: CheckpointRow, timings: Timings, profile: Profile, start: int) -> TimingPage:
+    picked = profile.ranks[start : start + TIMING_RANKS]
+    nbytes = sum(rank.nbytes for rank in profile.ranks)
+    median = sorted(rank.busy_ns for rank in profile.ranks)[(len(profile.ranks) - 1) // 2] if profile.ranks else 0
+    by_rank: dict[int, list[Span]] = {rank.rank: [] for rank in picked}
+    for span in timings.spans:
+        if span.rank in by_rank:
+            by_rank[span.rank].append(span)
+    spans = [s for rank in picked for s in _span_rows(by_rank[rank.rank], profile.start_ns)]
+    return TimingPage(
+        checkpoint=row,
+        problem=None if profile.ranks else "The timings of this save hold no spans.",
+        error=visible(timings.error) if timings.error else None,
+        seconds=profile.seconds,
+        rate=nbytes / profile.seconds if nbytes and profile.seconds else None,
+        slowest=profile.slowest,
+        slowdown=profile.slowdown,
+        world=len(profile.ranks),
+        start=start,
+        next=start + TIMING_RANKS if start + TIMING_RANKS < len(profile.ranks) else None,
+        phases=[_phase_row(phase) for phase in profile.phases],
+        ranks=[_rank_row(rank, median) for rank in picked],
+        spans=spans,
+    )
+
+
+def _phase_row(phase: Phase) -> PhaseRow:
+    seconds = phase.longest_ns / 1e9
+    rate = phase.nbytes / phase.ranks / seconds if phase.nbytes and seconds > 0 else None
+    return PhaseRow(phase.name, phase.ranks, phase.median_ns / 1e9, seconds, phase.slowest, phase.nbytes, rate)
+
+
+def _rank_row(rank: RankTime, median: int) -> RankRow:
+    slowdown = rank.busy_ns / median if median else 1.0
+    return RankRow(rank.rank, (rank.stop_ns - rank.start_ns) / 1e9, rank.busy_ns / 1e9, rank.nbytes, slowdown)
+
+
+def _span_rows(spans: Sequence[Span], origin: int) -> list[SpanRow]:
+    lanes = lanes_of(spans)
+    depths: list[int] = []
+    rows: list[SpanRow] = []
+    for span, lane in zip(spans, lanes, strict=True):
+        depths.append(depths[span.parent] + 1 if span.parent >= 0 else 0)
+        rate = span.nbytes / span.seconds if span.nbytes and span.seconds > 0 else None
+        start = (span.start_ns - origin) / 1e9
+        rows.append(SpanRow(span.name, span.rank, start, span.seconds, span.nbytes, rate, depths[-1], lane))
+    return rows

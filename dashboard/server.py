@@ -1,0 +1,112 @@
+"""Starts the server: which address it listens on, and what it prints for a person to open."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import ipaddress
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+import uvicorn
+
+from .app import create_app
+from .security import LOOPBACK_HOSTS
+
+__all__ = ["ServeError", "is_loopback", "serve"]
+
+MIN_TOKEN = 12
+
+
+class ServeError(Exception):
+    """The server cannot start as it was asked to."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return False
+
+
+def serve(
+    runs: Sequence[str | Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8265,
+    token: str | None = None,
+    root_path: str = "",
+    allowed_hosts: Sequence[str] = (),
+    started: Callable[[str], None] | None = None,
+) -> int:
+    """Serves until interrupted; returns the exit code.
+
+    Args:
+        port: 0 takes a free one.
+        token: an empty one is replaced by a random one; None demands none, which only loopback addresses allow.
+        allowed_hosts: Host headers to answer beside the address's own.
+        started: gets the address to open, once connections are taken.
+
+    Raises:
+        ServeError: an address beyond loopback without a token, or one that cannot be had.
+    """
+    if token is None and not is_loopback(host):
+        raise ServeError(f"{host} is reachable from other machines: give --token as well")
+    if token is not None and 0 < len(token) < MIN_TOKEN:
+        raise ServeError(f"a token needs at least {MIN_TOKEN} characters; leave it empty for a random one")
+    token = secrets.token_urlsafe(24) if token == "" else token
+    listening = _listen(host, port)
+    port = listening.getsockname()[1]
+    app = create_app(
+        runs, token=token, root_path=root_path, allowed_hosts={*LOOPBACK_HOSTS, *_own_names(host), *allowed_hosts}
+    )
+    address = _address(host, port, token)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=15)
+    with listening:
+        _announce(address, host, port)
+        if started is not None:
+            started(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host.strip("[]"), port))
+        listening.listen(128)  # from here on connections wait for the server instead of being refused
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise ServeError(f"{host}:{port} cannot be listened on: {error}") from error
+    return listening
+
+
+def _own_names(host: str) -> set[str]:
+    name = f"[{host.strip('[]')}]" if ":" in host else host
+    return {name, socket.gethostname()} if not is_loopback(host) else {name}
+
+
+def _address(host: str, port: int, token: str | None) -> str:
+    unspecified = host in ("0.0.0.0", "::")
+    name = socket.gethostname() if unspecified else f"[{host.strip('[]')}]" if ":" in host else host
+    return f"http://{name}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
+
+
+def _announce(address: str, host: str, port: int) -> None:
+    print(f"treeckpt dashboard: {address}", flush=True)
+    if is_loopback(host):
+        print(
+            f"from another machine: ssh -L {port}:127.0.0.1:{port} {getpass.getuser()}@{socket.gethostname()}",
+            flush=True,
+        )
+    if sys.stdout.isatty():
+        print("Ctrl-C ends it.", flush=True)

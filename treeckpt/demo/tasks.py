@@ -1,0 +1,120 @@
+"""What is each process of the demo told to do, and what does it answer?
+
+A task goes to the workers as JSON on their command line; rank 0 leaves the outcome as JSON in the run's `.demo` folder.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+__all__ = ["LAYOUTS", "RANKS", "Layout", "Outcome", "Resume", "Resumed", "Saved", "Task", "Train", "Trained"]
+
+Layout = Literal["hsdp", "tp", "plain"]
+
+RANKS: dict[Layout, int] = {"hsdp": 4, "tp": 2, "plain": 1}
+
+LAYOUTS: dict[Layout, str] = {
+    "hsdp": "FSDP2, mesh (replicate 2, shard 2)",
+    "tp": "tensor parallel, mesh (tp 2)",
+    "plain": "plain tensors, no process group",
+}
+"""What a reader is told about each."""
+
+
+class Train(msgspec.Struct, frozen=True, tag="train"):
+    """Train from the start, save on the way, go on without a break."""
+
+    run: str
+    layout: Layout
+    saves: tuple[int, ...]
+    """The steps to save after."""
+    stop: int
+    """The last step."""
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the outcome's file is called."""
+        return "train"
+
+    @property
+    def steps(self) -> int:
+        """How many steps this takes."""
+        return self.stop
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Start again from a checkpoint in a fresh process."""
+
+    run: str
+    layout: Layout
+    step: int
+    """The checkpoint to go on from."""
+    stop: int
+    earlier: tuple[int, ...] = ()
+    """Checkpoints to read back as well, only to compare them."""
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the outcome's file is called."""
+        return f"resume-{self.layout}"
+
+    @property
+    def steps(self) -> int:
+        """How many steps this takes."""
+        return self.stop - self.step
+
+
+Task = Train | Resume
+
+Digests = dict[str, str]
+"""Path of a leaf -> SHA-256 of the whole leaf."""
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """One checkpoint: how fast it was saved, and what was in memory at that moment."""
+
+    step: int
+    nbytes: int
+    seconds: float
+    digests: Digests
+    """Of the tensors in memory, gathered by torch alone: it does not come from the checkpoint."""
+
+
+class Trained(msgspec.Struct, frozen=True, tag="trained"):
+    """Answer to `Train`."""
+
+    saves: tuple[Saved, ...]
+    losses: tuple[float, ...]
+    """Of steps 1, 2, ..."""
+
+
+class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    """Answer to `Resume`."""
+
+    nbytes: int
+    """Bytes that the ranks read, together."""
+    seconds: float
+    """Of the slowest rank."""
+    digests: dict[int, tuple[Digests, ...]]
+    """Step of a checkpoint -> what each rank found after it was loaded."""
+    losses: tuple[float, ...]
+    """Of the steps after the checkpoint's."""
+
+
+Outcome = Trained | Resumed
+
+
+def checkpoint_path(run: str | Path, step: int) -> Path:
+    """Where a step's checkpoint lies."""
+    return Path(run) / f"step_{step:08d}"
+
+
+def outcome_path(task: Task) -> Path:
+    """Where rank 0 leaves a task's outcome; the name starts with a dot, so that nobody takes it for a checkpoint."""
+    return Path(task.run) / ".demo" / f"{task.name}.json"

@@ -1,0 +1,189 @@
+"""The worker: what one rank of the demo does, in each of its layouts.
+
+`python -m treeckpt.demo.train TASK` runs under torchrun for the layouts of several ranks, and alone for the plain one. It
+prints `@step N` after each step and, if it fails, its traceback as `@error RANK LINE`; rank 0 writes the outcome.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.nn import functional
+
+import treeckpt as tc
+
+from .data import batch, read_text
+from .layouts import Placed, place
+from .model import ModelConfig, build_model
+from .state import Tree, digests, materialise, optimizer_tree, restore
+from .tasks import RANKS, Digests, Outcome, Resume, Resumed, Saved, Task, Train, Trained, checkpoint_path, outcome_path
+
+__all__ = ["Trainer", "main"]
+
+ROWS = 8  # of a global batch
+LEARNING_RATE = 1e-3
+SILENCE = timedelta(seconds=90)  # longer than any step on a busy machine, shorter than a reader's patience
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """A model, its optimizer, and how far they are: everything that a checkpoint of this job holds."""
+
+    def __init__(self, task: Task, config: ModelConfig, text: NDArray[np.uint8]) -> None:
+        self.config, self.text, self.seed = config, text, task.seed
+        self.placed: Placed = place(build_model(config, task.seed), task.layout)
+        self.model = self.placed.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, foreach=True)
+        materialise(self.optimizer)
+        self.step = 0
+        self.losses = torch.full((task.stop,), torch.nan, dtype=torch.float64)
+
+    def tree(self) -> Tree:
+        """The state as a tree; its tensors are the live ones."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": optimizer_tree(self.model, self.optimizer),
+            "step": self.step,
+            "losses": self.losses,
+            "rng": torch.get_rng_state(),
+            "config": dataclasses.asdict(self.config),
+            "data": {"seed": self.seed, "rows": ROWS},
+        }
+
+    def adopt(self, tree: Tree) -> None:
+        """Goes on from a loaded tree."""
+        restore(self.model, self.optimizer, tree)
+        self.step, self.seed = tree["step"], tree["data"]["seed"]
+        self.losses.copy_(tree["losses"])
+        torch.set_rng_state(tree["rng"])
+
+    def advance(self) -> None:
+        """One step of training; the loss is that of the whole global batch, on every rank."""
+        self.step += 1
+        rows = self.placed.rows(ROWS)
+        tokens = torch.from_numpy(batch(self.text, self.step, seed=self.seed, rows=rows, length=self.config.length))
+        logits = self.model(tokens[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mean = loss.detach().double()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        self.losses[self.step - 1] = mean
+        if is_first():
+            print(f"@step {self.step}", flush=True)
+
+
+def run_train(task: Train) -> Trained:
+    """Trains and saves."""
+    trainer = Trainer(task, ModelConfig(), read_text())
+    saves: list[Saved] = []
+    while trainer.step < task.stop:
+        trainer.advance()
+        if trainer.step in task.saves:
+            saves.append(save(trainer, task.run))
+    return Trained(tuple(saves), tuple(trainer.losses.tolist()))
+
+
+def save(trainer: Trainer, run: str) -> Saved:
+    """Saves, and notes what torch itself says was in memory."""
+    tree = trainer.tree()
+    report = tc.save(checkpoint_path(run, trainer.step), tree, step=trainer.step)
+    found = from_all(digests(tree))
+    if any(other != found[0] for other in found):
+        raise RuntimeError(f"step {trainer.step}: the ranks do not hold the same state")
+    return Saved(trainer.step, sum(from_all(report.nbytes)), max(from_all(report.seconds)), found[0])
+
+
+def run_resume(task: Resume) -> Resumed:
+    """Loads the last checkpoint into this layout, compares, and trains on."""
+    trainer = Trainer(task, ModelConfig(), read_text())
+    load = load_anew if dist.is_initialized() else load_in_place
+    report = load(trainer, task)
+    found = {task.step: digests(trainer.tree())}
+    for step in task.earlier:
+        found[step] = digests(tc.load(checkpoint_path(task.run, step)))
+    while trainer.step < task.stop:
+        trainer.advance()
+    everywhere = from_all(found)
+    by_step: dict[int, tuple[Digests, ...]] = {step: tuple(rank[step] for rank in everywhere) for step in found}
+    losses = tuple(trainer.losses[task.step :].tolist())
+    return Resumed(sum(from_all(report.read_nbytes)), max(from_all(report.seconds)), by_step, losses)
+
+
+def load_anew(trainer: Trainer, task: Resume) -> tc.LoadReport:
+    """`tc.load`: a new tree, laid out like this one."""
+    reports: list[tc.LoadReport] = []
+    path = checkpoint_path(task.run, task.step)
+    trainer.adopt(tc.load(path, like=trainer.tree(), on_report=reports.append))
+    return reports[0]
+
+
+def load_in_place(trainer: Trainer, task: Resume) -> tc.LoadReport:
+    """`tc.load_into`: fills the tensors that are there."""
+    tree = trainer.tree()
+    report = tc.load_into(checkpoint_path(task.run, task.step), tree)
+    trainer.adopt(tree)
+    return report
+
+
+# ranks ------------------------------------------------------------------------------------------------------------
+
+
+def is_first() -> bool:
+    """Whether this is rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def from_all(value: T) -> list[T]:
+    """Every rank's value, in the order of ranks."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def run_task(task: Task) -> Outcome:
+    """Does a task, in a process group if its layout has several ranks."""
+    torch.set_num_threads(1)  # the ranks share the machine's cores
+    job: Callable[[], Outcome] = (lambda: run_train(task)) if isinstance(task, Train) else (lambda: run_resume(task))
+    if RANKS[task.layout] == 1:
+        return job()
+    dist.init_process_group("gloo", timeout=SILENCE)
+    try:
+        return job()
+    finally:
+        dist.destroy_process_group()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the task given as JSON; returns the exit code."""
+    task: Task = msgspec.json.decode(argv[0], type=Task)  # pyright: ignore[reportArgumentType]
+    rank = 0
+    try:
+        outcome = run_task(task)
+    except Exception:
+        lines = traceback.format_exc().splitlines()
+        sys.stdout.write("".join(f"@error {rank} {line}\n" for line in lines))
+        return 1
+    path = outcome_path(task)
+    path.write_bytes(msgspec.json.encode(outcome))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,203 @@
+"""Reading what a load wants: arrays that stay where they are read, and regions that are copied to where they belong.
+
+A whole array that one chunk holds *lands*: its run of the file is read once into page-aligned memory, and the array is a view of
+that. Everything else (regions, several chunks, other devices, other dtypes, targets that exist) is read through a few
+buffers and copied box by box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from .core.dtypes import dtype_of
+from .core.errors import CorruptError, FormatError
+from .core.plan import LoadPlan, Want, plan_load, plan_runs
+from .core.records import AliasRecord, Index, Leaf
+from .core.region import Region
+from .core.spec import ArraySpec
+from .io.engine import run_land, run_load
+from .io.record import Recorder
+from .io.shards import Shards
+from .io.store import Store
+from .leaves.base import HostArray, Target, TargetPiece, raw_dtype
+from .leaves.registry import library_of
+
+__all__ = ["Filling", "Slot", "Verify"]
+
+Verify = bool | Literal["stream"]
+
+
+class Slot:
+    """A place for a leaf: known at once, or once its bytes have been read."""
+
+    __slots__ = ("leaf",)
+
+    def __init__(self, leaf: Any = None) -> None:
+        self.leaf = leaf
+
+
+class _Landing(msgspec.Struct):
+    slot: Slot
+    spec: ArraySpec
+    path: str
+    rank: int
+    start: int
+    nbytes: int
+
+
+class _Casting:
+    """A target of another dtype than was saved."""
+
+    def __init__(self, inner: Any, spec: ArraySpec, saved: str) -> None:
+        self.inner, self.spec, self.saved = inner, spec, saved
+
+    def write(self, box: tuple[slice, ...], data: np.ndarray) -> None:
+        self.inner.write(box, library_of(self.spec).cast(data, self.saved, self.spec.dtype))
+
+
+class Filling:
+    """What one load wants read."""
+
+    def __init__(self, store: Store, index: Index, source_rank: int, recorder: Recorder) -> None:
+        self.store, self.index, self.source_rank, self.recorder = store, index, source_rank, recorder
+        self.nbytes = self.read_nbytes = 0
+        self._landings: list[_Landing] = []
+        self._wants: list[Want] = []
+        self._pieces: list[TargetPiece] = []
+        self._paths: list[str] = []
+        self._after: list[Callable[[], None]] = []
+
+    def check_files(self) -> None:
+        """Refuses files that are not as long as the index says, before memory is allocated by its word.
+
+        Raises:
+            CorruptError: naming the file.
+        """
+        sizes = self.store.sizes()
+        for file in self.index.file_list:
+            if sizes.get(file.name) != file.header + file.nbytes:
+                found = sizes.get(file.name)
+                raise CorruptError(
+                    f"{self.store.url}/{file.name}",
+                    expected=f"a shard of {file.header + file.nbytes} bytes",
+                    found="no such file" if found is None else f"{found} bytes",
+                    hint="The file was lost, changed or cut short; restore it from a copy",
+                )
+
+    def land(self, path: str, leaf: Leaf, spec: ArraySpec) -> Slot | None:
+        """Wants a whole array as a view of what is read; None if it does not lie in one chunk."""
+        record = leaf.record
+        if not math.prod(spec.shape) or (isinstance(record, AliasRecord) and record.view is not None):
+            return None
+        chunks = self.index.chunks_of(leaf, rank=self.source_rank)
+        if len(chunks) != 1:
+            return None
+        dtype = dtype_of(spec.dtype)
+        # what was read may begin at any block, so an element's alignment follows from its place in the stream
+        if chunks[0].start % (dtype.itemsize // dtype.parts):
+            return None
+        slot = Slot()
+        nbytes = math.prod(spec.shape) * dtype.itemsize
+        self._landings.append(_Landing(slot, spec, path, chunks[0].rank, chunks[0].start, nbytes))
+        self.nbytes += nbytes
+        return slot
+
+    def want(self, path: str, leaf: Leaf, target: Target) -> Slot:
+        """Wants a target's regions copied to it."""
+        spec = leaf.spec
+        assert spec is not None, "values are decoded, not read"
+        pieces = list(target.pieces)
+        if target.spec.dtype != spec.dtype:
+            pieces = [TargetPiece(p.region, _Casting(p.data, target.spec, spec.dtype)) for p in pieces]
+        itemsize = dtype_of(spec.dtype).itemsize
+        self.nbytes += sum(piece.region.size for piece in pieces) * itemsize
+        record = leaf.record
+        if isinstance(record, AliasRecord) and record.view is not None:
+            self._want_view(path, leaf, record, pieces)
+        else:
+            for piece in pieces:
+                self._want_piece(path, leaf, piece, itemsize)
+        return Slot(target.leaf)
+
+    def _want_piece(self, path: str, leaf: Leaf, piece: TargetPiece, itemsize: int) -> None:
+        if not piece.region.size:
+            return
+        chunks = self.index.chunks_of(leaf, piece.region, rank=self.source_rank)
+        covered = sum(_overlap(chunk.region, piece.region) for chunk in chunks)
+        if covered != piece.region.size:
+            raise FormatError(
+                path,
+                expected=f"chunks that hold each of {piece.region.size} elements once",
+                found=f"{covered} elements",
+                hint="The index does not describe the whole array; try treeckpt rebuild-index",
+            )
+        self._wants.append(Want(piece.region, itemsize, chunks))
+        self._pieces.append(piece)
+        self._paths.append(path)
+
+    def _want_view(self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece]) -> None:
+        """A view is cut out of its base, which is read whole."""
+        base, view, spec = self.index.entries[record.of], record.view, leaf.spec
+        assert base.spec is not None and view is not None and spec is not None, "checked when the index was read"
+        raw = raw_dtype(dtype_of(spec.dtype).itemsize)
+        memory = np.empty(base.spec.shape, raw)
+        self._want_piece(path, base, TargetPiece(Region.whole(base.spec.shape), HostArray(memory)), raw.itemsize)
+        strides = tuple(s * raw.itemsize for s in view.strides)
+
+        def cut() -> None:
+            window = np.ndarray(spec.shape, raw, memory, view.offset * raw.itemsize, strides)
+            for piece in pieces:
+                box = tuple(slice(0, n) for n in piece.region.shape)
+                piece.data.write(box, window[piece.region.slices()])
+
+        self._after.append(cut)
+
+    def run(self, verify: Verify, *, in_place: bool = False) -> None:
+        """Reads everything.
+
+        Args:
+            in_place: targets exist already: with `verify=True` all checksums are compared before the first byte is
+                written, which reads twice.
+        """
+        borders = {
+            rank: [file.stream for file in self.index.files_of(rank)][1:]
+            for rank in {file.rank for file in self.index.file_list if file.part}
+        }
+        shards = Shards(self.store, self.index, verify=verify is not False, recorder=self.recorder)
+        self._run_landings(shards, borders)
+        plan = plan_load(self._wants, borders=borders)
+        if verify is True and in_place:
+            self._copy(shards, plan, lambda want: None)
+            shards.verify = False
+        self.read_nbytes += self._copy(shards, plan, self._pieces.__getitem__)
+        for action in self._after:
+            action()
+
+    def _copy(self, shards: Shards, plan: LoadPlan, targets: Callable[[int], TargetPiece | None]) -> int:
+        def itemsize(want: int) -> int:
+            return self._wants[want].itemsize
+
+        return run_load(shards, plan, targets, itemsize=itemsize, paths=self._paths.__getitem__)
+
+    def _run_landings(self, shards: Shards, borders: dict[int, Sequence[int]]) -> None:
+        landings = self._landings
+        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in landings], borders=borders)
+        landed, nbytes = run_land(shards, runs, lambda i: landings[i].path)
+        self.read_nbytes += nbytes
+        for run, place in zip(runs, landed, strict=True):
+            for member in run.members:
+                landing = landings[member]
+                wrap = library_of(landing.spec).wrap
+                landing.slot.leaf = wrap(landing.spec, place.memory, landing.start - place.start)
+
+
+def _overlap(a: Region, b: Region) -> int:
+    return math.prod(
+        max(0, min(o1 + n1, o2 + n2) - max(o1, o2))
+        for o1, n1, o2, n2 in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
+    )

@@ -1,0 +1,161 @@
+"""Shards as a reader sees them: opened once, known to be the files that the index means, read by verified spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from ..core.errors import CorruptError
+from ..core.records import File, Index
+from ..core.shard import ShardHeader, block_count, decode_header, hash_block, header_nbytes
+from .record import Recorder
+from .store import PAGE, Store, aligned_buffer
+
+__all__ = ["Opened", "Shards", "Span", "open_shard", "read_header", "read_span", "span_of", "verify_shard"]
+
+STEP = 8 << 20
+"""Bytes that are verified at a time."""
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """A shard whose header was read and found to be the one that the index means."""
+
+    file: File
+    hashes: tuple[int, ...]
+    block: int
+
+
+def read_header(store: Store, name: str, *, entries: bool = True) -> tuple[int, ShardHeader]:
+    """(bytes of the header, what it says), without its entries if those are not wanted.
+
+    Raises:
+        CorruptError, FormatError: naming the file.
+    """
+    label = f"{store.url}/{name}"
+    prefix = bytearray(8)
+    store.read_into(name, 0, memoryview(prefix))
+    size = header_nbytes(prefix, label)
+    if size > (actual := store.sizes().get(name, 0)):
+        raise CorruptError(label, expected=f"a header of {size} bytes", found=f"a file of {actual}")
+    data = bytearray(size)
+    store.read_into(name, 0, memoryview(data))
+    return size, decode_header(data, label, entries=entries)
+
+
+def open_shard(store: Store, index: Index, file: File, size: int | None) -> Opened:
+    """Reads a shard's header and checks that it is the file that the index means.
+
+    Args:
+        size: the file's, in bytes; None where it is missing.
+
+    Raises:
+        CorruptError: missing, cut short, grown, or of another save or rank.
+    """
+    label = f"{store.url}/{file.name}"
+    expected = file.header + file.nbytes
+    if size is None:
+        raise CorruptError(label, expected="a shard", found="no such file", hint="Restore it from a copy")
+    if size != expected:
+        raise CorruptError(
+            label,
+            expected=f"{expected} bytes",
+            found=f"{size}",
+            hint="The file was changed or cut short after it was written; restore it from a copy",
+        )
+    length, header = read_header(store, file.name, entries=False)
+    blocks = block_count(file.nbytes, header.block)
+    found = (header.save_id, header.rank, header.part, header.stream, length, len(header.hashes))
+    wanted = (index.save_id, file.rank, file.part, file.stream, file.header, blocks)
+    if found != wanted:
+        raise CorruptError(
+            label,
+            expected="save {}, rank {}, part {}, at {}, header {}, {} checksums".format(*wanted),
+            found="save {}, rank {}, part {}, at {}, header {}, {} checksums".format(*found),
+            hint="The file belongs to another save; restore the right one from a copy",
+        )
+    return Opened(file, header.hashes, header.block)
+
+
+def _check_blocks(opened: Opened, start: int, data: memoryview, label: str) -> None:
+    """Compares checksums of data that starts at a border of a block."""
+    for at in range(0, len(data), opened.block):
+        number = (start + at) // opened.block
+        if hash_block(data[at : at + opened.block]) != opened.hashes[number]:
+            first = number * opened.block + opened.file.header
+            raise CorruptError(
+                label,
+                expected="bytes that match their checksum",
+                found=f"changed bytes in {first}:{first + len(data[at : at + opened.block])} of the file",
+                hint="Restore the file from a copy, or load without this leaf",
+            )
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Bytes of a shard's data area, rounded out to what is read to have them verified."""
+
+    opened: Opened
+    low: int
+    high: int
+
+
+def span_of(opened: Opened, start: int, stop: int, verify: bool) -> Span:
+    step = opened.block if verify else PAGE
+    return Span(opened, start // step * step, min(-(-stop // step) * step, opened.file.nbytes))
+
+
+def read_span(store: Store, span: Span, out: memoryview, verify: bool, label: str) -> None:
+    """Reads a span, verified if asked."""
+    file = span.opened.file
+    store.read_into(file.name, file.header + span.low, out)
+    if verify:
+        _check_blocks(span.opened, span.low, out, label)
+
+
+class Shards:
+    """The shards of one checkpoint, opened (header read and checked) when first needed."""
+
+    def __init__(self, store: Store, index: Index, *, verify: bool, recorder: Recorder | None = None) -> None:
+        self.store, self.index, self.verify, self.recorder = store, index, verify, recorder
+        self._opened: dict[str, Opened] = {}
+        self._sizes: dict[str, int] | None = None
+
+    def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[Opened, int]:
+        """The shard with bytes `start:stop` of a rank's stream, and where they start in its data area."""
+        file, position = self.index.locate(rank, start, stop, path)
+        if file.name not in self._opened:
+            if self._sizes is None:
+                self._sizes = self.store.sizes()
+            self._opened[file.name] = open_shard(self.store, self.index, file, self._sizes.get(file.name))
+        return self._opened[file.name], position - file.header
+
+    def label(self, opened: Opened, path: str) -> str:
+        """How errors call a leaf in a file."""
+        return f"{path}: {self.store.url}/{opened.file.name}"
+
+    def timed(self, job: Callable[[], int]) -> Callable[[], int]:
+        """The job, leaving a span."""
+
+        def work() -> int:
+            if self.recorder is None:
+                return job()
+            begin = self.recorder.now()
+            nbytes = job()
+            self.recorder.add("read", begin, self.recorder.now(), nbytes)
+            return nbytes
+
+        return work
+
+
+def verify_shard(store: Store, opened: Opened) -> int:
+    """Compares every checksum of a shard; returns the bytes that were read.
+
+    Raises:
+        CorruptError: naming the file and the bytes.
+    """
+    step = STEP // opened.block * opened.block or opened.block
+    buffer = aligned_buffer(step)
+    for start in range(0, opened.file.nbytes, step):
+        span = Span(opened, start, min(start + step, opened.file.nbytes))
+        read_span(store, span, buffer[: span.high - span.low], True, f"{store.url}/{opened.file.name}")
+    return opened.file.nbytes
