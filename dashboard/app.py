@@ -9,12 +9,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
-from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
+
 from treeckpt.core.errors import TreeckptError
 
 from .library import Library, Missing
-from .render import render, templates
+from .render import render, route_path, templates
 from .routes import api, pages
 from .security import LOOPBACK_HOSTS, Guard
 
@@ -36,25 +36,24 @@ def create_app(
         root_path: the path under which a proxy serves it.
         allowed_hosts: Host headers that are answered, with or without a port, compared exactly.
     """
-    app = FastAPI(title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json")
+    root = "/" + root_path.strip("/") if root_path.strip("/") else ""
+    app = FastAPI(title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json", root_path=root)
     app.state.library = Library(runs)
     app.state.templates = templates()
     app.include_router(api)
     app.include_router(pages)
-    app.mount("/static", StaticFiles(packages=["treeckpt_dashboard"]), name="static")
+    app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
     app.add_exception_handler(Missing, _missing)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(TreeckptError, _unreadable)
     app.add_exception_handler(OSError, _unreadable)
-    root = "/" + root_path.strip("/") if root_path.strip("/") else ""
-    app.root_path = root
     app.add_middleware(Guard, hosts=allowed_hosts, token=token, cookie_path=root or "/")
     return app
 
 
 def _answer(request: Request, status: int, text: str) -> Response:
-    if get_route_path(request.scope).startswith("/api/"):
+    if route_path(request).startswith("/api/"):
         return JSONResponse({"error": text}, status)
     return render(request, "error.html", {"status": status, "text": text}, status)
 

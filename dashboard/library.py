@@ -1,7 +1,7 @@
 """Which runs and checkpoints may be asked for, and their decoded indexes while they are being browsed.
 
-Clients know runs and checkpoints by ids made here from what a scan found; no path, and no part of one, ever comes from a
-request. What is decoded is kept for as long as the file stays the same, a few at a time.
+Clients know runs and checkpoints by ids made here from what a scan found; no path, and no part of one, ever comes from
+a request. What is decoded is kept for as long as the file stays the same, a few at a time.
 """
 
 from __future__ import annotations

@@ -314,7 +314,9 @@ class PhaseRow:
     slowest: int
     nbytes: int
     rate: float | None
-    """Bytes a second of the slowest rank."""
+    """Bytes a second over the longest time."""
+    waiting: bool
+    """Whether ranks mostly wait for others in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from treeckpt.core.errors import TreeckptError
 from treeckpt.core.events import Span, Timings
 from treeckpt.core.extents import Extent, extents_in
 from treeckpt.core.outline import Outline
-from treeckpt.core.profile import Phase, Profile, RankTime, lanes_of, profile_of
+from treeckpt.core.profile import WAITING, Phase, Profile, RankTime, lanes_of, profile_of
 from treeckpt.core.records import File, Index
 from treeckpt.core.wording import region_text, visible
 
@@ -165,7 +165,8 @@ def _timing_page(row: CheckpointRow, timings: Timings, profile: Profile, start: 
 def _phase_row(phase: Phase) -> PhaseRow:
     seconds = phase.longest_ns / 1e9
     rate = phase.nbytes / phase.ranks / seconds if phase.nbytes and seconds > 0 else None
-    return PhaseRow(phase.name, phase.ranks, phase.median_ns / 1e9, seconds, phase.slowest, phase.nbytes, rate)
+    median, waiting = phase.median_ns / 1e9, phase.name in WAITING
+    return PhaseRow(phase.name, phase.ranks, median, seconds, phase.slowest, phase.nbytes, rate, waiting)
 
 
 def _rank_row(rank: RankTime, median: int) -> RankRow:

@@ -116,7 +116,7 @@ class Guard:
         return HTMLResponse(_LOGIN, 401, {"WWW-Authenticate": "Bearer", "Cache-Control": "no-store"})
 
     def _welcome(self, scope: Scope, query: list[tuple[str, str]]) -> Response:
-        """Sets the cookie and goes on by a page of our own: after a redirect from elsewhere, no Strict cookie is sent."""
+        """Sets the cookie and goes on by a page of our own: after a redirect, a Strict cookie may not be sent."""
         last = quote(scope["path"].rpartition("/")[2])
         target = html.escape(f"./{last}?{urlencode(query)}" if query else f"./{last}", quote=True)
         page = f'<!doctype html><meta http-equiv="refresh" content="0;url={target}"><a href="{target}">Go on</a>'

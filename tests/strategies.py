@@ -223,9 +223,7 @@ def _numpy_scalars() -> SearchStrategy[np.generic]:
         st.booleans().map(np.bool_),
         st.text(max_size=5).map(np.str_),
         st.binary(max_size=5).map(np.bytes_),
-        st.sampled_from(
-            [np.datetime64("NaT"), np.datetime64("2026-01-01"), np.timedelta64(5), np.timedelta64(25, "s")]
-        ),
+        st.sampled_from([np.datetime64("NaT"), np.datetime64("2026-01-01"), np.timedelta64(25, "s")]),
     )
 
 

@@ -164,7 +164,7 @@ class Filling:
             in_place: targets exist already: with `verify=True` all checksums are compared before the first byte is
                 written, which reads twice.
         """
-        borders = {
+        borders: dict[int, Sequence[int]] = {
             rank: [file.stream for file in self.index.files_of(rank)][1:]
             for rank in {file.rank for file in self.index.file_list if file.part}
         }

@@ -216,7 +216,7 @@ def test_reads_are_sorted_short_close_packed_and_within_one_file(case, limit, ga
     assert bool(plan.blocks) == any(w.region.size for w in wants)
 
 
-@given(st.data(), st.sampled_from([1, 4]), st.sampled_from([1, 8, 40]), st.sampled_from([0, 2, 10]))
+@given(st.data(), st.sampled_from([1, 4]), st.integers(1, 200), st.integers(0, 20))
 def test_tiles_make_up_their_box_and_are_short_and_dense(data, itemsize, limit, gap):
     shape = data.draw(shapes(min_size=1, max_size=6))
     outer = Region.whole(shape)
@@ -231,6 +231,12 @@ def test_tiles_make_up_their_box_and_are_short_and_dense(data, itemsize, limit, 
     expected = np.zeros(shape, int)
     expected[box.slices()] = 1
     assert (marks == expected).all()
+
+
+def test_the_gap_between_the_last_run_of_a_plane_and_the_next_plane_counts_whole():
+    box, outer = Region((0, 0, 0), (2, 3, 3)), Region.whole((5, 5, 5))
+    assert len(list(tiles(box, outer, 1, limit=1000, gap=12))) == 1
+    assert len(list(tiles(box, outer, 1, limit=1000, gap=11))) == 2
 
 
 def test_a_column_of_a_long_matrix_is_read_in_few_large_blocks():

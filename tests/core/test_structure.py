@@ -147,7 +147,8 @@ def test_each_rank_keeps_its_own_subtree_under_per_rank():
         merged = merge(merged, structure_of(trees_of[rank], rank))
     found = [(path, None if r is None else decode_runs(r).tolist()) for path, r in paths_of(merged)]
     assert found == [
-        ("rng/~rank*/0", [0, 1]), ("rng/~rank*/0", [2, 3]), ("rng/~rank*/1", [2, 3]), ("w", None),
+        ("rng/~rank*/0", [0]), ("rng/~rank*/0", [1]), ("rng/~rank*/0", [2]), ("rng/~rank*/1", [2]),
+        ("rng/~rank*/0", [3]), ("rng/~rank*/1", [3]), ("w", None),
     ]  # fmt: skip
 
 
@@ -175,10 +176,10 @@ def test_a_key_true_is_not_the_key_one():
 
 def test_equal_trees_on_all_ranks_widen_every_per_rank_inner_ones_too():
     structure = structure_of({"a": PerRank({"x": 1, "y": [PerRank(2)]}), "b": [3]}, rank=1)
-    wide = widen_ranks(structure, 3)
+    wide = widen_ranks(structure, encode_runs(range(3)))
     assert paths_of(wide) == [
         ("a/~rank*/x", encode_runs(range(3))),
         ("a/~rank*/y/0/~rank*", encode_runs(range(3))),
         ("b/0", None),
     ]
-    assert widen_ranks(TupleNode((None,)), 3) == TupleNode((None,))
+    assert widen_ranks(TupleNode((None,)), encode_runs(range(3))) == TupleNode((None,))

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from .assign import ArrayLeaf, Boxes, Owners, Share, lone_writer, owners_of, writes_of
-from .region import Region, byte_runs, c_strides, coalesce, intersect
+from .region import ByteRuns, Region, byte_runs, c_strides, coalesce, intersect
 from .runs import decode_runs
 
 __all__ = [
@@ -124,24 +124,40 @@ def place(leaves: Sequence[ArrayLeaf], shares: Sequence[Share | Boxes], world: i
     Returns:
         (the chunks of each array, bytes that each rank writes: int64[world]).
     """
-    totals = np.zeros((_CLASSES, world), np.int64)
     pieces = [_lone_piece(leaf, share) or _pieces(leaf, share) for leaf, share in zip(leaves, shares, strict=True)]
+    # plain integers for the arrays that one rank writes whole: a vector of one costs ten times as much
+    lone = [[0] * world for _ in range(_CLASSES)]
+    totals = np.zeros((_CLASSES, world), np.int64)
     for piece in pieces:
         if isinstance(piece, _Lone):
-            totals[piece.order, piece.rank] += piece.nbytes
+            lone[piece.order][piece.rank] += piece.nbytes
         else:
             np.add.at(totals, (piece.orders, piece.ranks), piece.sizes)
+    totals += np.array(lone, np.int64)
+    # within a class of a rank, chunks follow the order of the leaves, lone or not: a mixture is counted in vectors
+    if any(isinstance(piece, _Many) for piece in pieces):
+        return _place_mixed(leaves, pieces, totals), totals.sum(0)
+    at = (np.cumsum(totals, axis=0) - totals).tolist()
+    placed: list[Placed] = []
+    for leaf, piece in zip(leaves, pieces, strict=True):
+        assert isinstance(piece, _Lone), "there are no others"
+        start = at[piece.order][piece.rank]
+        at[piece.order][piece.rank] = start + piece.nbytes
+        placed.append(Placed(Boxes(((piece.rank, Region.whole(leaf.shape)),)), np.array([start], np.int64)))
+    return placed, totals.sum(0)
+
+
+def _place_mixed(leaves: Sequence[ArrayLeaf], pieces: Sequence[_Lone | _Many], totals: np.ndarray) -> list[Placed]:
     at = np.cumsum(totals, axis=0) - totals
     placed: list[Placed] = []
     for leaf, piece in zip(leaves, pieces, strict=True):
         if isinstance(piece, _Lone):
-            start = at[piece.order, piece.rank]
+            start = int(at[piece.order, piece.rank])
             at[piece.order, piece.rank] += piece.nbytes
-            owners = Boxes(((piece.rank, Region.whole(leaf.shape)),))
-            placed.append(Placed(owners, np.array([start], np.int64)))
+            placed.append(Placed(Boxes(((piece.rank, Region.whole(leaf.shape)),)), np.array([start], np.int64)))
         else:
             placed.append(Placed(piece.owners, _hand_out(at, piece.ranks, piece.orders, piece.sizes)))
-    return placed, totals.sum(0)
+    return placed
 
 
 class _Lone(msgspec.Struct, frozen=True, gc=False):
@@ -323,14 +339,7 @@ def tiles(box: Region, outer: Region, itemsize: int, *, limit: int, gap: int) ->
     """Cuts a box of a chunk into boxes that each span at most `limit` bytes and leave out no more than `gap` at a time."""
     runs = byte_runs(box, outer, itemsize)
     first, last = runs.span
-    dense = runs.count == 1 or all(
-        step - inner <= gap
-        for step, inner in zip(
-            runs.steps,
-            [s * n for s, n in zip(runs.steps[1:], runs.counts[1:], strict=True)] + [runs.length],
-            strict=True,
-        )
-    )
+    dense = _widest_gap(runs) <= gap
     if dense and last - first <= limit:
         yield box
         return
@@ -346,6 +355,15 @@ def tiles(box: Region, outer: Region, itemsize: int, *, limit: int, gap: int) ->
         offset[dim] += low
         shape[dim] = min(rows, box.shape[dim] - low)
         yield from tiles(Region(tuple(offset), tuple(shape)), outer, itemsize, limit=limit, gap=gap)
+
+
+def _widest_gap(runs: ByteRuns) -> int:
+    """Bytes between one run and the next, at most."""
+    widest, reach = 0, runs.length
+    for n, step in zip(reversed(runs.counts), reversed(runs.steps), strict=True):
+        widest = max(widest, step - reach)
+        reach += (n - 1) * step
+    return widest
 
 
 def _blocks(rank: int, copies: list[Copy], limit: int, gap: int, borders: Sequence[int]) -> list[Block]:

@@ -139,7 +139,7 @@ def sealed(document: bytes) -> bytes:
     return document[:at] + digest + document[at + 16 :]
 
 
-def check_seal(document: bytes | memoryview, name: str) -> None:
+def check_seal(document: bytes | bytearray | memoryview, name: str) -> None:
     """Refuses a document whose seal is not its checksum.
 
     Raises:
@@ -222,7 +222,7 @@ def with_hashes(encoded: bytes, hashes: Sequence[int]) -> bytes:
     return sealed(unsealed)
 
 
-def header_nbytes(prefix: bytes | memoryview, name: str) -> int:
+def header_nbytes(prefix: bytes | bytearray | memoryview, name: str) -> int:
     """Bytes of the whole header, from the first 8 bytes of the file.
 
     Raises:
@@ -244,7 +244,7 @@ class _Front(msgspec.Struct):
     metadata: _Metadata = msgspec.field(name="__metadata__")
 
 
-def decode_header(data: bytes | memoryview, name: str, *, entries: bool = True) -> ShardHeader:
+def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: bool = True) -> ShardHeader:
     """What the header of the file called `name` says.
 
     Args:
@@ -287,7 +287,7 @@ def decode_header(data: bytes | memoryview, name: str, *, entries: bool = True) 
     return header
 
 
-def _decode_entries(data: bytes | memoryview, metadata: _Metadata) -> tuple[Entry, ...]:
+def _decode_entries(data: bytes | bytearray | memoryview, metadata: _Metadata) -> tuple[Entry, ...]:
     raw = msgspec.json.decode(bytes(data[8:]), type=dict[str, msgspec.Raw])
     del raw["__metadata__"]
     partial = msgspec.json.decode(metadata.partial, type=dict[str, tuple[int, ...]])

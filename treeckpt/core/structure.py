@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from .errors import FormatError, MismatchError, TreeError
-from .runs import Runs
+from .runs import Runs, check_runs
 from .spec import Typed, Value, decode_value, type_name
 
 __all__ = [
@@ -137,6 +137,8 @@ def key_text(key: object, path: str = "") -> str:
     kind = type(key)
     if kind is str:
         text: str = key  # pyright: ignore[reportAssignmentType]
+        if not text.isascii():
+            _check_unicode(text, path)
         if "~" in text or "/" in text:
             return text.replace("~", "~0").replace("/", "~1")
         return f"~s{text}" if not text or (text[0] in "-0123456789" and _NUMBER.fullmatch(text)) else text
@@ -146,7 +148,7 @@ def key_text(key: object, path: str = "") -> str:
         return "~b1" if key else "~b0"
     if key is None:
         return "~n"
-    if kind is float:
+    if kind is float and key == key:  # not nan, which may be in a dict twice
         return f"~f{key!r}"
     if kind is bytes:
         return f"~x{key.hex()}"  # pyright: ignore[reportAttributeAccessIssue]
@@ -159,6 +161,13 @@ def key_text(key: object, path: str = "") -> str:
         found=f"a key of {type_name(kind)}: {key!r:.60}",
         hint="Use a string instead",
     )
+
+
+def _check_unicode(text: str, path: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TreeError(path, expected="keys that are valid Unicode", found=f"{text!r:.60}") from error
 
 
 def rank_key(rank: int) -> str:
@@ -203,6 +212,7 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
             if len(node.ranks) != len(node.children):
                 raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
             for group, child in zip(node.ranks, node.children, strict=True):
+                check_runs(group, path=path, low=0)
                 walk(child, prefix + "~rank*", group, depth + 1)
             return
         keys = keys_of(node, path)
@@ -223,24 +233,13 @@ def merge(a: Structure, b: Structure, path: str = "") -> Structure:
     Raises:
         MismatchError: naming the first place where the two contradict each other.
     """
-    if a == b:
-        return a
+    if a is None and b is None:
+        return None
     if isinstance(a, PerRankNode) and isinstance(b, PerRankNode):
         return _merge_ranks(a, b)
     if isinstance(a, (DictNode, OrderedDictNode, DefaultDictNode)) and type(a) is type(b):
-        theirs: dict[Value, Structure] = dict(zip(b.keys, b.children, strict=True))
-        children = [
-            merge(child, theirs.pop(key), f"{path}/{key}".lstrip("/")) if key in theirs else child
-            for key, child in zip(a.keys, a.children, strict=True)
-        ]
-        return msgspec.structs.replace(a, keys=(*a.keys, *theirs), children=(*children, *theirs.values()))
-    same = (
-        a is not None
-        and type(a) is type(b)
-        and len(a.children) == len(b.children)
-        and all(getattr(a, f) == getattr(b, f) for f in a.__struct_fields__ if f != "children")
-    )
-    if a is None or b is None or not same:
+        return _merge_mappings(a, b, path)
+    if a is None or b is None or not _same_node(a, b):
         raise MismatchError(
             path,
             expected=f"the same kind of node on every rank: {_node_name(a)}",
@@ -248,10 +247,40 @@ def merge(a: Structure, b: Structure, path: str = "") -> Structure:
             hint="Ranks may hold different keys of a dict; wrap what differs otherwise in PerRank",
         )
     keys = keys_of(a, path)
-    merged = tuple(
-        merge(x, y, f"{path}/{key}".lstrip("/")) for key, x, y in zip(keys, a.children, b.children, strict=True)
-    )
+    merged = tuple(merge(x, y, _below(path, key)) for key, x, y in zip(keys, a.children, b.children, strict=True))
     return msgspec.structs.replace(a, children=merged)
+
+
+_Mapping = DictNode | OrderedDictNode | DefaultDictNode
+
+
+def _merge_mappings(a: _Mapping, b: _Mapping, path: str) -> Node:
+    if isinstance(a, DefaultDictNode) and isinstance(b, DefaultDictNode) and a.factory != b.factory:
+        raise MismatchError(path, expected=f"the same default_factory on every rank: {a.factory}", found=f"{b.factory}")
+    # by text: the keys 1 and True are equal, and not the same
+    mine = {key_text(key, path): key for key in keys_of(a, path)}
+    theirs = dict(zip((key_text(key, path) for key in keys_of(b, path)), b.children, strict=True))
+    children = [
+        merge(child, theirs[text], _below(path, key)) if text in theirs else child
+        for (text, key), child in zip(mine.items(), a.children, strict=True)
+    ]
+    more = [(k, c) for k, (text, c) in zip(b.keys, theirs.items(), strict=True) if text not in mine]
+    keys, added = [key for key, _ in more], [child for _, child in more]
+    return msgspec.structs.replace(a, keys=(*a.keys, *keys), children=(*children, *added))
+
+
+def _same_node(a: Node, b: Node) -> bool:
+    """Whether two nodes differ in nothing but what is below them."""
+    return type(a) is type(b) and len(a.children) == len(b.children) and _bare(a) == _bare(b)
+
+
+def _bare(node: Node) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(node, children=()))
+
+
+def _below(path: str, key: object) -> str:
+    text = key_text(key, path)
+    return f"{path}/{text}" if path else text
 
 
 def _merge_ranks(a: PerRankNode, b: PerRankNode) -> PerRankNode:
@@ -271,5 +300,5 @@ def widen_ranks(structure: Structure, ranks: Runs) -> Structure:
     if structure is None:
         return None
     if isinstance(structure, PerRankNode):
-        return PerRankNode((ranks,), structure.children)
+        return PerRankNode((ranks,), tuple(widen_ranks(child, ranks) for child in structure.children))
     return msgspec.structs.replace(structure, children=tuple(widen_ranks(child, ranks) for child in structure.children))

@@ -1,25 +1,23 @@
 """Taking nested containers apart into leaves with paths, and putting them together again, exactly.
 
-`flatten` walks a tree once and returns its structure, plain data that goes into the index, and its leaves in
-order. Containers are dict (any insertion order, keys of str, int, bool, float, None, bytes and tuples of these),
-OrderedDict, defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, and every class registered with
-optree. Whatever else is met is a leaf. `unflatten` is the inverse.
+`flatten` walks a tree once and returns its structure, plain data that goes into the index, and its leaves in order;
+what is a container, `core.containers` says. `unflatten` is the inverse. `replace_leaves` and `graft` put new leaves into
+a tree that is there, the first into new containers, the second into the ones that it has.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 import optree
 
+from .containers import FACTORIES, PerRank, is_common_leaf, made_of, registered, take
 from .errors import FormatError, MismatchError, TreeError
-from .runs import decode_runs, encode_runs, length_of
-from .spec import Resolver, Value, decode_value, encode_value, type_name
+from .runs import decode_runs, length_of
+from .spec import Resolver, decode_value
 from .structure import (
     MAX_DEPTH,
     CustomNode,
@@ -41,141 +39,6 @@ from .structure import (
 )
 
 __all__ = ["PerRank", "flatten", "graft", "own_child", "replace_leaves", "unflatten"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PerRank:
-    """Marks a subtree of which every rank has its own (RNG state, data loader position): nothing is shared or compared."""
-
-    value: Any
-
-
-_FACTORIES: dict[str, Callable[[], object]] = {
-    kind.__name__: kind
-    for kind in (
-        int,
-        float,
-        bool,
-        complex,
-        str,
-        bytes,
-        list,
-        tuple,
-        dict,
-        set,
-        frozenset,
-        collections.OrderedDict,
-    )
-}
-
-
-_SCALARS = frozenset((type(None), bool, int, float, str, bytes))
-_ARRAY_MODULES = frozenset(("torch", "torch.nn.parameter", "numpy"))
-
-
-@lru_cache(maxsize=1024)
-def _is_common_leaf(kind: type) -> bool:
-    """Whether a class is a leaf for sure, without asking the registries."""
-    return kind in _SCALARS or kind.__module__ in _ARRAY_MODULES
-
-
-class _Taken(msgspec.Struct):
-    """One container taken apart: how to make its node from the children's nodes, and the children with their keys."""
-
-    build: Callable[[tuple[Structure, ...]], Node]
-    keys: Sequence[object]
-    children: Sequence[object]
-
-
-def _take_dict(tree: Any, path: str) -> _Taken:
-    keys = list(tree)
-    encoded = tuple(_encode_key(key, path) for key in keys)
-    if type(tree) is dict:
-        return _Taken(lambda c: DictNode(encoded, c), keys, list(tree.values()))
-    if type(tree) is collections.OrderedDict:
-        return _Taken(lambda c: OrderedDictNode(encoded, c), keys, list(tree.values()))
-    factory = tree.default_factory
-    name = None if factory is None else getattr(factory, "__name__", "")
-    if factory is not None and _FACTORIES.get(name or "") is not factory:
-        raise TreeError(
-            path,
-            expected=f"a defaultdict whose default_factory is None or one of {', '.join(_FACTORIES)}",
-            found=f"{factory!r:.80}",
-            hint="A function cannot be stored; save dict(...) of it instead",
-        )
-    return _Taken(lambda c: DefaultDictNode(name, encoded, c), keys, list(tree.values()))
-
-
-def _encode_key(key: object, path: str) -> Value:
-    if type(key) is str:
-        try:
-            if not key.isascii():
-                key.encode()
-        except UnicodeEncodeError as error:
-            raise TreeError(path, expected="keys that are valid Unicode", found=f"{key!r}") from error
-        return key
-    key_text(key, path)  # refuses the kinds that have no text
-    return encode_value(key, path)
-
-
-def _take_fields(tree: Any, path: str, fields: Sequence[str], node: type[Any]) -> _Taken:
-    name = type_name(type(tree))
-    names = tuple(fields)
-    if node is DataclassNode:
-        missing = [f for f in names if not hasattr(tree, f)]
-        if missing:
-            raise TreeError(path, expected=f"{name} with all its fields", found=f"no value for {missing[0]!r}")
-        children = [getattr(tree, field) for field in names]
-    else:
-        children = list(tree)
-    return _Taken(lambda c: node(name, names, c), names, children)
-
-
-def _registered(kind: type, namespace: str) -> Any:
-    """The entry of a class in optree's registry, None for one that is not there by itself (as each namedtuple is)."""
-    entry: Any = optree.register_pytree_node.get(kind, namespace=namespace)  # pyright: ignore[reportFunctionMemberAccess]
-    return entry if entry is not None and entry.type is kind else None
-
-
-def _take_custom(tree: Any, path: str, namespace: str) -> _Taken | None:
-    entry = _registered(type(tree), namespace)
-    if entry is None:
-        return None
-    flat = entry.flatten_func(tree)
-    children, auxiliary = list(flat[0]), flat[1]
-    keys = list(flat[2]) if len(flat) > 2 and flat[2] is not None else list(range(len(children)))
-    name, aux = type_name(type(tree)), encode_value(auxiliary, path)
-    encoded = tuple(_encode_key(key, path) for key in keys)
-    return _Taken(lambda c: CustomNode(name, aux, encoded, c), keys, children)
-
-
-def _take(tree: Any, path: str, namespace: str, rank: int) -> _Taken | None:
-    """Takes one container apart; None for a leaf."""
-    kind = type(tree)
-    if kind in (dict, collections.OrderedDict, collections.defaultdict):
-        return _take_dict(tree, path)
-    if kind is list:
-        return _Taken(ListNode, range(len(tree)), tree)
-    if kind is tuple:
-        return _Taken(TupleNode, range(len(tree)), tree)
-    if kind is collections.deque:
-        maxlen = tree.maxlen
-        return _Taken(lambda c: DequeNode(maxlen, c), range(len(tree)), list(tree))
-    if kind is PerRank:
-        ranks = (encode_runs([rank]),)
-        return _Taken(lambda c: PerRankNode(ranks, c), (rank,), (tree.value,))
-    if _is_common_leaf(kind):
-        return None  # the common leaves, decided without asking the registries
-    if (custom := _take_custom(tree, path, namespace)) is not None:
-        return custom
-    if isinstance(tree, tuple):
-        if optree.is_namedtuple(tree):
-            return _take_fields(tree, path, kind._fields, NamedTupleNode)
-        if optree.is_structseq(tree):
-            return _take_fields(tree, path, optree.structseq_fields(tree), StructSequenceNode)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and "__treeckpt_leaf__" not in kind.__dict__:
-        return _take_fields(tree, path, [f.name for f in dataclasses.fields(tree)], DataclassNode)
-    return None
 
 
 def flatten(tree: object, *, rank: int = 0, namespace: str = "") -> tuple[Structure, list[tuple[str, object]]]:
@@ -202,7 +65,7 @@ def _walk(
             found="a deeper one",
             hint="Look for a container that holds itself",
         )
-    taken = None if _is_common_leaf(type(tree)) else _take(tree, path, namespace, rank)
+    taken = None if is_common_leaf(type(tree)) else take(tree, path, namespace, rank)
     if taken is None:
         leaves.append((path, tree))
         return None
@@ -275,22 +138,29 @@ def _assemble(
     if isinstance(node, DequeNode):
         return collections.deque(children, node.maxlen)
     if isinstance(node, DefaultDictNode):
-        if node.factory is not None and node.factory not in _FACTORIES:
+        if node.factory is not None and node.factory not in FACTORIES:
             raise FormatError(path, expected="a known default_factory", found=f"{node.factory!r:.60}")
-        factory: Any = _FACTORIES[node.factory] if node.factory is not None else None
+        factory: Any = FACTORIES[node.factory] if node.factory is not None else None
         return collections.defaultdict(factory, zip(keys, children, strict=True))
     assert not isinstance(node, PerRankNode), "handled by unflatten"
     kind = _class_of(node, path, resolve)
     if isinstance(node, CustomNode):
-        entry = _registered(kind, namespace)
-        if entry is None:
-            raise _no_class(path, node.cls, "a class not registered with optree")
-        return entry.unflatten_func(decode_value(node.auxiliary, path), tuple(children))
+        return _assemble_custom(node, kind, children, path, namespace)
     if isinstance(node, NamedTupleNode):
         return kind._make(children)
     if isinstance(node, StructSequenceNode):
         return kind(children)
-    return _made(kind, node.fields, children)
+    return made_of(kind, node.fields, children)
+
+
+def _assemble_custom(node: CustomNode, kind: type, children: list[Any], path: str, namespace: str) -> object:
+    entry = registered(kind, namespace)
+    if entry is None:
+        raise _no_class(path, node.cls, "a class not registered with optree")
+    try:
+        return entry.unflatten_func(decode_value(node.auxiliary, path), tuple(children))
+    except Exception as error:  # the user's own function
+        raise _no_class(path, f"{node.cls} of {len(children)} children", f"{error!r:.200}") from error
 
 
 def _class_of(
@@ -327,7 +197,7 @@ def replace_leaves(tree: object, leaves: Iterator[object], *, namespace: str = "
     """A tree with the same containers, of the same classes, and new leaves in the order of `flatten`."""
 
     def build(node: Any) -> Any:
-        taken = _take(node, "", namespace, 0)
+        taken = take(node, "", namespace, 0)
         if taken is None:
             return next(leaves)
         children = [build(child) for child in taken.children]
@@ -348,20 +218,12 @@ def _rebuilt(node: Any, keys: Sequence[object], children: list[Any], namespace: 
         return collections.deque(children, node.maxlen)
     if kind is PerRank:
         return PerRank(children[0])
-    entry = _registered(kind, namespace)
+    entry = registered(kind, namespace)
     if entry is not None:
         return entry.unflatten_func(entry.flatten_func(node)[1], tuple(children))
     if isinstance(node, tuple):
         return kind._make(children) if optree.is_namedtuple(node) else kind(children)
-    return _made(kind, [str(key) for key in keys], children)
-
-
-def _made(kind: type, fields: Sequence[str], children: Sequence[object]) -> object:
-    """An instance as copy and pickle make one: no __init__, no __post_init__."""
-    made = object.__new__(kind)
-    for field, child in zip(fields, children, strict=True):
-        object.__setattr__(made, field, child)
-    return made
+    return made_of(kind, [str(key) for key in keys], children)
 
 
 def graft(tree: object, new: object, *, namespace: str = "", path: str = "") -> list[tuple[str, object]]:
@@ -370,7 +232,7 @@ def graft(tree: object, new: object, *, namespace: str = "", path: str = "") -> 
     `new` has the structure of `tree`, as `replace_leaves` makes it. Returns what could not be put in place because
     its container cannot be changed: (path, new leaf).
     """
-    taken, other = _take(tree, path, namespace, 0), _take(new, path, namespace, 0)
+    taken, other = take(tree, path, namespace, 0), take(new, path, namespace, 0)
     if taken is None or other is None:
         return []
     stuck: list[tuple[str, object]] = []
@@ -379,7 +241,7 @@ def graft(tree: object, new: object, *, namespace: str = "", path: str = "") -> 
         below = f"{path}/{text}" if path else text
         if old_child is new_child:
             continue
-        if _take(old_child, below, namespace, 0) is not None:
+        if take(old_child, below, namespace, 0) is not None:
             stuck += graft(old_child, new_child, namespace=namespace, path=below)
         elif not _put(tree, key, new_child):
             stuck.append((below, new_child))

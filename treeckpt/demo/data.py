@@ -1,8 +1,8 @@
 """Which bytes does the model read at a given step?
 
 The text is the standard library's own sources, which every machine that runs this has. A batch is a pure function of
-(text, seed, step, row): the start of each row is drawn by a hash of those numbers, so that no generator has to be saved
-and every rank can make exactly its own rows. Tokens are bytes; there is no vocabulary to learn or to store.
+(text, seed, step, row): the start of each row is drawn by a hash of those numbers, so that no generator has to be
+saved and every rank can make exactly its own rows. Tokens are bytes; there is no vocabulary to learn or to store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How is the one model laid out over the ranks?
 
-Three ways, by the recipe that PyTorch documents for each: FSDP2 on a 2x2 mesh (every parameter is cut by rows in two, and
-each half has two replicas), tensor and sequence parallelism over two ranks (cut by rows or by columns, some not at all),
-and one plain process. The checkpoint code is the same for all three and sees none of this module.
+Three ways, by the recipe that PyTorch documents for each: FSDP2 on a 2x2 mesh (every parameter is cut by rows in two,
+and each half has two replicas), tensor and sequence parallelism over two ranks (cut by rows or by columns, some not
+at all), and one plain process. The checkpoint code is the same for all three and sees none of this module.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def place(model: GPT, layout: Layout) -> Placed:
         case "hsdp":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             for layer in model.layers:
-                fully_shard(layer, mesh=mesh)
+                fully_shard(layer, mesh=mesh, reshard_after_forward=False)  # small: keep for the backward pass
             fully_shard(model, mesh=mesh)
             return Placed(model, part=mesh.get_rank(), parts=mesh.size())
 

@@ -1,7 +1,8 @@
 """A small GPT in plain torch: bytes in, the logits of the next byte out.
 
-Pre-norm blocks of causal attention (rotary positions) and a GELU feed-forward. It knows nothing of parallelism: the number
-of heads is read off the projected tensor, so that a tensor-parallel rank, which holds some of the heads, runs the same code.
+Pre-norm blocks of causal attention (rotary positions) and a GELU feed-forward. It knows nothing of parallelism: the
+number of heads is read off the projected tensor, so that a tensor-parallel rank, which holds some of the heads, runs
+the same code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How do a model and its optimizer become a tree, and a tree a model and its optimizer again?
 
-The tree is keyed by parameter name, so that it means the same under every layout. Digests gather each distributed tensor
-with torch's own `full_tensor` and hash it: an oracle that shares no code with the checkpoint.
+The tree is keyed by parameter name, so that it means the same under every layout. Digests gather each distributed
+tensor with torch's own `full_tensor` and hash it: an oracle that shares no code with the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def materialise(optimizer: torch.optim.AdamW) -> None:
 
 def optimizer_tree(model: nn.Module, optimizer: torch.optim.AdamW) -> Tree:
     """The optimizer's state by parameter name, and its groups with names in the place of parameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         "state": {names[parameter]: dict(state) for parameter, state in optimizer.state.items()},
         "groups": [group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups],
@@ -75,5 +75,5 @@ def _digest(leaf: object) -> str:
         return hashlib.sha256(repr(leaf).encode()).hexdigest()
     whole = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).detach().contiguous()
     content = hashlib.sha256(f"{whole.dtype} {tuple(whole.shape)} ".encode())
-    content.update(whole.reshape(-1).view(torch.uint8).numpy())
+    content.update(whole.reshape(-1).view(torch.uint8).numpy().data)
     return content.hexdigest()

@@ -1,7 +1,7 @@
 """What is each process of the demo told to do, and what does it answer?
 
-A task goes to the workers as JSON on their command line; rank 0 leaves the outcome as JSON in the run's `.demo` folder.
-Nothing here imports torch.
+A task goes to the workers as JSON on their command line; rank 0 leaves the outcome as JSON in the run's `.demo`
+folder. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ Layout = Literal["hsdp", "tp", "plain"]
 
 RANKS: dict[Layout, int] = {"hsdp": 4, "tp": 2, "plain": 1}
 
-LAYOUTS: dict[Layout, str] = {
-    "hsdp": "FSDP2, mesh (replicate 2, shard 2)",
-    "tp": "tensor parallel, mesh (tp 2)",
-    "plain": "plain tensors, no process group",
-}
+LAYOUTS: dict[Layout, str] = {"hsdp": "FSDP2, 2x2 mesh", "tp": "tensor parallel", "plain": "plain"}
 """What a reader is told about each."""
 
 
@@ -98,7 +94,7 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
     """Answer to `Resume`."""
 
     nbytes: int
-    """Bytes that the ranks read, together."""
+    """Bytes of tensors that the ranks loaded, together."""
     seconds: float
     """Of the slowest rank."""
     digests: dict[int, tuple[Digests, ...]]

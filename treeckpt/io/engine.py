@@ -23,7 +23,7 @@ from ..core.region import Region, c_strides
 from ..core.shard import BLOCK, Entry, ShardHeader, block_count, encode_header, hash_block, with_hashes
 from ..leaves.base import HostArray, Piece, Readable, TargetPiece, raw_dtype
 from .record import Recorder
-from .shards import Shards, Span, read_span, span_of
+from .shards import Shards, Stretch, read_stretch, stretch_of
 from .store import PAGE, Store, Writer, aligned_buffer
 
 __all__ = ["Landed", "SaveFile", "entries_of", "run_land", "run_load", "run_save"]
@@ -238,15 +238,15 @@ def run_load(
     def job(block: Block) -> Callable[[], int]:
         path = paths(block.copies[0].want)
         opened, start = shards.locate(block.rank, block.start, block.stop, path)
-        span = span_of(opened, start, start + block.stop - block.start, shards.verify)
+        stretch = stretch_of(opened, start, start + block.stop - block.start, verify=shards.verify)
 
         def work() -> int:
             buffer = buffers.get()
             try:
-                size = span.high - span.low
+                size = stretch.high - stretch.low
                 out = buffer[:size] if size <= len(buffer) else aligned_buffer(size)
-                read_span(shards.store, span, out, shards.verify, shards.label(opened, path))
-                data = np.frombuffer(out, np.uint8)[start - span.low :]
+                read_stretch(shards.store, stretch, out, verify=shards.verify)
+                data = np.frombuffer(out, np.uint8)[start - stretch.low :]
                 for copy in block.copies:
                     if (piece := targets(copy.want)) is not None:
                         _place(data, block, copy, piece, itemsize(copy.want))
@@ -277,19 +277,19 @@ def run_land(shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]) -
     for run in runs:
         path = paths(run.members[0])
         opened, start = shards.locate(run.rank, run.start, run.stop, path)
-        span = span_of(opened, start, start + run.stop - run.start, shards.verify)
-        memory = aligned_buffer(span.high - span.low, huge=True)
-        landed.append(Landed(run.start, memory[start - span.low :]))
+        whole = stretch_of(opened, start, start + run.stop - run.start, verify=shards.verify)
+        memory = aligned_buffer(whole.high - whole.low, huge=True)
+        landed.append(Landed(run.start, memory[start - whole.low :]))
         step = max(BUFFER // opened.block, 1) * opened.block
-        for at in range(0, span.high - span.low, step):
-            piece = Span(opened, span.low + at, min(span.low + at + step, span.high))
-            jobs.append(shards.timed(_landing(shards, piece, memory[at : at + piece.high - piece.low], path)))
+        for low in range(whole.low, whole.high, step):
+            part = Stretch(opened, low, min(low + step, whole.high))
+            jobs.append(shards.timed(_landing(shards, part, memory[low - whole.low : part.high - whole.low])))
     return landed, sum(_in_parallel(jobs, READERS))
 
 
-def _landing(shards: Shards, span: Span, out: memoryview, path: str) -> Callable[[], int]:
+def _landing(shards: Shards, stretch: Stretch, out: memoryview) -> Callable[[], int]:
     def work() -> int:
-        read_span(shards.store, span, out, shards.verify, shards.label(span.opened, path))
+        read_stretch(shards.store, stretch, out, verify=shards.verify)
         return len(out)
 
     return work

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from ..core.events import Span
 
 __all__ = ["Recorder"]
@@ -30,7 +32,7 @@ class Recorder:
         self._rank, self._monotonic = rank, monotonic
         self.created_ns = wall()
         self._origin = self.created_ns - monotonic()
-        self._spans: list[Span | None] = []
+        self._spans: list[Span] = []
         self._open: list[int] = []
         self._lock = threading.Lock()
 
@@ -45,7 +47,7 @@ class Recorder:
         with self._lock:
             parent = self._open[-1] if self._open else -1
             number = len(self._spans)
-            self._spans.append(None)
+            self._spans.append(Span(name, self._rank, start, start, nbytes, parent))
             self._open.append(number)
         try:
             yield
@@ -63,10 +65,13 @@ class Recorder:
 
     @property
     def spans(self) -> list[Span]:
-        """What is complete; a span still open is given as if it ended now."""
+        """Every span so far; one that is still open is given as if it ended now."""
         now = self.now()
         with self._lock:
-            return [span or Span("open", self._rank, now, now) for span in self._spans]
+            return [
+                msgspec.structs.replace(span, stop_ns=now) if number in self._open else span
+                for number, span in enumerate(self._spans)
+            ]
 
     @property
     def seconds(self) -> float:

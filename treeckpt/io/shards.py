@@ -7,12 +7,13 @@ from collections.abc import Callable
 import msgspec
 
 from ..core.errors import CorruptError
+from ..core.extents import extents_in
 from ..core.records import File, Index
 from ..core.shard import ShardHeader, block_count, decode_header, hash_block, header_nbytes
 from .record import Recorder
 from .store import PAGE, Store, aligned_buffer
 
-__all__ = ["Opened", "Shards", "Span", "open_shard", "read_header", "read_span", "span_of", "verify_shard"]
+__all__ = ["Opened", "Shards", "Stretch", "open_shard", "read_header", "read_stretch", "stretch_of", "verify_shard"]
 
 STEP = 8 << 20
 """Bytes that are verified at a time."""
@@ -24,6 +25,7 @@ class Opened(msgspec.Struct, frozen=True):
     file: File
     hashes: tuple[int, ...]
     block: int
+    index: Index
 
 
 def read_header(store: Store, name: str, *, entries: bool = True) -> tuple[int, ShardHeader]:
@@ -74,24 +76,34 @@ def open_shard(store: Store, index: Index, file: File, size: int | None) -> Open
             found="save {}, rank {}, part {}, at {}, header {}, {} checksums".format(*found),
             hint="The file belongs to another save; restore the right one from a copy",
         )
-    return Opened(file, header.hashes, header.block)
+    return Opened(file, header.hashes, header.block, index)
 
 
-def _check_blocks(opened: Opened, start: int, data: memoryview, label: str) -> None:
+def _check_blocks(store: Store, opened: Opened, start: int, data: memoryview) -> None:
     """Compares checksums of data that starts at a border of a block."""
     for at in range(0, len(data), opened.block):
         number = (start + at) // opened.block
         if hash_block(data[at : at + opened.block]) != opened.hashes[number]:
             first = number * opened.block + opened.file.header
+            last = first + len(data[at : at + opened.block])
             raise CorruptError(
-                label,
+                f"{_leaves_in(opened, first, last)}: {store.url}/{opened.file.name}",
                 expected="bytes that match their checksum",
-                found=f"changed bytes in {first}:{first + len(data[at : at + opened.block])} of the file",
-                hint="Restore the file from a copy, or load without this leaf",
+                found=f"changed bytes in {first}:{last} of the file",
+                hint="Restore the file from a copy, or load without these leaves",
             )
 
 
-class Span(msgspec.Struct, frozen=True):
+def _leaves_in(opened: Opened, first: int, last: int) -> str:
+    """The leaves with bytes in a stretch of a shard, for an error."""
+    extents = extents_in(opened.index, opened.file)
+    entries = opened.index.entries
+    paths = [entries[e.leaf].path for e in extents if e.start < last and e.stop > first]
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(path or "<root>" for path in paths[:3]) + more
+
+
+class Stretch(msgspec.Struct, frozen=True):
     """Bytes of a shard's data area, rounded out to what is read to have them verified."""
 
     opened: Opened
@@ -99,17 +111,18 @@ class Span(msgspec.Struct, frozen=True):
     high: int
 
 
-def span_of(opened: Opened, start: int, stop: int, verify: bool) -> Span:
+def stretch_of(opened: Opened, start: int, stop: int, *, verify: bool) -> Stretch:
+    """The stretch to read for bytes `start:stop` of a data area."""
     step = opened.block if verify else PAGE
-    return Span(opened, start // step * step, min(-(-stop // step) * step, opened.file.nbytes))
+    return Stretch(opened, start // step * step, min(-(-stop // step) * step, opened.file.nbytes))
 
 
-def read_span(store: Store, span: Span, out: memoryview, verify: bool, label: str) -> None:
-    """Reads a span, verified if asked."""
-    file = span.opened.file
-    store.read_into(file.name, file.header + span.low, out)
+def read_stretch(store: Store, stretch: Stretch, out: memoryview, *, verify: bool) -> None:
+    """Reads it, verified if asked."""
+    file = stretch.opened.file
+    store.read_into(file.name, file.header + stretch.low, out)
     if verify:
-        _check_blocks(span.opened, span.low, out, label)
+        _check_blocks(store, stretch.opened, stretch.low, out)
 
 
 class Shards:
@@ -128,10 +141,6 @@ class Shards:
                 self._sizes = self.store.sizes()
             self._opened[file.name] = open_shard(self.store, self.index, file, self._sizes.get(file.name))
         return self._opened[file.name], position - file.header
-
-    def label(self, opened: Opened, path: str) -> str:
-        """How errors call a leaf in a file."""
-        return f"{path}: {self.store.url}/{opened.file.name}"
 
     def timed(self, job: Callable[[], int]) -> Callable[[], int]:
         """The job, leaving a span."""
@@ -156,6 +165,6 @@ def verify_shard(store: Store, opened: Opened) -> int:
     step = STEP // opened.block * opened.block or opened.block
     buffer = aligned_buffer(step)
     for start in range(0, opened.file.nbytes, step):
-        span = Span(opened, start, min(start + step, opened.file.nbytes))
-        read_span(store, span, buffer[: span.high - span.low], True, f"{store.url}/{opened.file.name}")
+        stretch = Stretch(opened, start, min(start + step, opened.file.nbytes))
+        read_stretch(store, stretch, buffer[: stretch.high - stretch.low], verify=True)
     return opened.file.nbytes

@@ -6,7 +6,9 @@ source or target is a list of pieces: a region of the global array, and somethin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -19,6 +21,7 @@ from ..core.spec import ArraySpec, Typed
 __all__ = [
     "Adapter",
     "Box",
+    "Flat",
     "HostArray",
     "Piece",
     "Readable",
@@ -27,6 +30,9 @@ __all__ = [
     "Target",
     "TargetPiece",
     "Writable",
+    "local_pieces",
+    "local_shape_of",
+    "overlaps_itself",
     "raw_dtype",
 ]
 
@@ -63,6 +69,26 @@ class HostArray(msgspec.Struct, frozen=True, gc=False):
 
     def write(self, box: Box, data: np.ndarray) -> None:
         self.array[box] = data
+
+
+class Flat:
+    """A stretch of a 1-D array seen as a box of a global one."""
+
+    def __init__(self, data: Any, start: int, shape: tuple[int, ...]) -> None:
+        self.data, self.start, self.shape = data, start, shape
+
+    def _all(self) -> np.ndarray:
+        stop = self.start + math.prod(self.shape)
+        return self.data.read((slice(self.start, stop),)).reshape(self.shape)
+
+    def read(self, box: Box) -> np.ndarray:
+        return self._all()[box]
+
+    def write(self, box: Box, data: np.ndarray) -> None:
+        whole = self._all()
+        whole[box] = data
+        if not isinstance(self.data, HostArray):  # what was read is a copy: put it back
+            self.data.write((slice(self.start, self.start + whole.size),), whole.reshape(-1))
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -107,6 +133,55 @@ class Target(msgspec.Struct, frozen=True, gc=False):
     spec: ArraySpec
     leaf: Any
     pieces: Sequence[TargetPiece]
+
+
+def local_shape_of(spec: ArraySpec) -> tuple[int, ...]:
+    """The shape of an array that holds what a spec asks for.
+
+    Regions that make a grid, as the pieces of a strided shard do, are packed into one array of as many dimensions; any
+    others, as a flat range cut into boxes, follow each other in one dimension.
+    """
+    if spec.regions is None:
+        return spec.shape
+    grid = _grid_of(spec.regions)
+    if grid is None:
+        return (sum(region.size for region in spec.regions),)
+    return tuple(sum(length for _, length in intervals) for intervals in grid)
+
+
+def local_pieces(spec: ArraySpec, at: Callable[[Box], Writable]) -> list[TargetPiece]:
+    """Where each region of a spec stands in an array of its `local_shape_of`; `at` gives a box of that array."""
+    if spec.regions is None:
+        return [TargetPiece(Region.whole(spec.shape), at(tuple(slice(0, n) for n in spec.shape)))]
+    grid = _grid_of(spec.regions)
+    if grid is not None:
+        starts = [list(itertools.accumulate((n for _, n in intervals), initial=0))[:-1] for intervals in grid]
+        boxes = zip(spec.regions, itertools.product(*starts), strict=True)
+        return [TargetPiece(r, at(tuple(slice(a, a + n) for a, n in zip(s, r.shape, strict=True)))) for r, s in boxes]
+    whole = at((slice(0, sum(region.size for region in spec.regions)),))
+    ends = itertools.accumulate((region.size for region in spec.regions), initial=0)
+    return [TargetPiece(region, Flat(whole, start, region.shape)) for region, start in zip(spec.regions, ends)]  # noqa: B905
+
+
+def _grid_of(regions: Sequence[Region]) -> list[list[tuple[int, int]]] | None:
+    """Per dimension the (start, length) whose product, in C order, the regions are; None if they are none."""
+    if not regions:
+        return None
+    sides = [tuple(zip(region.offset, region.shape, strict=True)) for region in regions]
+    grid = [list(dict.fromkeys(side)) for side in zip(*sides, strict=True)]
+    return grid if list(itertools.product(*grid)) == sides else None
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of a strided array may share memory; never False where they do."""
+    if 0 in shape:
+        return False
+    reach = 0
+    for step, n in sorted((abs(step), n) for step, n in zip(strides, shape, strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
 
 
 class Adapter(Protocol):

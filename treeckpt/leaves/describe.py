@@ -189,11 +189,11 @@ def _hash_array(source: Source) -> bytes:
     piece = source.pieces[0]
     box = tuple(slice(0, n) for n in piece.region.shape)
     if piece.region.size * dtype_of(source.spec.dtype).itemsize <= SMALL or not box:
-        return xxhash.xxh3_128_digest(np.ascontiguousarray(piece.data.read(box)))
+        return xxhash.xxh3_128_digest(np.ascontiguousarray(piece.data.read(box)).data)
     state = xxhash.xxh3_128()
     row = piece.region.size // piece.region.shape[0] * dtype_of(source.spec.dtype).itemsize
     step = max(1, (4 << 20) // max(row, 1))
     for low in range(0, piece.region.shape[0], step):
         part = piece.data.read((slice(low, min(low + step, piece.region.shape[0])), *box[1:]))
-        state.update(np.ascontiguousarray(part))
+        state.update(np.ascontiguousarray(part).data)
     return state.digest()

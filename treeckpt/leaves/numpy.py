@@ -10,11 +10,24 @@ from ..core.dtypes import dtype_of
 from ..core.errors import FormatError, MismatchError, TreeError
 from ..core.region import Region
 from ..core.spec import ArraySpec, Typed
-from .base import Box, HostArray, Piece, Source, Storage, Target, TargetPiece, raw_dtype
+from .base import (
+    Box,
+    HostArray,
+    Piece,
+    Source,
+    Storage,
+    Target,
+    TargetPiece,
+    local_pieces,
+    local_shape_of,
+    overlaps_itself,
+    raw_dtype,
+)
 
 __all__ = ["abstract", "cast", "decode", "dtype_name", "empty", "encode", "like", "source", "target", "view", "wrap"]
 
-_FIXED = {"U": "str", "S": "bytes", "V": "void"}
+_FIXED: dict[type, tuple[str, int]] = {np.str_: ("str", 4), np.bytes_: ("bytes", 1), np.void: ("void", 1)}
+"""Dtypes of a width that the user chooses: our name, and the bytes of one character."""
 
 
 def dtype_name(dtype: np.dtype[Any], path: str) -> str:
@@ -23,10 +36,13 @@ def dtype_name(dtype: np.dtype[Any], path: str) -> str:
     Raises:
         TreeError: object, structured and extended-precision dtypes have no portable bytes.
     """
-    if dtype.kind in _FIXED and dtype.fields is None and dtype.itemsize:
-        return f"{_FIXED[dtype.kind]}{dtype.itemsize // (4 if dtype.kind == 'U' else 1)}"
     try:
-        return dtype_of(dtype.newbyteorder("=").name).name
+        if dtype.type not in _FIXED:  # other libraries' dtypes (bfloat16 of ml_dtypes) are of kind V too
+            return dtype_of(dtype.name).name
+        if dtype.fields is not None:
+            raise FormatError(path, expected="a dtype without fields", found=f"{dtype}")
+        name, width = _FIXED[dtype.type]
+        return dtype_of(f"{name}{dtype.itemsize // width}").name
     except FormatError as error:
         raise TreeError(
             path,
@@ -85,8 +101,14 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
     if not isinstance(leaf, np.ndarray):
         return None
     spec = _spec(leaf, path)
-    if not leaf.flags.writeable or leaf.dtype.byteorder == ">":
-        raise MismatchError(path, expected="a writable array in native byte order", found=f"{leaf.dtype.str}")
+    if not leaf.flags.writeable or leaf.dtype.byteorder == ">" or overlaps_itself(leaf.shape, leaf.strides):
+        read_only = "" if leaf.flags.writeable else ", read-only"
+        raise MismatchError(
+            path,
+            expected="a writable array in native byte order with memory for each element",
+            found=f"{leaf.dtype.str} of strides {leaf.strides}{read_only}",
+            hint="Use load(path, like=tree), which makes new arrays",
+        )
     raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
     return Target(spec, leaf, (TargetPiece(Region.whole(leaf.shape), HostArray(raw)),))
 
@@ -99,7 +121,7 @@ def like(leaf: Any, path: str, rank: int, device: str | None) -> Target | None:
 
 
 def empty(spec: ArraySpec, path: str, device: str | None) -> Target:
-    """A new array from a spec: of its one region, or of the whole.
+    """A new array from a spec: of its regions, or of the whole.
 
     Raises:
         MismatchError: numpy has no such dtype.
@@ -112,9 +134,9 @@ def empty(spec: ArraySpec, path: str, device: str | None) -> Target:
             found=spec.dtype,
             hint="Install torch (treeckpt[torch]) to load it as a tensor",
         )
-    region = spec.regions[0] if spec.regions else Region.whole(spec.shape)
-    array = np.empty(region.shape, dtype.numpy)
-    return Target(spec, array, (TargetPiece(region, HostArray(array.view(raw_dtype(dtype.itemsize)))),))
+    array = np.empty(local_shape_of(spec), dtype.numpy)
+    raw = array.view(raw_dtype(dtype.itemsize))
+    return Target(spec, array, local_pieces(spec, lambda box: HostArray(raw[box])))
 
 
 def encode(value: Any) -> Typed | None:

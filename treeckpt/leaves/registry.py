@@ -92,18 +92,11 @@ def target_of(leaf: object, path: str, rank: int) -> Target | None:
 
 
 def like_of(leaf: object, path: str, rank: int, device: str | None) -> Target | None:
-    """A new array as the leaf describes it: an array of a known library, an `ArraySpec`, or anything with shape and dtype.
+    """A new array as the leaf describes it: a known library's array, an `ArraySpec`, or anything with shape and dtype.
 
     None for a leaf that describes no array.
     """
     if isinstance(leaf, ArraySpec):
-        if leaf.regions is not None and len(leaf.regions) != 1:
-            raise MismatchError(
-                path,
-                expected="an ArraySpec with one region, or None for all",
-                found=f"{len(leaf.regions)} regions",
-                hint="Ask for them one by one",
-            )
         return new_array(leaf, path, device or leaf.device)
     if isinstance(leaf, Sharded):
         return sharded_like(leaf, path, rank, device, _inner(leaf, path))

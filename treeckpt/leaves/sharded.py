@@ -1,23 +1,23 @@
 """Explicit pieces: a local array together with where it stands in a global one, whatever cut it.
 
-What Paddle calls local shape + global offset; and, with an integer offset, a ZeRO-style flat range of the global array's
-elements in C order.
+What Paddle calls local shape + global offset; and, with an integer offset, a ZeRO-style flat range of the global
+array's elements in C order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
 
 from ..core.errors import LayoutError
 from ..core.layout import BoxLayout
 from ..core.region import Region, flat_regions
-from .base import Adapter, HostArray, Piece, Source, Target, TargetPiece
+from .base import Adapter, Flat, Piece, Source, Target, TargetPiece
 
 __all__ = ["Sharded", "sharded_like", "sharded_source", "sharded_target"]
 
@@ -39,10 +39,15 @@ class Sharded:
     global_shape: tuple[int, ...]
     offset: int | tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        offset, index = self.offset, operator.index
+        object.__setattr__(self, "global_shape", tuple(map(index, self.global_shape)))
+        object.__setattr__(self, "offset", tuple(map(index, offset)) if isinstance(offset, Sequence) else index(offset))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole array."""
-        return tuple(self.global_shape)
+        return self.global_shape
 
     @property
     def dtype(self) -> Any:
@@ -50,38 +55,18 @@ class Sharded:
 
 
 def _regions(leaf: Sharded, local: Sequence[int], path: str) -> tuple[Region, ...]:
-    shape, offset = tuple(leaf.global_shape), leaf.offset
+    shape, offset = leaf.global_shape, leaf.offset
     whole = Region.whole(shape)
     if isinstance(offset, int):
         if len(local) == 1 and offset >= 0 and offset + local[0] <= math.prod(shape):
             return flat_regions(shape, offset, offset + local[0])
         expected = f"a 1-D piece inside {math.prod(shape)} elements"
     else:
-        region = Region(tuple(offset), tuple(local))
+        region = Region(offset, tuple(local))
         if len(region.offset) == len(local) == len(shape) and min(offset, default=0) >= 0 and region.within(whole):
             return (region,)
         expected = f"a piece inside shape {shape}"
     raise LayoutError(path, expected=expected, found=f"shape {tuple(local)} at offset {offset}")
-
-
-class _Flat:
-    """A stretch of a 1-D array seen as a box of the global one."""
-
-    def __init__(self, data: Any, start: int, shape: tuple[int, ...]) -> None:
-        self.data, self.start, self.shape = data, start, shape
-
-    def _all(self) -> np.ndarray:
-        stop = self.start + math.prod(self.shape)
-        return self.data.read((slice(self.start, stop),)).reshape(self.shape)
-
-    def read(self, box: tuple[slice, ...]) -> np.ndarray:
-        return self._all()[box]
-
-    def write(self, box: tuple[slice, ...], data: np.ndarray) -> None:
-        whole = self._all()
-        whole[box] = data
-        if not isinstance(self.data, HostArray):  # what was read is a copy: put it back
-            self.data.write((slice(self.start, self.start + whole.size),), whole.reshape(-1))
 
 
 def _spread(leaf: Sharded, data: Any, local: tuple[int, ...], path: str) -> list[tuple[Region, Any]]:
@@ -91,7 +76,7 @@ def _spread(leaf: Sharded, data: Any, local: tuple[int, ...], path: str) -> list
     at = 0
     spread: list[tuple[Region, Any]] = []
     for region in regions:
-        spread.append((region, _Flat(data, at, region.shape)))
+        spread.append((region, Flat(data, at, region.shape)))
         at += region.size
     return spread
 
@@ -106,15 +91,15 @@ def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Sou
     if inner is None or inner.layout is not None:
         raise LayoutError(path, expected="a plain array in Sharded", found=f"{type(leaf.local).__name__}")
     pieces = _spread(leaf, inner.pieces[0].data, inner.spec.shape, path)
-    spec = msgspec.structs.replace(inner.spec, shape=tuple(leaf.global_shape))
+    spec = msgspec.structs.replace(inner.spec, shape=leaf.global_shape)
     layout = BoxLayout(tuple((rank, region) for region, _ in pieces))
     return Source(spec, layout, [Piece(region, data) for region, data in pieces])
 
 
 def _as_target(leaf: Sharded, inner: Target, path: str) -> Target:
     pieces = _spread(leaf, inner.pieces[0].data, inner.spec.shape, path)
-    spec = msgspec.structs.replace(inner.spec, shape=tuple(leaf.global_shape))
-    made = Sharded(inner.leaf, tuple(leaf.global_shape), leaf.offset)
+    spec = msgspec.structs.replace(inner.spec, shape=leaf.global_shape)
+    made = Sharded(inner.leaf, leaf.global_shape, leaf.offset)
     return Target(spec, made, [TargetPiece(region, data) for region, data in pieces])
 
 

@@ -13,15 +13,27 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch.nn import Buffer, Parameter
+from torch.nn import Buffer, Parameter, UninitializedBuffer, UninitializedParameter
 
 from ..core.dtypes import dtype_of
-from ..core.errors import FormatError, LayoutError, MismatchError, TreeError
-from ..core.layout import Mesh, MeshLayout, Placement, Replicate, Shard, StridedShard, held_by, local_shape
+from ..core.errors import FormatError, MismatchError, TreeError
+from ..core.layout import MeshLayout, held_by, local_shape
 from ..core.region import Region
-from ..core.runs import encode_runs
 from ..core.spec import ArraySpec, Typed
-from .base import Box, HostArray, Piece, Source, Storage, Target, TargetPiece, raw_dtype
+from .base import (
+    Box,
+    HostArray,
+    Piece,
+    Source,
+    Storage,
+    Target,
+    TargetPiece,
+    local_pieces,
+    local_shape_of,
+    overlaps_itself,
+    raw_dtype,
+)
+from .dtensor import is_dtensor, layout_of, local_of
 
 __all__ = [
     "abstract",
@@ -37,8 +49,7 @@ __all__ = [
     "view",
 ]
 
-_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_RAW = {size: raw_dtype(size) for size in _VIEWS}
+_RAW = {size: raw_dtype(size).str for size in (1, 2, 4, 8, 16)}
 
 
 @lru_cache(maxsize=256)
@@ -66,13 +77,28 @@ def torch_dtype(name: str, path: str = "") -> torch.dtype:
     return dtype
 
 
+class _Memory:
+    """A tensor's memory for numpy. `Tensor.numpy` would do, but marks the user's storage as not to be resized."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.dtype.itemsize
+        self._tensor = tensor  # numpy keeps this object, and so the memory, alive
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "typestr": _RAW[size],
+            "data": (tensor.data_ptr(), False),
+            "strides": None if tensor.is_contiguous() else tuple(step * size for step in tensor.stride()),
+        }
+
+
 def _raw(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's memory as a numpy array of raw dtype with the same shape and strides."""
-    size = tensor.dtype.itemsize
-    if tensor.dtype is not _VIEWS[size]:
-        tensor = tensor.view(_VIEWS[size])
-    array = tensor.numpy()
-    return array if array.dtype == _RAW[size] else array.view(_RAW[size])
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), raw_dtype(tensor.dtype.itemsize))
+    return np.asarray(_Memory(tensor))
 
 
 class DeviceArray:
@@ -100,43 +126,29 @@ def _data(tensor: torch.Tensor) -> HostArray | DeviceArray:
     return DeviceArray(tensor)
 
 
-def _readable(tensor: torch.Tensor) -> HostArray | DeviceArray:
-    """As `_data`, but without the step to raw dtype where numpy has the dtype itself."""
-    if tensor.is_cpu and tensor.dtype in _NATIVE:
-        return HostArray(tensor.numpy())
-    return _data(tensor)
-
-
 def _kind(tensor: torch.Tensor) -> str:
-    kind = type(tensor)
-    if kind is torch.Tensor:
-        return "tensor"
-    if kind is Parameter or isinstance(tensor, Parameter):
+    if type(tensor) is not torch.Tensor and isinstance(tensor, Parameter):
         return "parameter"
-    return "buffer" if isinstance(tensor, Buffer) else "tensor"
+    return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"  # what isinstance asks
 
 
 _PLAIN = (torch.Tensor, Parameter)
-
-
-def _is_dtensor(leaf: object) -> bool:
-    return type(leaf).__name__ == "DTensor" and type(leaf).__module__.startswith("torch.distributed")
 
 
 def _check(leaf: torch.Tensor, path: str) -> None:
     """Refuses what has no bytes of its own, or none that mean the same elsewhere."""
     kind = type(leaf)
     reason = None
-    if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
+    if leaf.is_nested:
+        reason = "a nested tensor"
+    elif isinstance(leaf, (UninitializedParameter, UninitializedBuffer)):
         reason = "a parameter that is not initialised yet"
     elif leaf.layout is not torch.strided:
         reason = f"a tensor of layout {leaf.layout}"
     elif leaf.is_quantized:
         reason = f"a quantised tensor ({leaf.dtype})"
-    elif kind not in _PLAIN and not _is_dtensor(leaf) and not isinstance(leaf, Buffer):
+    elif kind not in _PLAIN and not is_dtensor(leaf):
         reason = f"the tensor subclass {kind.__module__}.{kind.__qualname__}"
-    elif leaf.is_nested:
-        reason = "a nested tensor"
     if reason is not None:
         raise TreeError(
             path,
@@ -147,7 +159,12 @@ def _check(leaf: torch.Tensor, path: str) -> None:
     try:
         dtype_name(leaf.dtype)
     except FormatError as error:
-        raise TreeError(path, expected="a dtype with portable bytes", found=str(leaf.dtype)) from error
+        raise TreeError(
+            path,
+            expected="a dtype with portable bytes",
+            found=str(leaf.dtype),
+            hint="View it as an integer dtype of the same width (tensor.view)",
+        ) from error
 
 
 def _spec(leaf: torch.Tensor) -> ArraySpec:
@@ -159,7 +176,8 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
     """Describes a tensor that is to be saved."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    if type(leaf) not in _PLAIN or leaf.layout is not torch.strided or leaf.dtype not in _COMMON:
+    common = leaf.layout is torch.strided and leaf.dtype in _COMMON and not leaf.is_nested
+    if type(leaf) not in _PLAIN or not common:
         _check(leaf, path)
     if leaf.is_meta:
         raise TreeError(
@@ -169,13 +187,14 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
             hint="Materialise the module before saving (to_empty, then load or initialise)",
         )
     spec = _spec(leaf)
-    if type(leaf) not in _PLAIN and _is_dtensor(leaf):
-        layout, local = _layout_of(leaf, path, rank)
+    if type(leaf) not in _PLAIN and is_dtensor(leaf):
+        layout, local = local_of(leaf, path, rank)
         held = held_by(layout, spec.shape, rank)
-        pieces = [Piece(h.region, _readable(local[_box(h.local, h.region)])) for h in held]
-        return Source(spec, layout, pieces, _storage(local))
+        storage = _storage(local, path)
+        return Source(spec, layout, [Piece(h.region, _data(local[_box(h.local, h.region)])) for h in held], storage)
     tensor = leaf.detach() if spec.requires_grad else leaf
-    return Source(spec, None, (Piece(Region.whole(spec.shape), _readable(tensor)),), _storage(tensor))
+    storage = _storage(tensor, path)
+    return Source(spec, None, (Piece(Region.whole(spec.shape), _data(tensor)),), storage)
 
 
 _COMMON = frozenset(
@@ -183,66 +202,33 @@ _COMMON = frozenset(
 )
 
 
-_NATIVE = _COMMON - {torch.bfloat16}
-"""Of these, the dtypes that numpy has, none of which can be a conjugate or negative view lazily."""
-
-
 def _box(start: tuple[int, ...], region: Region) -> Box:
     return tuple(slice(a, a + n) for a, n in zip(start, region.shape, strict=True))
 
 
-def _storage(tensor: torch.Tensor) -> Storage | None:
-    address = tensor.data_ptr()
-    if not address or tensor.is_conj() or tensor.is_neg():
-        return None
-    if tensor.is_contiguous():
-        return Storage(address, tensor.nbytes, None)
-    strides, shape = tensor.stride(), tensor.shape
-    last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    return Storage(address, (last + 1) * tensor.dtype.itemsize, strides)
-
-
-def _layout_of(leaf: Any, path: str, rank: int) -> tuple[MeshLayout, torch.Tensor]:
-    """The layout of a DTensor and its local tensor.
+def _storage(tensor: torch.Tensor, path: str) -> Storage | None:
+    """Which memory a tensor shows.
 
     Raises:
-        LayoutError: partial sums, placements of another kind, or a local tensor that does not fit.
+        TreeError: more than its storage has.
     """
-    mesh = leaf.device_mesh
-    layout = MeshLayout(_mesh(mesh), tuple(_placement(p, path, leaf.ndim) for p in leaf.placements))
-    local = leaf._local_tensor.detach()
-    if type(local) is not torch.Tensor:
-        local = local.wait() if hasattr(local, "wait") else torch.Tensor(local)
-    shape = local_shape(layout, tuple(leaf.shape), rank)
-    if shape is not None and tuple(local.shape) != shape and math.prod(shape) + local.numel() > 0:
-        raise LayoutError(
+    if not tensor.numel():
+        return None
+    strides, itemsize = None, tensor.dtype.itemsize
+    nbytes = tensor.nbytes
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
+        nbytes = (sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True)) + 1) * itemsize
+    there = tensor.untyped_storage().nbytes()
+    if tensor.storage_offset() * itemsize + nbytes > there:
+        raise TreeError(
             path,
-            expected=f"a local tensor of shape {shape}, by its placements {tuple(leaf.placements)}",
-            found=f"{tuple(local.shape)}",
-            hint="Save the pieces with tc.Sharded, which takes any offset and shape",
+            expected=f"a tensor with all its memory, {nbytes} bytes",
+            found=f"a storage of {there} bytes",
+            hint="Its storage was resized, as some wrappers do to free memory; save it while it is materialised",
         )
-    return layout, local
-
-
-@lru_cache(maxsize=64)
-def _mesh(mesh: Any) -> Mesh:
-    names = tuple(str(name) for name in mesh.mesh_dim_names or ())
-    return Mesh(tuple(mesh.mesh.shape), encode_runs(mesh.mesh.cpu().flatten().numpy()), names)
-
-
-def _placement(placement: Any, path: str, ndim: int) -> Placement:
-    if placement.is_replicate():
-        return Replicate()
-    if placement.is_partial():
-        raise LayoutError(
-            path,
-            expected="placements that hold values",
-            found=f"{placement}: each rank holds a partial sum",
-            hint="Redistribute it to Replicate or Shard first",
-        )
-    dim = placement.dim % ndim if ndim else placement.dim
-    factor = getattr(placement, "split_factor", None)
-    return Shard(dim) if factor is None else StridedShard(dim, int(factor))
+    address = tensor.data_ptr()
+    return None if not address or tensor.is_conj() or tensor.is_neg() else Storage(address, nbytes, strides)
 
 
 def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
@@ -251,10 +237,13 @@ def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
         return None
     _check(leaf, path)
     spec = _spec(leaf)
-    if not _is_dtensor(leaf):
+    if not is_dtensor(leaf):
         return spec
-    layout = MeshLayout(_mesh(leaf.device_mesh), tuple(_placement(p, path, leaf.ndim) for p in leaf.placements))
-    return msgspec.structs.replace(spec, regions=tuple(h.region for h in held_by(layout, spec.shape, rank)))
+    layout = layout_of(leaf, path)
+    regions = tuple(h.region for h in held_by(layout, spec.shape, rank))
+    if not regions and (shape := local_shape(layout, spec.shape, rank)) is not None:
+        regions = (Region((0,) * len(shape), shape),)  # empty, but of the local tensor's shape
+    return msgspec.structs.replace(spec, regions=regions)
 
 
 def target(leaf: Any, path: str, rank: int) -> Target | None:
@@ -266,12 +255,21 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
         raise MismatchError(
             path, expected="a tensor with memory", found="one on the meta device", hint="Use load(path, like=tree)"
         )
-    if _is_dtensor(leaf):
-        layout, local = _layout_of(leaf, path, rank)
+    if is_dtensor(leaf):
+        layout, local = local_of(leaf, path, rank)
         return Target(_spec(leaf), leaf, _pieces(layout, local, tuple(leaf.shape), rank))
     tensor = leaf.detach()
-    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise MismatchError(path, expected="a tensor with memory for each element", found="an expanded one")
+    try:
+        _storage(tensor, path)
+    except TreeError as error:
+        raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
+    if overlaps_itself(tensor.shape, tensor.stride()):
+        raise MismatchError(
+            path,
+            expected="a tensor with memory for each element",
+            found=f"strides {tensor.stride()} for shape {tuple(tensor.shape)}",
+            hint="Use load(path, like=tree), which makes new tensors",
+        )
     return Target(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), _data(tensor)),))
 
 
@@ -284,19 +282,21 @@ def like(leaf: Any, path: str, rank: int, device: str | None) -> Target | None:
     if not isinstance(leaf, torch.Tensor):
         return None
     _check(leaf, path)
-    where = torch.device(device) if device is not None else leaf.device
-    if where.type == "meta":
-        where = torch.device("cpu" if not _is_dtensor(leaf) else leaf.device_mesh.device_type)
+    where = _device(device, path) or leaf.device
     spec = _spec(leaf)
-    if not _is_dtensor(leaf):
-        tensor = torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=where)
-        pieces = (TargetPiece(Region.whole(spec.shape), _data(tensor)),)
-        return Target(spec, _dress(tensor, spec), pieces)
+    if is_dtensor(leaf):
+        return _like_dtensor(leaf, spec, path, rank, where)
+    tensor = torch.empty(spec.shape, dtype=leaf.dtype, device="cpu" if where.type == "meta" else where)
+    return Target(spec, _dress(tensor, spec), (TargetPiece(Region.whole(spec.shape), _data(tensor)),))
+
+
+def _like_dtensor(leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch.device) -> Target:
     from torch.distributed.tensor import DTensor
 
-    layout = MeshLayout(_mesh(leaf.device_mesh), tuple(_placement(p, path, leaf.ndim) for p in leaf.placements))
+    layout = layout_of(leaf, path)
     shape = local_shape(layout, spec.shape, rank)
-    local = torch.empty(shape if shape is not None else (0,), dtype=leaf.dtype, device=where)
+    device = leaf.device_mesh.device_type if where.type == "meta" else where
+    local = torch.empty(shape if shape is not None else (0,), dtype=leaf.dtype, device=device)
     pieces = _pieces(layout, local, spec.shape, rank) if shape is not None else ()
     made = DTensor.from_local(
         local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
@@ -304,21 +304,33 @@ def like(leaf: Any, path: str, rank: int, device: str | None) -> Target | None:
     return Target(spec, _dress(made, spec), pieces)
 
 
+def _device(device: str | None, path: str) -> torch.device | None:
+    """The device that load was told to use, None where each tensor has its own."""
+    where = None if device in (None, "original") else torch.device(device)
+    if where is not None and where.type == "meta":
+        raise MismatchError(
+            path,
+            expected="a device with memory",
+            found="the meta device",
+            hint="treeckpt.inspect tells what a checkpoint holds without loading it",
+        )
+    return where
+
+
 def _dress(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
     """The tensor as the kind that the spec says. Its memory is filled later, which autograd does not see."""
     if spec.kind == "parameter":
         return Parameter(tensor, requires_grad=spec.requires_grad)
     if spec.kind == "buffer":
-        return Buffer(tensor)
+        return Buffer(tensor.requires_grad_(spec.requires_grad))
     return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
 def empty(spec: ArraySpec, path: str, device: str | None) -> Target:
-    """A new tensor from a spec: of its one region, or of the whole; on the host unless `device` says otherwise."""
-    region = spec.regions[0] if spec.regions else Region.whole(spec.shape)
-    where = spec.device if device == "original" else device
-    tensor = torch.empty(region.shape, dtype=torch_dtype(spec.dtype, path), device=where or "cpu")
-    return Target(spec, _dress(tensor, spec), (TargetPiece(region, _data(tensor)),))
+    """A new tensor from a spec: of its regions, or of the whole; on the host unless `device` says otherwise."""
+    where = torch.device(spec.device or "cpu") if device == "original" else _device(device, path)
+    tensor = torch.empty(local_shape_of(spec), dtype=torch_dtype(spec.dtype, path), device=where or "cpu")
+    return Target(spec, _dress(tensor, spec), local_pieces(spec, lambda box: _data(tensor[box])))
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:

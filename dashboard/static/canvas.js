@@ -1,0 +1,125 @@
+// @ts-check
+/** Drawing: sharp canvases that follow the window and the colour scheme, colours of data, patterns, legends. */
+import { make } from "./dom.js";
+
+/** @param {string} name */
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+const COLOURS = 8;
+
+/** Black or white, whichever reads better on a colour. @param {string} fill */
+export function ink(fill) {
+  const [r, g, b] = [1, 3, 5].map((at) => parseInt(fill.slice(at, at + 2), 16) / 255);
+  return 0.299 * r + 0.587 * g + 0.114 * b > 0.55 ? "#10151f" : "#ffffff";
+}
+
+/** @param {number} number */
+export const fillOf = (number) => colour(`--c${number % COLOURS}`);
+
+/**
+ * Fills a box with the colour of a number. The colours repeat past eight: then with stripes, so that no two of the first 24 are alike.
+ * @param {CanvasRenderingContext2D} g @param {number} number
+ * @param {number} x @param {number} y @param {number} w @param {number} h
+ */
+export function fillBox(g, number, x, y, w, h) {
+  const fill = fillOf(number);
+  g.fillStyle = fill;
+  g.fillRect(x, y, w, h);
+  const round = Math.floor(number / COLOURS) % 3;
+  if (round) hatch(g, x, y, w, h, ink(fill), round === 1 ? 6 : 3, 0.35);
+}
+
+/**
+ * Diagonal lines inside a box.
+ * @param {CanvasRenderingContext2D} g @param {number} x @param {number} y @param {number} w @param {number} h
+ * @param {string} stroke @param {number} step @param {number} alpha
+ */
+export function hatch(g, x, y, w, h, stroke, step, alpha) {
+  if (w < 2 || h < 2) return;
+  g.save();
+  g.beginPath();
+  g.rect(x, y, w, h);
+  g.clip();
+  g.strokeStyle = stroke;
+  g.globalAlpha = alpha;
+  g.lineWidth = 1;
+  g.beginPath();
+  for (let at = Math.floor((x - h) / step) * step; at < x + w; at += step) { g.moveTo(at, y + h); g.lineTo(at + h, y); }
+  g.stroke();
+  g.restore();
+}
+
+/**
+ * Draws whenever size or colours change. The callback gets the context and the width in CSS pixels, and gives the height it wants.
+ * @param {HTMLCanvasElement} canvas
+ * @param {{ height: (width: number) => number, draw: (g: CanvasRenderingContext2D, width: number, height: number) => void }} picture
+ */
+export function follow(canvas, picture) {
+  const redraw = () => {
+    const width = canvas.clientWidth;
+    if (!width) return;
+    const height = Math.max(1, Math.round(picture.height(width)));
+    const ratio = Math.min(window.devicePixelRatio || 1, 3);
+    canvas.style.height = `${height}px`;
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    const g = canvas.getContext("2d");
+    if (!g) return;
+    g.setTransform(ratio, 0, 0, ratio, 0, 0);
+    g.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+    g.textBaseline = "middle";
+    picture.draw(g, width, height);
+  };
+  let last = 0;
+  new ResizeObserver(() => { if (canvas.clientWidth !== last) { last = canvas.clientWidth; redraw(); } }).observe(canvas);
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  return redraw;
+}
+
+/**
+ * A legend; every swatch is drawn as the picture draws its boxes.
+ * @param {HTMLElement} list
+ * @param {{ text: string, draw: (g: CanvasRenderingContext2D) => void }[]} entries
+ */
+export function legend(list, entries) {
+  list.replaceChildren();
+  for (const entry of entries) {
+    const swatch = /** @type {HTMLCanvasElement} */ (make("canvas", { "aria-hidden": "true" }));
+    list.append(make("li", {}, swatch, entry.text));
+    follow(swatch, { height: () => 13, draw: (g) => entry.draw(g) })();
+  }
+}
+
+/**
+ * Text in a box where it fits, else nothing.
+ * @param {CanvasRenderingContext2D} g @param {string} text
+ * @param {number} x @param {number} y @param {number} w @param {number} h @param {string} fill
+ */
+export function label(g, text, x, y, w, h, fill) {
+  if (h < 13 || g.measureText(text).width + 10 > w) return;
+  g.fillStyle = fill;
+  g.textAlign = "center";
+  g.fillText(text, x + w / 2, y + h / 2 + 0.5);
+}
+
+/**
+ * Lets a canvas's items be pointed at, and walked through with the arrow keys.
+ * @param {HTMLCanvasElement} canvas
+ * @param {{ count: () => number, at: (x: number, y: number) => number, select: (item: number) => void }} items
+ */
+export function selectable(canvas, items) {
+  let current = -1;
+  /** @param {number} item */
+  const go = (item) => { if (item !== current) { current = item; items.select(item); } };
+  canvas.addEventListener("pointermove", (event) => go(items.at(event.offsetX, event.offsetY)));
+  canvas.addEventListener("pointerdown", (event) => go(items.at(event.offsetX, event.offsetY)));
+  canvas.addEventListener("pointerleave", () => go(-1));
+  canvas.addEventListener("keydown", (event) => {
+    const last = items.count() - 1;
+    const steps = { ArrowRight: current + 1, ArrowDown: current + 1, ArrowLeft: current - 1, ArrowUp: current - 1, Home: 0, End: last, Escape: -1 };
+    if (!(event.key in steps) || last < 0) return;
+    event.preventDefault();
+    const next = steps[/** @type {keyof typeof steps} */ (event.key)];
+    go(event.key === "Escape" ? -1 : Math.max(0, Math.min(last, next)));
+  });
+}

@@ -1,0 +1,81 @@
+// @ts-check
+/** What every page needs: elements, text that cannot deceive, numbers in words, and requests to the API. */
+
+/**
+ * Text with every character that has no glyph of its own, or that reorders others, written as an escape.
+ * @param {unknown} text
+ */
+export function visible(text) {
+  return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu, (c) => {
+    const code = /** @type {number} */ (c.codePointAt(0));
+    const hex = code.toString(16);
+    return code < 0x100 ? `\\x${hex.padStart(2, "0")}` : code < 0x10000 ? `\\u${hex.padStart(4, "0")}` : `\\U${hex.padStart(8, "0")}`;
+  });
+}
+
+/**
+ * An element with attributes and children; text only ever as text.
+ * @param {string} name
+ * @param {Record<string, string | number | boolean | null | undefined>} [attributes]
+ * @param {(Node | string | null)[]} children
+ * @returns {HTMLElement}
+ */
+export function make(name, attributes = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value !== null && value !== undefined && value !== false) element.setAttribute(key, value === true ? "" : String(value));
+  }
+  for (const child of children) if (child !== null) element.append(typeof child === "string" ? visible(child) : child);
+  return element;
+}
+
+/**
+ * @template {Element} [T=HTMLElement]
+ * @param {string} selector
+ * @returns {T}
+ */
+export function find(selector) {
+  const element = document.querySelector(selector);
+  if (!element) throw new Error(`no ${selector} on this page`);
+  return /** @type {T} */ (/** @type {unknown} */ (element));
+}
+
+/** The way to the dashboard's root, as the server wrote it. */
+export const base = document.body.dataset.base ?? "./";
+
+/**
+ * The JSON of one API address.
+ * @param {string} path
+ * @param {Record<string, string | number | null | undefined>} [query]
+ * @param {AbortSignal} [signal]
+ */
+export async function api(path, query = {}, signal) {
+  const parameters = new URLSearchParams();
+  for (const [key, value] of Object.entries(query)) if (value !== null && value !== undefined && value !== "") parameters.set(key, String(value));
+  const text = parameters.toString();
+  const response = await fetch(`${base}api/v1/${path}${text ? `?${text}` : ""}`, { signal, headers: { accept: "application/json" } });
+  const body = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Error(body.error ?? `the server answered ${response.status}`);
+  return body;
+}
+
+/** @param {number} n */
+const three = (n) => Number(n.toPrecision(3)).toString();
+
+/** @param {number} nbytes */
+export function bytesText(nbytes) {
+  const units = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
+  let unit = 0;
+  while (Math.abs(nbytes) >= 999.5 && unit < units.length - 1) { nbytes /= 1000; unit += 1; }
+  return `${unit ? three(nbytes) : Math.round(nbytes)} ${units[unit]}`;
+}
+
+/** @param {number} seconds */
+export function secondsText(seconds) {
+  if (seconds >= 100) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
+  if (seconds >= 1) return `${three(seconds)} s`;
+  return seconds >= 1e-3 || seconds === 0 ? `${three(seconds * 1e3)} ms` : `${three(seconds * 1e6)} µs`;
+}
+
+/** @param {number} n */
+export const numberText = (n) => n.toLocaleString("en");

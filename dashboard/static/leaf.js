@@ -1,0 +1,171 @@
+// @ts-check
+/** The shard map: a plane of an array's index space, its regions coloured by the rank or the file that holds them. */
+import { api, bytesText, find, numberText } from "./dom.js";
+import { colour, fillBox, fillOf, follow, hatch, ink, label, legend, selectable } from "./canvas.js";
+
+const holder = find("#map");
+const form = /** @type {HTMLFormElement} */ (find("#axes"));
+const canvas = /** @type {HTMLCanvasElement} */ (find("#map-canvas"));
+const readout = find("#map-text");
+const EDGE = { left: 54, top: 22, right: 10, bottom: 6 };
+
+/** @type {{ dims: string[], sizes: number[], y: number | null, x: number | null, at: number[], rows: number, columns: number, boxes: number[][], files: Record<string, string>, more: number } | null} */
+let map = null;
+let by = "rank";
+let chosen = -1;
+
+/** @param {number[]} box */
+const keyOf = (box) => (by === "rank" ? box[4] : box[5]);
+
+/** @param {number} width */
+function heightOf(width) {
+  if (!map) return 60;
+  const room = width - EDGE.left - EDGE.right;
+  const wanted = (map.rows / Math.max(1, map.columns)) * room;
+  return EDGE.top + EDGE.bottom + (map.rows === 1 ? 56 : Math.max(130, Math.min(420, wanted)));
+}
+
+/** @param {number} width @param {number} height */
+function scale(width, height) {
+  const m = /** @type {NonNullable<typeof map>} */ (map);
+  return { x: (width - EDGE.left - EDGE.right) / Math.max(1, m.columns), y: (height - EDGE.top - EDGE.bottom) / Math.max(1, m.rows) };
+}
+
+/** @param {number[]} box @param {{ x: number, y: number }} s */
+const place = (box, s) => [EDGE.left + box[1] * s.x, EDGE.top + box[0] * s.y, (box[3] - box[1]) * s.x, (box[2] - box[0]) * s.y];
+
+/** @param {CanvasRenderingContext2D} g @param {number} width @param {number} height */
+function draw(g, width, height) {
+  g.clearRect(0, 0, width, height);
+  if (!map) return;
+  const s = scale(width, height);
+  const [w, h] = [map.columns * s.x, map.rows * s.y];
+  // what no region covers stays as this: a gap
+  g.fillStyle = colour("--card");
+  g.fillRect(EDGE.left, EDGE.top, w, h);
+  if (!map.more) hatch(g, EDGE.left, EDGE.top, w, h, colour("--gap"), 5, 0.9);
+  map.boxes.forEach((box, at) => {
+    const [x, y, bw, bh] = place(box, s);
+    fillBox(g, keyOf(box), x, y, bw, bh);
+    const paint = ink(fillOf(keyOf(box)));
+    if (box[8] > 1) hatch(g, x, y, bw, bh, paint, 9, 0.22);
+    if (bw > 3 && bh > 3) { g.strokeStyle = colour("--card"); g.lineWidth = 1; g.strokeRect(x + 0.5, y + 0.5, bw - 1, bh - 1); }
+    const texts = by === "rank" ? [`rank ${box[4]}`, `${box[4]}`] : [`file ${box[5]}`, `${box[5]}`];
+    const text = texts.find((t) => g.measureText(t).width + 10 <= bw);
+    if (text) label(g, text, x, y, bw, bh, paint);
+    if (at === chosen) { g.strokeStyle = colour("--text"); g.lineWidth = 3; g.strokeRect(x + 1.5, y + 1.5, Math.max(1, bw - 3), Math.max(1, bh - 3)); }
+  });
+  axes(g, s, w, h);
+}
+
+/** Where regions begin and end, written along both edges as far as there is room. @param {CanvasRenderingContext2D} g @param {{x: number, y: number}} s @param {number} w @param {number} h */
+function axes(g, s, w, h) {
+  if (!map) return;
+  g.fillStyle = colour("--dim");
+  g.strokeStyle = colour("--grid");
+  g.lineWidth = 1;
+  const across = [...new Set(map.boxes.flatMap((box) => [box[1], box[3]]))].sort((a, b) => a - b);
+  const down = [...new Set(map.boxes.flatMap((box) => [box[0], box[2]]))].sort((a, b) => a - b);
+  let last = -Infinity;
+  for (const cut of across) {
+    const at = EDGE.left + cut * s.x, text = numberText(cut), half = g.measureText(text).width / 2;
+    const x = Math.min(Math.max(at, EDGE.left + half - 4), EDGE.left + w - half + 4);
+    if (x - half < last + 8) continue;
+    g.textAlign = "center";
+    g.fillText(text, x, EDGE.top - 11);
+    last = x + half;
+  }
+  if (map.rows === 1) return;
+  last = -Infinity;
+  for (const cut of down) {
+    const y = Math.min(Math.max(EDGE.top + cut * s.y, EDGE.top + 6), EDGE.top + h - 6);
+    if (y < last + 15) continue;
+    g.textAlign = "right";
+    g.fillText(numberText(cut), EDGE.left - 7, y);
+    last = y;
+  }
+}
+
+const redraw = follow(canvas, { height: heightOf, draw });
+
+/** @param {number} item */
+function select(item) {
+  chosen = item;
+  redraw();
+  if (!map) return;
+  const box = map.boxes[item];
+  if (!box) { readout.textContent = summary(); return; }
+  const ranges = map.dims.map((name, d) => {
+    if (map?.y === d) return `${box[0]}:${box[2]}`;
+    return map?.x === d ? `${box[1]}:${box[3]}` : `${map?.at[d]}`;
+  });
+  const held = box[8] > 1 ? `, held by ${box[8]} ranks` : "";
+  readout.textContent = `[${ranges.join(", ")}] written by rank ${box[4]}${held} · file ${box[5]}, bytes ${numberText(box[6])} to ${numberText(box[7])} (${bytesText(box[7] - box[6])})`;
+}
+
+function summary() {
+  if (!map) return "";
+  const count = `${numberText(map.boxes.length)} ${map.boxes.length === 1 ? "region" : "regions"}`;
+  const names = [map.y !== null ? `${map.dims[map.y]} down` : "", map.x !== null ? `${map.dims[map.x]} across` : ""].filter(Boolean);
+  return `${count} · ${names.join(", ")}${map.more ? ` · ${numberText(map.more)} more are not drawn` : ""}`;
+}
+
+selectable(canvas, {
+  count: () => map?.boxes.length ?? 0,
+  at: (x, y) => {
+    if (!map) return -1;
+    const s = scale(canvas.clientWidth, canvas.clientHeight);
+    const [column, row] = [(x - EDGE.left) / s.x, (y - EDGE.top) / s.y];
+    return map.boxes.findIndex((b) => row >= b[0] && row < b[2] && column >= b[1] && column < b[3]);
+  },
+  select,
+});
+
+function describe() {
+  if (!map) return;
+  const numbers = [...new Set(map.boxes.map(keyOf))].sort((a, b) => a - b);
+  const entries = numbers.slice(0, 24).map((number) => ({
+    text: by === "rank" ? `rank ${number}` : `file ${number}`,
+    draw: (/** @type {CanvasRenderingContext2D} */ g) => fillBox(g, number, 0, 0, 13, 13),
+  }));
+  if (numbers.length > 24) entries.push({ text: `and ${numbers.length - 24} more`, draw: () => {} });
+  if (map.boxes.some((box) => box[8] > 1)) {
+    entries.push({ text: "held by several ranks", draw: (g) => hatch(g, 0, 0, 13, 13, colour("--dim"), 4, 1) });
+  }
+  legend(find("#map-legend"), entries);
+}
+
+async function load() {
+  const data = new FormData(form);
+  try {
+    map = await api(`checkpoints/${holder.dataset.checkpoint}/leaves/${holder.dataset.leaf}/map`, form.hidden ? {} : {
+      y: String(data.get("y")), x: String(data.get("x")), at: data.getAll("at").map((n) => Number(n) || 0).join(","),
+    });
+  } catch (error) {
+    readout.textContent = `The map cannot be drawn: ${error instanceof Error ? error.message : error}`;
+    return;
+  }
+  if (!map) return;
+  for (const label of form.querySelectorAll("label[data-dim]")) {
+    const dim = Number(label.getAttribute("data-dim"));
+    label.toggleAttribute("hidden", dim === map.y || dim === map.x);
+  }
+  if (map.y !== null) /** @type {HTMLSelectElement} */ (form.elements.namedItem("y")).value = String(map.y);
+  if (map.x !== null) /** @type {HTMLSelectElement} */ (form.elements.namedItem("x")).value = String(map.x);
+  chosen = -1;
+  describe();
+  readout.textContent = summary();
+  redraw();
+}
+
+for (const button of document.querySelectorAll("button[data-colour]")) {
+  button.addEventListener("click", () => {
+    by = button.getAttribute("data-colour") ?? "rank";
+    for (const other of document.querySelectorAll("button[data-colour]")) other.setAttribute("aria-pressed", String(other === button));
+    describe();
+    redraw();
+  });
+}
+form.addEventListener("input", load);
+form.addEventListener("submit", (event) => event.preventDefault());
+load();

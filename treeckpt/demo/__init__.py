@@ -1,0 +1,146 @@
+"""The main job from end to end: train on 4 ranks, save, start again on 2 ranks and on 1, compare, browse.
+
+This module reads the options and tells the story; `train` is what the ranks do, in processes of their own, so that
+torch is never imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .launch import JobFailed, run_job
+from .report import LOSS_TOLERANCE, Verdict, build_table, judge
+from .tasks import LAYOUTS, RANKS, Outcome, Resume, Resumed, Task, Train, Trained
+
+__all__ = ["main"]
+
+MIN_STEPS = 4  # three checkpoints, and a step after the last
+STEPS = 40
+
+RunTask = Callable[[Task, str], Outcome]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the demo.
+
+    Returns:
+        0 if every leaf came back bit for bit and the losses agree, 1 if not or if a job failed, 2 if it
+        could not start.
+    """
+    options = _parser().parse_args(argv)
+    console, errors = Console(), Console(stderr=True)
+    if importlib.util.find_spec("torch") is None:
+        errors.print("treeckpt demo trains with torch, which is not installed: pip install 'treeckpt\\[torch]'")
+        return 2
+    try:
+        run = prepare_run(options.run)
+    except OSError as error:
+        errors.print(f"treeckpt demo: {error}", markup=False)
+        return 2
+    try:
+        verdicts = tell(console, run, options.steps)
+    except JobFailed as error:
+        errors.print(f"treeckpt demo: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    complaints = [text for verdict in verdicts for text in verdict.complaints()]
+    for text in complaints:
+        errors.print(text, style="bold red", markup=False)
+    if complaints:
+        return 1
+    console.print(f"Every leaf came back bit for bit; losses agree within {LOSS_TOLERANCE:g}.", style="bold green")
+    return 0 if options.no_serve else serve(run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "treeckpt demo", description="Train on 4 ranks, save, load on 2 and on 1, compare everything, browse the run."
+    )
+    parser.add_argument("--run", type=Path, help="a new or empty directory (default: a new one in ./demo-runs)")
+    parser.add_argument("--steps", type=_steps, default=STEPS, help=f"of training, {MIN_STEPS} or more ({STEPS})")
+    parser.add_argument("--no-serve", action="store_true", help="end instead of serving the dashboard")
+    return parser
+
+
+def _steps(text: str) -> int:
+    steps = int(text)
+    if steps < MIN_STEPS:
+        raise argparse.ArgumentTypeError(f"expected {MIN_STEPS} or more steps, found {steps}")
+    return steps
+
+
+def prepare_run(asked: Path | None) -> Path:
+    """The directory to work in, made if need be.
+
+    Raises:
+        OSError: it cannot be made, or it holds something.
+    """
+    if asked is None:
+        try:
+            Path("demo-runs").mkdir(exist_ok=True)
+            asked = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir="demo-runs"))
+        except OSError:  # not a place to write to
+            asked = Path(tempfile.mkdtemp(prefix="treeckpt-demo-"))
+    asked.mkdir(parents=True, exist_ok=True)
+    if any(asked.iterdir()):
+        raise FileExistsError(f"{asked}: expected a new or empty directory, found files. Name another with --run")
+    return asked.resolve()
+
+
+def tell(console: Console, run: Path, steps: int) -> list[Verdict]:
+    """Runs the three jobs and prints the table."""
+    saves = tuple(steps * quarter // 4 for quarter in (1, 2, 3))
+    train = Train(str(run), "hsdp", saves, steps)
+    resumes = (Resume(str(run), "tp", saves[-1], steps), Resume(str(run), "plain", saves[-1], steps, saves[:-1]))
+    with progress_bars(console) as run_task:
+        trained = run_task(train, f"train on {_ranks(train)} and save")
+        assert isinstance(trained, Trained), "the outcome of Train"
+        verdicts: list[Verdict] = []
+        for task in resumes:
+            resumed = run_task(task, f"load on {_ranks(task)} and go on")
+            assert isinstance(resumed, Resumed), "the outcome of Resume"
+            verdicts.append(judge(trained, resumed, task))
+    console.print(build_table(trained.saves, train.layout, verdicts))
+    console.print(f"run: {run}", markup=False, highlight=False, soft_wrap=True)
+    return verdicts
+
+
+def _ranks(task: Task) -> str:
+    ranks = RANKS[task.layout]
+    return f"{ranks} ranks" if ranks > 1 else "1 process"
+
+
+@contextmanager
+def progress_bars(console: Console) -> Iterator[RunTask]:
+    """Gives a function that runs a task: under a bar on a terminal, with a line at its end elsewhere."""
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+
+        def run_task(task: Task, text: str) -> Outcome:
+            bar = progress.add_task(text, total=None)  # it pulses until the processes are up
+            began = time.monotonic()
+            outcome = run_job(task, lambda _: progress.update(bar, total=task.steps, advance=1), environment=os.environ)
+            if not console.is_terminal:
+                took = time.monotonic() - began
+                console.print(f"{text}: {LAYOUTS[task.layout]}, {task.steps} steps, {took:.1f} s", highlight=False)
+            return outcome
+
+        yield run_task
+
+
+def serve(run: Path) -> int:
+    """Serves the dashboard on the run until Ctrl-C."""
+    from treeckpt.cli import main as command_line
+
+    return command_line(["dashboard", str(run)])

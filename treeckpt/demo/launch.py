@@ -1,0 +1,151 @@
+"""How are a task's processes started, followed and, whatever happens, ended?
+
+Several ranks run under torchrun (which picks a free port for its rendezvous), one runs as it is. Their output comes
+through one pipe: `@step N` lines move the progress bar, `@error RANK LINE` lines tell what a rank died of, all the
+rest is kept for the case that a worker dies without a word of its own. A worker that outlives this process dies of
+its next print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+
+import msgspec
+
+from .tasks import RANKS, Outcome, Task, outcome_path
+
+__all__ = ["JobFailed", "run_job"]
+
+PATIENCE = 600.0  # seconds for a whole task: many times what a slow machine takes
+TAIL = 24  # lines of output to show of a job that failed
+
+OnStep = Callable[[int], None]
+
+
+class JobFailed(Exception):
+    """A task's processes failed; the message ends with what they said last."""
+
+
+def run_job(task: Task, on_step: OnStep, *, environment: Mapping[str, str], patience: float = PATIENCE) -> Outcome:
+    """Runs a task in fresh processes and waits for it.
+
+    Raises:
+        JobFailed: a process failed, or the task took more than `patience` seconds.
+    """
+    path = outcome_path(task)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with started(command_of(task), worker_environment(environment)) as process:
+        late = threading.Event()
+        watchdog = threading.Timer(patience, lambda: (late.set(), end(process)))
+        watchdog.start()
+        try:
+            said = follow(process.stdout or (), on_step)
+            code = process.wait()
+        finally:
+            watchdog.cancel()
+    if late.is_set():
+        raise JobFailed(f"{task.name}: not done after {patience:.0f} s. It said last:\n{said}")
+    if code or not path.exists():
+        raise JobFailed(f"{task.name}: failed with exit code {code}. It said last:\n{said}")
+    return msgspec.json.decode(path.read_bytes(), type=Outcome)  # pyright: ignore[reportReturnType, reportArgumentType]
+
+
+def command_of(task: Task) -> list[str]:
+    """The command line of a task."""
+    worker = ["-m", "treeckpt.demo.train", msgspec.json.encode(task).decode()]
+    ranks = RANKS[task.layout]
+    if ranks == 1:
+        return [sys.executable, *worker]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [sys.executable, *launcher, *worker]
+
+
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The workers' environment: one thread each, the loopback interface, and no trace of a torchrun above us."""
+    ours = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    clean = {k: v for k, v in environment.items() if k not in ours and not k.startswith("TORCHELASTIC_")}
+    clean |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):  # gloo would else look up the host's name, which need not resolve
+            clean.setdefault("GLOO_SOCKET_IFNAME", name)
+    return clean
+
+
+def follow(lines: Iterable[str], on_step: OnStep) -> str:
+    """Reads a job's output to its end; gives what it said last: the first rank's traceback, or else the last lines."""
+    tail: deque[str] = deque(maxlen=TAIL)
+    errors: dict[str, list[str]] = {}
+    for line in lines:
+        match line.rstrip("\n").split(" ", 2):
+            case ["@step", number]:
+                on_step(int(number))
+            case ["@error", rank, text]:
+                if text.strip(" ^~"):  # the marks under a line of a traceback say little here
+                    errors.setdefault(rank, []).append(text)
+            case _:
+                tail.append(line.rstrip("\n"))
+    for rank, traceback in errors.items():  # the others only lost their peer
+        return "\n".join(f"[rank {rank}] {text}" for text in traceback[-TAIL:])
+    return "\n".join(tail)
+
+
+@contextlib.contextmanager
+def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own, so that Ctrl-C reaches it only through us; ended at the end."""
+    with (
+        ending_by_exception(),
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ends a process and its workers: torchrun passes SIGTERM on, and gets 10 s for it."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextlib.contextmanager
+def ending_by_exception() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that a `finally` can clean up. Only the main thread may set that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
