@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from treeckpt.core.errors import TreeckptError
 
 from .library import Library, Missing
-from .render import render, route_path, templates
+from .render import render, templates
 from .routes import api, pages
 from .security import LOOPBACK_HOSTS, Guard
 
@@ -37,7 +37,7 @@ def create_app(
         allowed_hosts: Host headers that are answered, with or without a port, compared exactly.
     """
     root = "/" + root_path.strip("/") if root_path.strip("/") else ""
-    app = FastAPI(title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json", root_path=root)
+    app = FastAPI(title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json")
     app.state.library = Library(runs)
     app.state.templates = templates()
     app.include_router(api)
@@ -48,12 +48,12 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(TreeckptError, _unreadable)
     app.add_exception_handler(OSError, _unreadable)
-    app.add_middleware(Guard, hosts=allowed_hosts, token=token, cookie_path=root or "/")
+    app.add_middleware(Guard, hosts=allowed_hosts, token=token, root_path=root)
     return app
 
 
 def _answer(request: Request, status: int, text: str) -> Response:
-    if route_path(request).startswith("/api/"):
+    if request.scope["path"].startswith("/api/"):
         return JSONResponse({"error": text}, status)
     return render(request, "error.html", {"status": status, "text": text}, status)
 

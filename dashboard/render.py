@@ -14,18 +14,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from treeckpt.core.wording import bytes_text, seconds_text, shape_text, visible
 
-__all__ = ["base_of", "render", "route_path", "templates"]
-
-
-def route_path(request: Request) -> str:
-    """The path below the root path, whether or not a proxy took that off."""
-    path, root = request.scope["path"], request.scope.get("root_path", "")
-    return path[len(root) :] if root and path.startswith(root + "/") else path
+__all__ = ["base_of", "render", "templates"]
 
 
 def base_of(request: Request) -> str:
     """The way from the page to the dashboard's root: `./`, `../`, `../../` ..."""
-    return "../" * max(0, route_path(request).count("/") - 1) or "./"
+    return "../" * max(0, request.scope["path"].count("/") - 1) or "./"
 
 
 def _clock(moment: str | None) -> str:

@@ -60,17 +60,17 @@ class Guard:
     Args:
         hosts: names that a Host header may give; with a port, only that one.
         token: None demands none.
-        cookie_path: where the cookie is sent, the root path.
+        root_path: the path under which a proxy serves the dashboard: taken off where it is left on, and the cookie's.
     """
 
-    def __init__(self, app: ASGIApp, *, hosts: Iterable[str], token: str | None, cookie_path: str = "/") -> None:
+    def __init__(self, app: ASGIApp, *, hosts: Iterable[str], token: str | None, root_path: str = "") -> None:
         self._app = app
         self._hosts = frozenset(host.lower() for host in hosts)
         self._session = hashlib.sha256(b"treeckpt session " + token.encode()).hexdigest() if token else None
         self._token = token.encode() if token else None
         # browsers share cookies between the ports of a host: two dashboards must not overwrite each other's
         self._cookie = "treeckpt_" + hashlib.sha256(b"treeckpt cookie " + (self._token or b"")).hexdigest()[:8]
-        self._cookie_path = cookie_path or "/"
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,7 +81,9 @@ class Guard:
             return
         head = scope["method"] == "HEAD"
         answer: ASGIApp = self._refusal(scope) or self._app
-        inner: MutableMapping[str, Any] = {**scope, "method": "GET"} if head else scope
+        inner: MutableMapping[str, Any] = {**scope, "method": "GET"} if head else {**scope}
+        if scope["path"].startswith(self._root_path + "/"):  # a proxy that leaves its prefix on
+            inner["path"] = scope["path"][len(self._root_path) :]
         await answer(inner, receive, _Sender(send, head))
 
     def _refusal(self, scope: Scope) -> Response | None:
@@ -122,7 +124,7 @@ class Guard:
         page = f'<!doctype html><meta http-equiv="refresh" content="0;url={target}"><a href="{target}">Go on</a>'
         response = HTMLResponse(page, headers={"Cache-Control": "no-store"})
         assert self._session is not None, "only asked where there is a token"
-        response.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", path=self._cookie_path)
+        response.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", path=self._root_path or "/")
         return response
 
 

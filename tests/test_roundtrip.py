@@ -257,6 +257,16 @@ def test_copies_have_memory_of_their_own(tmp_path: pathlib.Path) -> None:
     assert not back["b"].any()
 
 
+def test_mapped_arrays_are_read_when_touched_and_never_written_back(tmp_path: pathlib.Path) -> None:
+    tree = {f"k{i}": torch.full((100_000,), float(i)) for i in range(5)}
+    tc.save(tmp_path / "c", tree)
+    reports: list[tc.LoadReport] = []
+    back = tc.load(tmp_path / "c", mmap=True, on_report=reports.append)
+    assert reports[0].read_nbytes == 0 and all(torch.equal(back[key], tree[key]) for key in tree)
+    back["k1"].zero_()
+    assert torch.equal(tc.load(tmp_path / "c")["k1"], tree["k1"]) and tc.verify(tmp_path / "c").ok
+
+
 def test_saving_leaves_storages_as_they_were(tmp_path: pathlib.Path) -> None:
     tensor = torch.arange(100)
     tc.save(tmp_path / "c", {"a": tensor})

@@ -91,6 +91,7 @@ def load(
     verify: Verify = True,
     per_rank: Literal["error", "take"] = "error",
     copy: bool = False,
+    mmap: bool = False,
     allow_pickle: bool = False,
     comm: Comm | None = None,
     namespace: str = "",
@@ -113,6 +114,8 @@ def load(
             the old world.
         copy: gives each array memory of its own. Otherwise whole arrays are views of the memory that a stretch of a file
             was read into, which is freed when the last of them is.
+        mmap: maps whole arrays instead of reading them: bytes come when they are touched, without checksums. Arrays that
+            are wanted in part, on a device or in another dtype are read as usual.
         allow_pickle: unpickles values that were saved so. This can run any code: only for files you trust.
         comm: gives this process's rank; ranks do not talk.
         on_report: gets the `LoadReport`.
@@ -121,7 +124,7 @@ def load(
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
         MismatchError: what is wanted is not what was saved.
     """
-    options = LoadOptions(_globs(select), strict, cast, device, verify, per_rank, copy, allow_pickle, namespace)
+    options = LoadOptions(_globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace)
     with _opened(path) as store, _without_cycles():
         tree, report = load_tree(store, like, (comm or default_comm()).rank, options)
     if on_report is not None:
@@ -149,7 +152,7 @@ def load_into(
 
     See `load` for the arguments and errors.
     """
-    options = LoadOptions(_globs(select), strict, cast, None, verify, per_rank, True, allow_pickle, namespace)
+    options = LoadOptions(_globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace)
     with _opened(path) as store, _without_cycles():
         return load_into_tree(store, tree, (comm or default_comm()).rank, options)
 

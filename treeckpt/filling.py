@@ -20,7 +20,7 @@ from .core.plan import LoadPlan, Want, plan_load, plan_runs
 from .core.records import AliasRecord, Index, Leaf
 from .core.region import Region
 from .core.spec import ArraySpec
-from .io.engine import run_land, run_load
+from .io.engine import run_land, run_load, run_map
 from .io.record import Recorder
 from .io.shards import Shards
 from .io.store import Store
@@ -66,28 +66,45 @@ class Filling:
     def __init__(self, store: Store, index: Index, source_rank: int, recorder: Recorder) -> None:
         self.store, self.index, self.source_rank, self.recorder = store, index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
+        self._claimed = self._present = 0
+        self._sizes: dict[str, int] | None = None
         self._landings: list[_Landing] = []
         self._wants: list[Want] = []
         self._pieces: list[TargetPiece] = []
         self._paths: list[str] = []
         self._after: list[Callable[[], None]] = []
 
-    def check_files(self) -> None:
-        """Refuses files that are not as long as the index says, before memory is allocated by its word.
+    def claim(self, path: str, leaf: Leaf) -> None:
+        """Counts what the index says an array takes, before memory is allocated by its word.
 
         Raises:
-            CorruptError: naming the file.
+            CorruptError: more than all the shards that are there.
         """
-        sizes = self.store.sizes()
+        spec = leaf.spec
+        if spec is None or isinstance(leaf.record, AliasRecord):
+            return
+        if self._sizes is None:
+            self._sizes = self.store.sizes()
+            self._present = sum(self._sizes.get(file.name, 0) for file in self.index.file_list)
+        self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+        if self._claimed > self._present:
+            raise self._short(path, self._sizes)
+
+    def _short(self, path: str, sizes: dict[str, int]) -> CorruptError:
         for file in self.index.file_list:
-            if sizes.get(file.name) != file.header + file.nbytes:
-                found = sizes.get(file.name)
-                raise CorruptError(
+            if (found := sizes.get(file.name)) != file.header + file.nbytes:
+                return CorruptError(
                     f"{self.store.url}/{file.name}",
                     expected=f"a shard of {file.header + file.nbytes} bytes",
                     found="no such file" if found is None else f"{found} bytes",
                     hint="The file was lost, changed or cut short; restore it from a copy",
                 )
+        return CorruptError(
+            f"{path}: {self.store.url}",
+            expected=f"shards that hold {self._claimed} bytes of arrays, as the index says",
+            found=f"{self._present} bytes in all shards",
+            hint="The index is not that of these shards; try treeckpt rebuild-index",
+        )
 
     def land(self, path: str, leaf: Leaf, spec: ArraySpec) -> Slot | None:
         """Wants a whole array as a view of what is read; None if it does not lie in one chunk."""
@@ -157,10 +174,11 @@ class Filling:
 
         self._after.append(cut)
 
-    def run(self, verify: Verify, *, in_place: bool = False) -> None:
+    def run(self, verify: Verify, *, in_place: bool = False, mapped: bool = False) -> None:
         """Reads everything.
 
         Args:
+            mapped: whole arrays are mapped, not read.
             in_place: targets exist already: with `verify=True` all checksums are compared before the first byte is
                 written, which reads twice.
         """
@@ -169,7 +187,7 @@ class Filling:
             for rank in {file.rank for file in self.index.file_list if file.part}
         }
         shards = Shards(self.store, self.index, verify=verify is not False, recorder=self.recorder)
-        self._run_landings(shards, borders)
+        self._run_landings(shards, borders, mapped)
         plan = plan_load(self._wants, borders=borders)
         if verify is True and in_place:
             self._copy(shards, plan, lambda want: None)
@@ -184,11 +202,14 @@ class Filling:
 
         return run_load(shards, plan, targets, itemsize=itemsize, paths=self._paths.__getitem__)
 
-    def _run_landings(self, shards: Shards, borders: dict[int, Sequence[int]]) -> None:
+    def _run_landings(self, shards: Shards, borders: dict[int, Sequence[int]], mapped: bool) -> None:
         landings = self._landings
         runs = plan_runs([(x.rank, x.start, x.nbytes) for x in landings], borders=borders)
-        landed, nbytes = run_land(shards, runs, lambda i: landings[i].path)
-        self.read_nbytes += nbytes
+        if mapped:
+            landed = run_map(shards, runs, lambda i: landings[i].path)
+        else:
+            landed, nbytes = run_land(shards, runs, lambda i: landings[i].path)
+            self.read_nbytes += nbytes
         for run, place in zip(runs, landed, strict=True):
             for member in run.members:
                 landing = landings[member]

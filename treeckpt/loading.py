@@ -1,7 +1,7 @@
 """The load: match what is wanted with what was saved, have it read, and put the tree together.
 
-Everything that can be checked is checked before memory is touched: keys, kinds, shapes, dtypes, layouts, and the sizes of all
-files. Ranks do not talk: each reads the ranges that it wants.
+Everything that can be checked is checked before memory is touched: keys, kinds, shapes, dtypes, layouts, and then that
+every shard which is needed is there, whole and of this save. Ranks do not talk: each reads the ranges that it wants.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
     verify: Verify = True
     per_rank: Literal["error", "take"] = "error"
     copy: bool = False
+    mmap: bool = False
     allow_pickle: bool = False
     namespace: str = ""
 
@@ -54,7 +55,6 @@ class _Load:
         self.index = read_index(store)
         self.source_rank = rank % self.index.world if options.per_rank == "take" else rank
         self.filling = Filling(store, self.index, self.source_rank, self.recorder)
-        self.filling.check_files()
         self.loaded = 0
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -96,6 +96,7 @@ class _Load:
     def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Callable[[], Target | None]) -> Slot:
         """Wants an array: as a view of what is read where that is possible, else in a target of its own."""
         self.loaded += 1
+        self.filling.claim(path, leaf)
         if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
             self.check(path, leaf, spec)
             if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
@@ -192,7 +193,7 @@ def _as_saved(job: _Load) -> object:
             made[leaf.number] = Slot(job.value(leaf, leaf.path))
         elif not _is_tied(leaf, job):
             made[leaf.number] = _array_as_saved(job, leaf, leaf.spec)
-    job.filling.run(job.options.verify)
+    job.filling.run(job.options.verify, mapped=job.options.mmap)
     for leaf in order:
         if leaf.number not in made:
             made[leaf.number] = Slot(_tied(leaf, made, job))
@@ -311,7 +312,7 @@ def load_tree(store: Store, like: object, rank: int, options: LoadOptions) -> tu
         tree = _as_saved(job)
     else:
         slots = _match(job, like, lambda wanted, path: like_of(wanted, path, rank, options.device), views=True)
-        job.filling.run(options.verify)
+        job.filling.run(options.verify, mapped=options.mmap)
         tree = replace_leaves(like, iter([slot.leaf for slot in slots]), namespace=options.namespace)
     return tree, job.report()
 

@@ -74,13 +74,14 @@ class _Terms(msgspec.Struct, array_like=True):
     key: str
     """Names the global plan that follows from all inventories."""
     tellers: tuple[int, ...]
-    """Ranks that send their inventory and contents; none where all are equal."""
+    """Ranks that send their contents and, if need be, their inventory; none where all are equal."""
+    known: bool
+    """Whether every rank remembers that plan, so that inventories need not be sent."""
 
 
 class _Told(msgspec.Struct, array_like=True):
-    fault: Fault | None
-    known: bool
     group: RankClass | None
+    """None where the plan is known."""
     contents: dict[str, bytes]
     values: dict[str, Value]
 
@@ -188,7 +189,8 @@ class _Save:
         for rank, hello in enumerate(hellos):
             kinds.setdefault((hello.digest, hello.contents), rank)
         tellers = tuple(kinds.values()) if len(kinds) > 1 else ()
-        return _Terms(tuple(faults), secrets.token_hex(8), self.recorder.created_ns, key, tellers)
+        known = all(hello.remembered == key for hello in hellos)
+        return _Terms(tuple(faults), secrets.token_hex(8), self.recorder.created_ns, key, tellers, known)
 
     def _prepare(self) -> None:
         """The coordinator makes the directory, and looks for what stands there."""
@@ -218,11 +220,10 @@ class _Save:
     def _tell(self, contents: dict[str, bytes]) -> Plenum | None:
         rank = self.comm.rank
         message = b""
-        known = self.comm.memory.get("plans") is not None and self.comm.memory["plans"].key == self.terms.key
         if rank in self.terms.tellers:
             assert self.brought is not None, "faults were raised before"
-            group = RankClass(encode_runs([rank]), self.brought.inventory)
-            message = msgspec.msgpack.encode(_Told(None, known, group, contents, self.brought.values))
+            group = None if self.terms.known else RankClass(encode_runs([rank]), self.brought.inventory)
+            message = msgspec.msgpack.encode(_Told(group, contents, self.brought.values))
         everyone = self.comm.gather(message)
         joined = None
         if everyone is not None:
@@ -239,7 +240,7 @@ class _Save:
         try:
             _compare({rank: tale.contents for rank, tale in told.items()})
             self.values = {path: value for tale in reversed(told.values()) for path, value in tale.values.items()}
-            if all(hello.remembered == self.terms.key for hello in self.hellos):
+            if self.terms.known:
                 return _Joined((), None)
             groups: dict[bytes, list[int]] = {}
             for rank, hello in enumerate(self.hellos):

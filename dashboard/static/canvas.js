@@ -9,8 +9,9 @@ const COLOURS = 8;
 
 /** Black or white, whichever reads better on a colour. @param {string} fill */
 export function ink(fill) {
-  const [r, g, b] = [1, 3, 5].map((at) => parseInt(fill.slice(at, at + 2), 16) / 255);
-  return 0.299 * r + 0.587 * g + 0.114 * b > 0.55 ? "#10151f" : "#ffffff";
+  // relative luminance of WCAG 2: above 0.18 black has the higher contrast
+  const [r, g, b] = [1, 3, 5].map((at) => (parseInt(fill.slice(at, at + 2), 16) / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#10151f" : "#ffffff";
 }
 
 /** @param {number} number */

@@ -110,7 +110,7 @@ def assign(leaves: Sequence[ArrayLeaf]) -> list[Share | Boxes]:
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.layout, BoxLayout):
             shares[i] = _assign_boxes(leaf, leaf.layout, loads)
-        elif leaf.per_rank is None:
+        elif leaf.per_rank is None and lone_holder(leaf.layout) is None:
             check_layout(leaf.layout, leaf.shape, leaf.path)
             if len(replicas(leaf.layout)) > 1 and leaf.nbytes:
                 streams.setdefault(_stream_key(leaf.layout), []).append(i)
@@ -325,6 +325,12 @@ def lone_writer(layout: Layout, replica: int) -> int | None:
     if isinstance(layout, BoxLayout) or not all(isinstance(p, Replicate) for p in layout.placements):
         return None
     return int(mesh_ranks(layout.mesh)[replicas(layout)[replica]])
+
+
+@lru_cache(maxsize=4096)
+def lone_holder(layout: MeshLayout) -> int | None:
+    """The only rank that holds an array, None if others hold it or parts of it too."""
+    return int(mesh_ranks(layout.mesh)[0]) if len(mesh_ranks(layout.mesh)) == 1 else None
 
 
 def _cut_cells(

@@ -33,9 +33,14 @@ class _Table:
 
     def __init__(self) -> None:
         self.numbers: dict[object, int] = {}
+        self._met: dict[int, int] = {}
 
     def number(self, thing: object) -> int:
-        return self.numbers.setdefault(thing, len(self.numbers))
+        # most leaves share the very object: its hash, which covers a whole mesh, is taken once
+        number = self._met.get(id(thing))
+        if number is None:
+            number = self._met[id(thing)] = self.numbers.setdefault(thing, len(self.numbers))
+        return number
 
 
 def build_index(

@@ -1,49 +1,101 @@
-"""Whether an index holds together: checks on a decoded one, before anything is expanded or allocated by its word."""
+"""Whether an index holds together: checks on a decoded one, before anything is expanded or allocated by its word.
+
+Every number that a reader uses as a size, a position or a rank is bounded here, columns by their runs alone. What is not
+checked: that listed boxes leave no gap (the save did), and that the files are as the table says (opening them does).
+"""
 
 from __future__ import annotations
 
 import math
 
-import msgspec
 import numpy as np
 
-from .chunks import BoxChunks, GridChunks
+from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
 from .dtypes import dtype_of
 from .errors import FormatError, TreeckptError
+from .layout import BoxLayout, Layout, StridedShard, check_placements
 from .records import AliasRecord, ArrayRecord, Index, LeafRecord, PerRankArrays, PerRankValues, ValueRecord
-from .runs import Runs, check_runs, decode_runs, length_of
-from .shard import MAX_NDIM
+from .runs import Runs, check_rising, check_runs, decode_runs, length_of
+from .shard import MAX_HEADER, MAX_NBYTES, MAX_NDIM, MAX_WORLD, SAVE_ID
 from .spec import ArraySpec
 from .structure import paths_of
 
 __all__ = ["check_index"]
 
 
-def check_index(index: Index, name: str) -> None:
-    """Everything that can be checked without expanding a column."""
+def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
+    """Refuses an index that contradicts itself.
+
+    Args:
+        name: the file, for errors.
+        manifest: chunks and files are still missing.
+
+    Raises:
+        FormatError: naming the file, or the leaf in it.
+    """
+    if not 0 < index.world <= MAX_WORLD or SAVE_ID.fullmatch(index.save_id) is None:
+        raise FormatError(name, expected="a save id and a world", found=f"{index.save_id!r:.40}, {index.world}")
+    _check_files(index, name, manifest)
+    for spec in index.specs:
+        _check_spec(spec, name)
+    for layout in index.layouts:
+        _check_layout(layout, index.world, name)
     try:
         paths = paths_of(index.structure)
     except TreeckptError as error:
         raise FormatError(name, expected="a tree's structure", found=str(error)[:200]) from error
     if len(paths) != len(index.leaves):
         raise FormatError(name, expected=f"{len(paths)} leaves", found=f"{len(index.leaves)}")
-    if not 0 < index.world <= 1 << 24 or not all(c in "0123456789abcdef" for c in index.save_id):
-        raise FormatError(name, expected="a save id and a world", found=f"{index.save_id!r:.40}, {index.world}")
-    if len(index.save_id) != 16:
-        raise FormatError(name, expected="a save id of 16 hex digits", found=f"{index.save_id!r:.40}")
-    rows = length_of(index.files.rank)
-    for column in msgspec.structs.astuple(index.files):
-        check_runs(column, length=rows, path=name)
-    for spec in index.specs:
-        itemsize = dtype_of(spec.dtype).itemsize
-        if len(spec.shape) > MAX_NDIM or any(n < 0 for n in spec.shape) or math.prod(spec.shape) * itemsize >= 1 << 62:
-            raise FormatError(name, expected="a shape", found=f"{spec.shape!r:.80}")
+    if len(set(paths)) != len(paths):
+        raise FormatError(name, expected="a path of its own for each leaf", found="two leaves that share one")
+    groups = [ranks for _, ranks in paths]
     for (path, ranks), record in zip(paths, index.leaves, strict=True):
-        _check_record(index, path, ranks, record)
+        if ranks is not None:
+            check_runs(ranks, path=path, low=0, high=index.world)
+        _check_record(index, path, ranks, record, manifest)
+        if isinstance(record, AliasRecord):
+            _check_alias(index, path, groups, ranks, record)
 
 
-def _check_record(index: Index, path: str, ranks: Runs | None, record: LeafRecord) -> None:
+def _check_files(index: Index, name: str, manifest: bool) -> None:
+    files = index.files
+    rows = length_of(files.rank)
+    highs = {
+        "rank": index.world,
+        "part": MAX_WORLD,
+        "stream": MAX_NBYTES,
+        "nbytes": MAX_NBYTES,
+        "header": MAX_HEADER + 1,
+    }
+    for column, high in highs.items():
+        check_runs(getattr(files, column), length=rows, path=name, low=0, high=high)
+    if not rows and not manifest:
+        raise FormatError(name, expected="a table of files", found="an empty one")
+
+
+def _check_spec(spec: ArraySpec, name: str) -> None:
+    itemsize = dtype_of(spec.dtype).itemsize
+    legal = len(spec.shape) <= MAX_NDIM and min(spec.shape, default=0) >= 0
+    if not legal or math.prod(spec.shape) * itemsize >= MAX_NBYTES or max(spec.shape, default=0) >= MAX_NBYTES:
+        raise FormatError(name, expected="a shape", found=f"{spec.shape!r:.80}")
+
+
+def _check_layout(layout: Layout, world: int, name: str) -> None:
+    if isinstance(layout, BoxLayout):
+        raise FormatError(name, expected="meshes and placements", found="listed pieces")
+    mesh = layout.mesh
+    if not mesh.shape or len(mesh.shape) > MAX_NDIM or min(mesh.shape) < 1:
+        raise FormatError(name, expected="a mesh", found=f"shape {mesh.shape!r:.80}")
+    check_runs(mesh.ranks, length=math.prod(mesh.shape), path=name, low=0, high=world)
+    for placement in layout.placements:
+        if isinstance(placement, StridedShard) and placement.factor > max(world, 1 << 16):
+            raise FormatError(name, expected="a factor of the size of a mesh", found=f"{placement!r:.80}")
+
+
+def _check_record(index: Index, path: str, ranks: Runs | None, record: LeafRecord, manifest: bool) -> None:
     if isinstance(record, ValueRecord):
+        if ranks is not None:
+            raise FormatError(path, expected="one value per rank", found="one for all")
         return
     if isinstance(record, PerRankValues):
         if ranks is None or len(record.values) != length_of(ranks):
@@ -51,47 +103,89 @@ def _check_record(index: Index, path: str, ranks: Runs | None, record: LeafRecor
         return
     if not 0 <= record.spec < len(index.specs):
         raise FormatError(path, expected=f"one of {len(index.specs)} specs", found=f"number {record.spec}")
-    spec = index.specs[record.spec]
-    if isinstance(record, AliasRecord):
-        _check_alias(index, path, spec, record)
-    elif isinstance(record, PerRankArrays):
+    if isinstance(record, PerRankArrays):
         if ranks is None:
             raise FormatError(path, expected="a leaf under PerRank", found="another")
-        if record.start:
-            check_runs(record.start, length=length_of(ranks), path=path)
-    elif isinstance(record.chunks, GridChunks):
-        grid = record.chunks
-        if len(grid.cuts) != len(spec.shape):
-            raise FormatError(path, expected=f"cuts of {len(spec.shape)} dimensions", found=f"{len(grid.cuts)}")
-        for cut, size in zip(grid.cuts, spec.shape, strict=True):
-            column = decode_runs(cut) if length_of(cut) <= 1 << 24 else np.empty(0)
-            if len(column) < 2 or column[0] != 0 or column[-1] != size or (np.diff(column) <= 0).any():
-                raise FormatError(path, expected=f"rising cuts from 0 to {size}", found=f"{cut!r:.80}")
-        cells = math.prod(length_of(cut) - 1 for cut in grid.cuts)
-        check_runs(grid.rank, length=cells, path=path)
-        check_runs(grid.start, length=cells, path=path)
-    elif isinstance(record.chunks, BoxChunks):
-        boxes = record.chunks
-        columns = (*boxes.offset, *boxes.shape, boxes.start)
-        if len(boxes.offset) != len(spec.shape) or len(boxes.shape) != len(spec.shape):
-            raise FormatError(path, expected=f"boxes of {len(spec.shape)} dimensions", found=f"{len(boxes.offset)}")
-        for column in columns:
-            check_runs(column, length=length_of(boxes.rank), path=path)
+        if not manifest or record.start:
+            check_runs(record.start, length=length_of(ranks), path=path, low=0, high=MAX_NBYTES)
+    elif isinstance(record, ArrayRecord):
+        if ranks is not None:
+            raise FormatError(path, expected="one array per rank", found="one for all")
+        _check_array(index, path, record, index.specs[record.spec].shape, manifest)
 
 
-def _check_alias(index: Index, path: str, spec: ArraySpec, record: AliasRecord) -> None:
+def _check_array(index: Index, path: str, record: ArrayRecord, shape: tuple[int, ...], manifest: bool) -> None:
+    if not -1 <= record.layout < len(index.layouts):
+        raise FormatError(path, expected=f"one of {len(index.layouts)} layouts", found=f"number {record.layout}")
+    layout = index.layouts[record.layout] if record.layout >= 0 else None
+    if layout is not None and not isinstance(layout, BoxLayout):
+        try:
+            check_placements(layout, shape, path)
+        except TreeckptError as error:
+            raise FormatError(path, expected=error.expected, found=error.found) from error
+    chunks = record.chunks
+    if isinstance(chunks, WholeChunk):
+        if not 0 <= chunks.rank < index.world or not 0 <= chunks.start < MAX_NBYTES:
+            raise FormatError(path, expected="a chunk of a rank", found=f"{chunks!r:.80}")
+    elif isinstance(chunks, GridChunks):
+        _check_grid(index, path, chunks, shape)
+    elif isinstance(chunks, BoxChunks):
+        _check_boxes(index, path, chunks, shape)
+    elif not manifest:
+        assert isinstance(chunks, NoChunks), "the last of the union"
+        raise FormatError(path, expected="chunks", found="none")
+
+
+def _check_grid(index: Index, path: str, grid: GridChunks, shape: tuple[int, ...]) -> None:
+    if len(grid.cuts) != len(shape):
+        raise FormatError(path, expected=f"cuts of {len(shape)} dimensions", found=f"{len(grid.cuts)}")
+    for cut, size in zip(grid.cuts, shape, strict=True):
+        check_runs(cut, path=path, low=0)
+        if not check_rising(cut, 0, size) or not size:
+            raise FormatError(path, expected=f"rising cuts from 0 to {size}", found=f"{cut!r:.80}")
+    cells = math.prod(length_of(cut) - 1 for cut in grid.cuts)
+    check_runs(grid.rank, length=cells, path=path, low=0, high=index.world)
+    check_runs(grid.start, length=cells, path=path, low=0, high=MAX_NBYTES)
+
+
+MAX_BOX_NUMBERS = 1 << 22
+"""Offsets and shapes of one array's listed boxes, all together: these are expanded when the array is read."""
+
+
+def _check_boxes(index: Index, path: str, boxes: BoxChunks, shape: tuple[int, ...]) -> None:
+    if len(boxes.offset) != len(shape) or len(boxes.shape) != len(shape):
+        raise FormatError(path, expected=f"boxes of {len(shape)} dimensions", found=f"{len(boxes.offset)}")
+    rows = length_of(boxes.rank)
+    if not rows or rows * max(1, len(shape)) > MAX_BOX_NUMBERS:
+        raise FormatError(path, expected="a list of boxes", found=f"{rows} of {len(shape)} dimensions")
+    for offsets, shapes, size in zip(boxes.offset, boxes.shape, shape, strict=True):
+        check_runs(offsets, length=rows, path=path, low=0, high=size)
+        check_runs(shapes, length=rows, path=path, low=1, high=size + 1)
+    check_runs(boxes.rank, length=rows, path=path, low=0, high=index.world)
+    check_runs(boxes.start, length=rows, path=path, low=0, high=MAX_NBYTES)
+
+
+def _check_alias(index: Index, path: str, groups: list[Runs | None], ranks: Runs | None, record: AliasRecord) -> None:
     base = index.leaves[record.of] if 0 <= record.of < len(index.leaves) else None
     if not isinstance(base, (ArrayRecord, PerRankArrays)) or not 0 <= base.spec < len(index.specs):
         raise FormatError(path, expected="an alias of an array", found=f"of leaf {record.of}")
-    other = index.specs[base.spec]
+    if isinstance(base, PerRankArrays) and not _within(ranks, groups[record.of]):
+        raise FormatError(path, expected="an alias among the same ranks", found=f"of leaf {record.of}")
+    spec, other = index.specs[record.spec], index.specs[base.spec]
+    fits = spec.dtype == other.dtype
     if record.view is None:
-        fits = spec.shape == other.shape and spec.dtype == other.dtype
+        fits = fits and spec.shape == other.shape
     else:
-        last = record.view.offset + sum((n - 1) * s for n, s in zip(spec.shape, record.view.strides, strict=True))
-        fits = (
-            spec.dtype == other.dtype
-            and min((record.view.offset, *record.view.strides)) >= 0
-            and (0 in spec.shape or last < math.prod(other.shape))
-        )
+        offset, strides = record.view.offset, record.view.strides
+        fits = fits and len(strides) == len(spec.shape) and min((offset, *strides)) >= 0
+        if fits and 0 not in spec.shape:
+            last = offset + sum((n - 1) * s for n, s in zip(spec.shape, strides, strict=True))
+            fits = last < math.prod(other.shape)
     if not fits:
         raise FormatError(path, expected=f"a view inside shape {other.shape}", found=f"{record!r:.120}")
+
+
+def _within(ranks: Runs | None, group: Runs | None) -> bool:
+    if ranks is None or group is None:
+        return False
+    return ranks == group or bool(np.isin(decode_runs(ranks), decode_runs(group)).all())

@@ -119,11 +119,17 @@ def _values_text(leaf: Leaf) -> str:
     return ""
 
 
+def _exact(leaf: Leaf) -> bytes:
+    """A value as JSON: in Python 1 equals True and 1.0, and 0.0 equals -0.0."""
+    return msgspec.json.encode(leaf.record)
+
+
 def _compare(a: Index, x: Leaf, b: Index, y: Leaf) -> list[Change]:
     if _kind(x) != _kind(y) or x.spec is None or y.spec is None:
         if _kind(x) != _kind(y):
             return [Differs(x.path, "kind", leaf_text(a, x), leaf_text(b, y))]
-        return [] if x.record == y.record else [Differs(x.path, "value", _values_text(x), _values_text(y))]
+        same = _exact(x) == _exact(y)
+        return [] if same else [Differs(x.path, "value", _values_text(x), _values_text(y))]
     found: list[Change] = []
     if x.spec.shape != y.spec.shape:
         found.append(Differs(x.path, "shape", shape_text(x.spec.shape), shape_text(y.spec.shape)))
@@ -153,10 +159,9 @@ def _layout(index: Index, leaf: Leaf) -> tuple[object, str]:
 
 
 def _signature(index: Index, leaf: Leaf) -> object:
-    record = leaf.record
     if leaf.spec is not None:
         return _kind(leaf), leaf.spec.shape, leaf.spec.dtype
-    return _kind(leaf), record if isinstance(record, ValueRecord) else _values_text(leaf)
+    return _kind(leaf), _exact(leaf)
 
 
 def _moves(

@@ -56,7 +56,7 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
         raise FormatError(name, expected=f"at most {MAX_INDEX} bytes", found=f"{len(data)}")
     try:
         document = msgspec.json.decode(data, type=_Document)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(
             name, expected="a treeckpt index", found=f"{error}"[:200], hint="Try treeckpt rebuild-index"
         ) from error
@@ -71,10 +71,10 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
     return _decode_body(bytes(document.index), name)
 
 
-def _decode_body(body: bytes, name: str) -> Index:
+def _decode_body(body: bytes, name: str, *, manifest: bool = False) -> Index:
     try:
         index = msgspec.json.decode(body, type=Index)
-        check_index(index, name)
+        check_index(index, name, manifest=manifest)
         return index
     except TreeckptError:
         raise
@@ -112,34 +112,57 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
             found=f"{len(headers)} shards without it",
             hint="The index cannot be rebuilt",
         )
-    index = _decode_body(manifest.encode(), name)
-    entries: dict[str, list[tuple[Region, int, int]]] = {}
+    index = _decode_body(manifest.encode(), name, manifest=True)
+    entries: dict[str, list[_Found]] = {}
+    met: set[tuple[int, int]] = set()
     for _, header in headers:
+        if (header.save_id, header.world) != (index.save_id, index.world) or (header.rank, header.part) in met:
+            raise CorruptError(
+                name,
+                expected=f"one shard of save {index.save_id} for each rank and part, of {index.world} ranks",
+                found=f"one of save {header.save_id}, rank {header.rank} of {header.world}, part {header.part}",
+                hint="Move shards of other saves out of the directory",
+            )
+        met.add((header.rank, header.part))
         for entry in header.entries:
-            at = (entry.region, header.rank, header.stream + entry.start)
+            at = _Found(entry.region, header.rank, header.stream + entry.start, entry.shape, entry.dtype)
             entries.setdefault(entry.path, []).append(at)
-    leaves = tuple(_rebuild_record(leaf, index, entries) for leaf in index.entries)
+    leaves = tuple(_rebuild_record(leaf, entries) for leaf in index.entries)
     files = file_table((h.rank, h.part, h.stream, h.nbytes, size) for size, h in headers)
-    return msgspec.structs.replace(index, leaves=leaves, files=files)
+    rebuilt = msgspec.structs.replace(index, leaves=leaves, files=files)
+    check_index(rebuilt, name)
+    return rebuilt
 
 
-def _rebuild_record(leaf: Leaf, index: Index, entries: dict[str, list[tuple[Region, int, int]]]) -> LeafRecord:
+class _Found(msgspec.Struct, frozen=True, order=True, gc=False):
+    """An entry of some shard."""
+
+    region: Region
+    rank: int
+    start: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _rebuild_record(leaf: Leaf, entries: dict[str, list[_Found]]) -> LeafRecord:
     record, spec = leaf.record, leaf.spec
     if isinstance(record, PerRankArrays) and leaf.ranks is not None:
         starts: list[int] = []
         for rank in decode_runs(leaf.ranks).tolist():
             found = entries.get(leaf.path.replace("~rank*", f"~rank{rank}"), [])
-            if len(found) != 1:
+            if len(found) != 1 or spec is None or (found[0].shape, found[0].dtype) != (spec.shape, spec.dtype):
                 raise _missing(leaf.path, f"rank {rank}'s own array")
-            starts.append(found[0][2])
+            starts.append(found[0].start)
         return PerRankArrays(record.spec, encode_runs(starts))
     if not isinstance(record, ArrayRecord) or spec is None:
         return record
     chunks = sorted(entries.get(leaf.path, []))
-    if not chunks or sum(region.size for region, _, _ in chunks) != math.prod(spec.shape):
+    if any((c.shape, c.dtype) != (spec.shape, spec.dtype) for c in chunks):
+        raise FormatError(leaf.path, expected=f"entries of {spec.dtype} {spec.shape}", found="others")
+    if not chunks or sum(c.region.size for c in chunks) != math.prod(spec.shape):
         raise _missing(leaf.path, f"all of shape {spec.shape}")
-    owners = Boxes(tuple((rank, region) for region, rank, _ in chunks))
-    placed = Placed(owners, np.array([start for _, _, start in chunks], np.int64))
+    owners = Boxes(tuple((c.rank, c.region) for c in chunks))
+    placed = Placed(owners, np.array([c.start for c in chunks], np.int64))
     return ArrayRecord(record.spec, record.layout, encode_chunks(spec.shape, placed))
 
 

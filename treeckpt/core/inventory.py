@@ -17,7 +17,7 @@ import xxhash
 from .assign import ArrayLeaf
 from .dtypes import dtype_of
 from .errors import LayoutError, MismatchError
-from .layout import BoxLayout, Layout, Mesh, MeshLayout, mesh_ranks, replicated
+from .layout import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated
 from .records import View
 from .runs import Runs, decode_runs, encode_runs
 from .spec import ArraySpec
@@ -126,25 +126,50 @@ def _joined(structure: Structure, classes: Sequence[RankClass], kin: Sequence[Ru
 
 def _join(claims: list[tuple[LeafSpec, Runs]]) -> LeafSpec:
     """One leaf from what several classes say of it."""
-    # a rank may hold as an array of its own what is a tie elsewhere: the array is what gets written
-    arrays = [(leaf, ranks) for leaf, ranks in claims if leaf.alias_of is None] or claims[:1]
-    first, ranks = arrays[0]
-    every = [ranks]
-    pieces: list[tuple[int, object]] = []
-    for leaf, other in claims:
+    first, ranks = claims[0]
+    for leaf, other in claims[1:]:
         _check_same(first, leaf, ranks, other)
+    # a rank may hold as an array of its own what is a tie elsewhere: the array is what gets written
+    arrays = [claim for claim in claims if claim[0].alias_of is None]
+    if len(arrays) < len(claims):
+        arrays = [claim for claim in arrays if _sees_memory(*claim)]
+    if not arrays:
+        return first if first.alias_of is not None else next(leaf for leaf, _ in claims if leaf.alias_of is not None)
+    first, ranks = arrays[0]
     for leaf, other in arrays[1:]:
-        every.append(other)
         if type(leaf.layout) is not type(first.layout):
             raise _contradiction(first, leaf, ranks, other, "kind of layout")
-        if isinstance(leaf.layout, MeshLayout) and leaf.layout != first.layout:
-            raise _contradiction(first, leaf, ranks, other, "mesh or placements")
     if isinstance(first.layout, BoxLayout):
-        for leaf, _ in arrays:
-            assert isinstance(leaf.layout, BoxLayout), "checked above"
-            pieces += leaf.layout.pieces
-        return msgspec.structs.replace(first, layout=BoxLayout(tuple(pieces)))  # pyright: ignore[reportArgumentType]
-    return _resolved(first, encode_runs(np.unique(np.concatenate([decode_runs(r) for r in every]))))
+        pieces = [piece for leaf, _ in arrays if isinstance(leaf.layout, BoxLayout) for piece in leaf.layout.pieces]
+        return msgspec.structs.replace(first, layout=BoxLayout(tuple(pieces)))
+    if isinstance(first.layout, MeshLayout):
+        return msgspec.structs.replace(first, layout=_stacked(arrays))
+    return _resolved(first, encode_runs(np.unique(np.concatenate([decode_runs(r) for _, r in arrays]))))
+
+
+def _sees_memory(leaf: LeafSpec, ranks: Runs) -> bool:
+    """Whether any of the ranks holds an element: those that hold none cannot tell a tie from an array."""
+    if leaf.spec is None or not isinstance(leaf.layout, MeshLayout):
+        return True
+    return any(held_by(leaf.layout, leaf.spec.shape, rank) for rank in decode_runs(ranks).tolist())
+
+
+def _stacked(arrays: list[tuple[LeafSpec, Runs]]) -> MeshLayout:
+    """Equal placements on several meshes, as tensor-parallel groups have them: replicas along one more dimension."""
+    first, ranks = arrays[0]
+    layouts = [leaf.layout for leaf, _ in arrays if isinstance(leaf.layout, MeshLayout)]
+    distinct = list(dict.fromkeys(layouts))
+    if len(distinct) == 1:
+        return distinct[0]
+    mesh, placements = distinct[0].mesh, distinct[0].placements
+    stacked = np.concatenate([mesh_ranks(layout.mesh) for layout in distinct])
+    for layout, (leaf, other) in zip(layouts, arrays, strict=True):
+        if (layout.mesh.shape, layout.placements) != (mesh.shape, placements) or len(np.unique(stacked)) < len(stacked):
+            if layout != distinct[0]:
+                raise _contradiction(first, leaf, ranks, other, "mesh or placements")
+    names = ("replicas", *mesh.names) if mesh.names else ()
+    grown = Mesh((len(distinct), *mesh.shape), encode_runs(stacked), names)
+    return MeshLayout(grown, (Replicate(), *placements))
 
 
 def _check_same(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs) -> None:
@@ -155,6 +180,8 @@ def _check_same(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs) -> None:
             raise _contradiction(a, b, ranks, others, "shape")
         if a.spec.dtype != b.spec.dtype:
             raise _contradiction(a, b, ranks, others, "dtype")
+    if a.alias_of is not None and a.alias_of == b.alias_of and a.view != b.view:
+        raise _contradiction(a, b, ranks, others, f"view of {a.alias_of}")
 
 
 def _contradiction(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs, what: str) -> MismatchError:

@@ -37,6 +37,7 @@ __all__ = [
     "StridedShard",
     "cells_of",
     "check_layout",
+    "check_placements",
     "coordinate_of",
     "held_by",
     "local_shape",
@@ -217,13 +218,22 @@ def _select(
 
 
 def check_layout(layout: MeshLayout, shape: Sequence[int], path: str) -> None:
-    """Refuses placements that do not fit the array.
+    """Refuses a mesh that holds a rank twice, and placements that do not fit it or the array.
 
     Raises:
         LayoutError: naming `path`.
     """
     if (fault := _mesh_fault(layout.mesh)) is not None:
         raise LayoutError(path, expected="a mesh that holds each of its ranks once", found=fault)
+    check_placements(layout, shape, path)
+
+
+def check_placements(layout: MeshLayout, shape: Sequence[int], path: str) -> None:
+    """As `check_layout`, without a look at the mesh's ranks.
+
+    Raises:
+        LayoutError: naming `path`.
+    """
     if len(layout.placements) != len(layout.mesh.shape):
         raise LayoutError(
             path,

@@ -88,6 +88,11 @@ def plan_save(
     """What `rank` writes: entries ordered by alignment, in files of at most `max_shard_bytes` (a larger entry alone)."""
     classes: list[list[tuple[int, Region, int]]] = [[] for _ in range(_CLASSES)]
     for i, (leaf, share) in enumerate(zip(leaves, shares, strict=True)):
+        lone = _lone_piece(leaf, share)
+        if lone is not None:
+            if lone.rank == rank:
+                classes[lone.order].append((i, Region.whole(leaf.shape), lone.nbytes))
+            continue
         for region in writes_of(leaf, share, rank):
             nbytes = region.size * leaf.itemsize
             classes[_order_class(nbytes, leaf.align or leaf.itemsize)].append((i, region, nbytes))
@@ -182,7 +187,8 @@ def _lone_piece(leaf: ArrayLeaf, share: Share | Boxes) -> _Lone | None:
         return None
     if (rank := lone_writer(leaf.layout, share.writers[0])) is None:
         return None
-    return _Lone(rank, _order_class(leaf.nbytes, leaf.align or leaf.itemsize), leaf.nbytes)
+    nbytes = leaf.nbytes
+    return _Lone(rank, _order_class(nbytes, leaf.align or leaf.itemsize), nbytes)
 
 
 def _hand_out(at: np.ndarray, ranks: np.ndarray, classes: np.ndarray, sizes: np.ndarray) -> np.ndarray:

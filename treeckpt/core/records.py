@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from .chunks import Chunks, chunks_in
-from .errors import FormatError
+from .errors import FormatError, MismatchError
 from .layout import Layout
 from .plan import Chunk
 from .region import Region
@@ -209,8 +209,14 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         if spec is None:
             return []
         if isinstance(record, PerRankArrays):
-            position = int(np.flatnonzero(decode_runs(leaf.ranks or ()) == rank)[0])
-            return [Chunk(Region.whole(spec.shape), rank or 0, value_at(record.start, position))]
+            found = np.flatnonzero(decode_runs(leaf.ranks or ()) == (-1 if rank is None else rank))
+            if rank is None or not len(found):
+                raise MismatchError(
+                    leaf.path,
+                    expected="a rank that has an array of its own here",
+                    found="no rank" if rank is None else f"rank {rank}",
+                )
+            return [Chunk(Region.whole(spec.shape), rank, value_at(record.start, int(found[0])))]
         assert isinstance(record, ArrayRecord), "values have no spec"
         return chunks_in(record.chunks, spec.shape, region)
 

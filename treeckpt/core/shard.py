@@ -46,10 +46,14 @@ BLOCK = 256 << 10
 PAGE = 4096
 MAX_HEADER = 1 << 30
 MAX_NDIM = 64
+MAX_WORLD = 1 << 24
+MAX_NBYTES = 1 << 62
+"""More bytes than any array or rank has: sums of two such numbers fit an int64."""
+SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _SEAL = b'"seal":"'
 _HASHES = b'"hashes":"'
 _ZEROS = b"0" * 16
-_NAME = re.compile(r"shard-(\d{5,})(?:\.(\d{3,}))?-of-(\d{5,})\.([0-9a-f]{16})\.safetensors")
+_NAME = re.compile(r"shard-([0-9]{5,9})(?:\.([0-9]{3,9}))?-of-([0-9]{5,9})\.([0-9a-f]{16})\.safetensors")
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -280,8 +284,7 @@ def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: b
         raise
     except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
         raise FormatError(name, expected="a treeckpt shard", found=f"{error}"[:200]) from error
-    if header.block < PAGE:
-        raise FormatError(name, expected=f"blocks of at least {PAGE} bytes", found=f"{header.block}")
+    _check_origin(header, name)
     if entries:
         _check_entries(header, name)
     return header
@@ -292,6 +295,8 @@ def _decode_entries(data: bytes | bytearray | memoryview, metadata: _Metadata) -
     del raw["__metadata__"]
     partial = msgspec.json.decode(metadata.partial, type=dict[str, tuple[int, ...]])
     logical = msgspec.json.decode(metadata.dtypes, type=dict[str, str])
+    if partial.keys() - raw.keys() or logical.keys() - raw.keys():
+        raise ValueError("entries are described that are not there")
     return tuple(
         _decode_entry(key, msgspec.json.decode(value, type=_Tensor), partial.get(key), logical.get(key))
         for key, value in raw.items()
@@ -315,9 +320,28 @@ def _decode_entry(name: str, tensor: _Tensor, shape: tuple[int, ...] | None, log
         raise ValueError(f"{name[:80]!r} has shape {shape}, offset {region.offset}")
     if any(n < 0 for n in (*region.offset, *local)) or not region.within(Region.whole(shape)):
         raise ValueError(f"{name[:80]!r} lies outside of its shape {shape}")
+    if math.prod(shape) * dtype.itemsize >= MAX_NBYTES:
+        raise ValueError(f"{name[:80]!r} is larger than any array")
     if stop - start != math.prod(local) * dtype.itemsize:
         raise ValueError(f"{name[:80]!r} has {stop - start} bytes for shape {local} of {dtype.name}")
-    return Entry(path, dtype.name, shape, region, start, stop - start)
+    entry = Entry(path, dtype.name, shape, region, start, stop - start)
+    if _entry_name(entry) != name:
+        raise ValueError(f"{name[:80]!r} is not how {_entry_name(entry)[:80]!r} is named")
+    return entry
+
+
+def _check_origin(header: ShardHeader, name: str) -> None:
+    known = SAVE_ID.fullmatch(header.save_id) is not None and 0 < header.world <= MAX_WORLD
+    if not known or not 0 <= header.rank < header.world or not 0 <= header.part <= MAX_WORLD:
+        raise FormatError(
+            name,
+            expected="the save id, rank and part of a shard",
+            found=f"{header.save_id:.40}, rank {header.rank} of {header.world}, part {header.part}"[:200],
+        )
+    if header.block < PAGE or not 0 <= header.stream < MAX_NBYTES:
+        raise FormatError(
+            name, expected=f"blocks of at least {PAGE} bytes", found=f"{header.block} from {header.stream}"[:200]
+        )
 
 
 def _check_entries(header: ShardHeader, name: str) -> None:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         could not start.
     """
     options = _parser().parse_args(argv)
-    console, errors = Console(), Console(stderr=True)
+    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
     if importlib.util.find_spec("torch") is None:
         errors.print("treeckpt demo trains with torch, which is not installed: pip install 'treeckpt\\[torch]'")
         return 2
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         verdicts = tell(console, run, options.steps)
     except JobFailed as error:
-        errors.print(f"treeckpt demo: {error}", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"treeckpt demo: {error}", markup=False)
         return 1
     except KeyboardInterrupt:
         return 130

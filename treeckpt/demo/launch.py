@@ -85,6 +85,7 @@ def follow(lines: Iterable[str], on_step: OnStep) -> str:
     """Reads a job's output to its end; gives what it said last: the first rank's traceback, or else the last lines."""
     tail: deque[str] = deque(maxlen=TAIL)
     errors: dict[str, list[str]] = {}
+    closing = False
     for line in lines:
         match line.rstrip("\n").split(" ", 2):
             case ["@step", number]:
@@ -92,8 +93,11 @@ def follow(lines: Iterable[str], on_step: OnStep) -> str:
             case ["@error", rank, text]:
                 if text.strip(" ^~"):  # the marks under a line of a traceback say little here
                     errors.setdefault(rank, []).append(text)
-            case _:
+            case _ if not closing:
                 tail.append(line.rstrip("\n"))
+                closing = "torch/distributed/elastic" in line and "exitcode" in line  # torchrun's summary begins
+            case _:
+                pass
     for rank, traceback in errors.items():  # the others only lost their peer
         return "\n".join(f"[rank {rank}] {text}" for text in traceback[-TAIL:])
     return "\n".join(tail)

@@ -74,6 +74,13 @@ class Store(Protocol):
         """Fills `out` from the file. Raises CorruptError where the file ends before."""
         ...
 
+    def map(self, name: str, offset: int, nbytes: int) -> memoryview:
+        """Bytes of a file as memory, read when touched; writing to it changes the copy, not the file.
+
+        `offset` is a multiple of a page.
+        """
+        ...
+
     def create(self, name: str, nbytes: int) -> Writer:
         """Starts a new file of `nbytes`."""
         ...
@@ -156,6 +163,13 @@ class LocalStore:
                 self._readers[name] = LocalReader(self._directory / name)
             reader = self._readers[name]
         reader.read_into(offset, out)
+
+    def map(self, name: str, offset: int, nbytes: int) -> memoryview:
+        fd = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY, offset=offset))
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         """Closes the files that reads have opened."""
@@ -309,6 +323,9 @@ class MemoryStore:
                 f"{self.url}/{name}", expected=f"{len(out)} bytes at {offset}", found=f"{len(data)} before the end"
             )
         out[:] = data
+
+    def map(self, name: str, offset: int, nbytes: int) -> memoryview:
+        return memoryview(bytearray(memoryview(self._get(name))[offset : offset + nbytes]))
 
     def create(self, name: str, nbytes: int) -> Writer:
         with self._lock:

@@ -17,7 +17,7 @@ from ..core.region import c_strides
 from ..core.spec import Value
 from ..core.structure import rank_key
 from ..core.tree import flatten
-from .base import Source
+from .base import Piece, Source
 from .registry import encode, source_of
 
 __all__ = ["Brought", "bring", "content_digests"]
@@ -163,17 +163,19 @@ def _contiguous(source: Source) -> bool:
 
 
 def content_digests(brought: Brought, *, every: bool) -> dict[str, bytes]:
-    """Digests of the contents that replicas must have in common: values and small arrays, or every replicated array."""
+    """Digests of the contents that replicas must have in common: values and small arrays, or all arrays by piece."""
     found = {path: xxhash.xxh3_128_digest(msgspec.json.encode(value)) for path, value in brought.values.items()}
     for spec in brought.inventory.leaves:
         source = brought.sources.get(spec.path)
-        if source is None or spec.per_rank is not None or spec.alias_of is not None:
+        if source is None or spec.per_rank is not None:
             continue
-        if not _is_replica(source):
-            continue
-        nbytes = dtype_of(source.spec.dtype).itemsize * source.pieces[0].region.size
-        if nbytes <= SMALL or every:
-            found[spec.path] = _hash_array(source)
+        itemsize = dtype_of(source.spec.dtype).itemsize
+        if _is_replica(source):
+            if every or itemsize * source.pieces[0].region.size <= SMALL:
+                found[spec.path] = _hash_piece(source.pieces[0], itemsize)
+        elif every:  # which pieces other ranks hold too is not known here
+            for piece in source.pieces:
+                found[f"{spec.path}@{','.join(map(str, piece.region.offset))}"] = _hash_piece(piece, itemsize)
     return found
 
 
@@ -185,15 +187,14 @@ def _is_replica(source: Source) -> bool:
     return all(isinstance(placement, Replicate) for placement in source.layout.placements)
 
 
-def _hash_array(source: Source) -> bytes:
-    piece = source.pieces[0]
-    box = tuple(slice(0, n) for n in piece.region.shape)
-    if piece.region.size * dtype_of(source.spec.dtype).itemsize <= SMALL or not box:
+def _hash_piece(piece: Piece, itemsize: int) -> bytes:
+    shape = piece.region.shape
+    box = tuple(slice(0, n) for n in shape)
+    if piece.region.size * itemsize <= SMALL or not box:
         return xxhash.xxh3_128_digest(np.ascontiguousarray(piece.data.read(box)).data)
     state = xxhash.xxh3_128()
-    row = piece.region.size // piece.region.shape[0] * dtype_of(source.spec.dtype).itemsize
-    step = max(1, (4 << 20) // max(row, 1))
-    for low in range(0, piece.region.shape[0], step):
-        part = piece.data.read((slice(low, min(low + step, piece.region.shape[0])), *box[1:]))
+    step = max(1, (4 << 20) // max(piece.region.size // shape[0] * itemsize, 1))
+    for low in range(0, shape[0], step):
+        part = piece.data.read((slice(low, min(low + step, shape[0])), *box[1:]))
         state.update(np.ascontiguousarray(part).data)
     return state.digest()

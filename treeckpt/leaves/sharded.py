@@ -59,7 +59,7 @@ def _regions(leaf: Sharded, local: Sequence[int], path: str) -> tuple[Region, ..
     whole = Region.whole(shape)
     if isinstance(offset, int):
         if len(local) == 1 and offset >= 0 and offset + local[0] <= math.prod(shape):
-            return flat_regions(shape, offset, offset + local[0])
+            return flat_regions(shape, offset, offset + local[0]) if whole.size else (whole,)
         expected = f"a 1-D piece inside {math.prod(shape)} elements"
     else:
         region = Region(offset, tuple(local))

@@ -298,9 +298,7 @@ def _like_dtensor(leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch
     device = leaf.device_mesh.device_type if where.type == "meta" else where
     local = torch.empty(shape if shape is not None else (0,), dtype=leaf.dtype, device=device)
     pieces = _pieces(layout, local, spec.shape, rank) if shape is not None else ()
-    made = DTensor.from_local(
-        local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
-    )
+    made = DTensor(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar outside of the mesh
     return Target(spec, _dress(made, spec), pieces)
 
 

@@ -1,0 +1,217 @@
+"""Can a person find what they came for, with the pointer, with keys alone, on a phone, and in a hostile checkpoint?"""
+
+import re
+
+import numpy as np
+import pytest
+
+from tests.samples import write_checkpoint
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+
+def pixels(page, selector):
+    """How many different colours a canvas shows."""
+    return page.locator(selector).evaluate(
+        """(canvas) => {
+            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            const seen = new Set();
+            for (let at = 0; at < data.length; at += 4) {
+                if (data[at + 3] === 255) seen.add(data.slice(at, at + 3).join());
+            }
+            return seen.size;
+        }"""
+    )
+
+
+def test_from_the_runs_to_who_holds_a_region(page):
+    expect(page.get_by_role("heading", name="gpt")).to_be_visible()
+    page.get_by_role("link", name="step 700").click()
+    expect(page.get_by_role("heading", name="Step 700")).to_be_visible()
+    page.get_by_role("treeitem", name=re.compile("^model ")).click()
+    page.get_by_role("link", name="layers.0.mlp.proj.weight", exact=True).click()
+    expect(page.get_by_role("heading", name="layers.0.mlp.proj.weight")).to_be_visible()
+    expect(page.locator("#map-text")).to_contain_text("4 regions")
+    assert pixels(page, "#map-canvas") >= 4
+    box = page.locator("#map-canvas").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + box["height"] * 0.75)
+    expect(page.locator("#map-text")).to_contain_text("[48:96, 192:384] written by rank 3")
+    # the table says the same
+    row = page.get_by_role("row").filter(has_text="[48:96, 192:384]")
+    expect(row).to_contain_text("rank 3")
+    row.get_by_role("link").click()
+    expect(page.get_by_role("heading", name="Shard of rank 3")).to_be_visible()
+
+
+def test_the_slow_rank_of_the_newest_save(page):
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("link", name="Timing").click()
+    expect(page.get_by_text("rank 2", exact=False).first).to_be_visible()
+    expect(page.locator(".tile", has_text="Slowest rank")).to_contain_text("rank 2")
+    expect(page.locator("#phase-legend")).to_contain_text("write")
+    assert pixels(page, "#waterfall-canvas") > 5
+    page.locator("#waterfall-canvas").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#waterfall-text")).to_contain_text("rank 0 · save")
+    page.keyboard.press("End")
+    expect(page.locator("#waterfall-text")).to_contain_text("rank 3 · gather")
+
+
+def test_files_are_drawn_as_they_come_into_view(page):
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("link", name="Files").click()
+    expect(page.locator("#strip-legend")).to_contain_text("optimizer")
+    page.wait_for_function("document.querySelectorAll('canvas.strip')[0].width > 300")
+    assert pixels(page, "canvas.strip >> nth=0") >= 3
+
+
+def test_the_tree_opens_and_walks_by_keys_alone(page):
+    page.get_by_role("link", name="step 700").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("treeitem")).to_have_count(5)
+    for _ in range(12):  # the tree is one stop of the tab key
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.getAttribute('role')") == "treeitem":
+            break
+    focused = page.locator(":focus")
+    expect(focused).to_contain_text("model")
+    page.keyboard.press("ArrowDown")
+    expect(focused).to_contain_text("optimizer")
+    page.keyboard.press("ArrowRight")
+    expect(focused).to_have_attribute("aria-expanded", "true")
+    expect(page.get_by_role("treeitem")).to_have_count(7)
+    page.keyboard.press("ArrowRight")
+    expect(focused).to_have_attribute("aria-level", "2")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    expect(focused).to_have_attribute("aria-expanded", "false")
+    page.keyboard.press("End")
+    expect(focused).to_contain_text("rng")
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("treeitem", name=re.compile("wte.weight"))).to_be_visible()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="wte.weight")).to_be_visible()
+
+
+def test_search_is_in_the_address_and_comes_back(page):
+    page.get_by_role("link", name="step 700").click()
+    expect(page.get_by_role("treeitem")).to_have_count(5)
+    page.keyboard.press("/")
+    page.keyboard.type("layers.1 qkv")
+    expect(page.get_by_role("treeitem")).to_have_count(2)
+    expect(page).to_have_url(re.compile(r"\?q=layers\.1\+qkv"))
+    page.reload()
+    expect(page.get_by_role("treeitem")).to_have_count(2)
+    expect(page.get_by_label("Search paths")).to_have_value("layers.1 qkv")
+    page.get_by_label("Search paths").press("Escape")
+    expect(page.get_by_role("treeitem")).to_have_count(5)
+    page.get_by_label("Search paths").fill("nothing like it")
+    expect(page.locator("#tree-state")).to_contain_text("No path holds")
+
+
+def test_wide_nodes_load_more_on_demand(watched, serve, tmp_path):
+    write_checkpoint(tmp_path / "step_00000001", {f"k{n:03d}": n for n in range(250)}, step=1)
+    page = watched(serve(tmp_path))
+    page.get_by_role("link", name="step 1").click()
+    for count in (100, 200, 250):
+        expect(page.get_by_role("treeitem")).to_have_count(count)
+        if count < 250:
+            page.get_by_role("button", name="Show 100 more").click()
+    expect(page.get_by_role("button", name="Show 100 more")).to_have_count(0)
+
+
+def test_three_dimensions_have_axis_pickers(page):
+    page.get_by_role("link", name="step 700").click()
+    expect(page.get_by_role("treeitem")).to_have_count(5)
+    page.get_by_label("Search paths").fill("model/mask")
+    page.get_by_role("treeitem").get_by_role("link").click()
+    expect(page.locator("#map-text")).to_contain_text("1 region")
+    page.get_by_label("down").select_option("0")
+    expect(page.locator("#map-text")).to_contain_text("2 regions · dim 0 down")
+    page.get_by_label("dim 1 at").fill("3")
+    expect(page.locator("#map-text")).to_contain_text("2 regions")
+    page.get_by_role("button", name="by file").click()
+    expect(page.locator("#map-legend")).to_contain_text("file 0")
+    page.locator("#map-canvas").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#map-text")).to_contain_text("[0:2, 3, 0:6] written by rank 0, held by 2 ranks")
+
+
+@pytest.mark.parametrize("name", ["step 600", "step 500", "step 400", "step 300", "logs"])
+def test_bad_directories_say_what_they_are(page, name):
+    page.get_by_role("link", name=name).click()
+    expect(page.get_by_role("status").first).to_contain_text(re.compile("damaged|no index|no checkpoint"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_a_phone(watched, address, scheme):
+    page = watched(address, color_scheme=scheme)
+    page.set_viewport_size({"width": 390, "height": 844})
+    links = ["step 700", "Files", "Timing"]
+    for link in ["", *links]:
+        if link:
+            page.get_by_role("link", name=link, exact=True).click()
+        page.wait_for_load_state("networkidle")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, link or "runs"
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(14, 18, 25)") is (scheme == "dark")
+
+
+def test_without_scripts_the_pages_still_work(watched, address):
+    page = watched(address, java_script_enabled=False)
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("link", name="model", exact=True).click()
+    page.get_by_role("link", name="wte.weight", exact=True).click()
+    expect(page.get_by_role("row").filter(has_text=", 0:96]")).to_have_count(2)
+
+
+def test_hostile_names_and_values_stay_text(watched, serve, tmp_path):
+    attack = "<img src=x onerror=document.title='owned'>"
+    tree = {attack: np.zeros((4, 4), np.float32), "a\u202eb": attack, "c": {"\x00": 1}}
+    write_checkpoint(tmp_path / f"step_{attack.replace('/', '')}", tree, step=1, metadata={attack: attack})
+    page = watched(serve(tmp_path))
+    page.get_by_role("link", name="step 1").click()
+    expect(page.get_by_role("treeitem")).to_have_count(3)
+    expect(page.get_by_role("tree")).to_contain_text("a\\u202eb")
+    expect(page.get_by_role("tree")).to_contain_text(attack)
+    page.get_by_role("link", name=attack, exact=True).click()
+    expect(page.get_by_role("heading", name=attack)).to_be_visible()
+    assert page.locator("main img").count() == 0 and "owned" not in page.title().replace(attack, "")
+
+
+def test_the_token_is_asked_once_and_leaves_the_address(watched, serve, run, chromium):
+    address = serve(run, token="a-long-enough-token")
+    context = chromium.new_context()
+    page = context.new_page()
+    assert page.goto(address).status == 401
+    page.get_by_label("Token").fill("a-long-enough-token")
+    page.get_by_role("button", name="Open").click()
+    expect(page.get_by_role("heading", name="gpt")).to_be_visible()
+    assert "token" not in page.url
+    page.get_by_role("link", name="step 700").click()
+    expect(page.get_by_role("treeitem")).to_have_count(5)
+    context.close()
+
+
+def test_every_canvas_and_form_control_has_a_name_and_every_page_one_heading(page):
+    checkpoint = page.get_by_role("link", name="step 700").get_attribute("href")
+    root = page.url
+    for path in (
+        "",
+        checkpoint,
+        f"{checkpoint}/leaves/0",
+        f"{checkpoint}/files",
+        f"{checkpoint}/files/0",
+        f"{checkpoint}/timing",
+    ):
+        page.goto(root + path.removeprefix("./"))
+        page.wait_for_load_state("networkidle")
+        assert page.locator("h1").count() == 1 and page.evaluate("document.documentElement.lang") == "en"
+        nameless = page.evaluate(
+            """[...document.querySelectorAll("canvas, input, select, button, a")].filter((e) =>
+                !e.closest("[aria-hidden=true]") && !e.closest("[hidden]") &&
+                !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"""
+        )
+        assert nameless == [], path

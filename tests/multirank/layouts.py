@@ -1,0 +1,203 @@
+"""The arrays that the ranks share, and the ways in which a test cuts them up, by torch's own splitting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+import treeckpt as tc
+
+__all__ = ["DIFFERENT_KEYS", "bits", "build", "difference", "distribute", "full_arrays", "layouts_of", "mesh_of"]
+
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "even": ((8, 12), torch.float32),
+    "uneven": ((7, 5), torch.float32),
+    "short": ((2, 3), torch.bfloat16),
+    "large": ((96, 64), torch.float64),
+    "cube": ((6, 7, 5), torch.int32),
+    "vector": ((13,), torch.complex64),
+    "bytes": ((16, 8), torch.float8_e4m3fn),
+    "scalar": ((), torch.float32),
+    "empty": ((0, 4), torch.float32),
+    "one": ((1, 1), torch.int64),
+}
+DIFFERENT_KEYS = ("stages",)
+"""Layouts under which ranks hold different keys."""
+
+
+def full_arrays(*, fill: int | None = None, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """The whole arrays, of random bytes or of one byte."""
+    found: dict[str, torch.Tensor] = {}
+    for seed, (name, (shape, dtype)) in enumerate(SHAPES.items()):
+        nbytes = math.prod(shape) * dtype.itemsize
+        data = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+        if fill is not None:
+            data[:] = fill
+        tensor = torch.from_numpy(data).view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+        found[name] = tensor.to(device)
+    return found
+
+
+_MESHES: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def mesh_of(*shape: int, first: int = 0) -> DeviceMesh:
+    """A mesh of consecutive ranks; every rank must ask for it."""
+    key = (first, *shape)
+    if key not in _MESHES:
+        ranks = torch.arange(first, first + math.prod(shape)).view(shape)
+        _MESHES[key] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple("abcd"[: len(shape)]))
+    return _MESHES[key]
+
+
+def distribute(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """A DTensor, cut placement by placement with torch's own code."""
+    if mesh.get_coordinate() is None:  # from_local would lose the shape of a scalar
+        return distribute_tensor(full, mesh, placements, src_data_rank=None)
+    local = full
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            local = placement._shard_tensor(local, mesh, dim, src_data_rank=None)
+    return DTensor.from_local(local.clone(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def _dtensors(mesh: DeviceMesh, *placements: Callable[[int], Placement]) -> Callable[[torch.Tensor], DTensor]:
+    def cut(full: torch.Tensor) -> DTensor:
+        chosen = tuple(p(full.ndim) if full.ndim else Replicate() for p in placements)
+        return distribute(full, mesh, chosen)
+
+    return cut
+
+
+def _rows(ndim: int) -> Placement:
+    return Shard(0)
+
+
+def _columns(ndim: int) -> Placement:
+    return Shard(ndim - 1)
+
+
+def _whole(ndim: int) -> Placement:
+    return Replicate()
+
+
+def _strided(factor: int) -> Callable[[int], Placement]:
+    return lambda ndim: _StridedShard(0, split_factor=factor)
+
+
+def _box(rank: int, world: int) -> Callable[[torch.Tensor], Any]:
+    """Slabs of the last dimension of uneven, hand-made widths."""
+
+    def cut(full: torch.Tensor) -> Any:
+        if not full.numel() or not full.ndim:
+            return full
+        n = full.shape[-1]
+        cuts = [0, *(max(0, n * k // world - k % 2) for k in range(1, world)), n]
+        low, high = cuts[rank], cuts[rank + 1]
+        return tc.Sharded(full[..., low:high], full.shape, (*(0,) * (full.ndim - 1), low))
+
+    return cut
+
+
+def _flat(rank: int, world: int) -> Callable[[torch.Tensor], Any]:
+    """Flat ranges of any length, as ZeRO cuts parameters."""
+
+    def cut(full: torch.Tensor) -> Any:
+        n = full.numel()
+        cuts = [0, *(max(0, n * k // world - 3 * (k % 2)) for k in range(1, world)), n]
+        return tc.Sharded(full.reshape(-1)[cuts[rank] : cuts[rank + 1]], full.shape, cuts[rank])
+
+    return cut
+
+
+def layouts_of(world: int) -> list[str]:
+    """The layouts that exist on a world of this size."""
+    if world == 1:
+        return ["plain", "flat", "pieces"]
+    both = ["rows", "columns", "replicated", "strided", "plain", "pieces", "flat", "stages", "last ranks"]
+    return both + (["grid", "double", "hsdp", "fsdp tp", "strided hsdp", "tp groups"] if world % 2 == 0 else [])
+
+
+def build(layout: str, rank: int, world: int, **fill: Any) -> dict[str, Any]:
+    """The tree of one rank under a layout."""
+    full = full_arrays(**fill)
+    if layout == "stages":
+        return {name: tensor for n, (name, tensor) in enumerate(full.items()) if n % world == rank}
+    cut = _cutter(layout, rank, world)
+    return {name: cut(tensor) for name, tensor in full.items()}
+
+
+def _cutter(layout: str, rank: int, world: int) -> Callable[[torch.Tensor], Any]:
+    match layout:
+        case "plain":
+            return lambda full: full
+        case "pieces":
+            return _box(rank, world)
+        case "flat":
+            return _flat(rank, world)
+        case "rows":
+            return _dtensors(mesh_of(world), _rows)
+        case "columns":
+            return _dtensors(mesh_of(world), _columns)
+        case "replicated":
+            return _dtensors(mesh_of(world), _whole)
+        case "strided":
+            return _dtensors(mesh_of(world), _strided(2))
+        case "last ranks":
+            return _dtensors(mesh_of(world - 1, first=1), _rows)
+    mesh = mesh_of(2, world // 2)
+    match layout:
+        case "grid":
+            return _dtensors(mesh, _rows, _columns)
+        case "double":
+            return _dtensors(mesh, _rows, _rows)
+        case "hsdp":
+            return _dtensors(mesh, _whole, _rows)
+        case "fsdp tp":
+            return _dtensors(mesh, _strided(world // 2), _rows)
+        case "strided hsdp":
+            return _dtensors(mesh, _strided(3), _whole)
+        case "tp groups":
+            return _dtensors(mesh["b"], _rows)
+    raise ValueError(layout)
+
+
+def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What makes two tensors the same to the last bit."""
+    plain = tensor.detach().contiguous()
+    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return plain.dtype, tuple(plain.shape) if plain.numel() else None, data
+
+
+def difference(found: Any, expected: Any) -> str:
+    """What tells two trees of one rank apart; empty if nothing does."""
+    if list(found) != list(expected):
+        return f"keys {list(found)} instead of {list(expected)}"
+    return "; ".join(text for name in expected if (text := _leaf_difference(name, found[name], expected[name])))
+
+
+def _leaf_difference(name: str, found: Any, expected: Any) -> str:
+    if type(found) is not type(expected):
+        return f"{name}: {type(found).__name__} instead of {type(expected).__name__}"
+    if isinstance(found, tc.Sharded):
+        if found.offset != expected.offset:
+            return f"{name}: offset {found.offset} instead of {expected.offset}"
+        found, expected = found.local, expected.local
+    if isinstance(found, DTensor):
+        if (found.placements, found.shape, found.requires_grad) != (
+            expected.placements,
+            expected.shape,
+            expected.requires_grad,
+        ):
+            return f"{name}: {found.placements} of {found.shape} instead of {expected.placements} of {expected.shape}"
+        found, expected = found.to_local(), expected.to_local()
+    if bits(found) != bits(expected):
+        return f"{name}: {found} instead of {expected}"
+    return ""

@@ -1,0 +1,51 @@
+"""One rank of a launch: runs the cases of a phase in order, and leaves what became of each as JSON.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 4 -m tests.multirank.worker PHASE DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from treeckpt.io.comm import TorchComm, default_comm
+
+from . import cases
+
+LIMIT = 20.0
+"""Seconds: a rank that waits longer than this for another one waits for ever."""
+
+
+def main(phase: str, directory: Path) -> int:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    comm = default_comm()
+    assert isinstance(comm, TorchComm)
+    comm.timeout = LIMIT
+    results: dict[str, str | None] = {}
+    for name, case in cases.of(phase).items():
+        error = None
+        try:
+            case(cases.Rank(rank, world, directory))
+        except BaseException:
+            error = f"rank {rank} of {world}: {traceback.format_exc()}"
+        results[name] = error
+        (directory / f"{phase}.{rank}.json").write_text(json.dumps(results))
+        errors: list[str | None] = [None] * world
+        dist.all_gather_object(errors, error)
+        if any(errors):  # ranks may have lost step with each other: what comes after would fail for that reason
+            break
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
