@@ -97,11 +97,9 @@ class Library:
         if checkpoint_id not in self._known:
             raise Missing("There is no such checkpoint here; it may have been removed.")
         run, path = self._known[checkpoint_id]
-        if path.is_symlink():  # a link that took the directory's place is not followed either
-            raise Missing("This checkpoint was replaced by a symbolic link.")
         if not path.is_dir():
             raise Missing("This checkpoint is gone.")
-        return run, catalog.look(path, cache=self._summaries)
+        return run, catalog.look(path, cache=self._summaries, follow=path == run.path)
 
     def outline(self, info: CheckpointInfo) -> Outline:
         """The tree of a checkpoint.

@@ -129,11 +129,17 @@ def timing_page(library: Library, checkpoint_id: str, start: int) -> TimingPage:
     """Where the time of a save went, with the spans of ranks from number `start` on. Failed saves have one, too."""
     run, info = library.checkpoint(checkpoint_id)
     row = checkpoint_row(checkpoint_id, run, info)
+    if info.status == "foreign":
+        return _no_timing(row, "This is no checkpoint.")
     try:
         timings = library.timings(info)
     except TreeckptError as error:
-        return TimingPage(row, visible(str(error)), None, 0.0, None, None, 1.0, 0, 0, None, [], [], [])
+        return _no_timing(row, visible(str(error)))
     return _timing_page(row, timings, profile_of(timings), start)
+
+
+def _no_timing(row: CheckpointRow, problem: str) -> TimingPage:
+    return TimingPage(row, problem, None, 0.0, None, None, 1.0, 0, 0, None, [], [], [])
 
 
 def _timing_page(row: CheckpointRow, timings: Timings, profile: Profile, start: int) -> TimingPage:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.samples import gpt_state, write_checkpoint, write_mixed_run
@@ -118,6 +120,22 @@ def test_unknown_commands_are_usage_errors(capsys):
 
 def test_dashboard_beyond_loopback_demands_a_token(cli, run):
     assert "--token" in cli("dashboard", run, "--host", "0.0.0.0", code=2)
+
+
+def test_dashboard_serves_on_a_free_port_and_says_where(run):
+    command = [sys.executable, "-m", "treeckpt", "dashboard", str(run), "--port", "0", "--token", "0123456789abcdef"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        first, second = process.stdout.readline(), process.stdout.readline()
+        address = first.removeprefix("treeckpt dashboard: ").strip()
+        port = address.split(":")[2].split("/")[0]
+        assert f"ssh -L {port}:127.0.0.1:{port} " in second
+        assert httpx.get(address.partition("?")[0]).status_code == 401
+        assert httpx.get(address).status_code == 200
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=20)[0]
+    assert process.returncode == 0 and "Traceback" not in rest and "0123456789abcdef" not in rest
 
 
 def test_neither_the_command_line_nor_the_dashboard_imports_torch(run):

@@ -202,31 +202,30 @@ def scan(run: str | os.PathLike[str], *, cache: FileCache | None = None) -> list
     cache = cache or FileCache(0)
     directory = Path(run)
     if is_checkpoint(directory):
-        return [look(directory, cache=cache)]
-    found: list[CheckpointInfo] = []
+        return [look(directory, cache=cache, follow=True)]
     try:
         with os.scandir(directory) as entries:
-            names = sorted((e.name, e.is_symlink()) for e in entries if not e.name.startswith(".") and e.is_dir())
+            names = [e.name for e in entries if not e.name.startswith(".") and e.is_dir()]
     except OSError:
         return []
-    for name, link in names:
-        path = directory / name
-        if link:
-            found.append(CheckpointInfo(name, str(path), "foreign", error="a symbolic link, which is not followed"))
-        else:
-            found.append(look(path, cache=cache))
-    return sorted(found, key=_newest_first)
+    return sorted((look(directory / name, cache=cache) for name in names), key=_newest_first)
 
 
 def _newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:
     return info.status == "foreign", info.step is None, -(info.step or 0), -(info.created_ns or 0), info.name
 
 
-def look(path: str | os.PathLike[str], *, cache: FileCache | None = None) -> CheckpointInfo:
-    """What one directory is."""
+def look(path: str | os.PathLike[str], *, cache: FileCache | None = None, follow: bool = False) -> CheckpointInfo:
+    """What one directory is.
+
+    Args:
+        follow: looks behind a symbolic link: for paths that a person gave, not for what stands in a run.
+    """
     cache = cache or FileCache(0)
     directory = Path(path)
     name = directory.name or str(directory)
+    if directory.is_symlink() and not follow:
+        return CheckpointInfo(name, str(directory), "foreign", error="a symbolic link, which is not followed")
     files = _files(directory)
     if os.path.lexists(directory / INDEX_NAME):
         try:

@@ -8,7 +8,7 @@ import tracemalloc
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.saves import SAVE_ID, Array, ranks_of, save, saves, small
@@ -23,12 +23,18 @@ from treeckpt.core.spec import ArraySpec
 from treeckpt.core.tree import PerRank
 
 
+FEWER = settings(max_examples=20)
+"""Whole saves take a tenth of a second each to make up."""
+
+
 @given(saves())
+@FEWER
 def test_indexes_come_back(saved):
     assert decode_index(encode_index(saved.index)) == saved.index
 
 
 @given(saves(), st.randoms())
+@FEWER
 def test_a_lost_index_is_rebuilt_from_the_headers_in_any_order(saved, order):
     headers = [(size, decode_header(encode_header(header), "f")) for size, header in saved.headers]
     order.shuffle(headers)
@@ -36,6 +42,7 @@ def test_a_lost_index_is_rebuilt_from_the_headers_in_any_order(saved, order):
 
 
 @given(saves())
+@FEWER
 def test_files_are_named_and_found_by_rank_and_part(saved):
     index = saved.index
     assert [(f.name, f.rank, f.part, f.stream, f.nbytes, f.header) for f in index.file_list] == [
@@ -49,6 +56,7 @@ def test_files_are_named_and_found_by_rank_and_part(saved):
 
 
 @given(saves(), st.data())
+@FEWER
 def test_every_chunk_is_an_entry_of_the_file_that_it_is_located_in(saved, data):
     index = saved.index
     entries = {}

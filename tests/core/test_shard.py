@@ -5,7 +5,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.saves import SAVE_ID, saves, small
@@ -30,6 +30,8 @@ from treeckpt.core.shard import (
 )
 from treeckpt.core.structure import key_text
 
+FEWER = settings(max_examples=20)
+"""Whole saves take a tenth of a second each to make up."""
 NAMES = ["float32", "bfloat16", "complex64", "complex128", "complex32", "bytes3", "str2", "datetime64[ns]", "uint4"]
 NAMES += ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e8m0fnu", "bool", "uint64"]
 
@@ -80,6 +82,7 @@ def test_hashes_filled_in_afterwards_give_the_header_encoded_with_them(header, d
 
 
 @given(saves())
+@FEWER
 def test_headers_of_whole_saves_come_back(saved):
     for size, header in saved.headers:
         data = encode_header(header)

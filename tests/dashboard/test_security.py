@@ -221,7 +221,9 @@ def test_a_link_that_takes_a_checkpoints_place_is_not_followed(serve, tmp_path):
     assert client.get(at).status_code == 200
     (tmp_path / "run" / "step_00000001").rename(tmp_path / "aside")
     (tmp_path / "run" / "step_00000001").symlink_to(tmp_path / "outside")
-    assert client.get(at).status_code == 404 and client.get(f"/api/v1{at}/tree").status_code == 404
+    assert client.get(f"/api/v1{at}").json()["checkpoint"]["status"] == "foreign"
+    assert client.get(f"/api/v1{at}/tree").status_code == 404 and "model" not in client.get(at).text
+    assert client.get(f"/api/v1{at}/timing").json()["spans"] == []
 
 
 # hostile text -------------------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def replicas_share_the_writing_by_bytes(here: Rank) -> None:
 
 @case("four")
 def replicated_meshes_share_the_writing_too(here: Rank) -> None:
-    full = torch.randn(512, 512, generator=_seeded())
+    full = torch.randn(2048, 1024, generator=_seeded())
     for name, placements in {"hsdp": (Replicate(), Shard(0)), "both": (Replicate(), Replicate())}.items():
         report = tc.save(here.directory / f"shared {name}", {"w": distribute(full, mesh_of(2, 2), placements)})
         nbytes: list[Any] = [None] * 4

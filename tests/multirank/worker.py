@@ -30,18 +30,16 @@ def main(phase: str, directory: Path) -> int:
     assert isinstance(comm, TorchComm)
     comm.timeout = LIMIT
     results: dict[str, str | None] = {}
-    for name, case in cases.of(phase).items():
+    for number, (name, case) in enumerate(cases.of(phase).items()):
         error = None
+        comm._count = number << 20  # a case that failed between two messages does not confuse the next one
         try:
             case(cases.Rank(rank, world, directory))
         except BaseException:
             error = f"rank {rank} of {world}: {traceback.format_exc()}"
         results[name] = error
         (directory / f"{phase}.{rank}.json").write_text(json.dumps(results))
-        errors: list[str | None] = [None] * world
-        dist.all_gather_object(errors, error)
-        if any(errors):  # ranks may have lost step with each other: what comes after would fail for that reason
-            break
+        dist.barrier()
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .errors import CorruptError, FormatError
-from .shard import check_seal, sealed
+from .errors import FormatError
+from .shard import MAX_WORLD, SAVE_ID, check_seal, sealed
 
 __all__ = ["Span", "Timings", "decode_timings", "encode_timings", "timings_name"]
 
@@ -78,16 +78,22 @@ def decode_timings(data: bytes, name: str) -> Timings:
     check_seal(data, name)
     try:
         document = msgspec.json.decode(data, type=_Document)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(name, expected="timings as treeckpt writes them", found=f"{error}"[:200]) from error
     if document.format != "treeckpt-timings" or document.version != VERSION:
         raise FormatError(name, expected=f"timings version {VERSION}", found=f"version {document.version}")
-    ranks: dict[int, int] = {}
-    for span in document.timings.spans:
-        before = ranks.get(span.rank, 0)
+    _check_timings(document.timings, name)
+    return document.timings
+
+
+def _check_timings(timings: Timings, name: str) -> None:
+    if not 0 < timings.world <= MAX_WORLD or SAVE_ID.fullmatch(timings.save_id) is None:
+        raise FormatError(name, expected="a save id and a world", found=f"{timings.save_id!r:.40}, {timings.world}")
+    counts: dict[int, int] = {}
+    for span in timings.spans:
+        before = counts.get(span.rank, 0)
         if not -1 <= span.parent < before:
             raise FormatError(name, expected="spans after their parents", found=f"{span!r:.120}")
-        ranks[span.rank] = before + 1
-    if document.timings.world < 1 or not document.timings.save_id.isalnum():
-        raise CorruptError(name, expected="a world and a save id", found=f"{document.timings.world}")
-    return document.timings
+        if not 0 <= span.rank < timings.world or span.stop_ns < span.start_ns or span.nbytes < 0:
+            raise FormatError(name, expected="spans of time of its ranks", found=f"{span!r:.120}")
+        counts[span.rank] = before + 1

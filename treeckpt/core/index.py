@@ -49,17 +49,16 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
     """The index of these bytes.
 
     Raises:
-        CorruptError: the seal is broken, or the file is no JSON at all.
+        CorruptError: the seal is broken, or there is none.
         FormatError: another format or version, unknown fields, or records that contradict each other.
     """
     if len(data) > MAX_INDEX:
         raise FormatError(name, expected=f"at most {MAX_INDEX} bytes", found=f"{len(data)}")
+    check_seal(data, name, hint="The file was changed after it was written; try treeckpt rebuild-index")
     try:
         document = msgspec.json.decode(data, type=_Document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptError(
-            name, expected="a treeckpt index", found=f"{error}"[:200], hint="Try treeckpt rebuild-index"
-        ) from error
+        raise FormatError(name, expected="a treeckpt index", found=f"{error}"[:200]) from error
     if document.format != "treeckpt" or document.version != VERSION:
         raise FormatError(
             name,
@@ -67,7 +66,6 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
             found=f"{document.format} version {document.version}"[:80],
             hint="Load it with the version of treeckpt that wrote it, or a newer one",
         )
-    check_seal(data, name)
     return _decode_body(bytes(document.index), name)
 
 

@@ -1,8 +1,8 @@
 """What one rank brings to a save, and what all ranks bring together.
 
-A rank's `Inventory` is its tree without data. Ranks with equal inventories (by digest) form a class; `unify` makes of the
-classes the one global tree: mappings joined, replicas and explicit pieces attributed to their ranks, contradictions named.
-Values are not part of an inventory, so that a step counter does not change its digest; they are compared apart.
+A rank's `Inventory` is its tree without data. Ranks with equal inventories (by digest) form a class; `unify` makes of
+the classes the one global tree: mappings joined, replicas and explicit pieces attributed to their ranks, contradictions
+named. Values are not part of an inventory, so that a step counter does not change its digest; they are compared apart.
 """
 
 from __future__ import annotations
@@ -163,10 +163,11 @@ def _stacked(arrays: list[tuple[LeafSpec, Runs]]) -> MeshLayout:
         return distinct[0]
     mesh, placements = distinct[0].mesh, distinct[0].placements
     stacked = np.concatenate([mesh_ranks(layout.mesh) for layout in distinct])
+    apart = len(np.unique(stacked)) == len(stacked)
     for layout, (leaf, other) in zip(layouts, arrays, strict=True):
-        if (layout.mesh.shape, layout.placements) != (mesh.shape, placements) or len(np.unique(stacked)) < len(stacked):
-            if layout != distinct[0]:
-                raise _contradiction(first, leaf, ranks, other, "mesh or placements")
+        alike = apart and (layout.mesh.shape, layout.placements) == (mesh.shape, placements)
+        if layout != distinct[0] and not alike:
+            raise _contradiction(first, leaf, ranks, other, "mesh or placements")
     names = ("replicas", *mesh.names) if mesh.names else ()
     grown = Mesh((len(distinct), *mesh.shape), encode_runs(stacked), names)
     return MeshLayout(grown, (Replicate(), *placements))

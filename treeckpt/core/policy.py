@@ -80,7 +80,7 @@ def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int, str]
         for info in ordered
         if info.metrics.get(policy.metric, float("nan")) == info.metrics.get(policy.metric)
     )
-    return [(-step, f"one of the best {policy.count} by {policy.metric}") for _, step in ranked[: policy.count]]
+    return [(-step, f"one of the best {policy.count} by {policy.metric}") for _, step in ranked[: max(0, policy.count)]]
 
 
 def _periodic(ordered: Sequence[StepInfo], seconds: float) -> list[int]:

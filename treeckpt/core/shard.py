@@ -50,6 +50,7 @@ MAX_WORLD = 1 << 24
 MAX_NBYTES = 1 << 62
 """More bytes than any array or rank has: sums of two such numbers fit an int64."""
 SAVE_ID = re.compile(r"[0-9a-f]{16}")
+_RESTORE = "The file was changed after it was written; restore it from a copy"
 _SEAL = b'"seal":"'
 _HASHES = b'"hashes":"'
 _ZEROS = b"0" * 16
@@ -143,7 +144,7 @@ def sealed(document: bytes) -> bytes:
     return document[:at] + digest + document[at + 16 :]
 
 
-def check_seal(document: bytes | bytearray | memoryview, name: str) -> None:
+def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str = _RESTORE) -> None:
     """Refuses a document whose seal is not its checksum.
 
     Raises:
@@ -158,7 +159,7 @@ def check_seal(document: bytes | bytearray | memoryview, name: str) -> None:
             name,
             expected=f"seal {stored[:16]!r}" if at >= len(_SEAL) else "a sealed document",
             found=f"{actual!r} for these bytes",
-            hint="The file was changed after it was written; restore it from a copy",
+            hint=hint,
         )
 
 

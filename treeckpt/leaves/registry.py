@@ -11,13 +11,11 @@ import sys
 from functools import lru_cache
 from typing import Any, cast
 
-import msgspec
-
 from ..core.dtypes import dtype_of
 from ..core.errors import FormatError, MismatchError, TreeError
 from ..core.spec import ArraySpec, Typed, Value, decode_value, encode_value
 from .base import Adapter, Source, Target
-from .sharded import Sharded, sharded_like, sharded_source, sharded_target
+from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sharded_target
 
 __all__ = ["abstract_of", "decode", "encode", "library_of", "like_of", "new_array", "resolve", "source_of", "target_of"]
 
@@ -72,8 +70,7 @@ def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
     if isinstance(leaf, ArraySpec):
         return leaf
     if isinstance(leaf, Sharded):
-        source = sharded_source(leaf, path, rank, _inner(leaf, path))
-        return msgspec.structs.replace(source.spec, regions=tuple(piece.region for piece in source.pieces))
+        return sharded_abstract(leaf, path, rank, _inner(leaf, path))
     adapter = _adapter(type(leaf))
     return adapter.abstract(leaf, path, rank) if adapter is not None else None
 

@@ -17,9 +17,10 @@ import msgspec
 from ..core.errors import LayoutError
 from ..core.layout import BoxLayout
 from ..core.region import Region, flat_regions
+from ..core.spec import ArraySpec
 from .base import Adapter, Flat, Piece, Source, Target, TargetPiece
 
-__all__ = ["Sharded", "sharded_like", "sharded_source", "sharded_target"]
+__all__ = ["Sharded", "sharded_abstract", "sharded_like", "sharded_source", "sharded_target"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +95,14 @@ def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Sou
     spec = msgspec.structs.replace(inner.spec, shape=leaf.global_shape)
     layout = BoxLayout(tuple((rank, region) for region, _ in pieces))
     return Source(spec, layout, [Piece(region, data) for region, data in pieces])
+
+
+def sharded_abstract(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArraySpec | None:
+    """What the whole array is, and which regions of it the piece is."""
+    inner = adapter.abstract(leaf.local, path, rank)
+    if inner is None:
+        return None
+    return msgspec.structs.replace(inner, shape=leaf.global_shape, regions=_regions(leaf, inner.shape, path))
 
 
 def _as_target(leaf: Sharded, inner: Target, path: str) -> Target:

@@ -1,0 +1,93 @@
+"""Timings: exact, sealed, and spans that nest as they say."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treeckpt.core.errors import CorruptError, FormatError
+from treeckpt.core.events import Span, Timings, decode_timings, encode_timings, timings_name
+from treeckpt.core.shard import sealed
+
+SAVE_ID = "0123456789abcdef"
+
+
+@st.composite
+def timings(draw):
+    world = draw(st.integers(1, 3))
+    counts = [0] * world
+    spans = []
+    for _ in range(draw(st.integers(0, 8))):
+        rank = draw(st.integers(0, world - 1))
+        start = draw(st.integers(0, 1 << 62))
+        spans.append(
+            Span(
+                draw(st.text(max_size=5)), rank, start, start + draw(st.integers(0, 10**12)),
+                draw(st.integers(0, 1 << 50)), draw(st.integers(-1, counts[rank] - 1)),
+            )
+        )  # fmt: skip
+        counts[rank] += 1
+    return Timings(SAVE_ID, draw(st.none() | st.integers(0, 9)), world, tuple(spans), draw(st.none() | st.text()))
+
+
+@given(timings())
+def test_timings_come_back(found):
+    assert decode_timings(encode_timings(found), "t") == found
+    assert [s for rank in range(found.world) for s in found.of_rank(rank)] == sorted(found.spans, key=lambda s: s.rank)
+
+
+SMALL = Timings(
+    SAVE_ID, 3, 2, (Span("save", 0, 10, 2_000_000_010), Span("write", 0, 20, 30, 5, 0), Span("save", 1, 0, 9))
+)
+
+
+def test_a_span_knows_its_seconds():
+    assert SMALL.spans[0].seconds == 2.0
+    assert timings_name(SAVE_ID) == f"timings.{SAVE_ID}.json"
+
+
+def test_every_flipped_byte_is_found():
+    data = encode_timings(SMALL)
+    for at in range(len(data)):
+        for flip in (1, 0x20, 0x80):
+            damaged = bytearray(data)
+            damaged[at] ^= flip
+            with pytest.raises((CorruptError, FormatError), match="run/t"):
+                decode_timings(bytes(damaged), "run/t")
+
+
+def nested(document):
+    inner: list = []
+    for _ in range(900):
+        inner = [inner]
+    document["timings"] = inner
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.update(version=2),
+        lambda d: d.update(format="treeckpt"),
+        lambda d: d.update(extra=1),
+        lambda d: d["timings"].update(extra=1),
+        lambda d: d["timings"].update(world=0),
+        lambda d: d["timings"].update(world=1 << 50),
+        lambda d: d["timings"].update(save_id="../x"),
+        lambda d: d["timings"]["spans"][1].__setitem__(5, 1),
+        lambda d: d["timings"]["spans"][1].__setitem__(5, -2),
+        lambda d: d["timings"]["spans"][2].__setitem__(5, 0),
+        lambda d: d["timings"]["spans"][0].__setitem__(1, 2),
+        lambda d: d["timings"]["spans"][0].__setitem__(1, -1),
+        lambda d: d["timings"]["spans"][0].__setitem__(3, 0),
+        lambda d: d["timings"]["spans"][1].__setitem__(4, -5),
+        lambda d: d["timings"]["spans"][0].pop(0) and None,
+        nested,
+    ],
+)
+def test_timings_that_no_save_writes_are_refused(change):
+    document = json.loads(encode_timings(SMALL))
+    change(document)
+    document["seal"] = "0" * 16
+    with pytest.raises(FormatError):
+        decode_timings(sealed(json.dumps(document, separators=(",", ":")).encode()), "t")

@@ -1,0 +1,101 @@
+"""Real processes under torchrun: every layout into every other one across world sizes, replicas, stages, agreement.
+
+Each phase is one launch that runs many cases; a test here shows what one case came to. Phases build on each other's
+checkpoints: four ranks save, three and two load and save, four load again, and this process is the world of one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import treeckpt as tc
+
+from .cases import PHASES, check_load, mlp, oracle_of
+from .launch import launch
+from .layouts import bits, build, layouts_of
+
+Results = dict[str, dict[str, str]]
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
+    """The directory of all phases, and what has run so far."""
+    return tmp_path_factory.mktemp("multirank"), {}
+
+
+def _phase(shared: tuple[Path, Results], phase: str) -> tuple[Path, dict[str, str]]:
+    """Runs a phase, and those before it, if that has not happened yet."""
+    directory, results = shared
+    for name, (world, _) in PHASES.items():
+        if name not in results:
+            if name == "four again":
+                for layout in layouts_of(1):
+                    tc.save(directory / f"1 {layout}", build(layout, 0, 1))
+            results[name] = launch(name, world, directory)
+        if name == phase:
+            break
+    return directory, results[phase]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("phase", "case"), [(phase, case) for phase, (_, cases) in PHASES.items() for case in cases])
+def test_ranks(shared: tuple[Path, Results], phase: str, case: str) -> None:
+    _, results = _phase(shared, phase)
+    if case not in results:
+        pytest.fail(f"did not run; the ranks said:\n{results['']}", pytrace=False)
+    if results[case]:
+        pytest.fail(results[case], pytrace=False)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("phase", PHASES)
+def test_launch_ends_well(shared: tuple[Path, Results], phase: str) -> None:
+    _, results = _phase(shared, phase)
+    assert not results[""]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world", [2, 4])
+def test_one_process_loads_what_many_saved(shared: tuple[Path, Results], world: int) -> None:
+    directory, _ = _phase(shared, "two")
+    for layout in layouts_of(world):
+        for target in layouts_of(1):
+            for variant in range(4):
+                if target == "plain":
+                    check_load(directory / f"{world} {layout}", target, 0, 1, variant)
+        found = tc.load(directory / f"{world} {layout}")
+        for name, expected in build("plain", 0, 1).items():
+            assert bits(found[name]) == bits(expected), f"{layout}: {name}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["fsdp tp", "hsdp"])
+def test_sharded_training_states_load_into_plain_tensors(shared: tuple[Path, Results], name: str) -> None:
+    directory, _ = _phase(shared, "four")
+    oracle = torch.load(directory / f"{name}.pt")
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+    like: dict[str, Any] = {"model": model.state_dict(), "optimizer": ...}
+    loaded = tc.load(directory / f"{name} state", like, strict=False)
+    model.load_state_dict(loaded["model"])
+    whole = tc.load(directory / f"{name} state")
+    optimizer.load_state_dict(whole["optimizer"])
+    assert type(whole["model"]["up.weight"]) is torch.Tensor
+    assert whole["optimizer"]["param_groups"][0]["lr"] == 0.01
+    for state in (whole, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}):
+        found = oracle_of(state)
+        assert list(found) == list(oracle)
+        assert all(bits(found[key]) == bits(oracle[key]) for key in oracle)
+
+
+@pytest.mark.timeout(300)
+def test_own_state_of_four_ranks_in_a_world_of_one(shared: tuple[Path, Results]) -> None:
+    directory, _ = _phase(shared, "four")
+    own = tc.load(directory / "own")
+    assert own["rng"].value["state"].tolist() == [0] * 5, "rank 0 is there, and finds its own"
+    index = tc.inspect(directory / "own")
+    assert index.world == 4
