@@ -8,6 +8,7 @@ import datetime as dt
 import decimal
 import enum
 import fractions
+import itertools
 import math
 import pathlib
 import time
@@ -125,7 +126,7 @@ def flat_layouts(draw: DrawFn, shape: tuple[int, ...], world: int) -> BoxLayout:
     cuts = [0, *inner, size]
     pieces = [
         (rank, region)
-        for rank, (start, stop) in enumerate(zip(cuts[:-1], cuts[1:], strict=True))
+        for rank, (start, stop) in enumerate(itertools.pairwise(cuts))
         for region in flat_regions(shape, start, stop)
     ]
     return BoxLayout(tuple(pieces) if pieces else ((0, Region.whole(shape)),))
@@ -227,9 +228,14 @@ def _numpy_scalars() -> SearchStrategy[np.generic]:
     )
 
 
-def _hashable() -> SearchStrategy[Any]:
+@st.composite
+def _hashable(draw: DrawFn) -> Any:
     """Values that can stand in a set or be a key."""
-    return st.one_of(
+    return draw(_HASHABLE)
+
+
+_HASHABLE: SearchStrategy[Any] = st.deferred(
+    lambda: st.one_of(
         st.none(),
         st.booleans(),
         st.integers(),
@@ -258,6 +264,7 @@ def _hashable() -> SearchStrategy[Any]:
         st.sampled_from([np.dtype("f4"), np.dtype(">i8"), np.dtype("M8[ns]"), np.dtype("U7"), np.dtype("bool")]),
         _numpy_scalars(),
     )
+)
 
 
 def values() -> SearchStrategy[Any]:

@@ -101,3 +101,9 @@ def test_editable_install_finds_the_checkout_from_elsewhere(tmp_path):
     code = "import treeckpt, treeckpt_dashboard; print(treeckpt.__file__); print(treeckpt_dashboard.__file__)"
     files = run(sys.executable, "-c", code, cwd=tmp_path).split()
     assert files == [str(ROOT / folder / "__init__.py") for folder in FOLDERS.values()]
+
+
+def test_no_tracked_file_is_over_one_mebibyte():
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    sizes = {name: (ROOT / name).stat().st_size for name in names if name and (ROOT / name).is_file()}
+    assert [name for name, size in sizes.items() if size > 1 << 20] == []

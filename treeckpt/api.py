@@ -56,9 +56,9 @@ def save(
 
     Args:
         path: a directory, made if need be; its name is the checkpoint's.
-        tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several ranks are
-            replicas: written once, and compared if small. Mark what each rank has of its own with `PerRank`, and pieces
-            of one array with `Sharded`; a DTensor knows its place itself.
+        tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
+            ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
+            `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself.
         step: of training, kept in the index.
         comm: how ranks talk; by default over torch.distributed's default group, if that is up.
         custom_metadata: values kept in the index.
@@ -112,12 +112,12 @@ def load(
         verify: compares checksums of all that is read.
         per_rank: what to do about `PerRank` state when the world size changed: refuse, or take that of rank modulo
             the old world.
-        copy: gives each array memory of its own. Otherwise whole arrays are views of the memory that a stretch of a file
-            was read into, which is freed when the last of them is.
-        mmap: maps whole arrays instead of reading them: bytes come when they are touched, without checksums. Arrays that
-            are wanted in part, on a device or in another dtype are read as usual.
+        copy: gives each array memory of its own. Otherwise whole arrays are views of the memory that a stretch of
+            a file was read into, which is freed when the last of them is.
+        mmap: maps whole arrays instead of reading them: bytes come when they are touched, without checksums.
+            Arrays that are wanted in part, on a device or in another dtype are read as usual.
         allow_pickle: unpickles values that were saved so. This can run any code: only for files you trust.
-        comm: gives this process's rank; ranks do not talk.
+        comm: gives this process's rank and the size of its world; ranks do not talk.
         on_report: gets the `LoadReport`.
 
     Raises:
@@ -126,7 +126,7 @@ def load(
     """
     options = LoadOptions(_globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace)
     with _opened(path) as store, _without_cycles():
-        tree, report = load_tree(store, like, (comm or default_comm()).rank, options)
+        tree, report = load_tree(store, like, comm or default_comm(), options)
     if on_report is not None:
         on_report(report)
     return tree
@@ -147,14 +147,15 @@ def load_into(
 ) -> LoadReport:
     """Fills the arrays of a tree in place, and puts values where their containers can change.
 
-    Every check comes before the first byte is written. With `verify=True` that includes the checksums, at the price of reading
-    twice; `verify="stream"` checks while it fills, and a changed byte then leaves the tree partly filled.
+    Every check comes before the first byte is written. With `verify=True` that includes the checksums, at the price
+    of reading twice; `verify="stream"` checks while it fills, and a changed byte then leaves the tree partly
+    filled.
 
     See `load` for the arguments and errors.
     """
     options = LoadOptions(_globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace)
     with _opened(path) as store, _without_cycles():
-        return load_into_tree(store, tree, (comm or default_comm()).rank, options)
+        return load_into_tree(store, tree, comm or default_comm(), options)
 
 
 def _globs(select: str | Sequence[str] | None) -> tuple[str, ...] | None:

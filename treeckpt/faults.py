@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -10,7 +10,15 @@ from .core import errors
 from .core.errors import RankError, TreeckptError
 from .io.comm import Comm
 
-__all__ = ["Fault", "fault_of", "raise_faults"]
+__all__ = ["Fault", "fault_of", "raise_faults", "silent_faults"]
+
+
+_KINDS: dict[str, type[TreeckptError]] = {
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, TreeckptError) and kind is not RankError
+}
+"""Our errors that can be raised on behalf of another rank."""
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
@@ -24,21 +32,39 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
     found: str
     hint: str
     text: str
+    common: bool = False
+    """Found by the coordinator on behalf of all ranks: nobody's failure."""
 
 
-def fault_of(error: BaseException, rank: int) -> Fault:
+def fault_of(error: BaseException, rank: int, *, common: bool = False) -> Fault:
     """The message that tells of an error."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, TreeckptError):
-        return Fault(rank, type(error).__name__, error.path, error.expected, error.found, error.hint, text)
-    return Fault(rank, type(error).__name__, "", "", "", "", text)
+        return Fault(rank, type(error).__name__, error.path, error.expected, error.found, error.hint, text, common)
+    return Fault(rank, type(error).__name__, "", "", "", "", text, common)
 
 
-def raise_faults(faults: Sequence[Fault], path: str, comm: Comm, cause: BaseException | None = None) -> None:
+def silent_faults(lost: Mapping[int, str]) -> list[Fault]:
+    """The faults of ranks that did not answer, with what is known of each."""
+    return [Fault(rank, RankError.__name__, "", "", "", "", text) for rank, text in lost.items()]
+
+
+def raise_faults(
+    faults: Sequence[Fault],
+    path: str,
+    comm: Comm,
+    *,
+    cause: BaseException | None = None,
+    hint: str = "Nothing was committed; an earlier checkpoint at this path is still valid",
+) -> None:
     """Raises what the faults amount to; nothing where there are none.
 
     An error of ours that concerns all ranks alike is raised as itself; failures of single ranks as a `RankError`
     that names each.
+
+    Args:
+        cause: this rank's own error.
+        hint: how things stand now.
     """
     if not faults:
         return
@@ -46,19 +72,8 @@ def raise_faults(faults: Sequence[Fault], path: str, comm: Comm, cause: BaseExce
         raise cause
     first = faults[0]
     alike = all((f.kind, f.path, f.expected) == (first.kind, first.path, first.expected) for f in faults)
-    kind = getattr(errors, first.kind, None)
-    ours = isinstance(kind, type) and issubclass(kind, TreeckptError) and kind is not RankError
-    judged = len(faults) == comm.size or (len(faults) == 1 and first.rank == 0 and first.kind in _JUDGEMENTS)
-    if ours and alike and judged:
+    kind = _KINDS.get(first.kind)
+    if kind is not None and alike and (first.common or len(faults) == comm.size):
         raise kind(first.path, expected=first.expected, found=first.found, hint=first.hint) from cause
     ranks = {fault.rank: fault.text for fault in faults}
-    raise RankError(
-        path,
-        ranks=ranks,
-        expected=f"all {comm.size} ranks to succeed",
-        hint="Nothing was committed; an earlier checkpoint at this path is still valid",
-    ) from cause
-
-
-_JUDGEMENTS = frozenset(("CheckpointExists", "CheckpointError", "MismatchError", "LayoutError"))
-"""Errors that the coordinator finds on behalf of all ranks."""
+    raise RankError(path, ranks=ranks, expected=f"all {comm.size} ranks to succeed", hint=hint) from cause

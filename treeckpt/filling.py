@@ -1,8 +1,8 @@
 """Reading what a load wants: arrays that stay where they are read, and regions that are copied to where they belong.
 
-A whole array that one chunk holds *lands*: its run of the file is read once into page-aligned memory, and the array is a view of
-that. Everything else (regions, several chunks, other devices, other dtypes, targets that exist) is read through a few
-buffers and copied box by box.
+A whole array that one chunk holds *lands*: its run of the file is read once into page-aligned memory, and the array
+is a view of that. Everything else (regions, several chunks, other devices, other dtypes, targets that exist) is
+read through a few buffers and copied box by box.
 """
 
 from __future__ import annotations

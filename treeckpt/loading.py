@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from .core.errors import MismatchError
+from .core.errors import MismatchError, TreeckptError
 from .core.records import AliasRecord, Leaf, PerRankValues, ValueRecord
 from .core.runs import decode_runs, encode_runs
 from .core.spec import ArraySpec
@@ -22,6 +22,7 @@ from .core.structure import PerRankNode, Structure, rank_key
 from .core.tree import flatten, graft, own_child, replace_leaves, unflatten
 from .filling import Filling, Slot, Verify
 from .io.codec import read_index
+from .io.comm import Comm
 from .io.record import Recorder
 from .io.store import Store
 from .leaves.base import Target
@@ -49,11 +50,13 @@ class LoadOptions(msgspec.Struct, frozen=True):
 class _Load:
     """One load on one rank."""
 
-    def __init__(self, store: Store, rank: int, options: LoadOptions) -> None:
-        self.options, self.rank = options, rank
-        self.recorder = Recorder(rank)
+    def __init__(self, store: Store, comm: Comm, options: LoadOptions) -> None:
+        self.options, self.rank = options, comm.rank
+        self.recorder = Recorder(comm.rank)
         self.index = read_index(store)
-        self.source_rank = rank % self.index.world if options.per_rank == "take" else rank
+        self.source_rank = comm.rank % self.index.world
+        self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
+        self.world = comm.size
         self.filling = Filling(store, self.index, self.source_rank, self.recorder)
         self.loaded = 0
         self.missing: list[str] = []
@@ -73,14 +76,21 @@ class _Load:
             return None
         if found[0].ranks is None:
             return found[0]
+        if self.refuse_own and self.selected(path):
+            raise MismatchError(
+                path,
+                expected=f"state of one rank of {self.world}",
+                found=f"state saved by a world of {self.index.world}",
+                hint="The world size changed: leave this leaf out with `...` in like, or pass per_rank='take'",
+            )
         for leaf in found:
             if self.source_rank in decode_runs(leaf.ranks or ()):
                 return leaf
         raise MismatchError(
             path,
             expected=f"state of rank {self.source_rank}",
-            found=f"state saved by a world of {self.index.world}",
-            hint="The world size changed: leave this leaf out with `...` in like, or pass per_rank='take'",
+            found="state of other ranks only",
+            hint="Leave this leaf out with `...` in like",
         )
 
     def value(self, leaf: Leaf, path: str) -> object:
@@ -144,13 +154,21 @@ class _Load:
                 hint="Pass cast=True to convert",
             )
 
-    def check_keys(self, asked: set[str]) -> None:
+    def check_keys(self, asked: set[str], left_out: Sequence[str]) -> None:
         """Compares what was asked for with what is there.
+
+        Args:
+            left_out: paths of `...` in like, each of which stands for all that was saved below it.
 
         Raises:
             MismatchError: under `strict`, naming what is missing and what is unexpected.
         """
-        self.unexpected = [path for path in self.index.by_path if path not in asked and self.selected(path)]
+        below = tuple(f"{path}/" if path else "" for path in left_out)
+        self.unexpected = [
+            path
+            for path in self.index.by_path
+            if path not in asked and not path.startswith(below) and self.selected(path)
+        ]
         if self.options.strict and (self.missing or self.unexpected):
             texts = [_some("missing in the checkpoint", self.missing), _some("not asked for", self.unexpected)]
             raise MismatchError(
@@ -274,7 +292,7 @@ def _match(job: _Load, like: object, make: _Make, *, views: bool) -> list[Slot]:
             if leaf is None:
                 job.missing.append(path)
         pairs.append((wanted, path, leaf))
-    job.check_keys(asked)
+    job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], Slot] = {}
     return [
         Slot(wanted) if leaf is None else _slot(job, wanted, path, leaf, make, ties, views)
@@ -305,9 +323,9 @@ def _slot(
     return ties[id(wanted), base]
 
 
-def load_tree(store: Store, like: object, rank: int, options: LoadOptions) -> tuple[object, LoadReport]:
+def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    job = _Load(store, rank, options)
+    job, rank = _Load(store, comm, options), comm.rank
     if like is None:
         tree = _as_saved(job)
     else:
@@ -317,9 +335,9 @@ def load_tree(store: Store, like: object, rank: int, options: LoadOptions) -> tu
     return tree, job.report()
 
 
-def load_into_tree(store: Store, tree: object, rank: int, options: LoadOptions) -> LoadReport:
+def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
-    job = _Load(store, rank, options)
+    job, rank = _Load(store, comm, options), comm.rank
     slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, rank), views=False)
     _, before = flatten(tree, rank=rank, namespace=options.namespace)
     # what is equal already stays the very object, so that only real changes need a container that can change
@@ -332,14 +350,16 @@ def load_into_tree(store: Store, tree: object, rank: int, options: LoadOptions) 
 
 
 def _is_same(old: object, new: object) -> bool:
+    """Whether two values are stored alike; Python's own comparison takes 1, 1.0 and True for the same."""
     if old is new:
         return True
-    if type(old) is not type(new) or _is_array_like(old):
+    if _is_array_like(old) or _is_array_like(new):
         return False
     try:
-        return encode(old, "", allow_pickle=False) == encode(new, "", allow_pickle=False)
-    except Exception:
+        stored = [msgspec.json.encode(encode(value, "", allow_pickle=False)) for value in (old, new)]
+    except TreeckptError:
         return False
+    return stored[0] == stored[1]
 
 
 def _check_graft(tree: object, before: list[tuple[str, object]], new: object, options: LoadOptions) -> None:

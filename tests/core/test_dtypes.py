@@ -58,8 +58,13 @@ def test_numpy_agrees_on_width_and_name(name):
         "bytes0",
         "str",
         "void01",
-    ]
-    + ["bytes9999999999", "int9", "uint0", "float32 ", "datetime64[ns]\n", "datetime64[99999999999s]"],
+        "bytes9999999999",
+        "int9",
+        "uint0",
+        "float32 ",
+        "datetime64[ns]\n",
+        "datetime64[99999999999s]",
+    ],
 )
 def test_unknown_names_are_refused(name):
     with pytest.raises(FormatError, match="dtype"):

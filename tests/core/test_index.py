@@ -22,7 +22,6 @@ from treeckpt.core.shard import decode_header, encode_header, sealed, shard_name
 from treeckpt.core.spec import ArraySpec
 from treeckpt.core.tree import PerRank
 
-
 FEWER = settings(max_examples=20)
 """Whole saves take a tenth of a second each to make up."""
 
@@ -255,7 +254,7 @@ HOSTILE = {
     "files negative": field("files", "stream", value=[[-4096, 8192, 2]]),
     "files giant": field("files", "rank", value=GIANT),
     "files all giant": lambda i, d: i.update(
-        files=dict.fromkeys(["rank", "part", "stream", "nbytes", "header"], [[0, 0, 1 << 40]])
+        files={key: [[0, 0, 1 << 40]] for key in ("rank", "part", "stream", "nbytes", "header")}
     ),
     "files of unequal columns": field("files", "part", value=[[0]]),
     "files of levels": field("files", "rank", value=LEVELS),

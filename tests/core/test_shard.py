@@ -52,8 +52,9 @@ def headers(draw):
         st.lists(st.integers(0, (1 << 64) - 1), min_size=block_count(at, block), max_size=block_count(at, block))
     )
     return ShardHeader(
-        save_id=SAVE_ID, rank=draw(st.integers(0, 9)), world=10, part=draw(st.integers(0, 3)), stream=draw(st.integers(0, 1 << 50)),
-        entries=tuple(entries), hashes=tuple(hashes), block=block, manifest=draw(st.none() | st.text(min_size=1, max_size=5)),
+        save_id=SAVE_ID, rank=draw(st.integers(0, 9)), world=10, part=draw(st.integers(0, 3)),
+        stream=draw(st.integers(0, 1 << 50)), entries=tuple(entries), hashes=tuple(hashes), block=block,
+        manifest=draw(st.none() | st.text(min_size=1, max_size=5)),
     )  # fmt: skip
 
 
@@ -124,7 +125,8 @@ def test_file_names_come_back(rank, part, world):
     "name",
     [
         "index.json", "shard-0-of-1.0123456789abcdef.safetensors", "../" + shard_name(SAVE_ID, 0, 1), "",
-        shard_name(SAVE_ID, 0, 1) + "\n", shard_name(SAVE_ID, 0, 1).replace("0", "٠"), shard_name("0123456789ABCDEF", 0, 1),
+        shard_name(SAVE_ID, 0, 1) + "\n", shard_name(SAVE_ID, 0, 1).replace("0", "٠"),
+        shard_name("0123456789ABCDEF", 0, 1),
         shard_name(SAVE_ID, 0, 1) + ".tmp",
     ],
 )  # fmt: skip

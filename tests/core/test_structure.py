@@ -54,7 +54,8 @@ def test_a_path_is_parsed_into_its_steps(path):
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("layers.0.weight", "layers.0.weight"), ("a/b", "a~1b"), ("~", "~0"), ("", "~s"), ("7", "~s7"), (7, "7"), (-7, "-7"),
+        ("layers.0.weight", "layers.0.weight"), ("a/b", "a~1b"), ("~", "~0"), ("", "~s"), ("7", "~s7"), (7, "7"),
+        (-7, "-7"),
         (True, "~b1"), (None, "~n"), (1.5, "~f1.5"), (b"\x00\xff", "~x00ff"), ((0, "a"), "~(0~,a~)"), ((), "~(~)"),
     ],
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def case(phase: str) -> Callable[[Case], Case]:
     return register
 
 
-# every layout into every layout ---------------------------------------------------------------------------------------
+# layouts into layouts -------------------------------------------------------------------------------------------------
 def check_load(path: Path, layout: str, rank: int, world: int, variant: int) -> None:
     """Loads a checkpoint of the shared arrays into a layout, in one of four ways, and compares with the oracle."""
     expected = build(layout, rank, world)
@@ -83,13 +83,12 @@ def _local(leaf: Any) -> torch.Tensor:
 
 
 def _load_all(here: Rank, worlds: tuple[int, ...]) -> None:
-    variant = 0
+    """Every third pair: each layout is met as a source, as a target, and in each of the four ways, several times."""
     for world in worlds:
-        for source in layouts_of(world):
-            for layout in layouts_of(here.world):
-                check_load(here.directory / f"{world} {source}", layout, here.rank, here.world, variant % 4)
-                variant += 1
-            variant += 1  # so that a layout meets every variant
+        for n, source in enumerate(layouts_of(world)):
+            for m, layout in enumerate(layouts_of(here.world)):
+                if (n + m) % 3 == 0:
+                    check_load(here.directory / f"{world} {source}", layout, here.rank, here.world, (n + m // 3) % 4)
 
 
 def _save_all(here: Rank) -> None:
@@ -111,17 +110,17 @@ def every_layout_is_saved(here: Rank) -> None:
 
 
 @case("four")
-def every_layout_loads_into_every_layout_of_the_same_world(here: Rank) -> None:
+def layouts_load_into_others_of_the_same_world(here: Rank) -> None:
     _load_all(here, (4,))
 
 
 @case("three")
-def every_layout_of_four_ranks_loads_into_every_layout_of_three(here: Rank) -> None:
+def layouts_of_four_ranks_load_into_those_of_three(here: Rank) -> None:
     _load_all(here, (4,))
 
 
 @case("two")
-def every_layout_of_four_ranks_loads_into_every_layout_of_two(here: Rank) -> None:
+def layouts_of_four_ranks_load_into_those_of_two(here: Rank) -> None:
     _load_all(here, (4,))
 
 
@@ -131,7 +130,7 @@ def every_layout_of_two_ranks_is_saved(here: Rank) -> None:
 
 
 @case("four again")
-def every_layout_of_one_and_two_ranks_loads_into_every_layout_of_four(here: Rank) -> None:
+def layouts_of_one_and_two_ranks_load_into_those_of_four(here: Rank) -> None:
     _load_all(here, (1, 2))
 
 
@@ -190,7 +189,10 @@ def _seeded() -> torch.Generator:
 @case("four")
 def partial_placements_are_refused(here: Rank) -> None:
     leaf = DTensor.from_local(torch.ones(3), mesh_of(4), (Partial(),), run_check=False)
-    for call in (lambda: tc.save(here.directory / "partial", {"a": {"w": leaf}}), lambda: tc.abstract({"a": {"w": leaf}})):
+    for call in (
+        lambda: tc.save(here.directory / "partial", {"a": {"w": leaf}}),
+        lambda: tc.abstract({"a": {"w": leaf}}),
+    ):
         with pytest.raises(tc.LayoutError, match="partial sum") as caught:
             call()
         assert caught.value.path == "a/w"
@@ -209,7 +211,7 @@ def a_local_tensor_that_does_not_fit_is_refused(here: Rank) -> None:
 @case("four")
 def one_failing_rank_fails_all_and_the_next_save_works(here: Rank) -> None:
     tree = {"w": torch.ones(3), "x": object() if here.rank == 2 else 1}
-    with pytest.raises(tc.RankError, match="rank 2.*x: expected") as caught:
+    with pytest.raises(tc.RankError, match=r"rank 2.*x: expected") as caught:
         tc.save(here.directory / "failing", tree)
     assert list(caught.value.ranks) == [2]
     tc.save(here.directory / "failing", {**tree, "x": 1})
@@ -377,11 +379,12 @@ def each_rank_gets_its_own_state_back(here: Rank) -> None:
 def a_smaller_world_finds_the_state_of_its_ranks(here: Rank) -> None:
     path = here.directory / "own"
     for load in (lambda **o: tc.load(path, **o), lambda **o: tc.load(path, _own(99), **o)):
-        with pytest.raises(tc.MismatchError, match="world of 4|world size changed") as caught:
+        with pytest.raises(tc.MismatchError, match=r"world of 4") as caught:
             load()
         assert "per_rank='take'" in caught.value.hint
         _same_own(load(per_rank="take"), here.rank)
-    assert tc.load(path, {**_own(0), "rng": ..., "loader": ..., "alike": ...}, strict=False)["step"] == 7
+    assert tc.load(path, {**_own(0), "rng": ..., "loader": ..., "alike": ...})["step"] == 7
+    assert tc.load(path, select="step")["step"] == 7
 
 
 @case("two")
@@ -443,57 +446,61 @@ def no_collective_is_issued(here: Rank) -> None:
 
 
 class _Counting:
-    """A comm that keeps the size of every message that this rank sends."""
+    """A comm that counts the bytes that this rank sends."""
 
     def __init__(self, inner: Comm) -> None:
-        self._inner, self.sent = inner, list[int]()
-        self.rank, self.size, self.memory = inner.rank, inner.size, inner.memory
+        self._inner, self._sent = inner, 0
+        self.rank, self.size, self.timeout, self.memory = inner.rank, inner.size, inner.timeout, inner.memory
 
-    def gather(self, data: bytes, *, timeout: float | None = None) -> list[bytes] | None:
-        self.sent.append(len(data))
-        return self._inner.gather(data, timeout=timeout)
+    def post(self, key: str, data: bytes) -> None:
+        self._sent += len(data)
+        self._inner.post(key, data)
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        if data is not None:
-            self.sent.append(len(data))
-        return self._inner.broadcast(data)
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        return self._inner.wait(keys, timeout)
 
-    def agreement(self) -> int:
-        """Bytes sent before anything was written: all but the report, the verdict and the farewell."""
-        total = sum(self.sent[: -3 if self.rank == 0 else -2])
-        self.sent.clear()
-        return total
+    def drop(self, keys: Sequence[str]) -> None:
+        self._inner.drop(keys)
+
+    def sent(self) -> int:
+        """Bytes since the last call."""
+        found, self._sent = self._sent, 0
+        return found
+
+
+INVENTORY = 15_000
+"""Bytes: less than what 300 leaves take to be told; more than digests, names, reports and spans do."""
 
 
 @case("four")
 def equal_trees_exchange_digests_only(here: Rank) -> None:
     comm = _Counting(default_comm())
-    comm.memory.clear()
+    comm.memory.pop("plans", None)
     for step in range(3):
         tree = {f"layers.{n}.weight": torch.zeros(200, 100) for n in range(300)}
         path = here.directory / f"digests {step}"
         tc.save(path, {"model": tree, "sharded": build("rows", here.rank, 4), "step": step}, comm=comm)
-        assert len(comm.sent) == (5 if here.rank == 0 else 3), comm.sent
-        assert comm.agreement() < 600, "digests, a path and an id"
+        sent = comm.sent()
+        assert 0 < sent < INVENTORY / 4, sent
 
 
 @case("four")
 def joined_plans_are_remembered(here: Rank) -> None:
     comm = _Counting(default_comm())
-    comm.memory.clear()
+    comm.memory.pop("plans", None)
     spent = []
     for step in range(3):
         model = {f"layers.{4 * n + here.rank}.weight": torch.zeros(200, 100) for n in range(300)}
         tree = {"model": model, "step": step}
         tc.save(here.directory / f"joined {step}", tree, comm=comm)
-        spent.append(comm.agreement())
+        spent.append(comm.sent())
         loaded = tc.load(here.directory / f"joined {step}", tree, strict=False)
         assert loaded["step"] == step
         assert len(tc.inspect(here.directory / f"joined {step}").leaves) == 1201
-    assert spent[0] > 10_000, "an inventory is sent once"
-    assert max(spent[1:]) < 1000, f"{spent}: then digests only"
+    assert spent[0] > INVENTORY, "an inventory is sent once"
+    assert max(spent[1:]) < INVENTORY / 4, f"{spent}: then digests only"
     tc.save(here.directory / "joined other", {"model": {**model, "new": torch.zeros(3)}}, comm=comm)
-    assert comm.agreement() > 10_000, "another tree is joined anew"
+    assert comm.sent() > INVENTORY, "another tree is joined anew"
     assert tc.load(here.directory / "joined other", select="model/new")["model"]["new"].shape == (3,)
 
 
@@ -601,4 +608,3 @@ def fsdp_states_load_into_a_deferred_module(here: Rank) -> None:
     found = {f"model/{name}": _whole(tensor) for name, tensor in model.state_dict().items()}
     _same_state(found, {name: tensor for name, tensor in oracle.items() if name.startswith("model/")})
     model(torch.ones(3, 10)).sum().backward()
-

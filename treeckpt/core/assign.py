@@ -1,9 +1,9 @@
 """Who writes what: every element of every array exactly once, replicas sharing the work by bytes.
 
 Arrays whose replicas live on the same ranks form one long stream of bytes, which is cut into equal quotas, one per
-replica; an array is cut only where a border between quotas falls into it, along the first dimension that is fine enough. So
-the shares differ by no more than a row, the pieces are few, and the cuts depend on nothing but the global layout: each rank
-finds its own writes in O(leaves), and the coordinator all ranks' at once, without talk.
+replica; an array is cut only where a border between quotas falls into it, along the first dimension that is fine
+enough. So the shares differ by no more than a row, the pieces are few, and the cuts depend on nothing but the global
+layout: each rank finds its own writes in O(leaves), and the coordinator all ranks' at once, without talk.
 
 Arrays with listed pieces (`BoxLayout`) are written piece by piece, equal pieces by the least loaded of their
 holders; where pieces overlap in part, the one that comes first is written and the rest of the other.
@@ -71,7 +71,7 @@ class ArrayLeaf(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """How replicas share an array: each cell is cut at `cuts` (from its start) along `dim`, part j goes to `writers[j]`."""
+    """How replicas share an array: each cell is cut at `cuts` along `dim`, and part j of it goes to `writers[j]`."""
 
     dim: int
     cuts: tuple[int, ...]

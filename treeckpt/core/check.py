@@ -1,6 +1,7 @@
 """Whether an index holds together: checks on a decoded one, before anything is expanded or allocated by its word.
 
-Every number that a reader uses as a size, a position or a rank is bounded here, columns by their runs alone. What is not
+Every number that a reader uses as a size, a position or a rank is bounded here, columns by their runs alone. What is
+not
 checked: that listed boxes leave no gap (the save did), and that the files are as the table says (opening them does).
 """
 

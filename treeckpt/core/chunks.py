@@ -1,8 +1,8 @@
 """How an index stores where an array's chunks lie: one chunk, a grid of cuts, or a list of boxes.
 
-Columns of writing ranks and of starts are run-length coded. `encode_chunks` picks the smallest form and is the only place
-that does, so a plan and the shards' own headers lead to equal records; `chunks_in` finds the chunks that a region needs without
-expanding what it does not.
+Columns of writing ranks and of starts are run-length coded. `encode_chunks` picks the smallest form and is the only
+place that does, so a plan and the shards' own headers lead to equal records; `chunks_in` finds the chunks that a
+region needs without expanding what it does not.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _grid_chunks(chunks: GridChunks, region: Region | None) -> Iterator[Chunk]:
     cells = np.zeros(1, np.int64)
     for d, choice in enumerate(picked):
         cells = (cells[:, None] * counts[d] + np.arange(choice.start, choice.stop)).reshape(-1)
-    sparse = len(cells) * 8 < math.prod(counts)
-    ranks, starts = _lookup(chunks.rank, cells, sparse), _lookup(chunks.start, cells, sparse)
+    total = math.prod(counts)
+    ranks, starts = _lookup(chunks.rank, cells, total), _lookup(chunks.start, cells, total)
     bounds = [c.tolist() for c in cuts]
     for cell, rank, start in zip(cells.tolist(), ranks, starts, strict=True):
         offset: list[int] = []
@@ -90,8 +90,9 @@ def _grid_chunks(chunks: GridChunks, region: Region | None) -> Iterator[Chunk]:
         yield Chunk(Region(tuple(reversed(offset)), tuple(reversed(shape))), rank, start)
 
 
-def _lookup(runs: Runs, cells: np.ndarray, sparse: bool) -> list[int]:
-    if sparse:
+def _lookup(runs: Runs, cells: np.ndarray, total: int) -> list[int]:
+    # one by one costs about (8 + runs) steps a cell, the whole column about one a number
+    if len(cells) * (8 + len(runs)) < total:
         return [value_at(runs, cell) for cell in cells.tolist()]
     return decode_runs(runs)[cells].tolist()
 

@@ -5,6 +5,10 @@ defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRan
 optree. Whatever else is met is a leaf.
 """
 
+# A tree holds objects of any type.
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
+
 from __future__ import annotations
 
 import collections
@@ -125,7 +129,8 @@ def _take_fields(tree: Any, path: str, fields: Sequence[str], node: type[Any]) -
 
 def registered(kind: type, namespace: str) -> Any:
     """The entry of a class in optree's registry, None for one that is not there by itself (as each namedtuple is)."""
-    entry: Any = optree.register_pytree_node.get(kind, namespace=namespace)  # pyright: ignore[reportFunctionMemberAccess]
+    find: Any = optree.register_pytree_node.get  # pyright: ignore[reportUnknownMemberType, reportFunctionMemberAccess]
+    entry: Any = find(kind, namespace=namespace)
     return entry if entry is not None and entry.type is kind else None
 
 
@@ -173,20 +178,20 @@ def take(tree: Any, path: str, namespace: str, rank: int) -> Taken | None:
         if optree.is_structseq(tree):
             return _take_fields(tree, path, optree.structseq_fields(tree), StructSequenceNode)
     if _is_plain_dataclass(kind):
-        return _take_fields(tree, path, [f.name for f in dataclasses.fields(tree)], DataclassNode)
+        return _take_fields(tree, path, [f.name for f in dataclasses.fields(kind)], DataclassNode)
     return None
 
 
 @lru_cache(maxsize=1024)
 def _is_plain_dataclass(kind: type) -> bool:
-    """Whether fields are all there is to an instance: not so if it is a dict or an enum too, or says that it is a leaf."""
+    """Whether fields are all there is to an instance: not so if it is a dict too, or an enum, or says it is a leaf."""
     others = (enum.Enum, type, BaseException, dict, list, tuple, set, frozenset, str, bytes, int, float)
     return dataclasses.is_dataclass(kind) and not issubclass(kind, others) and "__treeckpt_leaf__" not in kind.__dict__
 
 
 def made_of(kind: type, fields: Sequence[str], children: Sequence[object]) -> object:
     """An instance as copy and pickle make one: no __init__, no __post_init__."""
-    made = object.__new__(kind)
+    made: object = object.__new__(kind)
     for field, child in zip(fields, children, strict=True):
         object.__setattr__(made, field, child)
     return made

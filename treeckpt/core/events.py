@@ -1,8 +1,8 @@
 """The timing record of a save: spans, as the checkpoint stores them and the dashboard draws them.
 
-A span is a named stretch of one rank's time. Spans of a rank nest by `parent`, an index into that rank's own spans. Times are
-Unix nanoseconds by the rank's clock; a rank's spans all come from one monotonic clock, so lengths are exact and only the
-comparison of ranks on different hosts carries the error of their clocks.
+A span is a named stretch of one rank's time. Spans of a rank nest by `parent`, an index into that rank's own spans.
+Times are Unix nanoseconds by the rank's clock; a rank's spans all come from one monotonic clock, so lengths are exact
+and only the comparison of ranks on different hosts carries the error of their clocks.
 """
 
 from __future__ import annotations

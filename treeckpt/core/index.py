@@ -1,7 +1,7 @@
 """The index: one JSON file that says what a checkpoint holds and where every byte of it lies.
 
-It is published last; its presence is the commit. A seal and a version come first, so that both can be checked before the rest is
-understood. `rebuild` makes a lost index again from the headers of the shards.
+It is published last; its presence is the commit. A seal and a version come first, so that both can be checked before
+the rest is understood. `rebuild` makes a lost index again from the headers of the shards.
 """
 
 from __future__ import annotations

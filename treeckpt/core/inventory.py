@@ -149,7 +149,9 @@ def _join(claims: list[tuple[LeafSpec, Runs]]) -> LeafSpec:
 
 def _sees_memory(leaf: LeafSpec, ranks: Runs) -> bool:
     """Whether any of the ranks holds an element: those that hold none cannot tell a tie from an array."""
-    if leaf.spec is None or not isinstance(leaf.layout, MeshLayout):
+    if isinstance(leaf.layout, BoxLayout):
+        return any(region.size for _, region in leaf.layout.pieces)
+    if leaf.spec is None or leaf.layout is None:
         return True
     return any(held_by(leaf.layout, leaf.spec.shape, rank) for rank in decode_runs(ranks).tolist())
 

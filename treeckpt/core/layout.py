@@ -5,8 +5,8 @@ regions, so that regular layouts need no talk. A `BoxLayout` lists the regions o
 flat ranges cut into boxes). FSDP, TP, HSDP and pipelines are instances of the first; nothing here knows them.
 
 Placements apply from the left mesh dimension to the right, each to what the ones before it left: `Shard` cuts as
-torch.chunk does (ceil-sized pieces, the last ones shorter or empty), `StridedShard` first cuts into `factor` pieces, each of
-those into one piece per rank, and hands rank i the i-th of each. Dimensions are independent, so a layout is a
+torch.chunk does (ceil-sized pieces, the last ones shorter or empty), `StridedShard` first cuts into `factor` pieces,
+each of those into one piece per rank, and hands rank i the i-th of each. Dimensions are independent, so a layout is a
 list of intervals per dimension and mesh coordinate, computed for all coordinates at once.
 """
 
@@ -104,8 +104,8 @@ class Held(msgspec.Struct, frozen=True, gc=False):
 class Cells(msgspec.Struct, frozen=True):
     """One dimension of a layout, cut: cell c is `starts[c] : stops[c]`, held at mesh position `holders[c]`.
 
-    The cells are in rising order and together are the whole dimension; a position is an index into the mesh's ranks, to which
-    the other dimensions' positions are added.
+    The cells are in rising order and together are the whole dimension; a position is an index into the mesh's ranks,
+    to which the other dimensions' positions are added.
     """
 
     starts: np.ndarray

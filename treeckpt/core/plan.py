@@ -1,9 +1,10 @@
 """What each rank writes where, and what a load reads from where. Pure data in, pure data out.
 
-`plan_save` gives one rank's files; `place` gives every rank's offsets at once, for the index. Both put entries in one order:
-first those whose bytes fill whole pages, then whole cache lines, then by descending alignment, so that without holes
-everything is aligned as far as it can be. `plan_load` intersects what is wanted with what is stored, cuts the intersections
-into tiles of bounded span, sorts them by file and offset, and joins neighbours into blocks, each read at once.
+`plan_save` gives one rank's files; `place` gives every rank's offsets at once, for the index. Both put entries in one
+order: first those whose bytes fill whole pages, then whole cache lines, then by descending alignment, so that without
+holes everything is aligned as far as it can be. `plan_load` intersects what is wanted with what is stored, cuts the
+intersections into tiles of bounded span, sorts them by file and offset, and joins neighbours into blocks, each read at
+once.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _order_class(nbytes: int, align: int) -> int:
 def plan_save(
     leaves: Sequence[ArrayLeaf], shares: Sequence[Share | Boxes], rank: int, *, max_shard_bytes: int = 1 << 62
 ) -> SavePlan:
-    """What `rank` writes: entries ordered by alignment, in files of at most `max_shard_bytes` (a larger entry alone)."""
+    """What `rank` writes: entries by alignment, in files of at most `max_shard_bytes` (a larger entry alone)."""
     classes: list[list[tuple[int, Region, int]]] = [[] for _ in range(_CLASSES)]
     for i, (leaf, share) in enumerate(zip(leaves, shares, strict=True)):
         lone = _lone_piece(leaf, share)
@@ -195,7 +196,7 @@ def _hand_out(at: np.ndarray, ranks: np.ndarray, classes: np.ndarray, sizes: np.
     """Offsets for the chunks of one array; a rank's second chunk in a class comes after its first."""
     slots = classes * at.shape[1] + ranks
     flat = at.reshape(-1)
-    if len(np.unique(slots)) == len(slots):
+    if np.bincount(ranks).max(initial=0) <= 1:
         starts = flat[slots]
         flat[slots] += sizes
         return starts
@@ -248,7 +249,7 @@ class Want(msgspec.Struct, frozen=True):
 
 
 class Copy(msgspec.Struct, frozen=True, gc=False):
-    """A box of a wanted array, inside one chunk: `box` of want number `want` lies at `start` with strides of `chunk`."""
+    """A box of a wanted array, inside one chunk: `box` of want number `want` lies in `chunk`, from `start` on."""
 
     want: int
     box: Region
@@ -302,11 +303,12 @@ def plan_runs(
         stops = starts + np.array([chunks[i][2] for i in order], np.int64)
         files = np.searchsorted(np.asarray((borders or {}).get(rank, ()), np.int64), starts, side="right")
         for file in np.unique(files).tolist():
-            (here,) = np.nonzero(files == file)
+            here = np.flatnonzero(files == file)
             bounds, members = coalesce(starts[here], stops[here], gap)
             first = np.searchsorted(members, np.arange(len(bounds) + 1)).tolist()
             for k, (low, high) in enumerate(bounds.tolist()):
-                inside = tuple(order[i] for i in here[first[k] : first[k + 1]].tolist())
+                places: list[int] = here[first[k] : first[k + 1]].tolist()
+                inside = tuple(order[i] for i in places)
                 runs.append(Run(rank, low, high, inside))
     return runs
 
@@ -342,7 +344,7 @@ def plan_load(
 
 
 def tiles(box: Region, outer: Region, itemsize: int, *, limit: int, gap: int) -> Iterable[Region]:
-    """Cuts a box of a chunk into boxes that each span at most `limit` bytes and leave out no more than `gap` at a time."""
+    """Cuts a box of a chunk into boxes that span at most `limit` bytes each and leave out at most `gap` at a time."""
     runs = byte_runs(box, outer, itemsize)
     first, last = runs.span
     dense = _widest_gap(runs) <= gap

@@ -66,7 +66,7 @@ def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tup
 
 def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int, str]]:
     if isinstance(policy, Last):
-        last = ordered[-policy.count :] if policy.count > 0 else []
+        last = ordered[-policy.count :] if policy.count > 0 else ordered[:0]
         return [(info.step, f"one of the last {policy.count}") for info in last]
     if isinstance(policy, EverySteps):
         every = max(1, policy.steps)

@@ -1,7 +1,7 @@
 """What the spans of a save say: how long each phase took on the ranks, which rank was slowest, how fast bytes moved.
 
-A rank is slow by its own work: time that it spent waiting for others is taken out. Spans of a rank may overlap
-(threads), so lengths are of unions of intervals.
+A rank is slow by the work that ranks share: time spent waiting for others is taken out, and so is what only the
+coordinator does. Spans of a rank may overlap (threads), so lengths are of unions of intervals.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import msgspec
 
 from .events import Span, Timings
 
-__all__ = ["WAITING", "Phase", "Profile", "RankTime", "lanes_of", "profile_of"]
+__all__ = ["COORDINATING", "WAITING", "Phase", "Profile", "RankTime", "lanes_of", "profile_of"]
 
 WAITING = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
 """Phases in which a rank mostly waits for others."""
+COORDINATING = frozenset({"publish"})
+"""Phases of the coordinator alone."""
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -33,7 +35,7 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class RankTime(msgspec.Struct, frozen=True):
-    """One rank's time: from its first span to its last, and what of it was its own work."""
+    """One rank's time: from its first span to its last, and what of it was work that other ranks have too."""
 
     rank: int
     start_ns: int
@@ -51,7 +53,7 @@ class Profile(msgspec.Struct, frozen=True):
     """In the order in which they first began."""
     ranks: tuple[RankTime, ...]
     slowest: int | None
-    """The rank with the most work of its own; None where there are no spans."""
+    """The rank with the most work; None where there are no spans."""
     slowdown: float
     """Its work over the median rank's."""
 
@@ -67,13 +69,14 @@ def profile_of(timings: Timings) -> Profile:
         by_rank.setdefault(span.rank, []).append(span)
     if not by_rank:
         return Profile(0, 0, (), (), None, 1.0)
+    phases = _phases(by_rank)
     ranks = tuple(_rank_time(rank, by_rank[rank]) for rank in sorted(by_rank))
     slowest = max(ranks, key=lambda r: (r.busy_ns, -r.rank))
     median = _median([r.busy_ns for r in ranks])
     return Profile(
         start_ns=min(r.start_ns for r in ranks),
         stop_ns=max(r.stop_ns for r in ranks),
-        phases=_phases(by_rank),
+        phases=phases,
         ranks=ranks,
         slowest=slowest.rank,
         slowdown=slowest.busy_ns / median if median else 1.0,
@@ -81,8 +84,8 @@ def profile_of(timings: Timings) -> Profile:
 
 
 def _rank_time(rank: int, spans: Sequence[Span]) -> RankTime:
-    waited = _union((s.start_ns, s.stop_ns) for s in spans if s.name in WAITING)
-    busy = _union((s.start_ns, s.stop_ns) for s in spans) - waited
+    out = _union((s.start_ns, s.stop_ns) for s in spans if s.name in WAITING | COORDINATING)
+    busy = _union((s.start_ns, s.stop_ns) for s in spans) - out
     # a span's bytes may be counted again by the spans inside it: the outermost that has any is the one that moved them
     moved = sum(span.nbytes for span in spans if span.nbytes and not _counted_above(span, spans))
     start = min(span.start_ns for span in spans)

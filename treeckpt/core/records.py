@@ -1,7 +1,7 @@
 """The records of an index: what is known of each leaf and each file, and questions to them.
 
-Leaves stand in the order of the tree's structure. No file name is stored: names follow from the save id, so none can lead
-astray. Where in a rank's stream of data bytes a chunk starts says which of the rank's files holds it.
+Leaves stand in the order of the tree's structure. No file name is stored: names follow from the save id, so none can
+lead astray. Where in a rank's stream of data bytes a chunk starts says which of the rank's files holds it.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def decode_runs(runs: Runs) -> np.ndarray:
 
 def value_at(runs: Runs, index: int) -> int:
     """One number of the column, without expanding it."""
-    if len(runs) > 1:
+    if len(runs) != 1:
         ends = list(accumulate(map(_run_length, runs)))
         which = bisect_right(ends, index)
         if which == len(runs):
@@ -176,7 +176,7 @@ def value_at(runs: Runs, index: int) -> int:
         index -= ends[which - 1] if which else 0
         run = runs[which]
     else:
-        run = runs[0]
+        [run] = runs
     value = run[0]
     for step, count in zip(run[1::2], run[2::2], strict=True):
         index, i = divmod(index, count)

@@ -134,7 +134,7 @@ def block_count(nbytes: int, block: int = BLOCK) -> int:
 
 def hash_block(data: bytes | memoryview | np.ndarray) -> int:
     """The checksum of one block."""
-    return xxhash.xxh3_64_intdigest(data)
+    return xxhash.xxh3_64_intdigest(data)  # pyright: ignore[reportArgumentType] (an ndarray is a buffer)
 
 
 def sealed(document: bytes) -> bytes:
@@ -208,13 +208,10 @@ def encode_header(header: ShardHeader) -> bytes:
 
 
 _PLAIN = {
-    tag: name
-    for tag, name in {
-        "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
-        "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
-        "F32": "float32", "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-        "F8_E8M0": "float8_e8m0fnu",
-    }.items()
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
+    "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
+    "F32": "float32", "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 
 

@@ -2,9 +2,13 @@
 
 `ArraySpec` describes an array as jax.ShapeDtypeStruct does, and serves as a target of load. A value that JSON has
 itself (None, bool, int of 64 bits, finite float, str) is stored as such; every other one becomes a `Typed` record, in
-JSON `["kind", [items...]]`. Decoding builds values from a fixed list of kinds; it imports and calls nothing that a file names,
-except that an enum's class is looked up, by the caller's `resolve`, among classes that exist already.
+JSON `["kind", [items...]]`. Decoding builds values from a fixed list of kinds; it imports and calls nothing that a
+file names, except that an enum's class is looked up, by the caller's `resolve`, among classes that exist already.
 """
+
+# What a file holds has any type: a decoder that is given a wrong one raises, and that is caught.
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
 
 from __future__ import annotations
 
@@ -340,9 +344,9 @@ def _decode(
 def _decode_enum(
     value: Typed, path: str, resolve: Resolver | None, extra: Callable[[Typed], object] | None, depth: int
 ) -> object:
-    if len(value.items) != 3 or not isinstance(value.items[0], str):
+    name, member, inner = value.items if len(value.items) == 3 else (None, None, None)
+    if not isinstance(name, str):
         raise FormatError(path, expected="an enum", found=f"{value!r:.80}")
-    name, member, inner = value.items
     try:
         kind = resolve(name) if resolve is not None else None
         if kind is None or not issubclass(kind, enum.Enum):

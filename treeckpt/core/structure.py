@@ -1,11 +1,11 @@
 """The structure of a tree as plain data, as the index holds it: nodes, paths, and the union of ranks' structures.
 
-A structure is a node with children, or None for a leaf. Node kinds keep what a container is beyond its children: the order and
-types of keys, a deque's maxlen, the class of a namedtuple. Paths follow from the structure alone.
+A structure is a node with children, or None for a leaf. Node kinds keep what a container is beyond its children: the
+order and types of keys, a deque's maxlen, the class of a namedtuple. Paths follow from the structure alone.
 
-A path as text is like RFC 6901 without the leading slash: `model/layers.0.weight`, with `~1` for `/` and `~0` for
-`~`. Integer keys and positions are written as such; a string key that would read as something else is marked `~s`, other keys
-`~b1`, `~f1.5`, `~n`, `~x00ff` and `~(0~,a~)`. So two leaves of one tree never share a text.
+A path as text is like RFC 6901 without the leading slash: `model/layers.0.weight`, with `~1` for `/` and `~0` for `~`.
+Integer keys and positions are written as such; a string key that would read as something else is marked `~s`, other
+keys `~b1`, `~f1.5`, `~n`, `~x00ff` and `~(0~,a~)`. So two leaves of one tree never share a text.
 """
 
 from __future__ import annotations
@@ -47,47 +47,65 @@ MAX_DEPTH = 100
 
 
 class DictNode(msgspec.Struct, frozen=True, tag="dict", array_like=True):
+    """A dict, its keys in order."""
+
     keys: tuple[Value, ...]
     children: tuple[Structure, ...]
 
 
 class OrderedDictNode(msgspec.Struct, frozen=True, tag="OrderedDict", array_like=True):
+    """A collections.OrderedDict."""
+
     keys: tuple[Value, ...]
     children: tuple[Structure, ...]
 
 
 class DefaultDictNode(msgspec.Struct, frozen=True, tag="defaultdict", array_like=True):
+    """A collections.defaultdict; `factory` is the name of a builtin."""
+
     factory: str | None
     keys: tuple[Value, ...]
     children: tuple[Structure, ...]
 
 
 class ListNode(msgspec.Struct, frozen=True, tag="list", array_like=True):
+    """A list."""
+
     children: tuple[Structure, ...]
 
 
 class TupleNode(msgspec.Struct, frozen=True, tag="tuple", array_like=True):
+    """A plain tuple."""
+
     children: tuple[Structure, ...]
 
 
 class DequeNode(msgspec.Struct, frozen=True, tag="deque", array_like=True):
+    """A collections.deque."""
+
     maxlen: int | None
     children: tuple[Structure, ...]
 
 
 class NamedTupleNode(msgspec.Struct, frozen=True, tag="namedtuple", array_like=True):
+    """A namedtuple of the class `cls`, `module:qualname`."""
+
     cls: str
     fields: tuple[str, ...]
     children: tuple[Structure, ...]
 
 
 class StructSequenceNode(msgspec.Struct, frozen=True, tag="structseq", array_like=True):
+    """A struct sequence, as time.struct_time."""
+
     cls: str
     fields: tuple[str, ...]
     children: tuple[Structure, ...]
 
 
 class DataclassNode(msgspec.Struct, frozen=True, tag="dataclass", array_like=True):
+    """A dataclass of the class `cls`, with its fields in order."""
+
     cls: str
     fields: tuple[str, ...]
     children: tuple[Structure, ...]
@@ -125,6 +143,7 @@ Node = (
 Structure = Node | None
 """A structure's leaves are None, `null` in JSON."""
 
+_Mapping = DictNode | OrderedDictNode | DefaultDictNode
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
@@ -151,7 +170,8 @@ def key_text(key: object, path: str = "") -> str:
     if kind is float and key == key:  # not nan, which may be in a dict twice
         return f"~f{key!r}"
     if kind is bytes:
-        return f"~x{key.hex()}"  # pyright: ignore[reportAttributeAccessIssue]
+        data: bytes = key  # pyright: ignore[reportAssignmentType]
+        return f"~x{data.hex()}"
     if kind is tuple:
         parts: tuple[object, ...] = key  # pyright: ignore[reportAssignmentType]
         return "~(" + "~,".join(key_text(part, path) for part in parts) + "~)"
@@ -237,7 +257,7 @@ def merge(a: Structure, b: Structure, path: str = "") -> Structure:
         return None
     if isinstance(a, PerRankNode) and isinstance(b, PerRankNode):
         return _merge_ranks(a, b)
-    if isinstance(a, (DictNode, OrderedDictNode, DefaultDictNode)) and type(a) is type(b):
+    if isinstance(a, _Mapping) and isinstance(b, _Mapping) and type(a) is type(b):
         return _merge_mappings(a, b, path)
     if a is None or b is None or not _same_node(a, b):
         raise MismatchError(
@@ -249,9 +269,6 @@ def merge(a: Structure, b: Structure, path: str = "") -> Structure:
     keys = keys_of(a, path)
     merged = tuple(merge(x, y, _below(path, key)) for key, x, y in zip(keys, a.children, b.children, strict=True))
     return msgspec.structs.replace(a, children=merged)
-
-
-_Mapping = DictNode | OrderedDictNode | DefaultDictNode
 
 
 def _merge_mappings(a: _Mapping, b: _Mapping, path: str) -> Node:

@@ -1,9 +1,13 @@
 """Taking nested containers apart into leaves with paths, and putting them together again, exactly.
 
 `flatten` walks a tree once and returns its structure, plain data that goes into the index, and its leaves in order;
-what is a container, `core.containers` says. `unflatten` is the inverse. `replace_leaves` and `graft` put new leaves into
-a tree that is there, the first into new containers, the second into the ones that it has.
+what is a container, `core.containers` says. `unflatten` is the inverse. `replace_leaves` and `graft` put new leaves
+into a tree that is there, the first into new containers, the second into the ones that it has.
 """
+
+# A tree holds objects of any type.
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
 
 from __future__ import annotations
 

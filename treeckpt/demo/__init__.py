@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if complaints:
         return 1
     console.print(f"Every leaf came back bit for bit; losses agree within {LOSS_TOLERANCE:g}.", style="bold green")
-    return 0 if options.no_serve else serve(run)
+    return 0 if options.no_serve else serve(run, errors)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -139,8 +139,14 @@ def progress_bars(console: Console) -> Iterator[RunTask]:
         yield run_task
 
 
-def serve(run: Path) -> int:
-    """Serves the dashboard on the run until Ctrl-C."""
-    from treeckpt.cli import main as command_line
-
-    return command_line(["dashboard", str(run)])
+def serve(run: Path, errors: Console) -> int:
+    """Serves the dashboard on the run until Ctrl-C, at its usual port or else at a free one."""
+    try:
+        from treeckpt_dashboard import server
+    except ModuleNotFoundError as error:
+        errors.print(f"The dashboard needs {error.name}: pip install 'treeckpt[dashboard]'", markup=False)
+        return 2
+    try:
+        return server.serve([run])
+    except server.ServeError:
+        return server.serve([run], port=0)

@@ -26,7 +26,7 @@ from .tasks import RANKS, Outcome, Task, outcome_path
 __all__ = ["JobFailed", "run_job"]
 
 PATIENCE = 600.0  # seconds for a whole task: many times what a slow machine takes
-TAIL = 24  # lines of output to show of a job that failed
+TAIL = 40  # lines of output to show of a job that failed
 
 OnStep = Callable[[int], None]
 
@@ -75,6 +75,7 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     ours = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     clean = {k: v for k, v in environment.items() if k not in ours and not k.startswith("TORCHELASTIC_")}
     clean |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    clean["PYTHONFAULTHANDLER"] = "1"  # a worker that dies of a signal says where it stood
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):  # gloo would else look up the host's name, which need not resolve
             clean.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -1,15 +1,17 @@
-"""How ranks talk: small messages to the coordinator and back, without any collective of the user's process groups.
+"""How ranks reach each other: a board of small messages, without any collective of the user's process groups.
 
-Rank 0 is the coordinator. `gather` brings one message of every rank to it, `broadcast` one of its own to all. Every
-wait has a time limit, and a rank that never sends is named. `TorchComm` goes over a clone of torch.distributed's Store (a
-connection of its own), so a wait never blocks the training's use of it.
+A comm only posts, waits for and removes messages by key; who says what when, and which save a message belongs to, is
+for `io.rounds`. `TorchComm` goes over a clone of torch.distributed's Store (a connection of its own), so a wait never
+blocks the training's use of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..core.errors import RankError
@@ -21,7 +23,7 @@ TIMEOUT = 600.0
 
 
 class Comm(Protocol):
-    """One rank's connection to the others. Calls come in the same order on every rank."""
+    """One rank's access to the board that all ranks share."""
 
     @property
     def rank(self) -> int: ...
@@ -30,70 +32,55 @@ class Comm(Protocol):
     def size(self) -> int: ...
 
     @property
+    def timeout(self) -> float:
+        """Seconds after which a rank counts as silent."""
+        ...
+
+    @property
     def memory(self) -> dict[str, Any]:
         """A place for what ranks agreed on, kept between saves."""
         ...
 
-    def gather(self, data: bytes, *, timeout: float | None = None) -> list[bytes] | None:
-        """Every rank's message, on rank 0; None elsewhere.
+    def post(self, key: str, data: bytes) -> None:
+        """Puts a message up, in the place of one with the same key."""
+        ...
 
-        Args:
-            timeout: seconds, instead of the usual limit.
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        """The messages of these keys as soon as all are there; after `timeout` seconds, None for those that are not.
 
         Raises:
-            RankError: a rank did not send in time.
+            RankError: the board is gone, and with it the rank that serves it.
         """
         ...
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's message, on every rank.
-
-        Raises:
-            RankError: rank 0 did not send in time.
-        """
+    def drop(self, keys: Sequence[str]) -> None:
+        """Removes messages; those that are not there, and a board that is gone, are no error."""
         ...
 
 
 class SoloComm:
-    """One rank, alone."""
+    """One rank, alone: it has nobody to post to."""
 
     def __init__(self) -> None:
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self.timeout = 0, 1, TIMEOUT
         self.memory: dict[str, Any] = {}
 
-    def gather(self, data: bytes, *, timeout: float | None = None) -> list[bytes] | None:
-        return [data]
+    def post(self, key: str, data: bytes) -> None:
+        pass
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        assert data is not None, "rank 0 has the message"
-        return data
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        return [None] * len(keys)
 
-
-def _silent(ranks: list[int], seconds: float) -> RankError:
-    return RankError(
-        "ranks",
-        ranks=dict.fromkeys(ranks, f"silent for {seconds:g} s"),
-        expected="a message from every rank",
-        hint="Look at what these ranks are doing; a rank that died, or that never called, shows here",
-    )
+    def drop(self, keys: Sequence[str]) -> None:
+        pass
 
 
 class _Board:
     """Messages between threads that act as ranks."""
 
     def __init__(self) -> None:
-        self.messages: dict[tuple[int, int], bytes] = {}
+        self.messages: dict[str, bytes] = {}
         self.changed = threading.Condition()
-
-    def post(self, key: tuple[int, int], data: bytes) -> None:
-        with self.changed:
-            self.messages[key] = data
-            self.changed.notify_all()
-
-    def wait(self, keys: list[tuple[int, int]], timeout: float) -> list[bytes | None]:
-        with self.changed:
-            self.changed.wait_for(lambda: all(key in self.messages for key in keys), timeout)
-            return [self.messages.get(key) for key in keys]
 
 
 class ThreadComm:
@@ -103,28 +90,22 @@ class ThreadComm:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.memory: dict[str, Any] = {}
         self._board = board
-        self._count = 0
 
-    def gather(self, data: bytes, *, timeout: float | None = None) -> list[bytes] | None:
-        self._count += 1
-        self._board.post((self._count, self.rank), data)
-        if self.rank:
-            return None
-        limit = self.timeout if timeout is None else timeout
-        found = self._board.wait([(self._count, rank) for rank in range(self.size)], limit)
-        if silent := [rank for rank, message in enumerate(found) if message is None]:
-            raise _silent(silent, limit)
-        return [message for message in found if message is not None]
+    def post(self, key: str, data: bytes) -> None:
+        with self._board.changed:
+            self._board.messages[key] = data
+            self._board.changed.notify_all()
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        self._count += 1
-        if data is not None and self.rank == 0:
-            self._board.post((self._count, 0), data)
-        # the coordinator may itself be waiting, for as long, for a rank that is silent
-        found = self._board.wait([(self._count, 0)], self.timeout * 2 + 1)[0]
-        if found is None:
-            raise _silent([0], self.timeout * 2 + 1)
-        return found
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        board = self._board
+        with board.changed:
+            board.changed.wait_for(lambda: all(key in board.messages for key in keys), timeout)
+            return [board.messages.get(key) for key in keys]
+
+    def drop(self, keys: Sequence[str]) -> None:
+        with self._board.changed:
+            for key in keys:
+                self._board.messages.pop(key, None)
 
 
 def thread_comms(size: int, *, timeout: float = TIMEOUT) -> list[ThreadComm]:
@@ -145,58 +126,47 @@ class TorchComm:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.memory: dict[str, Any] = {}
         self._store, self._prefix = store, prefix
-        self._count = 0
-        self._last: str | None = None
 
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{self._count}/{rank}"
+    def _keys(self, keys: Sequence[str]) -> list[str]:
+        return [f"{self._prefix}/{key}" for key in keys]
 
-    def gather(self, data: bytes, *, timeout: float | None = None) -> list[bytes] | None:
-        self._count += 1
-        if self.rank:
-            self._store.set(self._key(self.rank), data)
-            return None
-        keys = [self._key(rank) for rank in range(1, self.size)]
-        limit = self.timeout if timeout is None else timeout
-        if keys and not self._wait(keys, time.monotonic() + limit):
-            silent = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])]
-            raise _silent(silent, limit)
-        found = [data, *(bytes(self._store.get(key)) for key in keys)]
-        for key in keys:
-            self._store.delete_key(key)
-        return found
+    def post(self, key: str, data: bytes) -> None:
+        try:
+            self._store.set(f"{self._prefix}/{key}", data)
+        except RuntimeError as error:
+            raise _gone(error) from error
 
-    def _wait(self, keys: list[str], deadline: float) -> bool:
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
         """Polls: a blocking wait would hold this connection and cannot be told from a broken one when it ends."""
-        pause = 0.0005
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
-        return True
+        deadline, pause, names = time.monotonic() + timeout, 0.0005, self._keys(keys)
+        try:
+            while not (complete := self._store.check(names)) and time.monotonic() < deadline:
+                time.sleep(min(pause, timeout))
+                pause = min(pause * 1.5, 0.05)
+            # get waits for what is not there, so it is asked for only what is
+            return [bytes(self._store.get(name)) if complete or self._store.check([name]) else None for name in names]
+        except RuntimeError as error:
+            raise _gone(error) from error
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        self._count += 1
-        key = self._key(0)
-        if self.rank == 0:
-            assert data is not None, "rank 0 has the message"
-            self._store.set(key, data)
-            # everyone has read the message before the last one by now: each has sent something since
-            previous, self._last = self._last, key
-            if previous is not None:
-                self._store.delete_key(previous)
-            return data
-        limit = self.timeout * 2 + 1
-        if not self._wait([key], time.monotonic() + limit):
-            raise _silent([0], limit)
-        return bytes(self._store.get(key))
+    def drop(self, keys: Sequence[str]) -> None:
+        with contextlib.suppress(RuntimeError):
+            for name in self._keys(keys):
+                self._store.delete_key(name)
+
+
+def _gone(error: RuntimeError) -> RankError:
+    return RankError(
+        "ranks",
+        ranks={0: f"its message store does not answer: {error!s:.200}"},
+        expected="torch.distributed's Store, which rank 0 usually serves",
+        hint="Look at what ended rank 0. A save that was under way may be committed: look before saving there again",
+    )
 
 
 def default_comm() -> Comm:
     """The comm of this process: over torch.distributed's default group if that is up, else alone.
 
-    It is kept with the default group's Store, so that ranks count their messages alike and a new group starts anew.
+    It is kept with the default group's Store, so that ranks count their saves alike and a new group starts anew.
     """
     if "torch" not in sys.modules:
         return SoloComm()

@@ -2,8 +2,8 @@
 
 Saving copies entries one after the other into page-aligned buffers of `BUFFER` bytes; full buffers go to a few threads
 that hash and write them while the next is filled, so a save needs no more memory than those buffers. The header is
-written last, with the checksums. Loading reads each block of a plan, rounded out to the borders of checksums, verifies it, and
-copies its boxes to where they are wanted; several blocks are under way at once.
+written last, with the checksums. Loading reads each block of a plan, rounded out to the borders of checksums,
+verifies it, and copies its boxes to where they are wanted; several blocks are under way at once.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -16,21 +17,44 @@ import numpy as np
 
 from ..core.errors import CorruptError
 
-__all__ = ["LocalReader"]
+__all__ = ["LocalReader", "open_regular"]
 
 PAGE = 4096
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _CAN_NOT = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
+def open_regular(path: Path, flags: int = 0) -> int:
+    """A descriptor to read a regular file; a link or a FIFO under a name of ours is neither followed nor waited for.
+
+    Raises:
+        FileNotFoundError: there is nothing of that name.
+        CorruptError: there is something else.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise _irregular(path, "a link" if error.errno == errno.ELOOP else "a device or socket") from error
+    if not stat.S_ISREG(mode := os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _irregular(path, "a directory" if stat.S_ISDIR(mode) else "a FIFO or device")
+    return fd
+
+
+def _irregular(path: Path, found: str) -> CorruptError:
+    return CorruptError(
+        str(path), expected="a regular file", found=found, hint="No save leaves this; put the file itself there"
+    )
+
+
 class LocalReader:
     """One open file."""
 
     def __init__(self, path: Path) -> None:
-        # O_NOFOLLOW and O_NONBLOCK: a link or a FIFO under a name of ours is refused, not followed or waited for
-        self._flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._path = path
-        self._fd = os.open(path, self._flags)
+        self._fd = open_regular(path)
         self._direct: int | None = None
         self._lock = threading.Lock()
 
@@ -95,14 +119,16 @@ class LocalReader:
         with self._lock:
             if self._direct is None:
                 try:
-                    self._direct = os.open(self._path, self._flags | getattr(os, "O_DIRECT", 0))
-                except OSError:
+                    self._direct = open_regular(self._path, getattr(os, "O_DIRECT", 0))
+                except (OSError, CorruptError):
                     self._direct = -1
             return self._direct
 
     def close(self) -> None:
         """Closes the file."""
-        for fd in (self._fd, self._direct):
+        fds = (self._fd, self._direct)
+        self._fd = self._direct = -1
+        for fd in fds:
             if fd is not None and fd >= 0:
                 with contextlib.suppress(OSError):
                     os.close(fd)

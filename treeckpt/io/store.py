@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..core.errors import CheckpointError, CheckpointExists, CorruptError
-from .reader import LocalReader
+from .reader import LocalReader, open_regular
 
 __all__ = ["PAGE", "LocalStore", "MemoryStore", "Store", "Writer", "aligned_buffer", "open_store"]
 
@@ -26,7 +26,7 @@ HUGE = 2 << 20
 
 
 def aligned_buffer(nbytes: int, *, huge: bool = False) -> memoryview:
-    """Zeroed, page-aligned memory of its own; in huge pages if asked and possible: page faults are half of a load else."""
+    """Zeroed, page-aligned memory of its own; in huge pages if asked: page faults are half of a load otherwise."""
     memory = mmap.mmap(-1, max(nbytes, PAGE))
     if huge and nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -77,7 +77,7 @@ class Store(Protocol):
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         """Bytes of a file as memory, read when touched; writing to it changes the copy, not the file.
 
-        `offset` is a multiple of a page.
+        Raises CorruptError where the file ends before.
         """
         ...
 
@@ -86,7 +86,7 @@ class Store(Protocol):
         ...
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
-        """Writes a small file atomically and durably. Raises CheckpointExists if it is there and may not be replaced."""
+        """Writes a small file atomically and durably. Raises CheckpointExists where one is not to be replaced."""
         ...
 
     def delete(self, name: str) -> None:
@@ -142,19 +142,18 @@ class LocalStore:
         try:
             with os.scandir(self._directory) as entries:
                 for entry in entries:
-                    if entry.is_file(follow_symlinks=False):
-                        found[entry.name] = entry.stat(follow_symlinks=False).st_size
+                    with contextlib.suppress(FileNotFoundError):  # another process may be deleting
+                        if entry.is_file(follow_symlinks=False):
+                            found[entry.name] = entry.stat(follow_symlinks=False).st_size
         except (FileNotFoundError, NotADirectoryError):
             return {}
         return found
 
     def read(self, name: str, *, limit: int) -> bytes:
-        # O_NOFOLLOW and O_NONBLOCK: a link or a FIFO under a name of ours is refused, not followed or waited for
-        fd = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
+        with open(open_regular(self._directory / name), "rb") as file:
             data = file.read(limit + 1)
         if len(data) > limit:
-            raise CorruptError(name, expected=f"at most {limit} bytes", found="more")
+            raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found="more")
         return data
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
@@ -165,9 +164,15 @@ class LocalStore:
         reader.read_into(offset, out)
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
-        fd = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(self._directory / name)
         try:
-            return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY, offset=offset))
+            if offset + nbytes > (size := os.fstat(fd).st_size):
+                raise _too_short(f"{self.url}/{name}", offset, nbytes, max(size - offset, 0))
+            low = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            if not nbytes:
+                return memoryview(bytearray())
+            mapped = mmap.mmap(fd, offset + nbytes - low, access=mmap.ACCESS_COPY, offset=low)
+            return memoryview(mapped)[offset - low :]
         finally:
             os.close(fd)
 
@@ -191,7 +196,7 @@ class LocalStore:
             if replace:
                 os.replace(temporary, self._directory / name)
             else:
-                os.link(temporary, self._directory / name)  # fails if the name is taken, unlike a rename
+                _rename_new(temporary, self._directory / name)
         except FileExistsError as error:
             raise CheckpointExists(
                 f"{self.url}/{name}", expected="no such file", found="one, written meanwhile by another save"
@@ -204,6 +209,28 @@ class LocalStore:
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._directory / name)
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    """Gives a file a name that must be free: by a hard link, which fails if it is taken, unlike a rename."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        # no hard links here (FAT, some network and FUSE file systems): two that publish at one moment may both succeed
+        if os.path.lexists(target):
+            raise FileExistsError(target) from error
+        os.rename(source, target)
+
+
+def _too_short(label: str, offset: int, nbytes: int, found: int) -> CorruptError:
+    return CorruptError(
+        label,
+        expected=f"{nbytes} bytes at {offset}",
+        found=f"{found} before the end of the file",
+        hint="The file was cut short; restore it from a copy",
+    )
 
 
 def _sync_directory(directory: Path) -> None:
@@ -248,7 +275,10 @@ class _LocalWriter:
         written = 0
         while written < len(data):
             try:
-                written += os.pwrite(self._fd, data[written:], offset + written)
+                count = os.pwrite(self._fd, data[written:], offset + written)
+                if not count:
+                    raise OSError(errno.EIO, f"the disk wrote nothing of {len(data) - written} bytes", str(self._path))
+                written += count
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
@@ -313,19 +343,19 @@ class MemoryStore:
     def read(self, name: str, *, limit: int) -> bytes:
         data = self._get(name)
         if len(data) > limit:
-            raise CorruptError(name, expected=f"at most {limit} bytes", found=f"{len(data)}")
+            raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found=f"{len(data)}")
         return bytes(data)
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         data = memoryview(self._get(name))[offset : offset + len(out)]
         if len(data) < len(out):
-            raise CorruptError(
-                f"{self.url}/{name}", expected=f"{len(out)} bytes at {offset}", found=f"{len(data)} before the end"
-            )
+            raise _too_short(f"{self.url}/{name}", offset, len(out), len(data))
         out[:] = data
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
-        return memoryview(bytearray(memoryview(self._get(name))[offset : offset + nbytes]))
+        data = bytearray(nbytes)
+        self.read_into(name, offset, memoryview(data))
+        return memoryview(data)
 
     def create(self, name: str, nbytes: int) -> Writer:
         with self._lock:

@@ -19,6 +19,7 @@ from ..core.structure import rank_key
 from ..core.tree import flatten
 from .base import Piece, Source
 from .registry import encode, source_of
+from .sharded import Sharded
 
 __all__ = ["Brought", "bring", "content_digests"]
 
@@ -49,6 +50,7 @@ def bring(tree: object, *, rank: int, allow_pickle: bool = False, namespace: str
     values: dict[str, Value] = {}
     own_values: dict[str, Value] = {}
     specs: list[LeafSpec] = []
+    unplaced: dict[Any, str] = {}
     for path, leaf in leaves:
         own = "~rank" in path and mark in path.split("/")
         if own:
@@ -59,8 +61,19 @@ def bring(tree: object, *, rank: int, allow_pickle: bool = False, namespace: str
             specs.append(LeafSpec(path, None, per_rank=() if own else None))
         else:
             sources[path] = source
-            specs.append(LeafSpec(path, source.spec, source.layout, per_rank=() if own else None))
+            layout, first = source.layout, None
+            if source.storage is None:  # memory tells no ties here: the same object is one still
+                first = unplaced.setdefault((_identity(leaf), own), path)
+            if first not in (None, path):
+                specs.append(LeafSpec(path, source.spec, None, first, per_rank=() if own else None))
+            else:
+                specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None))
     return Brought(Inventory(structure, tuple(_with_aliases(specs, sources))), sources, values, own_values)
+
+
+def _identity(leaf: Any) -> object:
+    """Equal for leaves that are one array by being one object."""
+    return (id(leaf.local), leaf.global_shape, leaf.offset) if isinstance(leaf, Sharded) else id(leaf)
 
 
 def _with_aliases(specs: list[LeafSpec], sources: dict[str, Source]) -> Iterable[LeafSpec]:

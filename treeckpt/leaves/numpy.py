@@ -136,7 +136,7 @@ def empty(spec: ArraySpec, path: str, device: str | None) -> Target:
         )
     array = np.empty(local_shape_of(spec), dtype.numpy)
     raw = array.view(raw_dtype(dtype.itemsize))
-    return Target(spec, array, local_pieces(spec, lambda box: HostArray(raw[box])))
+    return Target(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
 
 
 def encode(value: Any) -> Typed | None:

@@ -94,7 +94,7 @@ def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Sou
     pieces = _spread(leaf, inner.pieces[0].data, inner.spec.shape, path)
     spec = msgspec.structs.replace(inner.spec, shape=leaf.global_shape)
     layout = BoxLayout(tuple((rank, region) for region, _ in pieces))
-    return Source(spec, layout, [Piece(region, data) for region, data in pieces])
+    return Source(spec, layout, [Piece(region, data) for region, data in pieces], inner.storage)
 
 
 def sharded_abstract(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArraySpec | None:

@@ -1,0 +1,70 @@
+"""What the golden checkpoints hold, in words of the program; the classes are named by the files, so they stay here."""
+
+from __future__ import annotations
+
+import collections
+import datetime as dt
+import enum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import treeckpt as tc
+
+WORLD = 2
+
+
+class Color(enum.Enum):
+    """A class that the golden values name."""
+
+    RED = 1
+
+
+class Pair(NamedTuple):
+    """A class that the golden structure names."""
+
+    first: Any
+    second: Any
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """The arrays, whole."""
+    return {
+        "rows": np.arange(10, dtype=np.float32).reshape(5, 2) - 0.5,
+        "flat": np.arange(6, dtype=np.int64).reshape(2, 3) * 10**12,
+        "complex": np.array([1 + 2j, -0.0 - 1j], dtype=np.complex64),
+        "text": np.array(["ab", "c"], dtype="U2"),
+        "empty": np.empty((0, 3), dtype=np.uint8),
+        "scalar": np.array(7, dtype=np.int16),
+        "time": np.array(["2026-01-02"], dtype="M8[ns]"),
+    }
+
+
+def values() -> dict[Any, Any]:
+    """A value of every kind that files of this version know."""
+    return {
+        "none": None,
+        "bools": [True, False],
+        "ints": (0, -(1 << 63), 1 << 70),
+        "floats": collections.deque([1.5, float("inf"), -0.0], maxlen=4),
+        7: "seven",
+        (1, "a/b"): b"\x00\xff",
+        "pair": Pair(Color.RED, 1 - 2j),
+        "default": collections.defaultdict(list, {"x": ["é\U0001f600"]}),
+        "ordered": collections.OrderedDict([("z", {3, 1}), ("a", range(0, 9, 2))]),
+        "moment": dt.datetime(2026, 10, 25, 2, 30, tzinfo=dt.UTC),
+        "scalar": np.float32(0.25),
+        "empty": {},
+    }
+
+
+def tree(rank: int) -> dict[str, Any]:
+    """What one of the two ranks holds."""
+    whole = arrays()
+    cut = (slice(0, 3), slice(3, 5))[rank]
+    flat = whole["flat"].reshape(-1)
+    held: dict[str, Any] = dict(whole)
+    held["rows"] = tc.Sharded(whole["rows"][cut], (5, 2), (cut.start, 0))
+    held["flat"] = tc.Sharded(flat[:4] if rank == 0 else flat[4:], (2, 3), 4 * rank)
+    held["tie"] = held["scalar"]
+    return {"arrays": held, "values": values(), "own": tc.PerRank({"seed": np.arange(3) + rank, "rank": rank})}

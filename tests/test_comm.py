@@ -1,0 +1,289 @@
+"""Ranks talk in rounds: in order, within time limits, without leaving anything behind, and never across two saves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import treeckpt as tc
+from tests.world import errors_of, on_ranks
+from treeckpt.io.comm import Comm, SoloComm, TorchComm, default_comm, thread_comms
+from treeckpt.io.rounds import Round
+
+Make = Callable[..., Sequence[Any]]
+
+
+def _hash(size: int, timeout: float) -> list[TorchComm]:
+    store = dist.HashStore()
+    return [TorchComm(store, rank, size, timeout=timeout) for rank in range(size)]
+
+
+def _file(size: int, timeout: float, path: Path) -> list[TorchComm]:
+    return [TorchComm(dist.FileStore(str(path / "store"), size), r, size, timeout=timeout) for r in range(size)]
+
+
+def _tcp(size: int, timeout: float) -> list[TorchComm]:
+    limit = timedelta(seconds=20)
+    first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    rest = [dist.TCPStore("127.0.0.1", first.port, is_master=False, timeout=limit) for _ in range(size - 1)]
+    return [TorchComm(s, rank, size, timeout=timeout) for rank, s in enumerate([first, *rest])]
+
+
+@pytest.fixture(params=["threads", "hash", "file", "tcp"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    def comms(size: int, *, timeout: float = 10.0) -> Sequence[Any]:
+        if request.param == "threads":
+            return thread_comms(size, timeout=timeout)
+        if request.param == "hash":
+            return _hash(size, timeout)
+        return _file(size, timeout, tmp_path) if request.param == "file" else _tcp(size, timeout)
+
+    return comms
+
+
+def keys_of(comm: Any) -> set[str]:
+    """What is left on the board."""
+    if not isinstance(comm, TorchComm):
+        return set(comm._board.messages)
+    store = comm._store
+    return {key for key in store.list_keys() if key.startswith("treeckpt/")} if hasattr(store, "list_keys") else set()
+
+
+def talk(comm: Comm, topic: str = "a", *, steps: int = 2) -> list[Any]:
+    """A round of gathers and shares; what was heard."""
+    found: list[Any] = []
+    conversation = Round(comm, topic)
+    assert conversation.join() is None
+    for step in range(steps):
+        heard = conversation.gather(f"{step} of {comm.rank}".encode())
+        assert (heard is None) == (comm.rank > 0)
+        found.append(heard)
+        word = f"{topic} {step} {sorted(heard)}".encode() if heard is not None else None
+        found.append(conversation.share(word, last=step == steps - 1))
+    return found
+
+
+def test_messages_arrive_by_rank_and_in_order(make: Make) -> None:
+    comms = make(4)
+    for number in range(3):
+        outcomes = on_ranks(comms, lambda c, n=number: talk(c, f"save {n}", steps=3))
+        assert errors_of(outcomes) == [None] * 4
+        first = outcomes[0].value
+        assert [first[2 * s] for s in range(3)] == [{r: f"{s} of {r}".encode() for r in range(4)} for s in range(3)]
+        for outcome in outcomes:
+            assert outcome.value[1::2] == [f"save {number} {s} [0, 1, 2, 3]".encode() for s in range(3)]
+
+
+def test_a_hundred_rounds_leave_no_more_than_one(make: Make) -> None:
+    comms = make(3)
+    talkers = [on_ranks(comms, lambda c: [talk(c, f"save {n}") for n in range(count)]) for count in (1, 100)]
+    assert all(errors_of(outcomes) == [None] * 3 for outcomes in talkers)
+    store = getattr(comms[0], "_store", None)
+    if isinstance(store, (dist.TCPStore, dist.FileStore)):
+        assert store.num_keys() <= 3, "the state, and a few of the store's own"
+    else:
+        assert len(keys_of(comms[0])) <= 1, keys_of(comms[0])
+
+
+def test_big_messages_go_through(make: Make) -> None:
+    def act(comm: Comm) -> Any:
+        conversation = Round(comm, "big")
+        conversation.join()
+        heard = conversation.gather(bytes([comm.rank]) * 3_000_000)
+        return heard, conversation.share(b"x" * 3_000_000 if heard is not None else None, last=True)
+
+    outcomes = on_ranks(make(2), act)
+    assert errors_of(outcomes) == [None, None]
+    assert outcomes[0].value[0] == {0: bytes(3_000_000), 1: b"\x01" * 3_000_000}
+    assert outcomes[1].value[1] == b"x" * 3_000_000
+
+
+def test_silent_ranks_are_named_within_the_limit(make: Make) -> None:
+    comms = make(4, timeout=0.3)
+
+    def act(comm: Comm) -> Any:
+        if comm.rank in (1, 3):
+            return None
+        conversation = Round(comm, "a")
+        conversation.join()
+        heard = conversation.gather(b"here")
+        conversation.share(b"over" if heard is not None else None, last=True)
+        return conversation.lost
+
+    start = time.monotonic()
+    outcomes = on_ranks(comms, act)
+    assert time.monotonic() - start < 3, "nobody is waited for twice"
+    assert outcomes[0].value == {1: "silent for 0.3 s", 3: "silent for 0.3 s"}
+    assert outcomes[2].error is None
+
+
+def test_a_silent_coordinator_is_named(make: Make) -> None:
+    comms = make(3, timeout=0.2)
+    outcomes = on_ranks(comms, lambda c: talk(c) if c.rank else None)
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome.error, tc.RankError)
+        assert outcome.error.ranks == {0: "silent for 1.4 s"} and outcome.error.hint
+    outcomes = on_ranks(comms, lambda c: talk(c, "again"))
+    assert errors_of(outcomes) == [None] * 3, "the next round is not confused by what was left"
+
+
+def _ended(comm: Comm, topic: str) -> str:
+    """A round in which rank 0 says how many it heard."""
+    conversation = Round(comm, topic)
+    missed = conversation.join()
+    if missed is not None:
+        return "missed: " + missed.decode()
+    heard = conversation.gather(topic.encode())
+    word = f"{topic}: {len(heard)} of {comm.size}".encode() if heard is not None else None
+    if heard is not None:
+        assert set(heard.values()) == {topic.encode()}, "messages of two saves"
+    return conversation.share(word, last=True).decode()
+
+
+def test_a_late_rank_is_told_what_it_missed_and_is_in_step_again(make: Make) -> None:
+    comms = make(3, timeout=0.2)
+    assert on_ranks(comms[:2], lambda c: _ended(c, "one"))[1].value == "one: 2 of 3"
+    assert _ended(comms[2], "one") == "missed: one: 2 of 3"
+    assert [o.value for o in on_ranks(comms, lambda c: _ended(c, "two"))] == ["two: 3 of 3"] * 3
+
+
+def test_a_rank_that_skipped_a_save_joins_the_next(make: Make) -> None:
+    comms = make(3, timeout=0.2)
+    on_ranks(comms[:2], lambda c: _ended(c, "one"))
+    on_ranks(comms[:2], lambda c: _ended(c, "two"))
+    assert [o.value for o in on_ranks(comms, lambda c: _ended(c, "three"))] == ["three: 3 of 3"] * 3
+
+
+def test_a_skipping_rank_that_is_early_joins_the_next(make: Make) -> None:
+    comms = make(3, timeout=2)
+    for comm in comms[:2]:
+        comm.timeout = 0.2
+    on_ranks(comms[:2], lambda c: _ended(c, "one"))
+    for comm in comms:
+        comm.timeout = 5
+
+    def act(comm: Comm) -> str:
+        time.sleep(0.3 if comm.rank == 0 else 0)
+        return _ended(comm, "two")
+
+    assert [o.value for o in on_ranks(comms, act)] == ["two: 3 of 3"] * 3
+
+
+def test_a_late_rank_joins_a_retry_of_the_same_save(make: Make) -> None:
+    comms = make(3, timeout=0.2)
+    on_ranks(comms[:2], lambda c: _ended(c, "one"))
+    for comm in comms:
+        comm.timeout = 5
+
+    def act(comm: Comm) -> str:
+        time.sleep(0.3 if comm.rank == 2 else 0)
+        return _ended(comm, "one")
+
+    assert [o.value for o in on_ranks(comms, act)] == ["one: 3 of 3"] * 3
+
+
+def test_a_late_rank_does_not_join_a_later_save(make: Make) -> None:
+    comms = make(3, timeout=0.2)
+    on_ranks(comms[:2], lambda c: _ended(c, "one"))
+    for comm in comms:
+        comm.timeout = 5
+
+    def act(comm: Comm) -> Any:
+        if comm.rank < 2:
+            return _ended(comm, "two")
+        time.sleep(0.3)
+        return _ended(comm, "one"), _ended(comm, "two")
+
+    values = [o.value for o in on_ranks(comms, act)]
+    assert values == ["two: 3 of 3", "two: 3 of 3", ("missed: one: 2 of 3", "two: 3 of 3")]
+
+
+def test_a_rank_that_gave_up_and_came_back_is_not_taken_for_the_same(make: Make) -> None:
+    comms = make(2, timeout=5)
+    lost: dict[int, str] = {}
+    greeted, returned = threading.Event(), threading.Event()
+
+    def act(comm: Comm) -> None:
+        conversation = Round(comm, "a")
+        if comm.rank == 0:
+            conversation.join()
+            conversation.gather(b"")
+            greeted.set()
+            assert returned.wait(5)
+            conversation.share(b"terms")
+            conversation.gather(b"")
+            conversation.share(b"end", last=True)
+            lost.update(conversation.lost)
+            return
+        time.sleep(0.2)
+        conversation.join()
+        conversation.gather(b"first hello")
+        assert greeted.wait(5)
+        again = Round(comm, "a")  # as after an interrupt
+        again.join()
+        again.gather(b"second hello")
+        returned.set()
+        assert again.share(None) == b"terms"
+        again.gather(b"done")
+        again.share(None)
+
+    assert errors_of(on_ranks(comms, act)) == [None, None]
+    assert lost == {1: "gave up on this save and began another"}
+
+
+def test_left_over_keys_of_failures_go_with_the_next_rounds(make: Make) -> None:
+    comms = make(3, timeout=0.05)
+    for number in range(20):
+        on_ranks(comms[:2], lambda c, n=number: _ended(c, f"bad {n}"))
+        assert _ended(comms[2], f"bad {number}").startswith("missed")
+    store = getattr(comms[0], "_store", None)
+    if isinstance(store, (dist.TCPStore, dist.FileStore)):
+        assert store.num_keys() <= 6
+    else:
+        assert len(keys_of(comms[0])) <= 4, keys_of(comms[0])
+
+
+def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            def act(*_: Any) -> None:
+                raise dist.DistNetworkError("connection reset by peer")
+
+            return act
+
+    comm = TorchComm(Gone(), 1, 2, timeout=1)
+    with pytest.raises(tc.RankError, match="connection reset") as caught:
+        tc.save(tc.MemoryStore(), {"v": 1}, comm=comm)
+    assert list(caught.value.ranks) == [0] and "look before saving there again" in caught.value.hint
+    comm.drop(["a"])
+
+
+def test_rank_zero_may_leave_right_after_a_save(tmp_path: Path) -> None:
+    """It serves the store: all others must have read its last word by then, in success and in failure."""
+    for tree, failure in (({"v": 1}, None), ({"v": object()}, tc.TreeError)):
+        comms = _tcp(3, 10.0)
+
+        def act(comm: TorchComm, tree: Any = tree) -> None:
+            path = tmp_path / type(tree["v"]).__name__
+            try:
+                tc.save(path, tree, comm=comm)
+            finally:
+                if comm.rank == 0:
+                    comm._store = None  # the last reference: the server stops
+                    comms[0] = None  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+        for error in errors_of(on_ranks(list(comms), act)):
+            assert error is None if failure is None else isinstance(error, failure)
+
+
+def test_one_rank_needs_nobody() -> None:
+    comm = SoloComm()
+    assert talk(comm) == [{0: b"0 of 0"}, b"a 0 [0]", {0: b"1 of 0"}, b"a 1 [0]"]
+    assert isinstance(default_comm(), SoloComm)

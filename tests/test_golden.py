@@ -1,0 +1,92 @@
+"""Checkpoints that earlier versions of the format left behind are read as they were meant."""
+
+from pathlib import Path
+
+import pytest
+
+import treeckpt as tc
+from tests.golden.content import WORLD, arrays, values
+from tests.strategies import same
+from treeckpt.core.index import VERSION, decode_index, encode_index, rebuild
+from treeckpt.core.records import AliasRecord, PerRankValues, ValueRecord
+from treeckpt.core.runs import decode_runs
+from treeckpt.core.shard import decode_header, header_nbytes
+
+GOLDEN = Path(__file__).parent / "golden"
+FIRST = GOLDEN / "version_1"
+
+
+@pytest.mark.parametrize("version", range(1, VERSION + 1))
+def test_every_version_of_the_format_has_a_golden_checkpoint_that_loads(version):
+    path = GOLDEN / f"version_{version}"
+    found = tc.load(path, per_rank="take")
+    assert same(found["values"], values())
+    assert found["arrays"].keys() == arrays().keys() | {"tie"}
+    for name, array in arrays().items():
+        assert found["arrays"][name].dtype == array.dtype
+        assert found["arrays"][name].tobytes() == array.tobytes()
+        assert found["arrays"][name].shape == array.shape
+    assert found["arrays"]["tie"].item() == 7
+    assert found["own"].value["rank"] == 0
+    assert found["own"].value["seed"].tolist() == [0, 1, 2]
+    assert not tc.verify(path).problems
+
+
+def first_index():
+    return decode_index((FIRST / "index.json").read_bytes())
+
+
+def test_the_index_of_version_1_says_what_it_said():
+    index = first_index()
+    assert (index.step, index.world, index.metadata) == (12, WORLD, {"by": "golden"})
+    assert [leaf.path for leaf in index.entries] == [
+        "arrays/rows", "arrays/flat", "arrays/complex", "arrays/text", "arrays/empty", "arrays/scalar", "arrays/time",
+        "arrays/tie", "values/none", "values/bools/0", "values/bools/1", "values/ints/0", "values/ints/1",
+        "values/ints/2", "values/floats/0", "values/floats/1", "values/floats/2", "values/7", "values/~(1~,a~1b~)",
+        "values/pair/first", "values/pair/second", "values/default/x/0", "values/ordered/z", "values/ordered/a",
+        "values/moment", "values/scalar", "own/~rank*/seed", "own/~rank*/rank",
+    ]  # fmt: skip
+    kinds = {leaf.path: leaf.spec for leaf in index.entries if leaf.spec is not None}
+    assert (kinds["arrays/rows"].shape, kinds["arrays/rows"].dtype, kinds["arrays/rows"].kind) == (
+        (5, 2),
+        "float32",
+        "numpy",
+    )
+    [tie], [step], [own] = (index.by_path[p] for p in ("arrays/tie", "values/ints/1", "own/~rank*/rank"))
+    assert tie.record == AliasRecord(5, 5)
+    assert step.record == ValueRecord(-(1 << 63))
+    assert own.record == PerRankValues((0, 1)) and decode_runs(own.ranks).tolist() == [0, 1]
+
+
+def test_the_chunks_of_version_1_lie_where_they_lay():
+    index = first_index()
+    [rows], [flat] = index.by_path["arrays/rows"], index.by_path["arrays/flat"]
+    found = [(c.region.offset, c.region.shape, c.rank, c.start) for c in index.chunks_of(rows)]
+    assert found == [((0, 0), (3, 2), 0, 64), ((3, 0), (2, 2), 1, 40)]
+    found = [(c.region.offset, c.region.shape, c.rank, c.start) for c in index.chunks_of(flat)]
+    assert found == [((0, 0), (1, 3), 0, 0), ((1, 0), (1, 1), 0, 24), ((1, 1), (1, 2), 1, 0)]
+    for chunk in index.chunks_of(rows):
+        file, at = index.locate(chunk.rank, chunk.start, chunk.start + chunk.region.size * 4, "arrays/rows")
+        data = (FIRST / file.name).read_bytes()[at : at + chunk.region.size * 4]
+        assert data == arrays()["rows"][chunk.region.slices()].tobytes()
+
+
+def test_the_shards_of_version_1_explain_themselves():
+    headers = []
+    for file in first_index().file_list:
+        data = (FIRST / file.name).read_bytes()
+        size = header_nbytes(data[:8], file.name)
+        headers.append((size, decode_header(data[:size], file.name)))
+    assert [len(h.entries) for _, h in headers] == [9, 3]
+    assert rebuild(headers) == first_index()
+
+
+def test_writing_the_golden_index_again_gives_the_same_bytes():
+    assert encode_index(first_index()) == (FIRST / "index.json").read_bytes()
+
+
+def test_the_golden_checkpoint_is_not_written_anew():
+    from tests.golden.write import main
+
+    with pytest.raises(tc.CheckpointExists):
+        main()

@@ -1,0 +1,208 @@
+"""Threads as ranks, stores that fail, and small checkpoints: what the tests of failures have in common."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import treeckpt as tc
+from treeckpt.core.index import INDEX_NAME
+from treeckpt.core.shard import sealed
+from treeckpt.io.comm import Comm, thread_comms
+from treeckpt.io.store import Store, Writer
+
+__all__ = ["Faulty", "Outcome", "Switch", "assert_equal", "errors_of", "on_ranks", "reseal", "small_tree"]
+
+LIMIT = 60.0
+"""Seconds after which ranks count as hung."""
+
+
+class Outcome(msgspec.Struct):
+    """What one rank's function gave or raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+def on_ranks(size_or_comms: int | Sequence[Comm], act: Callable[[Any], Any], *, timeout: float = 5.0) -> list[Outcome]:
+    """Runs a function with each rank's comm, in threads; no rank may hang."""
+    comms = thread_comms(size_or_comms, timeout=timeout) if isinstance(size_or_comms, int) else size_or_comms
+    outcomes = [Outcome() for _ in comms]
+
+    def run(comm: Comm, outcome: Outcome) -> None:
+        try:
+            outcome.value = act(comm)
+        except BaseException as error:
+            outcome.error = error
+
+    threads = [
+        threading.Thread(target=run, args=(comm, outcome), daemon=True)
+        for comm, outcome in zip(comms, outcomes, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for rank, thread in enumerate(threads):
+        thread.join(LIMIT)
+        assert not thread.is_alive(), f"rank {rank} hangs"
+    return outcomes
+
+
+def errors_of(outcomes: Sequence[Outcome]) -> list[BaseException | None]:
+    return [outcome.error for outcome in outcomes]
+
+
+class Switch:
+    """Counts a rank's store calls; at number `at` something happens: before the call takes effect, or after it.
+
+    Args:
+        at: counted from 0; None never.
+        act: what happens, by default an OSError.
+        names: only these calls count.
+    """
+
+    def __init__(
+        self,
+        at: int | None = None,
+        *,
+        after: bool = False,
+        act: Callable[[str], None] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.at, self.after, self.act, self.names = at, after, act or fail, names
+        self.calls: list[str] = []
+        self.fired = ""
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, effect: Callable[[], Any]) -> Any:
+        if self.names is not None and name.partition(" ")[0] not in self.names:
+            return effect()
+        with self._lock:
+            now = len(self.calls) == self.at
+            self.calls.append(name)
+            if now:
+                self.fired = name
+        if now and not self.after:
+            self.act(name)
+        result = effect()
+        if now and self.after:
+            self.act(name)
+        return result
+
+
+def fail(name: str) -> None:
+    raise OSError(5, f"injected at {name}")
+
+
+class Faulty:
+    """A store that does what another one does, through a switch."""
+
+    def __init__(self, inner: Store, switch: Switch) -> None:
+        self.inner, self.switch, self.url = inner, switch, inner.url
+
+    def prepare(self) -> None:
+        self.switch("prepare", self.inner.prepare)
+
+    def sizes(self) -> dict[str, int]:
+        return self.switch("sizes", self.inner.sizes)
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        return self.switch(f"read {name}", lambda: self.inner.read(name, limit=limit))
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        self.switch(f"read_into {name}", lambda: self.inner.read_into(name, offset, out))
+
+    def map(self, name: str, offset: int, nbytes: int) -> memoryview:
+        return self.switch(f"map {name}", lambda: self.inner.map(name, offset, nbytes))
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        return self.switch(f"create {name}", lambda: _FaultyWriter(self.inner.create(name, nbytes), self.switch, name))
+
+    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+        self.switch(f"publish {name}", lambda: self.inner.publish(name, data, replace=replace))
+
+    def delete(self, name: str) -> None:
+        self.switch(f"delete {name}", lambda: self.inner.delete(name))
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _FaultyWriter:
+    def __init__(self, inner: Writer, switch: Switch, name: str) -> None:
+        self.inner, self.switch, self.name = inner, switch, name
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self.switch(f"write {self.name}", lambda: self.inner.write(offset, data))
+
+    def commit(self) -> None:
+        self.switch(f"commit {self.name}", self.inner.commit)
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+
+def small_tree(rank: int, world: int, *, seed: int = 0) -> dict[str, Any]:
+    """A tree with replicas, pieces, values, a tie and state of each rank's own; the same under every world."""
+    random = np.random.default_rng(seed)
+    full = random.standard_normal((12, 5)).astype(np.float32)
+    low, high = 12 * rank // world, 12 * (rank + 1) // world
+    shared = random.standard_normal(700)
+    return {
+        "replica": random.integers(0, 255, 5000, np.uint8),
+        "pieces": tc.Sharded(full[low:high], (12, 5), (low, 0)),
+        "shared": shared,
+        "tie": shared,
+        "empty": np.empty((0, 3), np.int16),
+        "step": 100 + seed,
+        "own": tc.PerRank({"rng": np.full(9, rank + seed), "n": rank}),
+        "nested": [{"lr": 0.5 + seed}, (1, None, "text")],
+    }
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Trees bit for bit; pieces against the whole they come from."""
+    if isinstance(expected, tc.PerRank):
+        assert isinstance(found, tc.PerRank)
+        assert_equal(found.value, expected.value)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_equal(found[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected) and len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            assert_equal(a, b)
+    elif isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        assert found.tobytes() == expected.tobytes()
+    else:
+        assert type(found) is type(expected) and found == expected
+
+
+def whole_tree(*, seed: int = 0, rank: int = 0) -> dict[str, Any]:
+    """What `small_tree` comes back as on one rank."""
+    tree = small_tree(0, 1, seed=seed)
+    tree["pieces"] = tree["pieces"].local
+    tree["own"] = tc.PerRank({"rng": np.full(9, rank + seed), "n": rank})
+    return tree
+
+
+def assert_holds(path: Path | Store, *, seed: int) -> None:
+    """The checkpoint at a path is `small_tree` with this seed, whole and intact."""
+    assert_equal(tc.load(path, per_rank="take"), whole_tree(seed=seed))
+    report = tc.verify(path)
+    assert report.ok, str(report)
+
+
+def reseal(path: Path, change: Callable[[Any], None]) -> None:
+    """Changes an index as an attacker would: with a seal that fits."""
+    file = path / INDEX_NAME
+    document = msgspec.json.decode(file.read_bytes())
+    change(document)
+    document["seal"] = "0" * 16
+    file.write_bytes(sealed(msgspec.json.encode(document)))

@@ -1,0 +1,179 @@
+"""What ranks tell each other in a save, and what the coordinator makes of it. Nothing here waits or opens a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import xxhash
+
+from .core.errors import MismatchError
+from .core.events import Span
+from .core.inventory import Inventory, Plenum, RankClass, unify
+from .core.runs import encode_runs
+from .core.spec import Value
+from .faults import Fault
+
+__all__ = [
+    "Arguments",
+    "Done",
+    "Ended",
+    "FileRow",
+    "Hello",
+    "Joined",
+    "Terms",
+    "Told",
+    "Verdict",
+    "check_hellos",
+    "compare",
+    "is_known",
+    "join",
+    "key_of",
+    "tellers_of",
+]
+
+FileRow = tuple[int, int, int, int, int]
+"""(rank, part, stream, nbytes, header) of a shard."""
+
+
+class Arguments(msgspec.Struct, frozen=True, array_like=True):
+    """What must be the same in the call of every rank."""
+
+    path: str
+    step: int | None
+    overwrite: bool
+    verify_replicas: bool
+    max_shard_bytes: int
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """A rank is here, and this is what it brings, as digests."""
+
+    fault: Fault | None
+    arguments: Arguments
+    digest: bytes
+    contents: bytes
+    remembered: str
+    """Key of the plan that the rank has kept from the save before."""
+    own_values: dict[str, Value]
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """What every word of the coordinator begins with: faults, if the save ends here."""
+
+    faults: tuple[Fault, ...]
+
+
+class Terms(Ended, array_like=True):
+    """What the coordinator decides after hello."""
+
+    save_id: str
+    created_ns: int
+    key: str
+    """Names the global plan that follows from all inventories."""
+    tellers: tuple[int, ...]
+    """Ranks that send their contents, and inventory; none where all are equal."""
+    known: bool
+    """Whether every rank has kept that plan: then inventories are not sent."""
+
+
+class Told(msgspec.Struct, array_like=True):
+    """A teller's inventory, if that is not known, and digests of its contents by path."""
+
+    inventory: Inventory | None
+    contents: dict[str, bytes]
+    values: dict[str, Value]
+
+
+class Joined(Ended, array_like=True):
+    """All inventories as one; None where every rank has kept it."""
+
+    plenum: Plenum | None
+
+
+class Done(msgspec.Struct, array_like=True):
+    """How a rank's writing went."""
+
+    fault: Fault | None
+    files: tuple[FileRow, ...]
+    timings: tuple[Span, ...]
+
+
+class Verdict(Ended, array_like=True):
+    """How the save ended."""
+
+    in_place: bool
+    """With faults: the index may have been published all the same, so the files must stay."""
+
+
+def check_hellos(hellos: Mapping[int, Hello]) -> None:
+    """Refuses calls of save that contradict each other.
+
+    Raises:
+        MismatchError: naming the argument and the rank.
+    """
+    first = hellos[0].arguments
+    for rank, hello in hellos.items():
+        for field in msgspec.structs.fields(Arguments):
+            expected, found = getattr(first, field.name), getattr(hello.arguments, field.name)
+            if expected != found:
+                raise MismatchError(
+                    first.path,
+                    expected=f"the same {field.name} on every rank, as {expected!r} on rank 0",
+                    found=f"{found!r} on rank {rank}",
+                    hint="Call save with the same arguments on every rank",
+                )
+
+
+def key_of(hellos: Mapping[int, Hello]) -> str:
+    """Names the plan that follows from all ranks' inventories."""
+    return xxhash.xxh3_128_hexdigest(b"".join(hellos[rank].digest for rank in sorted(hellos)))
+
+
+def tellers_of(hellos: Mapping[int, Hello]) -> tuple[int, ...]:
+    """One rank of each kind; none if all bring the same."""
+    kinds: dict[tuple[bytes, bytes], int] = {}
+    for rank, hello in sorted(hellos.items()):
+        kinds.setdefault((hello.digest, hello.contents), rank)
+    return tuple(kinds.values()) if len(kinds) > 1 else ()
+
+
+def compare(contents: Mapping[int, Mapping[str, bytes]]) -> None:
+    """Compares digests of what replicas must have in common.
+
+    Raises:
+        MismatchError: naming the leaf and the ranks.
+    """
+    seen: dict[str, tuple[int, bytes]] = {}
+    for rank, digests in contents.items():
+        for path, digest in digests.items():
+            first, expected = seen.setdefault(path, (rank, digest))
+            if digest != expected:
+                raise MismatchError(
+                    path,
+                    expected=f"the same content on every rank that holds it, as on rank {first}",
+                    found=f"another on rank {rank}",
+                    hint="Wrap what each rank has of its own in tc.PerRank; if they should be equal, find out why not",
+                )
+
+
+def is_known(hellos: Mapping[int, Hello], key: str) -> bool:
+    """Whether every rank has kept the plan of that key."""
+    return all(hello.remembered == key for hello in hellos.values())
+
+
+def join(hellos: Mapping[int, Hello], told: Mapping[int, Told], world: int) -> Plenum:
+    """All inventories as one.
+
+    Raises:
+        MismatchError, LayoutError: ranks contradict each other.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for rank, hello in sorted(hellos.items()):
+        groups.setdefault(hello.digest, []).append(rank)
+    classes: list[RankClass] = []
+    for ranks in groups.values():
+        inventory = told[ranks[0]].inventory
+        assert inventory is not None, "the first rank of each kind was asked"
+        classes.append(RankClass(encode_runs(ranks), inventory))
+    return unify(classes, world)

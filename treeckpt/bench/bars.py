@@ -1,0 +1,130 @@
+"""Which figures treeckpt is held to, and does it reach them? Pure: rows and trials in, a list of bars out.
+
+Against raw limits the median of the ratios of single trials counts; against another library the ratio of the median
+times, until every byte was added up; of memory the largest figure counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from .results import Phase, Row
+
+__all__ = ["MEMORY", "Bar", "judge"]
+
+MEMORY = 96 << 20
+"""Bytes of memory that a save, or a load beyond its destination, may take."""
+GROUP = 2 << 20
+"""Bytes that may be read beyond what is needed, for each rank and file."""
+
+State = Literal["ok", "short", "not measured"]
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """One figure with its target."""
+
+    scenario: str
+    text: str
+    figure: float | None
+    target: float
+    sense: Literal[">=", "<="]
+    unit: Literal["x", "MiB"]
+
+    @property
+    def state(self) -> State:
+        """Whether the target is reached."""
+        if self.figure is None:
+            return "not measured"
+        reached = self.figure >= self.target if self.sense == ">=" else self.figure <= self.target
+        return "ok" if reached else "short"
+
+
+Find = Callable[[str, str, Phase], Row | None]
+
+
+def judge(rows: Sequence[Row]) -> list[Bar]:
+    """Every bar; those whose scenario was not run have no figure."""
+    table = {(row.scenario, row.contender, row.phase): row for row in rows}
+
+    def find(scenario: str, contender: str, phase: Phase) -> Row | None:
+        return table.get((scenario, contender, phase))
+
+    return [*_saves(find), *_loads(find), *_on_ranks(find), *_tiny(find), *_memory(find)]
+
+
+def _against(find: Find, scenario: str, phase: Phase, peer: str, target: float) -> Bar:
+    """Times faster than another library."""
+    own, other = find(scenario, "treeckpt", phase), find(scenario, peer, phase)
+    figure = other.summed / own.summed if own and other else None
+    return Bar(scenario, f"{phase}, times faster than {peer}", figure, target, ">=", "x")
+
+
+def _of_limit(find: Find, phase: Phase, limit: str, target: float) -> Bar:
+    row = find("gpt2", "treeckpt", phase)
+    return Bar("gpt2", f"{phase}, rate / {limit}", row.ratio if row else None, target, ">=", "x")
+
+
+def _saves(find: Find) -> list[Bar]:
+    return [
+        _of_limit(find, "save", "W", 0.90),
+        _against(find, "gpt2", "save", "dcp", 3.0),
+        _against(find, "gpt2", "save", "dcp-4", 2.0),
+        _against(find, "gpt2", "save", "safetensors", 1.2),
+    ]
+
+
+def _loads(find: Find) -> list[Bar]:
+    cold: tuple[Phase, ...] = ("fill cold", "load cold")
+    warm: tuple[Phase, ...] = ("fill warm", "load warm")
+    return [
+        _of_limit(find, "fill cold", "R", 0.90),
+        _of_limit(find, "load cold", "R_fresh", 0.95),
+        *(_against(find, "gpt2", phase, "dcp", 2.5) for phase in cold),
+        *(_against(find, "gpt2", phase, "safetensors", 1.5) for phase in cold),
+        *(_against(find, "gpt2", phase, "dcp", 2.5) for phase in warm),
+        _of_limit(find, "fill warm", "a plain buffered read", 1.0),
+        _of_limit(find, "load warm", "a plain buffered read into new memory", 1.0),
+    ]
+
+
+def _on_ranks(find: Find) -> list[Bar]:
+    return [
+        _against(find, "replicated", "save", "dcp", 4.0),
+        *(_against(find, "reshard", phase, "dcp", 2.5) for phase in ("fill cold", "load cold", "fill warm")),
+        _reshard_bytes(find),
+        _slice_bytes(find),
+    ]
+
+
+def _reshard_bytes(find: Find) -> Bar:
+    """Two ranks, each with a part of both files: four groups of runs, however many runs are in one."""
+    row = find("reshard", "treeckpt", "load cold")
+    figure = max(0, row.read_bytes - 4 * GROUP) / row.nbytes if row else None
+    text = "load cold, bytes read (less 2 MiB for each rank and file) / needed"
+    return Bar("reshard", text, figure, 1.05, "<=", "x")
+
+
+def _slice_bytes(find: Find) -> Bar:
+    row = find("slice", "treeckpt", "load cold")
+    figure = row.read_bytes / row.nbytes if row else None
+    return Bar("slice", "bytes read / needed, for 1/8 of the rows", figure, 1.05, "<=", "x")
+
+
+def _tiny(find: Find) -> list[Bar]:
+    phases: tuple[Phase, ...] = ("save", "load cold", "load warm", "fill cold", "fill warm")
+    return [_against(find, "tiny", phase, "dcp", 10.0) for phase in phases]
+
+
+def _memory(find: Find) -> list[Bar]:
+    bars: list[Bar] = []
+    for scenario in ("gpt2", "one"):
+        for phase in ("save", "load cold", "fill cold"):
+            row = find(scenario, "treeckpt", phase)
+            beyond = row.nbytes if row and phase == "load cold" else 0
+            figure = (row.extra_rss - beyond) / 2**20 if row else None
+            text = "memory at the peak" + (", beyond what is loaded" if phase == "load cold" else "")
+            bars.append(Bar(scenario, f"{phase}, {text}", figure, MEMORY / 2**20, "<=", "MiB"))
+    return bars

@@ -1,0 +1,234 @@
+"""Who is compared: each saves a state into a directory, loads it as a new one, and loads it into one that exists.
+
+A save returns when its bytes are on the device: what a library does not sync itself is synced for it, on its clock.
+Each is called as its own documentation shows, with the fastest of its documented ways to load.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import treeckpt
+
+from .meter import files_of
+from .states import State
+
+__all__ = ["Contender", "SliceReader", "contenders_for", "slice_readers"]
+
+
+class Contender(Protocol):
+    """A library, or a way to use one."""
+
+    name: str
+    kinds: tuple[str, ...]
+    """Of "save", "load" and "fill": what is measured; "save" always."""
+
+    def prepare(self, state: State) -> Any:
+        """What `save` gets, in the arrays that the library knows; before the clock starts."""
+        ...
+
+    def save(self, directory: Path, prepared: Any) -> None:
+        """Saves, durably. The directory is there and empty."""
+        ...
+
+    def load(self, directory: Path, like: State) -> State:
+        """A new state; `like` has its shapes and layouts."""
+        ...
+
+    def load_into(self, directory: Path, state: State) -> None:
+        """Fills a state."""
+        ...
+
+
+def sync(directory: Path) -> None:
+    """Makes files durable, and the names of files."""
+    for path in [*files_of(directory), *(p for p in directory.rglob("*") if p.is_dir()), directory]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class Treeckpt:
+    """treeckpt with its defaults: durable, checksums written and verified."""
+
+    name = "treeckpt"
+    kinds: tuple[str, ...] = ("save", "load", "fill")
+
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone
+
+    def prepare(self, state: State) -> State:
+        """As it is."""
+        return state
+
+    def save(self, directory: Path, prepared: State) -> None:
+        """One call."""
+        treeckpt.save(directory / "step", prepared)
+
+    def load(self, directory: Path, like: State) -> State:
+        """As saved; on several ranks, as `like` is."""
+        return treeckpt.load(directory / "step", None if self._alone else like)
+
+    def load_into(self, directory: Path, state: State) -> None:
+        """With all checksums compared before the first byte is written, the default."""
+        treeckpt.load_into(directory / "step", state)
+
+
+class Dcp:
+    """torch.distributed.checkpoint, which syncs its files by default."""
+
+    def __init__(self, *, alone: bool, threads: int = 1) -> None:
+        self.name = "dcp" if threads == 1 else f"dcp-{threads}"
+        self.kinds: tuple[str, ...] = ("save", "load", "fill") if threads == 1 else ("save",)  # threads only write
+        self._alone, self._threads = alone, threads
+
+    def prepare(self, state: State) -> State:
+        """As it is."""
+        return state
+
+    def save(self, directory: Path, prepared: State) -> None:
+        """Into a file for each thread."""
+        writer = FileSystemWriter(directory, thread_count=self._threads)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp_save(prepared, storage_writer=writer, no_dist=self._alone)
+
+    def load(self, directory: Path, like: State) -> State:
+        """Into new tensors, as it has no other way."""
+        state = {name: torch.empty_like(leaf) for name, leaf in like.items()}
+        self.load_into(directory, state)
+        return state
+
+    def load_into(self, directory: Path, state: State) -> None:
+        """Its own way."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp_load(state, storage_reader=FileSystemReader(directory), no_dist=self._alone)
+
+
+class TorchSave:
+    """torch.save and torch.load."""
+
+    name = "torch.save"
+    kinds: tuple[str, ...] = ("save", "load", "fill")
+
+    def prepare(self, state: State) -> State:
+        """As it is."""
+        return state
+
+    def save(self, directory: Path, prepared: State) -> None:
+        """One file, synced."""
+        torch.save(prepared, directory / "state.pt")
+        sync(directory)
+
+    def load(self, directory: Path, like: State) -> State:
+        """Read, not mapped."""
+        return torch.load(directory / "state.pt")
+
+    def load_into(self, directory: Path, state: State) -> None:
+        """Copied out of the mapped file."""
+        mapped = torch.load(directory / "state.pt", mmap=True)
+        for name, leaf in state.items():
+            leaf.copy_(mapped[name])
+
+
+class Safetensors:
+    """safetensors' functions for torch; the file is mapped, so loading is done when every page was touched."""
+
+    name = "safetensors"
+    kinds: tuple[str, ...] = ("save", "load", "fill")
+
+    def prepare(self, state: State) -> State:
+        """As it is."""
+        return state
+
+    def save(self, directory: Path, prepared: State) -> None:
+        """One file, synced."""
+        from safetensors.torch import save_file
+
+        save_file(prepared, directory / "state.safetensors")
+        sync(directory)
+
+    def load(self, directory: Path, like: State) -> State:
+        """Mapped."""
+        from safetensors.torch import load_file
+
+        return load_file(directory / "state.safetensors")
+
+    def load_into(self, directory: Path, state: State) -> None:
+        """Copied out of the mapped file."""
+        for name, tensor in self.load(directory, state).items():
+            state[name].copy_(tensor)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def contenders_for(ranks: int) -> list[Contender]:
+    """Who is compared on so many ranks: those of the installed that can."""
+    if ranks > 1:
+        return [Treeckpt(alone=False), Dcp(alone=False)]
+    found: list[Contender] = [Treeckpt(alone=True), TorchSave()]
+    if _is_there("safetensors"):
+        found.append(Safetensors())
+    found += [Dcp(alone=True), Dcp(alone=True, threads=4)]
+    if _is_there("orbax.checkpoint") and _is_there("jax"):
+        from .others import Orbax
+
+        found.append(Orbax())
+    if _is_there("torch_checkpointing"):
+        from .others import TorchCheckpointing
+
+        found.append(TorchCheckpointing())
+    return found
+
+
+# a part of a tensor -----------------------------------------------------------------------------------------------
+
+
+class SliceReader(Protocol):
+    """A contender that reads some rows of a leaf."""
+
+    def load_rows(self, directory: Path, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        """Rows from `start` to before `stop` of a leaf of this shape."""
+        ...
+
+
+class _TreeckptRows(Treeckpt):
+    def load_rows(self, directory: Path, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        piece = torch.empty((stop - start, *shape[1:]))
+        wanted = treeckpt.Sharded(piece, shape, (start, *(0 for _ in shape[1:])))
+        return treeckpt.load(directory / "step", {name: wanted})[name].local
+
+
+class _SafetensorsRows(Safetensors):
+    def load_rows(self, directory: Path, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        from safetensors import safe_open
+
+        with safe_open(directory / "state.safetensors", framework="pt") as file:
+            return file.get_slice(name)[start:stop]
+
+
+class _TorchRows(TorchSave):
+    def load_rows(self, directory: Path, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        return torch.load(directory / "state.pt", mmap=True)[name][start:stop].clone()
+
+
+def slice_readers() -> list[Any]:
+    """Contenders that are `SliceReader`s too."""
+    return [_TreeckptRows(alone=True), _TorchRows(), *([_SafetensorsRows()] if _is_there("safetensors") else [])]

@@ -1,0 +1,42 @@
+"""On what was this measured? Nothing that names the machine itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+
+__all__ = ["Machine", "describe_machine"]
+
+PACKAGES = ("treeckpt", "torch", "numpy", "safetensors", "orbax-checkpoint", "jax", "torch_checkpointing")
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What figures depend on."""
+
+    cpus: int
+    memory: int
+    """Bytes."""
+    system: str
+    python: str
+    packages: dict[str, str]
+    """The versions of those that are installed."""
+
+
+def describe_machine() -> Machine:
+    """This machine."""
+    packages: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return Machine(
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        packages=packages,
+    )

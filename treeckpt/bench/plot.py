@@ -1,0 +1,129 @@
+"""The medians as a picture: a panel for each question, a bar for each contender, a line where the disk ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .results import Phase, Row
+
+__all__ = ["draw"]
+
+OWN, OTHER, LINE, INK, FAINT = "#0f766e", "#c3c9d1", "#b45309", "#1f2937", "#6b7280"
+LIMIT_TEXTS = {
+    "W": "raw durable write",
+    "R": "raw read",
+    "R_fresh": "raw read, new memory",
+    "plain": "plain cached read",
+    "plain_fresh": "plain cached read, new memory",
+}
+COLUMNS = 3
+
+
+class Panel(msgspec.Struct, frozen=True):
+    """One question: a phase of a scenario."""
+
+    scenario: str
+    phase: Phase
+    title: str
+    seconds: bool = False
+    """Draws seconds, where a rate says nothing: less is better."""
+
+
+PANELS = (
+    Panel("gpt2", "save", "Durable save"),
+    Panel("gpt2", "load cold", "Load into a new tree, cold"),
+    Panel("gpt2", "fill cold", "Load in place, cold"),
+    Panel("gpt2", "load warm", "Load into a new tree, warm"),
+    Panel("replicated", "save", "Durable save, 2 equal ranks"),
+    Panel("reshard", "fill cold", "Rows to columns on 2 ranks, cold"),
+    Panel("one", "save", "Durable save of one 2 GB tensor"),
+    Panel("tiny", "save", "Durable save, 20,000 tiny tensors", seconds=True),
+    Panel("tiny", "load cold", "Load, 20,000 tiny tensors, cold", seconds=True),
+)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Writes the picture; its format follows the file's suffix. Panels without figures are left out."""
+    import matplotlib as mpl
+
+    found = [(panel, chosen) for panel in PANELS if (chosen := _rows_of(rows, panel))]
+    if not found:
+        raise ValueError("nothing to draw: none of the scenarios of the picture was run")
+    style: dict[Any, Any] = {
+        "font.size": 9,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "treeckpt",
+        "font.family": "sans-serif",
+    }
+    with mpl.rc_context(style):
+        figure = _figure(found)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=160, facecolor="white")
+
+
+def _rows_of(rows: Sequence[Row], panel: Panel) -> list[Row]:
+    chosen = [row for row in rows if (row.scenario, row.phase) == (panel.scenario, panel.phase)]
+    return sorted(chosen, key=lambda row: row.seconds)
+
+
+def _figure(found: Sequence[tuple[Panel, list[Row]]]) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    columns = min(COLUMNS, len(found))
+    lines = [found[at : at + columns] for at in range(0, len(found), columns)]
+    heights = [max(len(chosen) for _, chosen in line) + 2.2 for line in lines]
+    engine = ConstrainedLayoutEngine(hspace=0.06, wspace=0.06)
+    figure = Figure(figsize=(3.6 * columns, 0.27 * sum(heights)), layout=engine)
+    axes = figure.subplots(len(lines), columns, squeeze=False, height_ratios=heights)
+    for line, spare in zip(axes, [*lines], strict=True):
+        for ax in line[len(spare) :]:
+            ax.set_axis_off()
+        for ax, (panel, chosen) in zip(line, spare, strict=False):
+            _draw_panel(ax, panel, chosen)
+    return figure
+
+
+def _draw_panel(ax: Any, panel: Panel, rows: Sequence[Row]) -> None:
+    values = [row.seconds if panel.seconds else row.rate / 1e9 for row in rows]
+    ranges = [_range(panel, row) for row in rows]
+    limits = [row.limit_rate / 1e9 for row in rows if row.limit_rate and row.contender == "treeckpt"]
+    limit = limits[0] if limits and not panel.seconds else 0.0
+    top = max([limit, *(high for _, high in ranges)])
+    colors = [OWN if row.contender == "treeckpt" else OTHER for row in rows]
+    places = range(len(rows))
+    ax.barh(places, values, color=colors, height=0.68)
+    for place, value, (low, high) in zip(places, values, ranges, strict=True):
+        ax.plot([low, high], [place, place], color=INK, linewidth=0.8, alpha=0.55, solid_capstyle="butt")
+        ax.text(max(value, high) + top * 0.02, place, f"{value:.2f}", va="center", color=INK, fontsize=8)
+    ax.set_yticks(places, [row.contender for row in rows])
+    for label, row in zip(ax.get_yticklabels(), rows, strict=True):
+        if row.contender == "treeckpt":
+            label.set(fontweight="bold", color=OWN)
+    ax.invert_yaxis()
+    if limit:
+        ax.axvline(limit, color=LINE, linewidth=1, linestyle=(0, (3, 2)), zorder=0)
+        ax.text(limit, -0.62, LIMIT_TEXTS[rows[0].limit], color=LINE, fontsize=7, ha="right", va="bottom")
+    ax.set_xlim(0, top * 1.16)
+    _strip(ax, panel)
+
+
+def _range(panel: Panel, row: Row) -> tuple[float, float]:
+    if panel.seconds:
+        return row.fastest, row.slowest
+    return row.nbytes / row.slowest / 1e9, row.nbytes / row.fastest / 1e9
+
+
+def _strip(ax: Any, panel: Panel) -> None:
+    """Leaves what is needed to read the panel."""
+    unit = "s, less is better" if panel.seconds else "GB/s"
+    ax.set_title(panel.title, loc="left", fontsize=9.5, color=INK, fontweight="bold", pad=14)
+    ax.set_xlabel(unit, color=FAINT, fontsize=8, loc="left")
+    ax.tick_params(axis="x", colors=FAINT, labelsize=7.5, length=2)
+    ax.tick_params(axis="y", colors=INK, length=0)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.spines["bottom"].set_color("#d1d5db")

@@ -1,0 +1,140 @@
+"""What the benchmark notes of every trial, and how trials become medians and ranges. Pure: no clock, no disk, no torch.
+
+A trial is one operation (a phase) of one contender in one repetition, with the raw limits that were measured right
+before it. Its rate is compared with those limits only, never with those of another moment.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+__all__ = ["LIMITS", "PHASES", "Limit", "Phase", "Row", "Trial", "medians", "summarize"]
+
+Phase = Literal["save", "load cold", "load warm", "fill cold", "fill warm"]
+Limit = Literal["W", "R", "R_fresh", "C", "plain", "plain_fresh"]
+
+PHASES: tuple[Phase, ...] = ("save", "load cold", "load warm", "fill cold", "fill warm")
+"""`load` makes a new tree, `fill` fills one that exists; cold is from the device, warm from the page cache."""
+
+LIMITS: dict[Phase, Limit] = {
+    "save": "W",
+    "load cold": "R_fresh",
+    "load warm": "plain_fresh",
+    "fill cold": "R",
+    "fill warm": "plain",
+}
+"""What each phase is measured against."""
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """One operation of one contender."""
+
+    scenario: str
+    contender: str
+    phase: Phase
+    repetition: int
+    ranks: int
+    seconds: float
+    """Until it is durable, or until every page of what was loaded is in memory; of the slowest rank."""
+    summed: float
+    """Of a load: until the processor has also added up every byte. Of a save: the same as `seconds`."""
+    nbytes: int
+    """Unique bytes of what was saved, or asked for by all ranks together."""
+    limits: dict[Limit, float]
+    """Raw rates in bytes a second, measured right before."""
+    extra_rss: int
+    """Bytes of memory at the peak beyond those right before; of the rank with most."""
+    read_bytes: int
+    """Fetched from the device, all ranks together (/proc/self/io)."""
+    write_bytes: int
+    files_bytes: int
+    """The size of the files."""
+    cached: float
+    """The part of the files' pages that was in the page cache when the clock started; 0 to 1."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.nbytes / self.seconds
+
+    @property
+    def ratio(self) -> float | None:
+        """The rate as a part of its limit."""
+        limit = self.limits.get(LIMITS[self.phase])
+        return self.rate / limit if limit else None
+
+
+class Row(msgspec.Struct, frozen=True):
+    """All repetitions of one phase of one contender."""
+
+    scenario: str
+    contender: str
+    phase: Phase
+    repetitions: int
+    nbytes: int
+    seconds: float
+    fastest: float
+    slowest: float
+    summed: float
+    rate: float
+    limit: Limit
+    limit_rate: float | None
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    extra_rss: int
+    """The largest, other than the medians in the other fields."""
+    read_bytes: int
+    write_bytes: int
+    files_bytes: int
+    cached: float
+
+
+def summarize(trials: Sequence[Trial]) -> list[Row]:
+    """A row for each scenario, phase and contender, in this order, as they first occur."""
+    groups: dict[tuple[str, Phase, str], list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault((trial.scenario, trial.phase, trial.contender), []).append(trial)
+    scenarios = list(dict.fromkeys(trial.scenario for trial in trials))
+    contenders = list(dict.fromkeys(t.contender for t in sorted(trials, key=lambda t: t.repetition)))
+    order = sorted(groups, key=lambda key: (scenarios.index(key[0]), PHASES.index(key[1]), contenders.index(key[2])))
+    return [_row(groups[key]) for key in order]
+
+
+def _row(trials: Sequence[Trial]) -> Row:
+    first = trials[0]
+    seconds = [trial.seconds for trial in trials]
+    ratios = [ratio for trial in trials if (ratio := trial.ratio) is not None]
+    limit = LIMITS[first.phase]
+    raw = [trial.limits[limit] for trial in trials if limit in trial.limits]
+    return Row(
+        scenario=first.scenario,
+        contender=first.contender,
+        phase=first.phase,
+        repetitions=len(trials),
+        nbytes=first.nbytes,
+        seconds=statistics.median(seconds),
+        fastest=min(seconds),
+        slowest=max(seconds),
+        summed=medians(trials, lambda t: t.summed),
+        rate=medians(trials, lambda t: t.rate),
+        limit=limit,
+        limit_rate=statistics.median(raw) if raw else None,
+        ratio=statistics.median(ratios) if ratios else None,
+        ratio_low=min(ratios, default=None),
+        ratio_high=max(ratios, default=None),
+        extra_rss=max(trial.extra_rss for trial in trials),
+        read_bytes=round(medians(trials, lambda t: t.read_bytes)),
+        write_bytes=round(medians(trials, lambda t: t.write_bytes)),
+        files_bytes=round(medians(trials, lambda t: t.files_bytes)),
+        cached=medians(trials, lambda t: t.cached),
+    )
+
+
+def medians(trials: Iterable[Trial], value: Callable[[Trial], float]) -> float:
+    """The median of something over trials."""
+    return statistics.median([value(trial) for trial in trials])

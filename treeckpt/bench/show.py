@@ -1,0 +1,73 @@
+"""How the benchmark prints: a table for each scenario, and the bars at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..core.wording import visible
+from ..printing import print_line, print_table
+from .bars import Bar
+from .results import Row, Trial
+
+__all__ = ["print_bars", "print_rows", "trials_line"]
+
+MIB = 1 << 20
+
+
+def print_rows(text: str, rows: Sequence[Row]) -> None:
+    """The rows of one scenario, a group for each phase."""
+    print_line("")
+    print_line(visible(text), "bold")
+    columns = ("phase", "contender", "s", "range", "GB/s", "of limit", "range ", "limit", "memory", "read", "written")
+    cells: list[tuple[str, ...]] = []
+    previous = ""
+    for row in rows:
+        cells.append((row.phase if row.phase != previous else "", *_cells(row)))
+        previous = row.phase
+    print_table(columns, cells, right=("s", "range", "GB/s", "of limit", "range ", "memory", "read", "written"))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.contender,
+        f"{row.seconds:.3f}",
+        f"{row.fastest:.3f}-{row.slowest:.3f}",
+        f"{row.rate / 1e9:.2f}" if row.limit_rate else "",
+        f"{row.ratio:.2f}" if row.ratio is not None else "",
+        f"{row.ratio_low:.2f}-{row.ratio_high:.2f}" if row.ratio_low is not None else "",
+        f"{row.limit} {row.limit_rate / 1e9:.2f}" if row.limit_rate else "",
+        f"+{row.extra_rss / MIB:.0f} MiB",
+        f"{row.read_bytes / row.nbytes:.2f}x",
+        f"{row.write_bytes / row.nbytes:.2f}x",
+    )
+
+
+def print_bars(bars: Sequence[Bar], scale: float) -> None:
+    """Each bar that was measured, with its figure."""
+    measured = [bar for bar in bars if bar.figure is not None]
+    print_line("")
+    print_line("bars", "bold")
+    columns = ("scenario", "of treeckpt", "figure", "target", "state")
+    cells = [(b.scenario, b.text, _figure(b), f"{b.sense} {_amount(b, b.target)}", b.state) for b in measured]
+    print_table(columns, cells, right=("figure", "target"))
+    if len(measured) < len(bars):
+        print_line(f"{len(bars) - len(measured)} more were not measured", "dim")
+    if scale != 1:
+        print_line(f"the targets are meant for full sizes; this run has {scale:g} of them", "dim")
+
+
+def _figure(bar: Bar) -> str:
+    return "-" if bar.figure is None else _amount(bar, bar.figure)
+
+
+def _amount(bar: Bar, figure: float) -> str:
+    return f"{figure:.2f}" if bar.unit == "x" else f"{figure:.0f} MiB"
+
+
+def trials_line(trials: Sequence[Trial], repetitions: int) -> str:
+    """What a turn took, as it comes."""
+    if not trials:
+        return ""
+    first = trials[0]
+    parts = ", ".join(f"{trial.phase} {trial.seconds:.3f} s" for trial in trials)
+    return f"{first.scenario} {first.repetition + 1}/{repetitions} {first.contender}: {parts}"

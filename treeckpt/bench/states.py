@@ -1,0 +1,183 @@
+"""The states that are saved: names and shapes, and leaves of random numbers that any rank can make again.
+
+A state is a flat dict of tensors, which every contender takes as it is. `scale` shortens the first dimension of every
+leaf (or the number of leaves, where each has one element), so that a small run has the same make-up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import msgspec
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "SCENARIOS",
+    "Scenario",
+    "State",
+    "bytes_equal",
+    "local_of",
+    "make_leaf",
+    "make_state",
+    "shapes_bytes",
+    "sum_bytes",
+    "touch",
+]
+
+State = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
+
+WIDTH, LAYERS, VOCABULARY, CONTEXT = 768, 12, 50257, 1024
+PAGE = 4096
+SMALL = 64 << 10
+"""Leaves below this are put together before they are summed: a call for each would take longer than the load."""
+
+
+def _rows(shape: tuple[int, ...], scale: float) -> tuple[int, ...]:
+    return (max(1, round(shape[0] * scale)), *shape[1:]) if shape else shape
+
+
+def gpt2(scale: float) -> Shapes:
+    """GPT-2 small with tied embeddings, and Adam's state of each parameter: 592 leaves, 1.49 GB."""
+    parameters: Shapes = {"wte.weight": (VOCABULARY, WIDTH), "wpe.weight": (CONTEXT, WIDTH)}
+    for layer in range(LAYERS):
+        for name, shape in _block().items():
+            parameters[f"h.{layer}.{name}"] = shape
+    parameters |= {"ln_f.weight": (WIDTH,), "ln_f.bias": (WIDTH,)}
+    shapes: Shapes = {f"model.{name}": _rows(shape, scale) for name, shape in parameters.items()}
+    for name, shape in parameters.items():
+        shapes |= {f"optimizer.{name}.{moment}": _rows(shape, scale) for moment in ("exp_avg", "exp_avg_sq")}
+        shapes[f"optimizer.{name}.step"] = ()
+    return shapes
+
+
+def _block() -> Shapes:
+    linears = {
+        "attn.c_attn": (WIDTH, 3 * WIDTH),
+        "attn.c_proj": (WIDTH, WIDTH),
+        "mlp.c_fc": (WIDTH, 4 * WIDTH),
+        "mlp.c_proj": (4 * WIDTH, WIDTH),
+    }
+    shapes: Shapes = {f"{norm}.{part}": (WIDTH,) for norm in ("ln_1", "ln_2") for part in ("weight", "bias")}
+    for name, shape in linears.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[1:]}
+    return shapes
+
+
+def tiny(scale: float) -> Shapes:
+    """20,000 tensors of one element."""
+    return {f"leaf.{number:05}": (1,) for number in range(max(16, round(20_000 * scale)))}
+
+
+def one(scale: float) -> Shapes:
+    """One tensor of 2 GB."""
+    return {"weight": _rows((125_000, 4_000), scale)}
+
+
+def rows(scale: float) -> Shapes:
+    """One tensor of 512 MB, of which rows are wanted."""
+    return {"weight": _rows((125_000, 1_024), scale)}
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    """What is measured under one name."""
+
+    name: str
+    text: str
+    shapes: Callable[[float], Shapes]
+    ranks: int = 1
+    columns: bool = False
+    """Saved by rows, loaded by columns."""
+    part: int = 1
+    """Loads one part in so many of the rows."""
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    Scenario("gpt2", "GPT-2 small and Adam, fp32", gpt2),
+    Scenario("tiny", "20,000 tensors of one element", tiny),
+    Scenario("one", "one tensor of 2 GB", one),
+    Scenario("slice", "1/8 of the rows of a 512 MB tensor", rows, part=8),
+    Scenario("replicated", "GPT-2 small and Adam on 2 ranks, the same on both", gpt2, ranks=2),
+    Scenario(
+        "reshard", "GPT-2 small and Adam on 2 ranks, saved by rows, loaded by columns", gpt2, ranks=2, columns=True
+    ),
+)
+
+
+def make_leaf(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Random numbers between 0 and 1, the same for the same seed."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_state(shapes: Shapes, place: Callable[[torch.Tensor], torch.Tensor]) -> State:
+    """The leaves, each as `place` puts it."""
+    return {name: place(make_leaf(shape, seed)) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+def local_of(full: torch.Tensor, mesh: torch.distributed.device_mesh.DeviceMesh, dim: int) -> torch.Tensor:
+    """A DTensor cut along `dim`, or along its last dimension, with the piece of this rank; a scalar is on all ranks."""
+    if not full.ndim:
+        return DTensor.from_local(full, mesh, [Replicate()], run_check=False)
+    dim = min(dim, full.ndim - 1)
+    size = -(-full.shape[dim] // mesh.size())
+    start = min(mesh.get_local_rank() * size, full.shape[dim])
+    piece = full.narrow(dim, start, min(size, full.shape[dim] - start)).clone(memory_format=torch.contiguous_format)
+    placements: list[Placement] = [Shard(dim)]
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+# touching and comparing -------------------------------------------------------------------------------------------
+
+
+def _locals(state: State) -> list[torch.Tensor]:
+    return [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in state.values()]
+
+
+def _words(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The bytes of all leaves, in a few tensors where they are small."""
+    large: list[torch.Tensor] = []
+    small: list[torch.Tensor] = []
+    for leaf in leaves:
+        (small if leaf.numel() * leaf.element_size() < SMALL else large).append(leaf)
+    if small:
+        large.append(torch.cat([leaf if leaf.ndim == 1 else leaf.reshape(-1) for leaf in small]))
+    return [leaf.reshape(-1).view(torch.uint8) for leaf in large]
+
+
+def touch(state: State) -> int:
+    """Looks at a byte of every page, so that nothing is left to be read later; gives their sum."""
+    return sum(int(data[::PAGE].sum()) for data in _words(_locals(state)))
+
+
+def sum_bytes(state: State) -> int:
+    """Adds up every byte, in words of eight where the length allows."""
+    total = 0
+    for data in _words(_locals(state)):
+        whole = len(data) // 8 * 8
+        if data.data_ptr() % 8 == 0:
+            total += int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum())
+        else:
+            total += int(data.sum())
+    return total
+
+
+def bytes_equal(a: State, b: State) -> str | None:
+    """The name of a leaf that is not the same in both, byte for byte."""
+    if a.keys() != b.keys():
+        return next(iter(a.keys() ^ b.keys()))
+    for name, x, y in zip(a, _locals(a), _locals({name: b[name] for name in a}), strict=True):
+        if x.shape != y.shape or x.dtype != y.dtype or not torch.equal(_bits(x), _bits(y)):
+            return name
+    return None
+
+
+def _bits(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.contiguous().view(torch.uint8 if leaf.ndim else torch.int32)
+
+
+def shapes_bytes(shapes: Shapes) -> int:
+    """Of whole leaves."""
+    return sum(4 * math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,66 @@
+"""What follows from all ranks' inventories alone: who writes what. Kept for the next save of the same tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .core.assign import ArrayLeaf, assign
+from .core.inventory import Inventory, LeafSpec, Plenum, RankClass, array_leaves, unify
+from .core.plan import SavePlan, plan_save
+from .core.runs import encode_runs
+from .io.comm import Comm
+
+__all__ = ["Plans", "kept_plans", "make_plans"]
+
+_MEMORY = "plans"
+
+
+class Plans(msgspec.Struct, frozen=True):
+    """The global plan, and this rank's part of it."""
+
+    key: str
+    """Of the inventories."""
+    max_shard_bytes: int
+    plenum: Plenum
+    arrays: list[tuple[int, ArrayLeaf]]
+    """The arrays to be written, each with its leaf's number."""
+    shares: list[Any]
+    own: SavePlan
+
+    def leaf(self, number: int) -> LeafSpec:
+        """The leaf of array number i."""
+        return self.plenum.leaves[self.arrays[number][0]]
+
+
+def kept_plans(comm: Comm) -> Plans | None:
+    """What the comm has kept from the save before."""
+    return comm.memory.get(_MEMORY)
+
+
+def make_plans(comm: Comm, key: str, joined: Plenum | None, inventory: Inventory, *, max_shard_bytes: int) -> Plans:
+    """The plans of inventories with this key, made anew or as they were kept.
+
+    Args:
+        joined: the global tree, as the coordinator told it; None if it is known: from before, or because all
+            ranks bring the same.
+        inventory: this rank's.
+
+    Raises:
+        LayoutError: pieces that do not make up their array.
+    """
+    kept = kept_plans(comm)
+    if kept is not None and kept.key == key:
+        if kept.max_shard_bytes == max_shard_bytes:
+            return kept
+        joined = joined or kept.plenum
+    if joined is None:
+        joined = unify([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
+    arrays = array_leaves(joined)
+    leaves = [leaf for _, leaf in arrays]
+    shares = assign(leaves)
+    own = plan_save(leaves, shares, comm.rank, max_shard_bytes=max_shard_bytes)
+    plans = Plans(key, max_shard_bytes, joined, arrays, shares, own)
+    comm.memory[_MEMORY] = plans
+    return plans
