@@ -461,3 +461,17 @@ def test_unknown_urls_are_refused(url: str) -> None:
 def test_file_urls_are_paths(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/c")
     assert isinstance(store, LocalStore) and store.directory == tmp_path / "c"
+
+
+def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    (name,) = tc.save(tmp_path / "c", {"w": np.arange(5000)}).files
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(tc.CheckpointError, match="expected files that can be read, found OSError") as caught:
+        tc.load(tmp_path / "c")
+    assert str(tmp_path / "c" / name) in str(caught.value)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from .core.errors import CheckpointExists, CorruptError, TreeckptError
+from .core.errors import CheckpointError, CheckpointExists, CorruptError, TreeckptError
 from .core.index import INDEX_NAME, encode_index, rebuild
 from .core.records import Index
 from .core.tree import flatten, replace_leaves
@@ -170,6 +170,13 @@ def _opened(path: Path) -> Iterator[Store]:
     store = open_store(path)
     try:
         yield store
+    except OSError as error:
+        raise CheckpointError(
+            store.url,
+            expected="files that can be read",
+            found=f"{type(error).__name__}: {error}",
+            hint="Look at the permissions and the health of the disk",
+        ) from error
     finally:
         store.close()
 

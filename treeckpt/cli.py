@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:  # its options are its own
         return _demo(arguments[1:])
+    if arguments[:1] == ["bench"]:  # so are these
+        return _bench(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
@@ -76,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     rebuild.add_argument("--replace", action="store_true", help="even where there is an index")
     _add_dashboard(command("dashboard", _dashboard, "browse runs in a web browser", json=False))
     command("demo", _no_demo, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
+    command("bench", _no_bench, "measure saves and loads beside the disk's limits and other libraries", json=False)
     return parser
 
 
@@ -338,6 +341,16 @@ def _demo(arguments: Sequence[str]) -> int:
 
 def _no_demo(options: argparse.Namespace) -> int:
     raise AssertionError("main passes the demo's arguments on before it parses")
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from . import bench
+
+    return bench.main(arguments)
+
+
+def _no_bench(options: argparse.Namespace) -> int:
+    raise AssertionError("main passes the benchmark's arguments on before it parses")
 
 
 if __name__ == "__main__":

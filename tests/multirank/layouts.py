@@ -14,7 +14,17 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import treeckpt as tc
 
-__all__ = ["DIFFERENT_KEYS", "bits", "build", "difference", "distribute", "full_arrays", "layouts_of", "mesh_of"]
+__all__ = [
+    "DIFFERENT_KEYS",
+    "bits",
+    "build",
+    "difference",
+    "distribute",
+    "full_arrays",
+    "layouts_of",
+    "mesh_of",
+    "seeded",
+]
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "even": ((8, 12), torch.float32),
@@ -167,6 +177,11 @@ def _cutter(layout: str, rank: int, world: int) -> Callable[[torch.Tensor], Any]
         case "tp groups":
             return _dtensors(mesh["b"], _rows)
     raise ValueError(layout)
+
+
+def seeded() -> torch.Generator:
+    """Gives every rank the same numbers."""
+    return torch.Generator().manual_seed(0)
 
 
 def bits(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -14,9 +14,11 @@ import torch
 
 import treeckpt as tc
 
-from .cases import PHASES, check_load, mlp, oracle_of
+from .cases import PHASES
 from .launch import launch
+from .layout_cases import check_load
 from .layouts import bits, build, layouts_of
+from .training_cases import mlp, oracle_of
 
 Results = dict[str, dict[str, str]]
 

@@ -23,7 +23,8 @@ __all__ = ["Raw"]
 BLOCK = 8 << 20
 THREADS = (1, 2)
 MOST = 1 << 30
-LEAST = 32 << 20
+LEAST = BLOCK
+"""Bytes below which a rate says nothing."""
 
 
 class Raw:

@@ -75,7 +75,6 @@ class Turns:
     def __init__(self, scenario: Scenario, directory: Path, group: Group, nbytes: int) -> None:
         self.scenario, self.directory, self.group, self.nbytes = scenario, directory, group, nbytes
         self._place = directory / "checkpoint"
-        # a rate of some kilobytes says nothing
         self._raw = Raw(directory / "raw.bin", nbytes) if group.rank == 0 and nbytes >= LEAST else None
 
     def limits(self, *names: Limit) -> dict[Limit, float]:

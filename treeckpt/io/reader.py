@@ -63,7 +63,15 @@ class LocalReader:
 
         Raises:
             CorruptError: the file ends before.
+            OSError: it cannot be read; with its name.
         """
+        try:
+            self._fill(offset, out)
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
+
+    def _fill(self, offset: int, out: memoryview) -> None:
         filled = self._from_cache(offset, out)
         if filled < len(out):
             filled = self._from_device(offset, out, filled)
