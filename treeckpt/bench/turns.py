@@ -124,7 +124,6 @@ class Turns:
             self._cache(key[1])
             cached = cached_part(self._place)
         rates = self.limits(*limits)
-        settle()
         self.group.gather(None)
         took, made = _measure(work)
         if made is not None and check is not None:

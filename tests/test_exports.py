@@ -1,0 +1,76 @@
+"""The public names, and what is imported for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+
+NAMES = [
+    "ArraySpec",
+    "CheckpointError",
+    "CheckpointExists",
+    "CheckpointNotFound",
+    "CorruptError",
+    "FormatError",
+    "Index",
+    "LayoutError",
+    "LoadReport",
+    "LocalStore",
+    "MemoryStore",
+    "MismatchError",
+    "PerRank",
+    "RankError",
+    "Region",
+    "SaveReport",
+    "Sharded",
+    "TreeError",
+    "TreeckptError",
+    "VerifyReport",
+    "abstract",
+    "inspect",
+    "load",
+    "load_into",
+    "rebuild_index",
+    "save",
+    "verify",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(tc.__all__) == tc.__all__ == NAMES
+    assert all(hasattr(tc, name) for name in NAMES)
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    assert tc.__doc__ and all(getattr(tc, name).__doc__ for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import treeckpt as tc",
+        "tc.inspect(path)",
+        "assert tc.verify(path).ok",
+        "tc.load(path); tc.load_into(path, tc.load(path, copy=True))",
+        "tc.save(path, {'w': np.ones(3), 'v': 1}, overwrite=True)",
+        "os.unlink(path + '/index.json'); tc.rebuild_index(path)",
+        "tc.abstract({'w': np.ones(3)})",
+        "import treeckpt.cli, treeckpt.catalog",
+        "try: tc.load(path + '/none')\nexcept tc.CheckpointNotFound: pass",
+    ],
+    ids=["import", "inspect", "verify", "load", "save", "rebuild_index", "abstract", "cli", "error"],
+)
+def test_without_tensors_no_torch_is_imported(tmp_path: Path, code: str) -> None:
+    tc.save(tmp_path / "c", {"w": np.arange(5), "v": [1, "x"]})
+    program = (
+        f"import os, sys\nimport numpy as np\nimport treeckpt as tc\npath = {str(tmp_path / 'c')!r}\n{code}\n"
+        "loaded = [name for name in ('torch', 'jax', 'fastapi') if name in sys.modules]\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
