@@ -48,7 +48,7 @@ def source_files() -> set[str]:
         (Path(name) / path.relative_to(ROOT / folder)).as_posix()
         for name, folder in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and not {"__pycache__", "screenshots"} & set(path.parts)
     }
 
 

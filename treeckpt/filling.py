@@ -14,10 +14,11 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from .core.chunks import BoxChunks
 from .core.dtypes import dtype_of
 from .core.errors import CorruptError, FormatError
-from .core.plan import LoadPlan, Want, plan_load, plan_runs
-from .core.records import AliasRecord, Index, Leaf
+from .core.plan import Chunk, LoadPlan, Want, plan_load, plan_runs
+from .core.records import AliasRecord, ArrayRecord, Index, Leaf
 from .core.region import Region
 from .core.spec import ArraySpec
 from .io.engine import run_land, run_load, run_map
@@ -146,11 +147,12 @@ class Filling:
             return
         chunks = self.index.chunks_of(leaf, piece.region, rank=self.source_rank)
         covered = sum(_overlap(chunk.region, piece.region) for chunk in chunks)
-        if covered != piece.region.size:
+        listed = isinstance(leaf.record, ArrayRecord) and isinstance(leaf.record.chunks, BoxChunks)
+        if covered != piece.region.size or (listed and _overlapping(chunks)):
             raise FormatError(
                 path,
                 expected=f"chunks that hold each of {piece.region.size} elements once",
-                found=f"{covered} elements",
+                found=f"{covered} elements" if covered != piece.region.size else "chunks that overlap",
                 hint="The index does not describe the whole array; try treeckpt rebuild-index",
             )
         self._wants.append(Want(piece.region, itemsize, chunks))
@@ -215,6 +217,21 @@ class Filling:
                 landing = landings[member]
                 wrap = library_of(landing.spec).wrap
                 landing.slot.leaf = wrap(landing.spec, place.memory, landing.start - place.start)
+
+
+def _overlapping(chunks: Sequence[Chunk]) -> bool:
+    """Whether two chunks share an element, which no save writes: a sweep along the dimension that is cut the most."""
+    regions = [chunk.region for chunk in chunks]
+    if len(regions) < 2 or not regions[0].shape:
+        return len(regions) > 1
+    dim = max(range(len(regions[0].shape)), key=lambda d: len({region.offset[d] for region in regions}))
+    active: list[Region] = []
+    for region in sorted(regions, key=lambda region: region.offset[dim]):
+        active = [other for other in active if other.stop[dim] > region.offset[dim]]
+        if any(_overlap(region, other) for other in active):
+            return True
+        active.append(region)
+    return False
 
 
 def _overlap(a: Region, b: Region) -> int:

@@ -23,6 +23,9 @@ from .structure import paths_of
 
 __all__ = ["check_index"]
 
+MAX_FILES = 1 << 20
+"""Rows of the table of files: they are expanded when the checkpoint is read."""
+
 
 def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     """Refuses an index that contradicts itself.
@@ -72,6 +75,11 @@ def _check_files(index: Index, name: str, manifest: bool) -> None:
         check_runs(getattr(files, column), length=rows, path=name, low=0, high=high)
     if not rows and not manifest:
         raise FormatError(name, expected="a table of files", found="an empty one")
+    if rows > MAX_FILES:
+        raise FormatError(name, expected=f"at most {MAX_FILES} files", found=f"{rows}")
+    keys = decode_runs(files.rank) * MAX_WORLD + decode_runs(files.part)
+    if (np.diff(keys) <= 0).any():
+        raise FormatError(name, expected="files by rank and part, each once", found="others")
 
 
 def _check_spec(spec: ArraySpec, name: str) -> None:

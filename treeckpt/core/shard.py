@@ -46,6 +46,8 @@ BLOCK = 256 << 10
 PAGE = 4096
 MAX_HEADER = 1 << 30
 MAX_NDIM = 64
+MAX_BLOCK = 64 << 20
+"""Larger blocks are refused: a reader makes room for whole ones."""
 MAX_WORLD = 1 << 24
 MAX_NBYTES = 1 << 62
 """More bytes than any array or rank has: sums of two such numbers fit an int64."""
@@ -336,9 +338,11 @@ def _check_origin(header: ShardHeader, name: str) -> None:
             expected="the save id, rank and part of a shard",
             found=f"{header.save_id:.40}, rank {header.rank} of {header.world}, part {header.part}"[:200],
         )
-    if header.block < PAGE or not 0 <= header.stream < MAX_NBYTES:
+    if not PAGE <= header.block <= MAX_BLOCK or header.block % PAGE or not 0 <= header.stream < MAX_NBYTES:
         raise FormatError(
-            name, expected=f"blocks of at least {PAGE} bytes", found=f"{header.block} from {header.stream}"[:200]
+            name,
+            expected=f"blocks of {PAGE} to {MAX_BLOCK} bytes, in pages",
+            found=f"{header.block} from {header.stream}"[:200],
         )
 
 

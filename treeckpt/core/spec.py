@@ -247,8 +247,12 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], Sequence[object]]]] = {
 }
 
 
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
 def _scalar(name: str, data: str) -> object:
-    return np.frombuffer(base64.b64decode(data), _dtype(name))[0]
+    return np.frombuffer(_bytes(data), _dtype(name))[0]
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -268,10 +272,10 @@ _CONCRETE = {False: (pathlib.PosixPath,), True: (pathlib.WindowsPath,)}
 _DECODERS: dict[str, Callable[..., object]] = {
     "int": lambda text: int(text, 16),
     "float": float,
-    "str": lambda text: base64.b64decode(text).decode("utf-8", "surrogatepass"),
+    "str": lambda text: _bytes(text).decode("utf-8", "surrogatepass"),
     "complex": complex,
-    "bytes": base64.b64decode,
-    "bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "bytes": lambda text: _bytes(text),
+    "bytearray": lambda text: bytearray(_bytes(text)),
     "range": range,
     "slice": slice,
     "set": lambda *members: set(members),
@@ -288,7 +292,8 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "timezone": dt.timezone,
     "ZoneInfo": zoneinfo.ZoneInfo,
     "Decimal": decimal.Decimal,
-    "Fraction": fractions.Fraction,
+    # of two integers only: of a text like "1e999999999" it would compute the power
+    "Fraction": lambda numerator, denominator: fractions.Fraction(numerator, denominator),
     "UUID": uuid.UUID,
     "PurePosixPath": _path(windows=False, pure=True),
     "PureWindowsPath": _path(windows=True, pure=True),
@@ -296,7 +301,7 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "WindowsPath": _path(windows=True, pure=False),
     "numpy": _scalar,
     "numpy.str": np.str_,
-    "numpy.bytes": lambda text: np.bytes_(base64.b64decode(text)),
+    "numpy.bytes": lambda text: np.bytes_(_bytes(text)),
     "numpy.dtype": _dtype,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.errors import CheckpointNotFound, CorruptError
+from ..core.errors import CheckpointError, CheckpointNotFound, CorruptError
 from ..core.events import Timings, decode_timings, timings_name
 from ..core.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ..core.records import Index
@@ -49,7 +49,15 @@ def read_timings(store: Store, save_id: str) -> Timings | None:
         data = store.read(name, limit=MAX_INDEX)
     except FileNotFoundError:
         return None
-    return decode_timings(data, f"{store.url}/{name}")
+    timings = decode_timings(data, f"{store.url}/{name}")
+    if timings.save_id != save_id:
+        raise CorruptError(
+            f"{store.url}/{name}",
+            expected=f"timings of save {save_id}",
+            found=f"those of save {timings.save_id}",
+            hint="The file belongs to another save; restore the right one from a copy",
+        )
+    return timings
 
 
 def rebuild_from_shards(store: Store) -> Index:
@@ -57,7 +65,7 @@ def rebuild_from_shards(store: Store) -> Index:
 
     Raises:
         CheckpointNotFound: there are no shards.
-        CorruptError: no set of shards is complete.
+        CorruptError, FormatError: no set of shards is complete and intact.
     """
     saves: dict[str, list[str]] = {}
     for name in store.sizes():
@@ -66,11 +74,11 @@ def rebuild_from_shards(store: Store) -> Index:
     if not saves:
         raise CheckpointNotFound(store.url, expected="shards", found="none", hint="Check the path")
     found: list[Index] = []
-    errors: list[CorruptError] = []
+    errors: list[CheckpointError] = []
     for names in saves.values():
         try:
             found.append(_rebuild(store, sorted(names)))
-        except CorruptError as error:
+        except CheckpointError as error:
             errors.append(error)
     if not found:
         raise errors[0]

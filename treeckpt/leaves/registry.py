@@ -61,7 +61,12 @@ def source_of(leaf: object, path: str, rank: int) -> Source | None:
 def _inner(leaf: Sharded, path: str) -> Adapter:
     adapter = _adapter(type(leaf.local))
     if adapter is None:
-        raise TreeError(path, expected="an array in Sharded", found=f"{type(leaf.local).__name__}")
+        raise TreeError(
+            path,
+            expected="an array in Sharded",
+            found=f"{type(leaf.local).__name__}",
+            hint="Values are no pieces; wrap what each rank has of its own in tc.PerRank",
+        )
     return adapter
 
 
@@ -202,7 +207,15 @@ def _unpickle(typed: Typed, path: str, allow_pickle: bool) -> object:
     import base64
     import pickle
 
-    return pickle.loads(base64.b64decode(str(typed.items[0])))
+    try:
+        return pickle.loads(base64.b64decode(str(typed.items[0]), validate=True))
+    except Exception as error:
+        raise MismatchError(
+            path,
+            expected="a pickle that this program can load",
+            found=f"{type(error).__name__}: {error}"[:200],
+            hint="Import what it needs, or leave this leaf out with `...` in like",
+        ) from error
 
 
 def resolve(name: str) -> type:

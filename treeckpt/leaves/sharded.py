@@ -67,7 +67,12 @@ def _regions(leaf: Sharded, local: Sequence[int], path: str) -> tuple[Region, ..
         if len(region.offset) == len(local) == len(shape) and min(offset, default=0) >= 0 and region.within(whole):
             return (region,)
         expected = f"a piece inside shape {shape}"
-    raise LayoutError(path, expected=expected, found=f"shape {tuple(local)} at offset {offset}")
+    raise LayoutError(
+        path,
+        expected=expected,
+        found=f"shape {tuple(local)} at offset {offset}",
+        hint="Check the global shape and the offset given to tc.Sharded",
+    )
 
 
 def _spread(leaf: Sharded, data: Any, local: tuple[int, ...], path: str) -> list[tuple[Region, Any]]:
