@@ -216,7 +216,7 @@ def test_raw_limits_are_measured_and_leave_no_file(tmp_path):
 
 def test_the_picture_is_drawn_from_what_there_is(tmp_path):
     draw(summarize(one_of_each()), tmp_path / "all.svg")
-    assert "Durable save, 2 equal ranks" in (tmp_path / "all.svg").read_text()
+    assert "Save, 2 equal ranks" in (tmp_path / "all.svg").read_text()
     draw(summarize([trial()]), tmp_path / "one.png")
     with pytest.raises(ValueError, match="nothing to draw"):
         draw([], tmp_path / "none.svg")

@@ -150,7 +150,7 @@ def _sharded(rank: int, world: int) -> dict[str, Any]:
         "rows": tc.Sharded(part, (10, 7), (low, 0)),
         "columns": tc.Sharded(rows[:, left:right].copy(), (10, 7), (0, left)),
         "flat": tc.Sharded(rows.reshape(-1)[first:last].copy(), (10, 7), first),
-        "overlapping": tc.Sharded(rows[: 10 if rank else 6].copy(), (10, 7), (0, 0)),
+        "overlapping": tc.Sharded(rows[: 10 if rank == world - 1 else 6].copy(), (10, 7), (0, 0)),
         "stages": {f"layer{rank}": np.full(5, rank, np.int16)},
         "empty": tc.Sharded(np.empty((0, 3)), (0, 3), (0, 0)),
     }
@@ -159,10 +159,7 @@ def _sharded(rank: int, world: int) -> dict[str, Any]:
 TREES: dict[str, Callable[[int, int], Any]] = {
     "small": small_tree,
     "sharded": _sharded,
-    "per rank": lambda rank, world: {
-        "a": tc.PerRank({"n": rank, "w": np.full(3 + rank, rank)}),
-        "b": [tc.PerRank(rank)],
-    },
+    "per rank": lambda rank, world: [tc.PerRank({"n": rank, "w": np.full(3 + rank, rank)}), {"b": tc.PerRank(rank)}],
     "values": lambda rank, world: {"a": [1, 2.5, None, (b"x", {})], "b": float("nan")},
     "one leaf": lambda rank, world: np.arange(10),
     "nothing": lambda rank, world: {},

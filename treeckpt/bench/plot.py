@@ -34,15 +34,15 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 PANELS = (
-    Panel("gpt2", "save", "Durable save"),
-    Panel("gpt2", "load cold", "Load into a new tree, cold"),
+    Panel("gpt2", "save", "Save, durable"),
+    Panel("gpt2", "load cold", "Load, new tree, cold"),
     Panel("gpt2", "fill cold", "Load in place, cold"),
-    Panel("gpt2", "load warm", "Load into a new tree, warm"),
-    Panel("replicated", "save", "Durable save, 2 equal ranks"),
-    Panel("reshard", "fill cold", "Rows to columns on 2 ranks, cold"),
-    Panel("one", "save", "Durable save of one 2 GB tensor"),
-    Panel("tiny", "save", "Durable save, 20,000 tiny tensors", seconds=True),
-    Panel("tiny", "load cold", "Load, 20,000 tiny tensors, cold", seconds=True),
+    Panel("gpt2", "load warm", "Load, new tree, warm"),
+    Panel("replicated", "save", "Save, 2 equal ranks"),
+    Panel("reshard", "fill cold", "Load, rows to columns"),
+    Panel("one", "save", "Save, one 2 GB tensor"),
+    Panel("tiny", "save", "Save, 20,000 leaves", seconds=True),
+    Panel("tiny", "load cold", "Load, 20,000 leaves, cold", seconds=True),
 )
 
 
@@ -77,33 +77,34 @@ def _figure(found: Sequence[tuple[Panel, list[Row]]]) -> Any:
     lines = [found[at : at + columns] for at in range(0, len(found), columns)]
     heights = [max(len(chosen) for _, chosen in line) + 2.2 for line in lines]
     engine = ConstrainedLayoutEngine(hspace=0.06, wspace=0.06)
-    figure = Figure(figsize=(3.6 * columns, 0.27 * sum(heights)), layout=engine)
+    figure = Figure(figsize=(4.0 * columns, 0.27 * sum(heights)), layout=engine)
     axes = figure.subplots(len(lines), columns, squeeze=False, height_ratios=heights)
     for line, spare in zip(axes, [*lines], strict=True):
         for ax in line[len(spare) :]:
             ax.set_axis_off()
         for ax, (panel, chosen) in zip(line, spare, strict=False):
-            _draw_panel(ax, panel, chosen)
+            _draw_panel(ax, panel, chosen, places=max(len(rows) for _, rows in spare))
     return figure
 
 
-def _draw_panel(ax: Any, panel: Panel, rows: Sequence[Row]) -> None:
+def _draw_panel(ax: Any, panel: Panel, rows: Sequence[Row], *, places: int) -> None:
+    """Draws the bars; all panels beside each other have the same number of places, so that bars are equally thick."""
     values = [row.seconds if panel.seconds else row.rate / 1e9 for row in rows]
     ranges = [_range(panel, row) for row in rows]
     limits = [row.limit_rate / 1e9 for row in rows if row.limit_rate and row.contender == "treeckpt"]
     limit = limits[0] if limits and not panel.seconds else 0.0
     top = max([limit, *(high for _, high in ranges)])
     colors = [OWN if row.contender == "treeckpt" else OTHER for row in rows]
-    places = range(len(rows))
-    ax.barh(places, values, color=colors, height=0.68)
-    for place, value, (low, high) in zip(places, values, ranges, strict=True):
+    at = range(len(rows))
+    ax.barh(at, values, color=colors, height=0.68)
+    for place, value, (low, high) in zip(at, values, ranges, strict=True):
         ax.plot([low, high], [place, place], color=INK, linewidth=0.8, alpha=0.55, solid_capstyle="butt")
         ax.text(max(value, high) + top * 0.02, place, f"{value:.2f}", va="center", color=INK, fontsize=8)
-    ax.set_yticks(places, [row.contender for row in rows])
+    ax.set_yticks(at, [row.contender for row in rows])
     for label, row in zip(ax.get_yticklabels(), rows, strict=True):
         if row.contender == "treeckpt":
             label.set(fontweight="bold", color=OWN)
-    ax.invert_yaxis()
+    ax.set_ylim(places - 0.5, -0.5)
     if limit:
         ax.axvline(limit, color=LINE, linewidth=1, linestyle=(0, (3, 2)), zorder=0)
         ax.text(limit, -0.62, LIMIT_TEXTS[rows[0].limit], color=LINE, fontsize=7, ha="right", va="bottom")
