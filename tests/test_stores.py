@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -434,12 +435,13 @@ def test_reading_leaves_no_file_open(tmp_path: Path) -> None:
     import numpy as np
 
     tc.save(tmp_path / "c", {f"k{n}": np.arange(100) for n in range(50)}, max_shard_bytes=1000)
+    gc.collect()  # what other tests left
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         tc.load(tmp_path / "c", copy=True)
         tc.verify(tmp_path / "c")
         tc.inspect(tmp_path / "c")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_reader_can_be_closed_twice(tmp_path: Path) -> None:

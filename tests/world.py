@@ -16,7 +16,20 @@ from treeckpt.core.shard import sealed
 from treeckpt.io.comm import Comm, thread_comms
 from treeckpt.io.store import Store, Writer
 
-__all__ = ["Faulty", "Outcome", "Switch", "assert_equal", "errors_of", "on_ranks", "reseal", "small_tree"]
+__all__ = [
+    "Faulty",
+    "Outcome",
+    "Switch",
+    "assert_equal",
+    "assert_holds",
+    "errors_of",
+    "on_ranks",
+    "reseal",
+    "reseal_shard",
+    "shards_of",
+    "small_tree",
+    "whole_tree",
+]
 
 LIMIT = 60.0
 """Seconds after which ranks count as hung."""
@@ -206,3 +219,18 @@ def reseal(path: Path, change: Callable[[Any], None]) -> None:
     change(document)
     document["seal"] = "0" * 16
     file.write_bytes(sealed(msgspec.json.encode(document)))
+
+
+def shards_of(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors"))
+
+
+def reseal_shard(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = msgspec.json.decode(data[8 : 8 + size])
+    change(header)
+    header["__metadata__"] = {"seal": "0" * 16} | {k: v for k, v in header["__metadata__"].items() if k != "seal"}
+    text = msgspec.json.encode(header)
+    assert len(text) <= size, "it fits into the padding"
+    path.write_bytes(sealed(data[:8] + text.ljust(size)) + data[8 + size :])

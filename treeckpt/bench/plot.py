@@ -99,7 +99,8 @@ def _draw_panel(ax: Any, panel: Panel, rows: Sequence[Row], *, places: int) -> N
     ax.barh(at, values, color=colors, height=0.68)
     for place, value, (low, high) in zip(at, values, ranges, strict=True):
         ax.plot([low, high], [place, place], color=INK, linewidth=0.8, alpha=0.55, solid_capstyle="butt")
-        ax.text(max(value, high) + top * 0.02, place, f"{value:.2f}", va="center", color=INK, fontsize=8)
+        text = ax.text(max(value, high) + top * 0.02, place, f"{value:.2f}", va="center", color=INK, fontsize=8)
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # the line of the limit may be behind it
     ax.set_yticks(at, [row.contender for row in rows])
     for label, row in zip(ax.get_yticklabels(), rows, strict=True):
         if row.contender == "treeckpt":
