@@ -1,7 +1,8 @@
 """Reading a local file by ranges, at the rate of whichever holds the bytes: the page cache or the device.
 
-What is in the page cache is copied from there (a read that may not wait tells); the rest comes by O_DIRECT straight
-into the caller's memory where offset and address are page-aligned, else by a plain read.
+What is in the page cache is copied from there; the rest comes by O_DIRECT straight into the caller's memory where
+offset and address are page-aligned, else by a plain read. The kernel is asked first which it is: to try a read that
+may not wait would start its readahead, and every byte would be read twice.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from ..core.errors import CorruptError
+from .residency import is_cached
 
 __all__ = ["LocalReader", "open_regular"]
 
 PAGE = 4096
-_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
-_CAN_NOT = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+DIRECT = 64 << 10
+"""Bytes below which a read goes through the page cache: the device would not be faster."""
 
 
 def open_regular(path: Path, flags: int = 0) -> int:
@@ -55,6 +57,9 @@ class LocalReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = open_regular(path)
+        if hasattr(os, "posix_fadvise"):
+            # ranges are read as they are wanted: what lies behind one is not
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._direct: int | None = None
         self._lock = threading.Lock()
 
@@ -72,9 +77,7 @@ class LocalReader:
             raise
 
     def _fill(self, offset: int, out: memoryview) -> None:
-        filled = self._from_cache(offset, out)
-        if filled < len(out):
-            filled = self._from_device(offset, out, filled)
+        filled = 0 if len(out) < DIRECT or is_cached(self._fd, offset, len(out)) else self._from_device(offset, out)
         while filled < len(out):
             count = os.preadv(self._fd, [out[filled:]], offset + filled)
             if count == 0:
@@ -86,30 +89,11 @@ class LocalReader:
                 )
             filled += count
 
-    def _from_cache(self, offset: int, out: memoryview) -> int:
-        """Bytes that could be had without waiting for the device."""
-        filled = 0
-        while _NOWAIT and filled < len(out):
-            try:
-                count = os.preadv(self._fd, [out[filled:]], offset + filled, _NOWAIT)
-            except OSError as error:
-                if error.errno in _CAN_NOT:
-                    break
-                raise
-            if count == 0:
-                break
-            filled += count
-        return filled
-
-    def _from_device(self, offset: int, out: memoryview, filled: int) -> int:
+    def _from_device(self, offset: int, out: memoryview) -> int:
         """Reads whole pages past the page cache, as far as alignment allows; returns how much is filled."""
-        start = filled // PAGE * PAGE
-        stop = len(out) // PAGE * PAGE
-        if stop <= start or offset % PAGE or np.frombuffer(out, np.uint8).ctypes.data % PAGE:
-            return filled
-        fd = self._direct_fd()
-        if fd < 0:
-            return filled
+        start, stop = 0, len(out) // PAGE * PAGE
+        if offset % PAGE or np.frombuffer(out, np.uint8).ctypes.data % PAGE or (fd := self._direct_fd()) < 0:
+            return 0
         while start < stop:
             try:
                 count = os.preadv(fd, [out[start:stop]], offset + start)
@@ -117,11 +101,10 @@ class LocalReader:
                 if error.errno == errno.EINVAL:
                     break
                 raise
+            start += max(count, 0)
             if count <= 0 or count % PAGE:
-                start += max(count, 0)
                 break
-            start += count
-        return max(start, filled)
+        return start
 
     def _direct_fd(self) -> int:
         with self._lock:

@@ -27,7 +27,9 @@ HUGE = 2 << 20
 
 def aligned_buffer(nbytes: int, *, huge: bool = False) -> memoryview:
     """Zeroed, page-aligned memory of its own; in huge pages if asked: page faults are half of a load otherwise."""
-    memory = mmap.mmap(-1, max(nbytes, PAGE))
+    # private: huge pages are mostly switched off for shared memory, which is what mmap makes by itself
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(nbytes, PAGE), **private)
     if huge and nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
