@@ -7,8 +7,11 @@ outcome.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,6 +38,8 @@ __all__ = ["Trainer", "main"]
 ROWS = 8  # of a global batch
 LEARNING_RATE = 1e-3
 SILENCE = timedelta(seconds=90)  # longer than any step on a busy machine, shorter than a reader's patience
+
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 T = TypeVar("T")
 
@@ -173,9 +178,18 @@ def run_task(task: Task) -> Outcome:
         dist.destroy_process_group()
 
 
+def die_with_parent() -> None:
+    """Has the kernel end this process when the one that started it ends (Linux; elsewhere its next print does)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(argv: Sequence[str], *, rank: int) -> int:
     """Runs the task given as JSON; returns the exit code."""
     task: Task = msgspec.json.decode(argv[0], type=Task)  # pyright: ignore[reportArgumentType]
+    die_with_parent()
+    if RANKS[task.layout] > 1 and os.getppid() == 1:
+        return 1  # torchrun ended before this process could ask to end with it
     try:
         outcome = run_task(task)
     except Exception:
