@@ -115,7 +115,8 @@ def load(
         copy: gives each array memory of its own. Otherwise whole arrays are views of the memory that a stretch of
             a file was read into, which is freed when the last of them is.
         mmap: maps whole arrays instead of reading them: bytes come when they are touched, without checksums.
-            Arrays that are wanted in part, on a device or in another dtype are read as usual.
+            Arrays that are wanted in part, on a device or in another dtype are read as usual. The file must stay as
+            long as it is while any of them lives.
         allow_pickle: unpickles values that were saved so. This can run any code: only for files you trust.
         comm: gives this process's rank and the size of its world; ranks do not talk.
         on_report: gets the `LoadReport`.
