@@ -21,7 +21,7 @@ from .core.plan import Chunk, LoadPlan, Want, plan_load, plan_runs
 from .core.records import AliasRecord, ArrayRecord, Index, Leaf
 from .core.region import Region
 from .core.spec import ArraySpec
-from .io.engine import run_land, run_load, run_map
+from .io.intake import run_land, run_load, run_map
 from .io.record import Recorder
 from .io.shards import Shards
 from .io.store import Store
