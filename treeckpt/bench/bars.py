@@ -42,6 +42,7 @@ class Bar(msgspec.Struct, frozen=True):
         return "ok" if reached else "short"
 
 
+_FILLS: dict[Phase, Phase] = {"stream cold": "fill cold", "stream warm": "fill warm"}
 Find = Callable[[str, str, Phase], Row | None]
 
 
@@ -56,8 +57,9 @@ def judge(rows: Sequence[Row]) -> list[Bar]:
 
 
 def _against(find: Find, scenario: str, phase: Phase, peer: str, target: float) -> Bar:
-    """Times faster than another library."""
-    own, other = find(scenario, "treeckpt", phase), find(scenario, peer, phase)
+    """Times faster than another library, which fills in one way only."""
+    theirs: Phase = _FILLS.get(phase, phase)
+    own, other = find(scenario, "treeckpt", phase), find(scenario, peer, theirs)
     figure = other.summed / own.summed if own and other else None
     return Bar(scenario, f"{phase}, times faster than {peer}", figure, target, ">=", "x")
 
@@ -77,15 +79,15 @@ def _saves(find: Find) -> list[Bar]:
 
 
 def _loads(find: Find) -> list[Bar]:
-    cold: tuple[Phase, ...] = ("fill cold", "load cold")
-    warm: tuple[Phase, ...] = ("fill warm", "load warm")
+    cold: tuple[Phase, ...] = ("stream cold", "fill cold", "load cold")
+    warm: tuple[Phase, ...] = ("stream warm", "fill warm", "load warm")
     return [
-        _of_limit(find, "fill cold", "R", 0.90),
+        _of_limit(find, "stream cold", "R", 0.90),
         _of_limit(find, "load cold", "R_fresh", 0.95),
         *(_against(find, "gpt2", phase, "dcp", 2.5) for phase in cold),
         *(_against(find, "gpt2", phase, "safetensors", 1.5) for phase in cold),
         *(_against(find, "gpt2", phase, "dcp", 2.5) for phase in warm),
-        _of_limit(find, "fill warm", "a plain buffered read", 1.0),
+        _of_limit(find, "stream warm", "a plain buffered read", 1.0),
         _of_limit(find, "load warm", "a plain buffered read into new memory", 1.0),
     ]
 
@@ -93,7 +95,10 @@ def _loads(find: Find) -> list[Bar]:
 def _on_ranks(find: Find) -> list[Bar]:
     return [
         _against(find, "replicated", "save", "dcp", 4.0),
-        *(_against(find, "reshard", phase, "dcp", 2.5) for phase in ("fill cold", "load cold", "fill warm")),
+        *(
+            _against(find, "reshard", phase, "dcp", 2.5)
+            for phase in ("stream cold", "load cold", "stream warm", "load warm")
+        ),
         _reshard_bytes(find),
         _slice_bytes(find),
     ]

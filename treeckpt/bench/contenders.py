@@ -22,7 +22,7 @@ import treeckpt
 from .meter import files_of
 from .states import State
 
-__all__ = ["Contender", "SliceReader", "contenders_for", "slice_readers"]
+__all__ = ["Contender", "SliceReader", "Streamer", "contenders_for", "slice_readers"]
 
 
 class Contender(Protocol):
@@ -30,7 +30,7 @@ class Contender(Protocol):
 
     name: str
     kinds: tuple[str, ...]
-    """Of "save", "load" and "fill": what is measured; "save" always."""
+    """Of "save", "load", "fill" and "stream": what is measured; "save" always."""
 
     def prepare(self, state: State) -> Any:
         """What `save` gets, in the arrays that the library knows; before the clock starts."""
@@ -49,6 +49,14 @@ class Contender(Protocol):
         ...
 
 
+class Streamer(Protocol):
+    """A contender that can also check each block on its way, instead of everything first."""
+
+    def stream_into(self, directory: Path, state: State) -> None:
+        """Fills a state in one pass."""
+        ...
+
+
 def sync(directory: Path) -> None:
     """Makes files durable, and the names of files."""
     for path in [*files_of(directory), *(p for p in directory.rglob("*") if p.is_dir()), directory]:
@@ -63,7 +71,7 @@ class Treeckpt:
     """treeckpt with its defaults: durable, checksums written and verified."""
 
     name = "treeckpt"
-    kinds: tuple[str, ...] = ("save", "load", "fill")
+    kinds: tuple[str, ...] = ("save", "load", "fill", "stream")
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
@@ -83,6 +91,10 @@ class Treeckpt:
     def load_into(self, directory: Path, state: State) -> None:
         """With all checksums compared before the first byte is written, the default."""
         treeckpt.load_into(directory / "step", state)
+
+    def stream_into(self, directory: Path, state: State) -> None:
+        """With each block's checksum compared before its bytes are put in place."""
+        treeckpt.load_into(directory / "step", state, verify="stream")
 
 
 class Dcp:

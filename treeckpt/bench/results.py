@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 __all__ = ["LIMITS", "PHASES", "Limit", "Phase", "Row", "Trial", "medians", "summarize"]
 
-Phase = Literal["save", "load cold", "load warm", "fill cold", "fill warm"]
+Phase = Literal["save", "load cold", "load warm", "fill cold", "fill warm", "stream cold", "stream warm"]
 Limit = Literal["W", "R", "R_fresh", "C", "plain", "plain_fresh"]
 
-PHASES: tuple[Phase, ...] = ("save", "load cold", "load warm", "fill cold", "fill warm")
-"""`load` makes a new tree, `fill` fills one that exists; cold is from the device, warm from the page cache."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
+"""`load` makes a new tree, `fill` fills one that exists, `stream` does so in one pass, checking each block before it is
+put in place (treeckpt's `fill` checks everything first); cold is from the device, warm from the page cache."""
 
 LIMITS: dict[Phase, Limit] = {
     "save": "W",
@@ -26,6 +27,8 @@ LIMITS: dict[Phase, Limit] = {
     "load warm": "plain_fresh",
     "fill cold": "R",
     "fill warm": "plain",
+    "stream cold": "R",
+    "stream warm": "plain",
 }
 """What each phase is measured against."""
 
