@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from .results import Phase, Row
+from .results import Phase, Row, StayRow
 
-__all__ = ["MEMORY", "Bar", "judge"]
+__all__ = ["MEMORY", "Bar", "judge", "judge_stays"]
 
 MEMORY = 96 << 20
 """Bytes of memory that a save, or a load beyond its destination, may take."""
@@ -31,7 +31,7 @@ class Bar(msgspec.Struct, frozen=True):
     figure: float | None
     target: float
     sense: Literal[">=", "<="]
-    unit: Literal["x", "MiB"]
+    unit: Literal["x", "MiB", "ms"]
 
     @property
     def state(self) -> State:
@@ -133,3 +133,43 @@ def _memory(find: Find) -> list[Bar]:
             text = "memory at the peak" + (", beyond what is loaded" if phase == "load cold" else "")
             bars.append(Bar(scenario, f"{phase}, {text}", figure, MEMORY / 2**20, "<=", "MiB"))
     return bars
+
+
+def judge_stays(rows: Sequence[StayRow]) -> list[Bar]:
+    """The bars of saves in the background."""
+    table = {(row.scenario, row.contender): row for row in rows}
+    own, lazy = table.get(("async", "treeckpt")), table.get(("async", "treeckpt lazy"))
+    dcp, rival = table.get(("async", "dcp thread")), table.get(("async", "torch_checkpointing"))
+    tiny = table.get(("async-tiny", "treeckpt"))
+    calm = dcp.interference if dcp and dcp.interference is not None else None
+    return [
+        _stay("blocked, times shorter than dcp's", dcp.blocked / own.blocked if own and dcp else None, 2.0, ">="),
+        _stay(
+            "blocked, times shorter than torch_checkpointing's",
+            rival.blocked / own.blocked if own and rival else None,
+            1.0,
+            ">=",
+        ),
+        _stay("first save, times longer than a warm one", own.first / own.blocked if own else None, 2.5, "<="),
+        _stay("blocked, times as long as a copy", own.stall if own else None, 1.25, "<="),
+        _stay("lazy, blocked, times as long as a copy", lazy.stall if lazy else None, 0.10, "<="),
+        _stay("time lost by training steps / time until durable", own.interference if own else None, 0.10, "<="),
+        _stay(
+            "time lost by training steps, times less than with dcp's thread",
+            calm / max(own.interference, 1e-3) if own and own.interference is not None and calm is not None else None,
+            2.0,
+            ">=",
+        ),
+        Bar(
+            "async-tiny",
+            "longest wait for the interpreter",
+            max(0.0, tiny.gap) * 1e3 if tiny and tiny.gap is not None else None,
+            20.0,
+            "<=",
+            "ms",
+        ),
+    ]
+
+
+def _stay(text: str, figure: float | None, target: float, sense: Literal[">=", "<="]) -> Bar:
+    return Bar("async", text, figure, target, sense, "x")

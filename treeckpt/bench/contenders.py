@@ -22,7 +22,7 @@ import treeckpt
 from .meter import files_of
 from .states import State
 
-__all__ = ["Contender", "SliceReader", "Streamer", "contenders_for", "slice_readers"]
+__all__ = ["Contender", "SliceReader", "Streamer", "contenders_for", "is_there", "slice_readers", "sync"]
 
 
 class Contender(Protocol):
@@ -184,7 +184,8 @@ class Safetensors:
             state[name].copy_(tensor)
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
+    """Whether a module is installed."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -196,14 +197,14 @@ def contenders_for(ranks: int) -> list[Contender]:
     if ranks > 1:
         return [Treeckpt(alone=False), Dcp(alone=False)]
     found: list[Contender] = [Treeckpt(alone=True), TorchSave()]
-    if _is_there("safetensors"):
+    if is_there("safetensors"):
         found.append(Safetensors())
     found += [Dcp(alone=True), Dcp(alone=True, threads=4)]
-    if _is_there("orbax.checkpoint") and _is_there("jax"):
+    if is_there("orbax.checkpoint") and is_there("jax"):
         from .others import Orbax
 
         found.append(Orbax())
-    if _is_there("torch_checkpointing"):
+    if is_there("torch_checkpointing"):
         from .others import TorchCheckpointing
 
         found.append(TorchCheckpointing())
@@ -243,4 +244,4 @@ class _TorchRows(TorchSave):
 
 def slice_readers() -> list[Any]:
     """Contenders that are `SliceReader`s too."""
-    return [_TreeckptRows(alone=True), _TorchRows(), *([_SafetensorsRows()] if _is_there("safetensors") else [])]
+    return [_TreeckptRows(alone=True), _TorchRows(), *([_SafetensorsRows()] if is_there("safetensors") else [])]
