@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from .agreeing import SaveOptions
 from .core.errors import CheckpointError, CheckpointExists, CorruptError, TreeckptError
 from .core.index import INDEX_NAME, encode_index, rebuild
 from .core.records import Index
@@ -20,7 +21,7 @@ from .io.shards import open_shard, read_header, verify_shard
 from .io.store import Store, open_store
 from .loading import LoadOptions, load_into_tree, load_tree
 from .reports import LoadReport, Problem, SaveReport, VerifyReport
-from .saving import SaveOptions, save_tree
+from .saving import save_tree
 
 __all__ = ["abstract", "inspect", "load", "load_into", "rebuild_index", "save", "verify"]
 
