@@ -44,6 +44,7 @@ from .io.comm import Comm
 from .io.record import Recorder
 from .io.rounds import Round
 from .io.store import Store
+from .leaves.base import Source
 from .leaves.describe import Brought, bring, content_digests
 from .plans import Plans, kept_plans, make_plans
 
@@ -79,7 +80,8 @@ class Agreed(msgspec.Struct, frozen=True):
     """A save that all ranks have agreed to."""
 
     facts: Facts
-    brought: Brought
+    sources: dict[str, Source]
+    """What this rank brings, by path; to be emptied once it is copied."""
     plans: Plans | None
     """None where this rank could not make them: the others have to be told."""
     error: Exception | None
@@ -302,4 +304,4 @@ class _Agreement:
             self.values if first else {},
             tuple(self.own_values) if first else (),
         )
-        return Agreed(facts, self.brought, plans, self.error, self.round.branch(terms.save_id))
+        return Agreed(facts, self.brought.sources, plans, self.error, self.round.branch(terms.save_id))

@@ -30,7 +30,10 @@ from .io.store import Store
 from .leaves.base import Piece
 from .plans import Plans
 
-__all__ = ["Facts", "judge", "may_be_in_place", "remove", "shard_names", "write_shards"]
+__all__ = ["Facts", "Stream", "judge", "may_be_in_place", "remove", "shard_names", "write_shards"]
+
+Stream = tuple[Sequence[FilePlan], Callable[[int], Sequence[Piece]]]
+"""What files are made of: for each a plan of its bytes, and the pieces by number of leaf."""
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True):
@@ -63,13 +66,13 @@ def write_shards(
     store: Store,
     facts: Facts,
     plans: Plans,
-    stream: tuple[Sequence[FilePlan], Callable[[int], Sequence[Piece]]],
+    stream: Stream,
     recorder: Recorder,
 ) -> tuple[FileRow, ...]:
     """Writes this rank's shards, durably.
 
     Args:
-        stream: what the files of the plan are made of: for each a plan of the same bytes, and the pieces by leaf.
+        stream: for each file of the plan one of the same bytes.
     """
     manifest = encode_manifest(_index(facts, plans, None, FileTable())) if facts.rank == 0 else None
     planned = plans.own.files

@@ -19,14 +19,14 @@ import msgspec
 
 from .agreeing import Agreed, SaveOptions, Standing, agree
 from .agreement import Done, Verdict
-from .committing import remove, shard_names
+from .committing import Stream, remove, shard_names
 from .faults import raise_faults
 from .io.comm import Comm
 from .io.record import Recorder
 from .io.store import Store
 from .plans import Plans
 from .reports import SaveReport
-from .scribe import Here, Scribe, Stream, Wrote
+from .scribe import Here, Scribe, Wrote
 
 __all__ = ["complete", "report_of", "save_tree"]
 
@@ -74,7 +74,7 @@ def save_tree(
 
 def source_stream(agreed: Agreed, plans: Plans) -> Stream:
     """The files of a plan straight out of the tree."""
-    sources = agreed.brought.sources
+    sources = agreed.sources
     return plans.own.files, lambda number: sources[plans.leaf(number).path].pieces
 
 

@@ -38,7 +38,7 @@ Pin = Callable[[int, int], Callable[[], None]]
 
 
 def area_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where in an arena the data areas of files of these sizes start, each on a page of its own; and the bytes of all."""
+    """Where in an arena the data areas of files of these sizes start, each on a page; and the bytes of all."""
     ends = list(itertools.accumulate((-(-nbytes // PAGE) * PAGE for nbytes in sizes), initial=0))
     return ends[:-1], ends[-1]
 
@@ -86,8 +86,9 @@ class Arena:
         self._touched = 0
         self._unpin: Callable[[], None] | None = None
         if pin is not None:
-            self._unpin = pin(self.address, self.nbytes)
-            self._touched = self.nbytes
+            with contextlib.suppress(RuntimeError):  # the driver refuses: copies take a detour, no more
+                self._unpin = pin(self.address, self.nbytes)
+                self._touched = self.nbytes
         self.leased = False
         self.spare = 0
         """Leases in a row that took less than half of it."""
