@@ -24,6 +24,7 @@ NAMES = [
     "LocalStore",
     "MemoryStore",
     "MismatchError",
+    "Pending",
     "PerRank",
     "RankError",
     "Region",
@@ -36,8 +37,10 @@ NAMES = [
     "inspect",
     "load",
     "load_into",
+    "prewarm",
     "rebuild_index",
     "save",
+    "save_async",
     "verify",
 ]
 

@@ -8,7 +8,7 @@
 Importing it, reading an index and the command line import no torch.
 """
 
-from .api import abstract, inspect, load, load_into, rebuild_index, save, verify
+from .api import abstract, inspect, load, load_into, prewarm, rebuild_index, save, save_async, verify
 from .core.errors import (
     CheckpointError,
     CheckpointExists,
@@ -27,6 +27,7 @@ from .core.spec import ArraySpec
 from .core.tree import PerRank
 from .io.store import LocalStore, MemoryStore
 from .leaves.sharded import Sharded
+from .pending import Pending
 from .reports import LoadReport, SaveReport, VerifyReport
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "LocalStore",
     "MemoryStore",
     "MismatchError",
+    "Pending",
     "PerRank",
     "RankError",
     "Region",
@@ -54,7 +56,9 @@ __all__ = [
     "inspect",
     "load",
     "load_into",
+    "prewarm",
     "rebuild_index",
     "save",
+    "save_async",
     "verify",
 ]
