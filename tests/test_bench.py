@@ -148,7 +148,7 @@ def test_saves_in_the_background_are_judged_by_the_warm_ones():
     assert {bar.state for bar in judge_stays(slow)} == {"short", "ok", "not measured"}
 
 
-@pytest.mark.parametrize("name", ["async", "async-tiny"])
+@pytest.mark.parametrize("name", [pytest.param("async", marks=pytest.mark.slow), "async-tiny"])
 def test_saves_in_the_background_are_measured_beside_steps_or_ticks(name, tmp_path):
     out = tmp_path / "out.json"
     options = ["--scale", "0.002", "--repetitions", "1", "--only", name, "--dir", str(tmp_path), "--json", str(out)]
