@@ -8,7 +8,7 @@ from typing import cast
 from .chunks import Chunks, NoChunks, encode_chunks
 from .inventory import LeafSpec, Plenum
 from .layout import BoxLayout, Layout
-from .plan import Placed
+from .plan import Placed, PlacedWhole
 from .records import (
     AliasRecord,
     ArrayRecord,
@@ -45,7 +45,7 @@ class _Table:
 
 def build_index(
     plenum: Plenum,
-    placed: Mapping[int, Placed] | None,
+    placed: Mapping[int, Placed | PlacedWhole] | None,
     files: FileTable,
     *,
     values: Mapping[str, Value],
@@ -74,7 +74,7 @@ def build_index(
         if leaf.alias_of is not None:
             records.append(AliasRecord(spec, _base(plenum, numbers, n, leaf), leaf.view))
         elif leaf.per_rank is not None:
-            records.append(PerRankArrays(spec, encode_runs(at.starts) if at is not None else ()))
+            records.append(PerRankArrays(spec, encode_runs(at.starts) if isinstance(at, Placed) else ()))
         else:
             chunks: Chunks = encode_chunks(leaf.spec.shape, at) if at is not None else NoChunks()
             records.append(ArrayRecord(spec, _layout_number(leaf.layout, layouts), chunks))

@@ -137,10 +137,15 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """The user's own."""
 
     @cached_property
+    def paths(self) -> list[tuple[str, Runs | None]]:
+        """Each leaf's path, in the tree's order; under a `PerRank` with the ranks it stands for."""
+        return paths_of(self.structure)
+
+    @cached_property
     def entries(self) -> tuple[Leaf, ...]:
         """Every leaf with its path, in the tree's order."""
         found: list[Leaf] = []
-        for number, ((path, ranks), record) in enumerate(zip(paths_of(self.structure), self.leaves, strict=True)):
+        for number, ((path, ranks), record) in enumerate(zip(self.paths, self.leaves, strict=True)):
             spec = None if isinstance(record, (ValueRecord, PerRankValues)) else self.specs[record.spec]
             found.append(Leaf(number, path, record, ranks, spec))
         return tuple(found)
