@@ -108,7 +108,8 @@ class _Load:
         self.loaded += 1
         self.filling.claim(path, leaf)
         if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
-            self.check(path, leaf, spec)
+            if spec is not leaf.spec:
+                self.check(path, leaf, spec)
             if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
                 slot = self.filling.land(path, leaf, spec)
                 if slot is not None:
@@ -278,8 +279,8 @@ def _is_array_like(leaf: object) -> bool:
 _Make = Callable[[object, str], Target | None]
 
 
-def _match(job: _Load, like: object, make: _Make, *, views: bool) -> list[Slot]:
-    """Slots for the leaves of a tree like this, in its order; arrays are wanted, not yet read."""
+def _match(job: _Load, like: object, make: _Make, *, views: bool) -> tuple[list[tuple[str, object]], list[Slot]]:
+    """The leaves of a tree like this, and slots for them, in its order; arrays are wanted, not yet read."""
     _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     asked: set[str] = set()
     pairs: list[tuple[object, str, Leaf | None]] = []
@@ -294,7 +295,7 @@ def _match(job: _Load, like: object, make: _Make, *, views: bool) -> list[Slot]:
         pairs.append((wanted, path, leaf))
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], Slot] = {}
-    return [
+    return leaves, [
         Slot(wanted) if leaf is None else _slot(job, wanted, path, leaf, make, ties, views)
         for wanted, path, leaf in pairs
     ]
@@ -329,7 +330,7 @@ def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> t
     if like is None:
         tree = _as_saved(job)
     else:
-        slots = _match(job, like, lambda wanted, path: like_of(wanted, path, rank, options.device), views=True)
+        _, slots = _match(job, like, lambda wanted, path: like_of(wanted, path, rank, options.device), views=True)
         job.filling.run(options.verify, mapped=options.mmap)
         tree = replace_leaves(like, iter([slot.leaf for slot in slots]), namespace=options.namespace)
     return tree, job.report()
@@ -338,20 +339,22 @@ def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> t
 def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
     job, rank = _Load(store, comm, options), comm.rank
-    slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, rank), views=False)
-    _, before = flatten(tree, rank=rank, namespace=options.namespace)
+    before, slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, rank), views=False)
     # what is equal already stays the very object, so that only real changes need a container that can change
     kept = [old if _is_same(old, slot.leaf) else slot.leaf for (_, old), slot in zip(before, slots, strict=True)]
-    new = replace_leaves(tree, iter(kept), namespace=options.namespace)
-    _check_graft(tree, before, new, options)
+    new = tree
+    if any(old is not leaf for (_, old), leaf in zip(before, kept, strict=True)):
+        new = replace_leaves(tree, iter(kept), namespace=options.namespace)
+        _check_graft(tree, before, new, options)
     job.filling.run(options.verify, in_place=True)
-    graft(tree, new, namespace=options.namespace)
+    if new is not tree:
+        graft(tree, new, namespace=options.namespace)
     return job.report()
 
 
 def _is_same(old: object, new: object) -> bool:
     """Whether two values are stored alike; Python's own comparison takes 1, 1.0 and True for the same."""
-    if old is new:
+    if old is new or (type(old) is type(new) and type(old) in (int, bool, str) and old == new):
         return True
     if _is_array_like(old) or _is_array_like(new):
         return False

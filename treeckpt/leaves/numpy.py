@@ -13,6 +13,7 @@ from ..core.spec import ArraySpec, Typed
 from .base import (
     Box,
     HostArray,
+    HostMemory,
     Piece,
     Source,
     Storage,
@@ -82,12 +83,15 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
     whole = Region.whole(leaf.shape)
     if leaf.dtype.byteorder == ">":
         return Source(spec, None, (Piece(whole, _Swapped(leaf)),))
-    raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
     storage = None
     if leaf.size and all(step >= 0 and step % leaf.itemsize == 0 for step in leaf.strides):
         strides = None if leaf.flags.c_contiguous else tuple(step // leaf.itemsize for step in leaf.strides)
         nbytes = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.strides, strict=True)) + leaf.itemsize
         storage = Storage(leaf.__array_interface__["data"][0], nbytes, strides)
+        if strides is None:
+            memory = HostMemory(storage.address, leaf.shape, leaf.itemsize, leaf)
+            return Source(spec, None, (Piece(whole, memory),), storage)
+    raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
     return Source(spec, None, (Piece(whole, HostArray(raw)),), storage)
 
 
@@ -109,8 +113,12 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
             found=f"{leaf.dtype.str} of strides {leaf.strides}{read_only}",
             hint="Use load(path, like=tree), which makes new arrays",
         )
+    whole = Region.whole(leaf.shape)
+    if leaf.size and leaf.flags.c_contiguous:
+        memory = HostMemory(leaf.__array_interface__["data"][0], leaf.shape, leaf.itemsize, leaf)
+        return Target(spec, leaf, (TargetPiece(whole, memory),))
     raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
-    return Target(spec, leaf, (TargetPiece(Region.whole(leaf.shape), HostArray(raw)),))
+    return Target(spec, leaf, (TargetPiece(whole, HostArray(raw)),))
 
 
 def like(leaf: Any, path: str, rank: int, device: str | None) -> Target | None:
