@@ -47,6 +47,10 @@ class LoadOptions(msgspec.Struct, frozen=True):
     namespace: str = ""
 
 
+_Make = Callable[[Any, str], Target | None]
+"""Gives the target of a wanted leaf at a path."""
+
+
 class _Load:
     """One load on one rank."""
 
@@ -103,8 +107,8 @@ class _Load:
         assert isinstance(record, ValueRecord), "arrays are read, not decoded"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
-    def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Callable[[], Target | None]) -> Slot:
-        """Wants an array: as a view of what is read where that is possible, else in a target of its own."""
+    def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: _Make, wanted: object) -> Slot:
+        """Wants an array: as a view of what is read where that is possible, else in the target that `make` makes."""
         self.loaded += 1
         self.filling.claim(path, leaf)
         if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
@@ -114,7 +118,7 @@ class _Load:
                 slot = self.filling.land(path, leaf, spec)
                 if slot is not None:
                     return slot
-        target = make()
+        target = make(wanted, path)
         if target is None:
             raise MismatchError(
                 path,
@@ -227,7 +231,7 @@ def _array_as_saved(job: _Load, leaf: Leaf, saved: ArraySpec) -> Slot:
     device = job.options.device
     spec = saved if device == "original" else msgspec.structs.replace(saved, device=None) if saved.device else saved
     # without torch new_array says so; a view would fail later, and less clearly
-    return job.array(leaf.path, leaf, spec, lambda: new_array(spec, leaf.path, device))
+    return job.array(leaf.path, leaf, spec, lambda spec, path: new_array(spec, path, device), spec)
 
 
 def _is_tied(leaf: Leaf, job: _Load) -> bool:
@@ -264,9 +268,8 @@ def _own_structure(structure: Structure, job: _Load) -> Structure:
 # with like -------------------------------------------------------------------------------------------------------
 
 
-def _plain(path: str, rank: int) -> str:
-    """A path of a live tree as the index has it."""
-    mark = rank_key(rank)
+def _plain(path: str, mark: str) -> str:
+    """A path of a live tree as the index has it; `mark` is the step into this rank's own."""
     if mark not in path:
         return path
     return "/".join("~rank*" if step == mark else step for step in path.split("/"))
@@ -276,16 +279,14 @@ def _is_array_like(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-_Make = Callable[[object, str], Target | None]
-
-
 def _match(job: _Load, like: object, make: _Make, *, views: bool) -> tuple[list[tuple[str, object]], list[Slot]]:
     """The leaves of a tree like this, and slots for them, in its order; arrays are wanted, not yet read."""
     _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     asked: set[str] = set()
     pairs: list[tuple[object, str, Leaf | None]] = []
+    mark = rank_key(job.rank)
     for text, wanted in leaves:
-        path = _plain(text, job.rank)
+        path = _plain(text, mark)
         asked.add(path)
         leaf = None
         if wanted is not ... and job.selected(path):
@@ -318,10 +319,11 @@ def _slot(
     record = leaf.record
     base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
     # leaves that are one object in like, and one array in the checkpoint, stay one object
-    if (id(wanted), base) not in ties:
+    slot = ties.get((id(wanted), base))
+    if slot is None:
         spec = abstract_of(wanted, path, job.rank) if views else None
-        ties[id(wanted), base] = job.array(path, leaf, spec, lambda: make(wanted, path))
-    return ties[id(wanted), base]
+        slot = ties[id(wanted), base] = job.array(path, leaf, spec, make, wanted)
+    return slot
 
 
 def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:

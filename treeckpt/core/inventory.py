@@ -26,7 +26,7 @@ from .structure import Structure, merge, paths_of, widen_ranks
 __all__ = ["Inventory", "LeafSpec", "Plenum", "RankClass", "array_leaves", "digest_of", "unify"]
 
 
-class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
+class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One leaf as one rank, or all, see it."""
 
     path: str
