@@ -323,4 +323,6 @@ def widen_ranks(structure: Structure, ranks: Runs) -> Structure:
         return None
     if isinstance(structure, PerRankNode):
         return PerRankNode((ranks,), tuple(widen_ranks(child, ranks) for child in structure.children))
-    return msgspec.structs.replace(structure, children=tuple(widen_ranks(child, ranks) for child in structure.children))
+    children = tuple([None if child is None else widen_ranks(child, ranks) for child in structure.children])
+    # most trees hold no `PerRank`, and then nothing is made anew
+    return structure if children == structure.children else msgspec.structs.replace(structure, children=children)

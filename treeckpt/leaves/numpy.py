@@ -75,6 +75,11 @@ def _spec(array: np.ndarray, path: str) -> ArraySpec:
     return ArraySpec(array.shape, dtype_name(array.dtype, path), kind="numpy")
 
 
+def _memory(array: np.ndarray) -> HostMemory:
+    """The memory of an array; all of it in C order, if the array is."""
+    return HostMemory(array.__array_interface__["data"][0], array.shape, array.itemsize, array)
+
+
 def source(leaf: Any, path: str, rank: int) -> Source | None:
     """Describes an array that is to be saved."""
     if not isinstance(leaf, np.ndarray):
@@ -87,9 +92,9 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
     if leaf.size and all(step >= 0 and step % leaf.itemsize == 0 for step in leaf.strides):
         strides = None if leaf.flags.c_contiguous else tuple(step // leaf.itemsize for step in leaf.strides)
         nbytes = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.strides, strict=True)) + leaf.itemsize
-        storage = Storage(leaf.__array_interface__["data"][0], nbytes, strides)
+        memory = _memory(leaf)
+        storage = Storage(memory.address, nbytes, strides)
         if strides is None:
-            memory = HostMemory(storage.address, leaf.shape, leaf.itemsize, leaf)
             return Source(spec, None, (Piece(whole, memory),), storage)
     raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
     return Source(spec, None, (Piece(whole, HostArray(raw)),), storage)
@@ -115,8 +120,7 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
         )
     whole = Region.whole(leaf.shape)
     if leaf.size and leaf.flags.c_contiguous:
-        memory = HostMemory(leaf.__array_interface__["data"][0], leaf.shape, leaf.itemsize, leaf)
-        return Target(spec, leaf, (TargetPiece(whole, memory),))
+        return Target(spec, leaf, (TargetPiece(whole, _memory(leaf)),))
     raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
     return Target(spec, leaf, (TargetPiece(whole, HostArray(raw)),))
 
@@ -143,6 +147,8 @@ def empty(spec: ArraySpec, path: str, device: str | None) -> Target:
             hint="Install torch (treeckpt[torch]) to load it as a tensor",
         )
     array = np.empty(local_shape_of(spec), dtype.numpy)
+    if spec.regions is None and array.size:
+        return Target(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
     raw = array.view(raw_dtype(dtype.itemsize))
     return Target(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
 

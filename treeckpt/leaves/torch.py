@@ -22,6 +22,7 @@ from ..core.spec import ArraySpec, Typed
 from .base import (
     Box,
     HostArray,
+    HostMemory,
     Piece,
     Source,
     Storage,
@@ -110,7 +111,9 @@ def _signed(size: int) -> np.dtype[Any]:
     return np.dtype("<c16") if size == 16 else np.dtype(f"<i{size}") if size > 1 else np.dtype("u1")
 
 
-def _data(tensor: torch.Tensor) -> HostArray | DeviceArray:
+def _data(tensor: torch.Tensor) -> HostMemory | HostArray | DeviceArray:
+    if is_common(tensor) and (memory := memory_of(tensor, describe(tensor))) is not None:
+        return memory
     if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
         return HostArray(_raw(tensor))
     return DeviceArray(tensor)
