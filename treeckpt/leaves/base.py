@@ -6,6 +6,7 @@ source or target is a list of pieces: a region of the global array, and somethin
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -94,6 +95,10 @@ class HostMemory(msgspec.Struct, frozen=True, gc=False):
     def array(self) -> np.ndarray:
         """The same memory for numpy, of raw dtype."""
         return np.asarray(self)
+
+    def tobytes(self) -> bytes:
+        """A copy of all of it."""
+        return ctypes.string_at(self.address, math.prod(self.shape) * self.itemsize)
 
     def read(self, box: Box) -> np.ndarray:
         return self.array[box]

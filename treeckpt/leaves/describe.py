@@ -17,7 +17,7 @@ from ..core.region import c_strides
 from ..core.spec import Value
 from ..core.structure import rank_key
 from ..core.tree import flatten
-from .base import Piece, Source
+from .base import HostMemory, Piece, Source
 from .registry import encode, source_of
 from .sharded import Sharded
 
@@ -204,6 +204,8 @@ def _is_replica(source: Source) -> bool:
 
 def _hash_piece(piece: Piece, itemsize: int) -> bytes:
     shape = piece.region.shape
+    if isinstance(piece.data, HostMemory) and piece.region.size * itemsize <= SMALL:
+        return xxhash.xxh3_128_digest(piece.data.tobytes())
     box = tuple(slice(0, n) for n in shape)
     if piece.region.size * itemsize <= SMALL or not box:
         return xxhash.xxh3_128_digest(np.ascontiguousarray(piece.data.read(box)).data)
