@@ -244,10 +244,10 @@ def test_prewarm_of_what_cannot_be_saved_is_an_error(comm: Comm) -> None:
 # lazy staging ---------------------------------------------------------------------------------------------------------
 def test_the_guard_holds_the_step_until_everything_is_copied(tmp_path: Path, comm: Comm) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(8)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in range(4):
-        loss = model(torch.randn(4, 400)).square().mean()
+        loss = model(torch.randn(4, 200)).square().mean()
         expected = {key: value.clone() for key, value in model.state_dict().items()}
         moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
         tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
