@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import msgspec
 
 from .agreement import Done, Verdict
-from .committing import IN_PLACE, Facts, may_be_in_place
+from .committing import IN_PLACE, Facts, may_be_in_place, remove
 from .core.errors import CheckpointError
+from .core.progress import progress_name
 from .desk import Answer, Arrange, Assignment, Attach, Detach, End, Judge, Modules, Reply
 from .faults import fault_of
 from .io.arena import Arena
@@ -115,7 +116,9 @@ class There:
         )
 
     def end(self) -> None:
-        if not self.broken:
+        if self.broken:  # what the process would have removed
+            remove(self._store, [progress_name(self._facts.rank, self._facts.save_id)])
+        else:
             with contextlib.suppress(WriterGone):
                 self._process.channel.send(_encode(End()), timeout=self._limit)
 

@@ -1,4 +1,4 @@
-"""Saves in the background whose processes end: the interpreter normally; the writer, a rank, the coordinator by force."""
+"""Saves in the background whose processes end: the interpreter normally; a writer, a rank, the coordinator by force."""
 
 from __future__ import annotations
 
@@ -145,12 +145,13 @@ import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in a background job
 from treeckpt.background import session_of
 from treeckpt.io.comm import default_comm
-print(session_of(default_comm()).writer.process.pid, flush=True)
+writer = session_of(default_comm()).writer.process.pid
 if os.fork() == 0:
     for stream in (0, 1, 2):
         os.close(stream)
     time.sleep(20)
     os._exit(0)
+print(writer, flush=True)
 time.sleep(60)
 """
     with running(program(tmp_path / "c", end, act="sleep")) as process:
