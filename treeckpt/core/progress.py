@@ -14,7 +14,15 @@ import msgspec
 from .errors import FormatError
 from .shard import MAX_WORLD, SAVE_ID
 
-__all__ = ["MAX_PROGRESS", "Phase", "Progress", "decode_progress", "encode_progress", "parse_progress_name", "progress_name"]
+__all__ = [
+    "MAX_PROGRESS",
+    "Phase",
+    "Progress",
+    "decode_progress",
+    "encode_progress",
+    "parse_progress_name",
+    "progress_name",
+]
 
 Phase = Literal["write", "commit"]
 MAX_PROGRESS = 4096
