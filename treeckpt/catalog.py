@@ -22,6 +22,7 @@ from .core.errors import CheckpointNotFound, CorruptError, TreeckptError
 from .core.events import Timings
 from .core.index import INDEX_NAME
 from .core.profile import profile_of
+from .core.progress import parse_progress_name
 from .core.records import Index
 from .core.shard import parse_shard_name
 from .core.wording import visible
@@ -191,7 +192,8 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    return name == INDEX_NAME or parse_shard_name(name) is not None or _TIMINGS.fullmatch(name) is not None
+    known = parse_shard_name(name) or parse_progress_name(name) or _TIMINGS.fullmatch(name)
+    return name == INDEX_NAME or known is not None
 
 
 def scan(run: str | os.PathLike[str], *, cache: FileCache | None = None) -> list[CheckpointInfo]:

@@ -24,6 +24,7 @@ PHASES: dict[str, tuple[int, dict[str, Case]]] = {
     "two": (2, {}),
     "three": (3, {}),
     "four again": (4, {}),
+    "background": (4, {}),
 }
 
 

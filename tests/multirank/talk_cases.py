@@ -17,7 +17,7 @@ from .registry import Rank, case
 
 
 # how ranks talk -------------------------------------------------------------------------------------------------------
-class _Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     """Counts the operators of c10d that this thread calls."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _sequence() -> int:
+def sequence() -> int:
     """How many collectives the default group has issued, from any thread."""
     return dist.distributed_c10d._get_default_group()._get_sequence_number_for_group()
 
@@ -40,13 +40,13 @@ def no_collective_is_issued(here: Rank) -> None:
     tree = {"d": build("fsdp tp", here.rank, 4), "p": build("plain", here.rank, 4), "own": tc.PerRank(here.rank)}
     stages = build("stages", here.rank, 4)
     path = here.directory / "quiet"
-    with _Collectives() as control:
-        before = _sequence()
+    with Collectives() as control:
+        before = sequence()
         dist.all_reduce(torch.ones(1))
         assert control.found, "the operator count sees a collective"
-        assert _sequence() == before + 1, "so does the group's own count"
-    with _Collectives() as collectives:
-        before = _sequence()
+        assert sequence() == before + 1, "so does the group's own count"
+    with Collectives() as collectives:
+        before = sequence()
         tc.save(path, tree)
         tc.save(path, tree, overwrite=True, verify_replicas=True)
         tc.save(here.directory / "quiet stages", stages)
@@ -54,7 +54,7 @@ def no_collective_is_issued(here: Rank) -> None:
         tc.load(path)
         tc.load_into(path, tree)
         tc.load(path, tc.abstract(tree))
-        after = _sequence()
+        after = sequence()
     assert not collectives.found
     assert after == before, f"{after - before} collectives"
 

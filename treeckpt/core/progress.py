@@ -14,7 +14,15 @@ import msgspec
 from .errors import FormatError
 from .shard import MAX_WORLD, SAVE_ID
 
-__all__ = ["Phase", "Progress", "decode_progress", "encode_progress", "parse_progress_name", "progress_name"]
+__all__ = [
+    "MAX_PROGRESS",
+    "Phase",
+    "Progress",
+    "decode_progress",
+    "encode_progress",
+    "parse_progress_name",
+    "progress_name",
+]
 
 Phase = Literal["write", "commit"]
 MAX_PROGRESS = 4096
@@ -32,7 +40,7 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     phase: Phase
     """write: shards are being written; commit: this rank's are durable, and it waits for the others."""
     written: int
-    """Bytes, headers included."""
+    """Bytes of arrays."""
     planned: int
     """Bytes that `written` comes to in the end."""
     started_ns: int

@@ -15,10 +15,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..core.progress import Progress, encode_progress, progress_name
+from ..core.errors import TreeckptError
+from ..core.progress import (
+    MAX_PROGRESS,
+    Progress,
+    decode_progress,
+    encode_progress,
+    parse_progress_name,
+    progress_name,
+)
 from .store import LocalStore, Store, Writer
 
-__all__ = ["ProgressNote", "put_note"]
+__all__ = ["ProgressNote", "put_note", "read_progress"]
 
 PATIENCE = 0.5
 PAUSE = 0.25
@@ -33,6 +41,24 @@ def put_note(store: Store, name: str, data: bytes) -> None:
     with open(temporary, "wb") as file:
         file.write(data)
     os.replace(temporary, store.directory / name)
+
+
+def read_progress(store: Store) -> list[Progress]:
+    """The records that stand in a directory, by save and rank; those that cannot be read are left out.
+
+    A save that was killed leaves its record behind: look at `updated_ns`.
+    """
+    found: list[Progress] = []
+    with contextlib.suppress(OSError):
+        for name in store.sizes():
+            parsed = parse_progress_name(name)
+            if parsed is None:
+                continue
+            with contextlib.suppress(TreeckptError, OSError):  # it may be gone by now
+                progress = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
+                if (progress.rank, progress.save_id) == parsed:
+                    found.append(progress)
+    return sorted(found, key=lambda progress: (progress.started_ns, progress.save_id, progress.rank))
 
 
 class ProgressNote:
@@ -105,4 +131,5 @@ class _CountingWriter:
 
     def write(self, offset: int, data: memoryview) -> None:
         self._inner.write(offset, data)
-        self._count(len(data))
+        if offset:  # the header is no part of what is planned
+            self._count(len(data))

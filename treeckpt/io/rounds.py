@@ -188,7 +188,8 @@ class Round:
         left: list[bytes | None] = [None]
         with contextlib.suppress(RankError):  # whatever becomes of the board: the save has ended as it has
             if not self._name:
-                self._state.closed = _Closed(self._number, self._topic, list(self.lost), data)
+                # only a lost rank will ask for it, and it stands on the board for long
+                self._state.closed = _Closed(self._number, self._topic, list(self.lost), data if self.lost else b"")
                 comm.post(_STATE, msgspec.msgpack.encode(self._state))
             left = comm.wait(marks, SETTLE) if marks else []
         # a rank that has not read the last word yet may still do so until the next round, or branch, is closed
