@@ -216,7 +216,7 @@ def _save_file(
             try:
                 start = recorder.now()
                 for write in file.plan.writes:
-                    _feed(pipe, write, pieces(write.leaf))
+                    feed(pipe, write, pieces(write.leaf))
                 pipe.finish()
             finally:
                 pipe.drain()
@@ -232,7 +232,8 @@ def _save_file(
     return base, file.plan.nbytes
 
 
-def _feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
+def feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
+    """Gives a sink the bytes of an entry, from the piece that holds it."""
     region = write.region
     piece = pieces[0] if len(pieces) == 1 else _holder(region, pieces)
     if piece is None or not write.nbytes:
@@ -244,9 +245,6 @@ def _feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
         pipe.feed(array if region == piece.region else array[region.relative_to(piece.region).slices()])
     else:
         _feed_rows(pipe, region.relative_to(piece.region), piece.data)
-
-
-feed = _feed
 
 
 def _holder(region: Region, pieces: Sequence[Piece]) -> Piece | None:
