@@ -9,6 +9,7 @@ Importing it, reading an index and the command line import no torch.
 """
 
 from .api import abstract, inspect, load, load_into, rebuild_index, save, verify
+from .core import policy
 from .core.errors import (
     CheckpointError,
     CheckpointExists,
@@ -27,6 +28,7 @@ from .core.spec import ArraySpec
 from .core.tree import PerRank
 from .io.store import LocalStore, MemoryStore
 from .leaves.sharded import Sharded
+from .manager import Manager
 from .reports import LoadReport, SaveReport, VerifyReport
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "LayoutError",
     "LoadReport",
     "LocalStore",
+    "Manager",
     "MemoryStore",
     "MismatchError",
     "PerRank",
@@ -54,6 +57,7 @@ __all__ = [
     "inspect",
     "load",
     "load_into",
+    "policy",
     "rebuild_index",
     "save",
     "verify",

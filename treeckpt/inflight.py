@@ -1,0 +1,129 @@
+"""Saves in flight, and the clean-up after each: what a manager has under way on one rank.
+
+Cleaning runs in a thread of its own, one at a time, so that deleting terabytes holds no training up; it never makes a
+save fail, only says what it could not do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from .core.files import step_name
+from .core.policy import Policy
+from .finding import Finder
+from .run import CleanReport, Run
+
+__all__ = ["Flights", "Sweeper"]
+
+_log = logging.getLogger("treeckpt")
+
+
+class Flights:
+    """The background saves that have not ended yet, or whose failure nobody has been told of.
+
+    Args:
+        landed: called after each that has ended.
+    """
+
+    def __init__(self, landed: Callable[[], None]) -> None:
+        self._landed = landed
+        self._pending: list[tuple[int, Any]] = []
+        self._failed: list[Exception] = []
+        self._lock = threading.Lock()
+
+    def add(self, step: int, pending: Any) -> None:
+        """Takes a save in."""
+        with self._lock:
+            self._pending.append((step, pending))
+
+    def busy(self) -> frozenset[str]:
+        """The directories that are being saved."""
+        with self._lock:
+            return frozenset(step_name(step) for step, _ in self._pending)
+
+    def settle(self) -> None:
+        """Waits for all of them.
+
+        Raises:
+            What the first that failed came to.
+        """
+        while self._pending:
+            self._take(0)
+        if self._failed:
+            error, self._failed = self._failed[0], []
+            raise error
+
+    def collect(self) -> None:
+        """Notes what has ended, without waiting; failures are for `settle`."""
+        for position, (_, pending) in reversed(list(enumerate(self._pending))):
+            if pending.done():
+                self._take(position)
+
+    def _take(self, position: int) -> None:
+        step, pending = self._pending[position]
+        try:
+            pending.result()
+        except Exception as error:
+            _log.error("saving step %d failed: %s", step, error)
+            self._failed.append(error)
+        with self._lock:
+            self._pending.pop(position)
+        self._landed()
+
+
+class Sweeper:
+    """Cleans a run up, on rank 0.
+
+    Args:
+        busy: the directories that this process is saving.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        policies: Sequence[Policy],
+        finder: Finder,
+        *,
+        grace: float,
+        busy: Callable[[], frozenset[str]],
+    ) -> None:
+        self._run, self._policies, self._finder, self._grace, self._busy = run, policies, finder, grace, busy
+        self._pool: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+
+    def start(self) -> None:
+        """Cleans up soon, beside whatever comes next."""
+        self._pool = self._pool or ThreadPoolExecutor(1, "treeckpt-clean")
+        self._last = self._pool.submit(self._quietly)
+
+    def _quietly(self) -> None:
+        try:
+            failed = self._clean(dry_run=False).failed
+        except Exception as error:
+            self._finder.say(self._run.url, f"could not be cleaned up: {type(error).__name__}: {error}")
+            return
+        for one in failed:
+            self._finder.say(one.name, f"could not be cleaned away: {one.why}")
+
+    def _clean(self, *, dry_run: bool) -> CleanReport:
+        return self._run.clean(self._policies, grace=self._grace, busy=self._busy, dry_run=dry_run)
+
+    def sweep(self, *, dry_run: bool) -> CleanReport:
+        """Cleans up now, after what was started."""
+        self.wait()
+        return self._clean(dry_run=dry_run)
+
+    def wait(self) -> None:
+        """Waits for the clean-up that was started last."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Waits, and lets the thread go; it can be started again."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
