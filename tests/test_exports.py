@@ -25,6 +25,7 @@ NAMES = [
     "Manager",
     "MemoryStore",
     "MismatchError",
+    "Pending",
     "PerRank",
     "RankError",
     "Region",
@@ -38,8 +39,10 @@ NAMES = [
     "load",
     "load_into",
     "policy",
+    "prewarm",
     "rebuild_index",
     "save",
+    "save_async",
     "verify",
 ]
 

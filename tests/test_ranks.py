@@ -263,16 +263,16 @@ def test_an_array_that_cannot_be_read_is_named_before_anything_is_written() -> N
 
 
 def test_a_rank_that_fails_to_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from treeckpt import saving
+    from treeckpt import agreeing
 
-    store, real = MemoryStore(), saving.make_plans
+    store, real = MemoryStore(), agreeing.make_plans
 
     def make_plans(comm: Comm, *args: Any, **options: Any) -> Any:
         if comm.rank == 2:
             raise MemoryError("no memory for a plan")
         return real(comm, *args, **options)
 
-    monkeypatch.setattr(saving, "make_plans", make_plans)
+    monkeypatch.setattr(agreeing, "make_plans", make_plans)
     for error in errors_of(on_ranks(WORLD, lambda c: save(store, c, 1))):
         assert isinstance(error, tc.RankError) and error.ranks == {2: "MemoryError: no memory for a plan"}
     assert not shards(store)

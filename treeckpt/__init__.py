@@ -8,7 +8,7 @@
 Importing it, reading an index and the command line import no torch.
 """
 
-from .api import abstract, inspect, load, load_into, rebuild_index, save, verify
+from .api import abstract, inspect, load, load_into, prewarm, rebuild_index, save, save_async, verify
 from .core import policy
 from .core.errors import (
     CheckpointError,
@@ -29,6 +29,7 @@ from .core.tree import PerRank
 from .io.store import LocalStore, MemoryStore
 from .leaves.sharded import Sharded
 from .manager import Manager
+from .pending import Pending
 from .reports import LoadReport, SaveReport, VerifyReport
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Manager",
     "MemoryStore",
     "MismatchError",
+    "Pending",
     "PerRank",
     "RankError",
     "Region",
@@ -58,7 +60,9 @@ __all__ = [
     "load",
     "load_into",
     "policy",
+    "prewarm",
     "rebuild_index",
     "save",
+    "save_async",
     "verify",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import xxhash
 
-from .core.errors import MismatchError
+from .core.errors import CheckpointError, MismatchError
 from .core.events import Span
 from .core.inventory import Inventory, Plenum, RankClass, unify
 from .core.runs import encode_runs
@@ -25,6 +25,7 @@ __all__ = [
     "Told",
     "Verdict",
     "check_hellos",
+    "check_idle",
     "compare",
     "is_known",
     "join",
@@ -44,6 +45,10 @@ class Arguments(msgspec.Struct, frozen=True, array_like=True):
     overwrite: bool
     verify_replicas: bool
     max_shard_bytes: int
+    busy: str
+    """What to do where a save is still under way: wait, skip or error."""
+    rehearsal: bool
+    """Nothing is to be written: ranks only agree on the plan."""
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -56,6 +61,8 @@ class Hello(msgspec.Struct, array_like=True):
     remembered: str
     """Key of the plan that the rank has kept from the save before."""
     own_values: dict[str, Value]
+    running: str = ""
+    """Where the rank is still saving to, in the background."""
 
 
 class Ended(msgspec.Struct, array_like=True):
@@ -75,6 +82,8 @@ class Terms(Ended, array_like=True):
     """Ranks that send their contents, and inventory; none where all are equal."""
     known: bool
     """Whether every rank has kept that plan: then inventories are not sent."""
+    skipped: bool = False
+    """A rank is still busy with an earlier save, and that is a reason to do nothing."""
 
 
 class Told(msgspec.Struct, array_like=True):
@@ -123,6 +132,22 @@ def check_hellos(hellos: Mapping[int, Hello]) -> None:
                     found=f"{found!r} on rank {rank}",
                     hint="Call save with the same arguments on every rank",
                 )
+
+
+def check_idle(hellos: Mapping[int, Hello]) -> None:
+    """Refuses to begin while a rank is still busy with an earlier save.
+
+    Raises:
+        CheckpointError: naming that save and the rank.
+    """
+    for rank, hello in hellos.items():
+        if hello.running:
+            raise CheckpointError(
+                hello.arguments.path,
+                expected="no save under way",
+                found=f"that of {hello.running}, on rank {rank}",
+                hint='Save less often, or pass busy="wait" or busy="skip"',
+            )
 
 
 def key_of(hellos: Mapping[int, Hello]) -> str:

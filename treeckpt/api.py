@@ -1,4 +1,4 @@
-"""The public functions: save, load, load_into, inspect, verify, rebuild_index, abstract."""
+"""The public functions: save, save_async, prewarm, load, load_into, inspect, verify, rebuild_index, abstract."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from .agreeing import Busy, SaveOptions
+from .background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
 from .core.errors import CheckpointError, CheckpointExists, CorruptError, TreeckptError
 from .core.index import INDEX_NAME, encode_index, rebuild
 from .core.records import Index
@@ -19,10 +21,11 @@ from .io.record import Recorder
 from .io.shards import open_shard, read_header, verify_shard
 from .io.store import Store, open_store
 from .loading import LoadOptions, load_into_tree, load_tree
+from .pending import Pending
 from .reports import LoadReport, Problem, SaveReport, VerifyReport
-from .saving import SaveOptions, save_tree
+from .saving import save_tree
 
-__all__ = ["abstract", "inspect", "load", "load_into", "rebuild_index", "save", "verify"]
+__all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
 
 Path = str | os.PathLike[str] | Store
 
@@ -76,8 +79,79 @@ def save(
         RankError: ranks failed or fell silent; raised on every rank.
     """
     options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
+    comm = comm or default_comm()
     with _without_cycles():
-        return save_tree(open_store(path), tree, comm or default_comm(), options, custom_metadata or {})
+        return save_tree(open_store(path), tree, comm, options, custom_metadata or {}, standing_of(comm))
+
+
+def save_async(
+    path: Path,
+    tree: Any,
+    *,
+    step: int | None = None,
+    comm: Comm | None = None,
+    custom_metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    verify_replicas: bool = False,
+    allow_pickle: bool = False,
+    max_shard_bytes: int | None = None,
+    namespace: str = "",
+    staging: Staging = "copy",
+    writer: WriterKind = "process",
+    busy: Busy = "wait",
+    timeout: float | None = None,
+) -> Pending:
+    """Saves a tree in the background. Call it on every rank.
+
+    It returns when the ranks have agreed and the bytes that this rank writes are copied into memory that is kept for
+    the next save; after that the tree may be changed. They are written and committed behind it. What is wrong with the
+    call (there is a checkpoint already, ranks contradict each other) is raised here; what goes wrong later by
+    `Pending.result`, or, if nobody asks, by the next save.
+
+    Args:
+        staging: "copy" copies before it returns. "lazy" returns at once and copies beside the next forward and
+            backward, which must not change the tree: let `training.guard` hold the optimizer's step until it is
+            copied, or call `Pending.wait_staged` before anything changes. It pays where a step's computing before the
+            optimizer takes longer than the copy and leaves memory bandwidth free, as on a GPU; on a CPU that trains on
+            all its cores it only moves the time.
+        writer: "process" writes from a process of its own, started once and kept, so that the training's interpreter
+            is left alone; "thread" from this one. A store that lives in this process's memory takes the thread.
+        busy: what to do where an earlier save is still under way on any rank: "wait" for it; "skip" this one; or raise
+            an "error".
+        timeout: seconds to wait for another rank, for the writer to write some more, and for an earlier save; by
+            default the comm's, and for as long as an earlier save takes.
+
+    See `save` for the other arguments and errors.
+
+    Raises:
+        CheckpointError: an earlier save in the background failed, and nobody has asked for its result; or one is still
+            under way, and `busy` is "error".
+    """
+    shard_bytes = max_shard_bytes or 1 << 62
+    options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, shard_bytes, namespace, busy)
+    with _without_cycles():
+        return save_async_tree(
+            open_store(path),
+            tree,
+            comm or default_comm(),
+            options,
+            custom_metadata or {},
+            staging=staging,
+            writer=writer,
+            timeout=timeout,
+        )
+
+
+def prewarm(tree: Any, *, writer: WriterKind = "process", comm: Comm | None = None) -> None:
+    """Makes ready for saving trees like this one in the background, so that the first save takes no longer than others.
+
+    Starts the writer, makes the plans, and has the system provide the memory for staging. Call it on every rank.
+
+    Raises:
+        TreeckptError: the tree cannot be saved.
+    """
+    with _without_cycles():
+        prewarm_tree(tree, comm or default_comm(), writer=writer)
 
 
 def load(

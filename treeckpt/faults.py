@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from .core import errors
-from .core.errors import RankError, TreeckptError
+from .core.errors import CheckpointError, RankError, TreeckptError
 from .io.comm import Comm
 
-__all__ = ["Fault", "fault_of", "raise_faults", "silent_faults"]
+__all__ = ["Fault", "fault_of", "ours", "raise_faults", "silent_faults"]
 
 
 _KINDS: dict[str, type[TreeckptError]] = {
@@ -42,6 +42,15 @@ def fault_of(error: BaseException, rank: int, *, common: bool = False) -> Fault:
     if isinstance(error, TreeckptError):
         return Fault(rank, type(error).__name__, error.path, error.expected, error.found, error.hint, text, common)
     return Fault(rank, type(error).__name__, "", "", "", "", text, common)
+
+
+def ours(error: Exception, url: str) -> Exception:
+    """An error of the system's as one of ours; any other as it is."""
+    if not isinstance(error, OSError):
+        return error
+    made = CheckpointError(url, expected="files that can be written", found=f"{type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
 
 
 def silent_faults(lost: Mapping[int, str]) -> list[Fault]:

@@ -178,7 +178,7 @@ class Manager:
             self._after_save()
             self._sweeper.wait()
             return report
-        pending = api.save_async(store, tree, **options)  # pyright: ignore
+        pending = api.save_async(store, tree, **options)
         self._flights.add(step, pending)
         return pending
 

@@ -12,7 +12,7 @@ from .core.plan import SavePlan, plan_save
 from .core.runs import encode_runs
 from .io.comm import Comm
 
-__all__ = ["Plans", "kept_plans", "make_plans"]
+__all__ = ["Plans", "kept_plans", "make_plans", "plans_of"]
 
 _MEMORY = "plans"
 
@@ -57,10 +57,19 @@ def make_plans(comm: Comm, key: str, joined: Plenum | None, inventory: Inventory
         joined = joined or kept.plenum
     if joined is None:
         joined = unify([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
-    arrays = array_leaves(joined)
-    leaves = [leaf for _, leaf in arrays]
-    shares = assign(leaves)
-    own = plan_save(leaves, shares, comm.rank, max_shard_bytes=max_shard_bytes)
-    plans = Plans(key, max_shard_bytes, joined, arrays, shares, own)
+    plans = plans_of(key, joined, comm.rank, max_shard_bytes=max_shard_bytes)
     comm.memory[_MEMORY] = plans
     return plans
+
+
+def plans_of(key: str, plenum: Plenum, rank: int, *, max_shard_bytes: int) -> Plans:
+    """What follows from a global tree: the same on every rank, and in every process.
+
+    Raises:
+        LayoutError: pieces that do not make up their array.
+    """
+    arrays = array_leaves(plenum)
+    leaves = [leaf for _, leaf in arrays]
+    shares = assign(leaves)
+    own = plan_save(leaves, shares, rank, max_shard_bytes=max_shard_bytes)
+    return Plans(key, max_shard_bytes, plenum, arrays, shares, own)

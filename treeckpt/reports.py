@@ -39,9 +39,14 @@ class SaveReport(msgspec.Struct, frozen=True):
     seconds: float
     """From the call until the index was published."""
     spans: tuple[Span, ...] = ()
+    blocked_seconds: float | None = None
+    """Of a save in the background: from the call until it returned. None where the caller waited for all of it."""
+    staged_nbytes: int = 0
+    """Bytes that were copied, for the save to go on in the background."""
 
     def __str__(self) -> str:
-        rows = [f"saved {self.path}  {human_bytes(self.nbytes)} in {self.seconds:.3f} s"]
+        blocked = f", {self.blocked_seconds:.3f} s of it blocking" if self.blocked_seconds is not None else ""
+        rows = [f"saved {self.path}  {human_bytes(self.nbytes)} in {self.seconds:.3f} s{blocked}"]
         return "\n".join(rows + _span_rows(self.spans))
 
 

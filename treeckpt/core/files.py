@@ -26,7 +26,7 @@ FileKind = Literal["index", "shard", "timings", "progress", "deleted", "lease", 
 
 _PER_SAVE = re.compile(r"(timings|progress-[0-9]{1,9}|deleted)\.([0-9a-f]{16})\.json")
 _LEASE = re.compile(r"lease\.[0-9a-f]{16}\.json")
-_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(r"\.(.+?)(?:\.[0-9a-f]{16})?\.tmp")
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
 
 

@@ -169,11 +169,11 @@ def default_comm() -> Comm:
     It is kept with the default group's Store, so that ranks count their saves alike and a new group starts anew.
     """
     if "torch" not in sys.modules:
-        return SoloComm()
+        return _SOLO
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return SoloComm()
+        return _SOLO
     store: Any = dist.distributed_c10d._get_default_store()
     kept = _COMMS.get(id(store))
     if kept is None or kept[0] is not store:
@@ -183,6 +183,8 @@ def default_comm() -> Comm:
     return kept[1]
 
 
+_SOLO = SoloComm()
+"""The one comm of a process that is alone: it keeps plans, and the writer, from save to save."""
 _COMMS: dict[int, tuple[Any, TorchComm]] = {}
 """The one comm of the default process group, which is itself a global of torch's."""
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -24,12 +24,18 @@ from ..leaves.base import HostArray, Piece, Readable
 from .record import Recorder
 from .store import PAGE, Store, Writer, aligned_buffer
 
-__all__ = ["BUFFER", "SaveFile", "entries_of", "run_save"]
+__all__ = ["BUFFER", "SaveFile", "Sink", "entries_of", "feed", "run_save"]
 
 BUFFER = 8 << 20
 """Bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
 BUFFERS = 4
 WRITERS = 2
+
+
+class Sink(Protocol):
+    """Takes arrays one after the other, each in C order: a file, or memory."""
+
+    def feed(self, data: np.ndarray) -> None: ...
 
 
 class _Pipe:
@@ -92,9 +98,20 @@ class _Pipe:
         self._bytes = np.frombuffer(self._buffer, np.uint8)
 
     def _send(self, block: memoryview, nbytes: int, ring: queue.Queue[Any] | None) -> None:
-        self._pending.append(self._pool.submit(self._work, block, nbytes, self._start, ring))
+        self._pending.append(self._submit(block, nbytes, self._start, ring))
         self._start += nbytes
         self._reap()
+
+    def _submit(self, block: memoryview, nbytes: int, start: int, ring: queue.Queue[Any] | None) -> Future[None]:
+        try:
+            return self._pool.submit(self._work, block, nbytes, start, ring)
+        except RuntimeError:  # the interpreter ends, and starts no thread any more: this one does it
+            done: Future[None] = Future()
+            try:
+                done.set_result(self._work(block, nbytes, start, ring))
+            except BaseException as error:
+                done.set_exception(error)
+            return done
 
     def _reap(self) -> None:
         """Lets go of what is written; raises what failed."""
@@ -199,7 +216,7 @@ def _save_file(
     return base, file.plan.nbytes
 
 
-def _feed(pipe: _Pipe, region: Region, pieces: Sequence[Piece]) -> None:
+def _feed(pipe: Sink, region: Region, pieces: Sequence[Piece]) -> None:
     piece = pieces[0] if len(pieces) == 1 else _holder(region, pieces)
     if piece is None or not region.size:
         return
@@ -210,6 +227,9 @@ def _feed(pipe: _Pipe, region: Region, pieces: Sequence[Piece]) -> None:
         _feed_rows(pipe, region.relative_to(piece.region), piece.data)
 
 
+feed = _feed
+
+
 def _holder(region: Region, pieces: Sequence[Piece]) -> Piece | None:
     for piece in pieces:
         if region.within(piece.region):
@@ -218,7 +238,7 @@ def _holder(region: Region, pieces: Sequence[Piece]) -> Piece | None:
     return None
 
 
-def _feed_rows(pipe: _Pipe, box: Region, data: Readable) -> None:
+def _feed_rows(pipe: Sink, box: Region, data: Readable) -> None:
     """Reads what is lazily transformed, or on a device, in rows: no more than a buffer is made of it at a time."""
     if not box.shape:
         pipe.feed(data.read(()))

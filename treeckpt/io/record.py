@@ -5,13 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from ..core.events import Span
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "Trail"]
+
+
+class Trail(msgspec.Struct, frozen=True, array_like=True):
+    """What a recorder has recorded so far, for another process of the same host to go on with."""
+
+    created_ns: int
+    origin: int
+    """Unix nanoseconds at which the monotonic clock, which all processes share, read zero."""
+    spans: tuple[Span, ...]
+    open: tuple[int, ...]
 
 
 class Recorder:
@@ -35,6 +45,25 @@ class Recorder:
         self._spans: list[Span] = []
         self._open: list[int] = []
         self._lock = threading.Lock()
+
+    @classmethod
+    def resumed(cls, rank: int, trail: Trail) -> Recorder:
+        """A recorder that goes on where another one is; what it adds is for that one's `adopt`."""
+        recorder = cls(rank)
+        recorder.created_ns, recorder._origin = trail.created_ns, trail.origin
+        recorder._spans, recorder._open = list(trail.spans), list(trail.open)
+        return recorder
+
+    @property
+    def trail(self) -> Trail:
+        """All that another recorder needs to go on."""
+        with self._lock:
+            return Trail(self.created_ns, self._origin, tuple(self._spans), tuple(self._open))
+
+    def adopt(self, spans: Sequence[Span]) -> None:
+        """Takes over what a resumed recorder has added, while this one added nothing."""
+        with self._lock:
+            self._spans += spans
 
     def now(self) -> int:
         """Unix nanoseconds, never going back."""

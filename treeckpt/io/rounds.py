@@ -10,6 +10,9 @@ round that its call belongs to, so ranks fall into step again after a failure:
 - A rank that gave up on a round and came back is known by a nonce, which it draws anew for each of its calls.
 
 A rank that says nothing within the time limit is lost to the round: it is named in `lost`, and not waited for again.
+
+`branch` starts a conversation under a name that only the ranks of one round know. It is apart from the numbered rounds,
+so that it may go on in the background while later rounds are opened and closed.
 """
 
 from __future__ import annotations
@@ -57,6 +60,8 @@ class _Word(msgspec.Struct, array_like=True):
     """What rank 0 shares."""
 
     last: bool
+    settles: bool
+    """Whether rank 0 waits to hear that it was read."""
     lost: list[int]
     data: bytes
 
@@ -68,10 +73,10 @@ class Round:
         topic: what the save is about: tells a rank that comes late whether it missed this very save.
     """
 
-    def __init__(self, comm: Comm, topic: str) -> None:
+    def __init__(self, comm: Comm, topic: str, *, name: str = "") -> None:
         self.lost: dict[int, str] = {}
         """On rank 0: the ranks that fell silent, and what is known of each."""
-        self._comm, self._topic = comm, topic
+        self._comm, self._topic, self._name = comm, topic, name
         self._number = self._step = 0
         self._state = _State()
         self._nonce = secrets.token_bytes(8)
@@ -103,8 +108,12 @@ class Round:
         self._number = state.number if joinable else state.number + 1
         return None
 
-    def _key(self, rank: int | str) -> str:
-        return f"{self._number}/{self._step}/{rank}"
+    def branch(self, name: str) -> Round:
+        """What the same ranks go on to say under a name that they have agreed on."""
+        return Round(self._comm, self._topic, name=name)
+
+    def _key(self, rank: int | str, step: int | str = "") -> str:
+        return f"{self._name or self._number}/{step or self._step}/{rank}"
 
     def gather(self, data: bytes) -> dict[int, bytes] | None:
         """The messages of all ranks that are not lost, on rank 0; None elsewhere."""
@@ -127,12 +136,14 @@ class Round:
         comm.drop(keys)
         return heard
 
-    def share(self, data: bytes | None, *, last: bool = False) -> bytes:
+    def share(self, data: bytes | None, *, last: bool = False, settle: bool = True) -> bytes:
         """Rank 0's message, on every rank.
 
         Args:
             data: on rank 0, the message.
             last: on rank 0, whether it closes the round.
+            settle: on rank 0, whether to wait until the others have read the last word; needless where more will be
+                said.
 
         Raises:
             RankError: rank 0 did not send in time.
@@ -142,11 +153,11 @@ class Round:
         if comm.rank == 0:
             assert data is not None, "rank 0 has the message"
             if comm.size > 1:
-                word = _Word(last, list(self.lost), data)
+                word = _Word(last, settle, list(self.lost), data)
                 self._posted.append(self._key("all"))
                 comm.post(self._posted[-1], msgspec.msgpack.encode(word))
                 if last:
-                    self._close(data)
+                    self._close(data, settle)
             return data
         # rank 0 may itself be waiting, for as long, for a rank that is silent
         limit = comm.timeout * 2 + 1
@@ -160,28 +171,31 @@ class Round:
                 hint="Look at what rank 0 is doing. If this save was past its writes it may be committed after all: "
                 "look before saving there again",
             )
-        comm.memory[_ROUND] = self._number
+        if not self._name:
+            comm.memory[_ROUND] = self._number
         word = msgspec.msgpack.decode(found, type=_Word)
         if word.last:
             if comm.rank in word.lost:
                 comm.drop(self._posted)  # nobody waited for these
-            else:
-                comm.post(f"{self._number}/left/{comm.rank}", b"")
+            elif word.settles:
+                comm.post(self._key(comm.rank, "left"), b"")
         return word.data
 
-    def _close(self, data: bytes) -> None:
+    def _close(self, data: bytes, settle: bool) -> None:
         """Lets late ranks know how it ended, waits until the others have read it, and removes what is left over."""
         comm = self._comm
-        self._state.closed = _Closed(self._number, self._topic, list(self.lost), data)
-        marks = [f"{self._number}/left/{rank}" for rank in range(1, comm.size) if rank not in self.lost]
+        marks = [self._key(rank, "left") for rank in range(1, comm.size) if rank not in self.lost] if settle else []
         left: list[bytes | None] = [None]
         with contextlib.suppress(RankError):  # whatever becomes of the board: the save has ended as it has
-            comm.post(_STATE, msgspec.msgpack.encode(self._state))
+            if not self._name:
+                self._state.closed = _Closed(self._number, self._topic, list(self.lost), data)
+                comm.post(_STATE, msgspec.msgpack.encode(self._state))
             left = comm.wait(marks, SETTLE) if marks else []
-        # a rank that has not read the last word yet may still do so until the next round is closed
-        comm.drop(comm.memory.pop(_LEFT_OVER, []))
+        # a rank that has not read the last word yet may still do so until the next round, or branch, is closed
+        left_over = f"{_LEFT_OVER} {bool(self._name)}"
+        comm.drop(comm.memory.pop(left_over, []))
         keys = [*self._posted, *marks]
-        if self.lost or None in left:
-            comm.memory[_LEFT_OVER] = keys
+        if self.lost or None in left or not settle:
+            comm.memory[left_over] = keys
         else:
             comm.drop(keys)

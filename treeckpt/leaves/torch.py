@@ -7,6 +7,7 @@ negative views, are read and written box by box. A DTensor's pieces follow from 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +34,7 @@ from .base import (
     overlaps_itself,
     raw_dtype,
 )
+from .cuda import copy_aside
 from .dtensor import is_dtensor, layout_of, local_of
 
 __all__ = [
@@ -110,6 +112,15 @@ class DeviceArray:
     def read(self, box: Box) -> np.ndarray:
         part = self.tensor[box].resolve_conj().resolve_neg()
         return _raw(part.cpu())
+
+    def copy_to(self, box: Box, target: np.ndarray) -> Callable[[], None] | None:
+        """Copies a box to bytes of host memory; returns what waits for it, None if it is done."""
+        part = self.tensor[box]
+        out = torch.from_numpy(target).view(part.dtype).view(part.shape)
+        if part.is_cuda:
+            return copy_aside(part, out)
+        out.copy_(part)
+        return None
 
     def write(self, box: Box, data: np.ndarray) -> None:
         part = torch.from_numpy(np.ascontiguousarray(data).view(_signed(data.itemsize)))

@@ -1,0 +1,307 @@
+"""What is to be saved, and who writes which part of it? The first half of a save, in the caller's thread.
+
+Every rank says hello with two digests: of its inventory (what it brings) and of the contents that replicas must share.
+Equal inventories need no further talk: every rank computes the same global plan. Otherwise one rank of each kind sends
+its inventory, the coordinator joins them, and all get the result, which is kept for the next save. A rank that is still
+saving in the background says so too, so that all ranks skip or refuse the new save, or none does.
+
+What comes of it is `Agreed`: facts, plans and the name of a conversation of this save's own, in which it is completed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping
+from typing import Literal, TypeVar
+
+import msgspec
+import xxhash
+
+from .agreement import (
+    Arguments,
+    Ended,
+    Hello,
+    Joined,
+    Terms,
+    Told,
+    check_hellos,
+    check_idle,
+    compare,
+    is_known,
+    join,
+    key_of,
+    tellers_of,
+)
+from .committing import Facts
+from .core.errors import CheckpointError, CheckpointExists
+from .core.index import INDEX_NAME
+from .core.inventory import Plenum, digest_of
+from .core.spec import Value, encode_value
+from .faults import Fault, fault_of, ours, raise_faults, silent_faults
+from .io.codec import read_index
+from .io.comm import Comm
+from .io.record import Recorder
+from .io.rounds import Round
+from .io.store import Store
+from .leaves.base import Source
+from .leaves.describe import Brought, bring, content_digests
+from .plans import Plans, kept_plans, make_plans
+
+__all__ = ["Agreed", "Busy", "SaveOptions", "Standing", "agree"]
+
+Busy = Literal["wait", "skip", "error"]
+
+
+class SaveOptions(msgspec.Struct, frozen=True):
+    """The knobs of a save; see `treeckpt.save`."""
+
+    step: int | None = None
+    overwrite: bool = False
+    verify_replicas: bool = False
+    allow_pickle: bool = False
+    max_shard_bytes: int = 1 << 62
+    namespace: str = ""
+    busy: Busy = "wait"
+    rehearsal: bool = False
+    """Only plans: nothing is written, and nothing looked for at the path."""
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How it stands with this rank's saves before."""
+
+    lost: Exception | None = None
+    """The error of one that nobody has heard of yet: it ends the next."""
+    running: str = ""
+    """Where one is still going to."""
+
+
+class Agreed(msgspec.Struct, frozen=True):
+    """A save that all ranks have agreed to."""
+
+    facts: Facts
+    sources: dict[str, Source]
+    """What this rank brings, by path; to be emptied once it is copied."""
+    plans: Plans | None
+    """None where this rank could not make them: the others have to be told."""
+    error: Exception | None
+    """Why it could not."""
+    talk: Round
+    """Where the save is completed."""
+
+
+_Word = TypeVar("_Word", bound=Ended)
+_encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+
+
+def agree(
+    store: Store,
+    tree: object,
+    comm: Comm,
+    options: SaveOptions,
+    metadata: Mapping[str, object],
+    recorder: Recorder,
+    standing: Standing,
+) -> Agreed | None:
+    """Agrees with all ranks on a save; None if it is to be skipped.
+
+    Raises:
+        TreeckptError: there is nothing to agree on; on every rank.
+    """
+    return _Agreement(store, comm, options, recorder, standing).reach(tree, metadata)
+
+
+class _Agreement:
+    """One rank's way to an agreement. The attributes are filled in the order of the protocol."""
+
+    def __init__(self, store: Store, comm: Comm, options: SaveOptions, recorder: Recorder, standing: Standing):
+        self.store, self.comm, self.options = store, comm, options
+        self.recorder, self.standing = recorder, standing
+        self.round = Round(comm, f"{store.url} step {options.step}")
+        self.metadata: dict[str, Value] = {}
+        self.brought: Brought | None = None
+        self.contents: dict[str, bytes] = {}
+        self.error: Exception | None = None
+        self.previous = ""
+        self.own_values: list[tuple[str, int, Value]] = []
+        self.values: dict[str, Value] = {}
+
+    def reach(self, tree: object, metadata: Mapping[str, object]) -> Agreed | None:
+        missed = self.round.join()
+        if missed is not None:
+            raise_faults(_decode(missed, type=Ended).faults, self.store.url, self.comm)
+        with self.recorder.span("flatten"):
+            fault = self._bring(tree, metadata)
+        with self.recorder.span("agree"):
+            heard = self.round.gather(_encode(self._hello(fault)))
+            terms = self._terms({r: _decode(m, type=Hello) for r, m in heard.items()}) if heard is not None else None
+            ends = self.options.rehearsal or (terms is not None and terms.skipped)
+            self.terms = self._share(terms, Terms, last=terms is not None and not terms.tellers, ends=ends)
+            raise_faults(self.terms.faults, self.store.url, self.comm, cause=self.error)
+            if self.terms.skipped:
+                return None
+            joined = self._tell() if self.terms.tellers else None
+        return self._agreed(joined)
+
+    def _fault(self, error: Exception, *, common: bool = False) -> Fault:
+        """This rank's failure; those of the system become errors of ours."""
+        self.error = ours(error, self.store.url)
+        return fault_of(self.error, self.comm.rank, common=common)
+
+    def _share(self, message: _Word | None, kind: type[_Word], *, last: bool, ends: bool) -> _Word:
+        """The coordinator's word, on every rank.
+
+        Args:
+            last: of the agreement.
+            ends: with it, all has been said; so it has in any case where there are faults.
+        """
+        data = _encode(message) if message is not None else None
+        failed = message is not None and bool(message.faults)
+        return _decode(self.round.share(data, last=last or failed, settle=ends or failed), type=kind)
+
+    def _bring(self, tree: object, metadata: Mapping[str, object]) -> Fault | None:
+        if self.standing.lost is not None:
+            return self._fault(self.standing.lost)
+        if self.standing.running:
+            return None
+        try:
+            self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
+            self.brought = bring(
+                tree, rank=self.comm.rank, allow_pickle=self.options.allow_pickle, namespace=self.options.namespace
+            )
+            self.values = self.brought.values
+        except Exception as error:
+            return self._fault(error)
+        return None
+
+    def _hello(self, fault: Fault | None) -> Hello:
+        digest = b""
+        if self.brought is not None:
+            try:
+                digest = digest_of(self.brought.inventory)
+                if self.comm.size > 1:
+                    self.contents = content_digests(self.brought, every=self.options.verify_replicas)
+            except Exception as error:
+                fault = self._fault(error)
+        kept, options = kept_plans(self.comm), self.options
+        arguments = Arguments(
+            self.store.url,
+            options.step,
+            options.overwrite,
+            options.verify_replicas,
+            options.max_shard_bytes,
+            options.busy,
+            options.rehearsal,
+        )
+        return Hello(
+            fault,
+            arguments,
+            digest,
+            xxhash.xxh3_128_digest(msgspec.json.encode(sorted(self.contents.items()))),
+            kept.key if kept is not None else "",
+            self.brought.own_values if self.brought is not None else {},
+            self.standing.running,
+        )
+
+    def _terms(self, hellos: dict[int, Hello]) -> Terms:
+        faults = [hello.fault for hello in hellos.values() if hello.fault is not None]
+        faults += silent_faults(self.round.lost)
+        skipped = False
+        if not faults:
+            try:
+                check_hellos(hellos)
+                skipped = self.options.busy == "skip" and any(hello.running for hello in hellos.values())
+                if not skipped:
+                    check_idle(hellos)
+                    self._prepare()
+            except OSError as error:
+                faults.append(self._fault(error))
+            except Exception as error:
+                faults.append(self._fault(error, common=True))
+        self.own_values = [(path, r, v) for r, hello in hellos.items() for path, v in hello.own_values.items()]
+        self.hellos = hellos
+        key = key_of(hellos)
+        return Terms(
+            tuple(faults),
+            save_id=secrets.token_hex(8),
+            created_ns=self.recorder.created_ns,
+            key=key,
+            tellers=() if skipped else tellers_of(hellos),
+            known=is_known(hellos, key),
+            skipped=skipped,
+        )
+
+    def _prepare(self) -> None:
+        """The coordinator makes the directory, and looks for what stands there."""
+        if self.options.rehearsal:
+            return
+        try:
+            if INDEX_NAME in self.store.sizes():
+                if not self.options.overwrite:
+                    raise CheckpointExists(
+                        self.store.url,
+                        expected="no checkpoint",
+                        found="one",
+                        hint="Save to another path, or pass overwrite=True",
+                    )
+                with contextlib.suppress(CheckpointError):
+                    # what cannot be read can be overwritten; its shards stay for rebuild-index
+                    self.previous = read_index(self.store).save_id
+            self.store.prepare()
+        except OSError as error:
+            raise CheckpointError(
+                self.store.url,
+                expected="a directory that can be made and written",
+                found=f"{type(error).__name__}: {error}",
+                hint="Choose another path, or give the permission to write there",
+            ) from error
+
+    def _tell(self) -> Plenum | None:
+        message = b""
+        if self.comm.rank in self.terms.tellers:
+            assert self.brought is not None, "faults were raised before"
+            inventory = None if self.terms.known else self.brought.inventory
+            message = _encode(Told(inventory, self.contents, self.brought.values))
+        heard = self.round.gather(message)
+        joined = self._join(heard) if heard is not None else None
+        joined = self._share(joined, Joined, last=True, ends=self.options.rehearsal)
+        raise_faults(joined.faults, self.store.url, self.comm, cause=self.error)
+        return joined.plenum
+
+    def _join(self, heard: dict[int, bytes]) -> Joined:
+        if self.round.lost:
+            return Joined(tuple(silent_faults(self.round.lost)), None)
+        try:
+            told = {rank: _decode(message, type=Told) for rank, message in heard.items() if message}
+            self.values = {path: value for tale in reversed(told.values()) for path, value in tale.values.items()}
+            compare({rank: tale.contents for rank, tale in told.items()})
+            return Joined((), None if self.terms.known else join(self.hellos, told, self.comm.size))
+        except Exception as error:
+            return Joined((self._fault(error, common=True),), None)
+
+    def _agreed(self, joined: Plenum | None) -> Agreed:
+        assert self.brought is not None, "faults were raised before"
+        options, terms, first = self.options, self.terms, self.comm.rank == 0
+        plans: Plans | None = None
+        try:
+            with self.recorder.span("plan"):
+                plans = make_plans(
+                    self.comm, terms.key, joined, self.brought.inventory, max_shard_bytes=options.max_shard_bytes
+                )
+        except Exception as error:
+            self._fault(error)
+        facts = Facts(
+            self.comm.rank,
+            self.comm.size,
+            terms.save_id,
+            terms.created_ns,
+            options.step,
+            options.overwrite,
+            terms.key,
+            options.max_shard_bytes,
+            self.previous,
+            self.metadata if first else {},
+            self.values if first else {},
+            tuple(self.own_values) if first else (),
+        )
+        return Agreed(facts, self.brought.sources, plans, self.error, self.round.branch(terms.save_id))

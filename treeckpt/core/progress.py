@@ -1,0 +1,80 @@
+"""How far is a save that is under way? A small record that each rank keeps beside its shards until the save ends.
+
+A record is for people who watch. No save or load depends on one: it may be missing, old, or left behind by a save that
+was killed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from .errors import FormatError
+from .shard import MAX_WORLD, SAVE_ID
+
+__all__ = ["Phase", "Progress", "decode_progress", "encode_progress", "parse_progress_name", "progress_name"]
+
+Phase = Literal["write", "commit"]
+MAX_PROGRESS = 4096
+"""Bytes of a record, at most."""
+_NAME = re.compile(r"progress-([0-9]{5,9})\.([0-9a-f]{16})\.json")
+
+
+class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's part of a save under way."""
+
+    save_id: str
+    rank: int
+    world: int
+    step: int | None
+    phase: Phase
+    """write: shards are being written; commit: this rank's are durable, and it waits for the others."""
+    written: int
+    """Bytes, headers included."""
+    planned: int
+    """Bytes that `written` comes to in the end."""
+    started_ns: int
+    """Unix time at which the save began, by the rank's clock."""
+    updated_ns: int
+    """Unix time of this record: one that is old belongs to a save that hangs, or was killed."""
+
+    @property
+    def fraction(self) -> float:
+        """From 0 to 1."""
+        return min(self.written / self.planned, 1.0) if self.planned > 0 else 1.0
+
+
+def progress_name(rank: int, save_id: str) -> str:
+    """The file's name."""
+    return f"progress-{rank:05d}.{save_id}.json"
+
+
+def parse_progress_name(name: str) -> tuple[int, str] | None:
+    """(rank, save id) of a record's file name, None for any other name."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def encode_progress(progress: Progress) -> bytes:
+    """The bytes of the file."""
+    return msgspec.json.encode(progress)
+
+
+def decode_progress(data: bytes, name: str) -> Progress:
+    """The record of these bytes.
+
+    Raises:
+        FormatError: it is none of ours.
+    """
+    try:
+        if len(data) > MAX_PROGRESS:
+            raise ValueError(f"{len(data)} bytes")
+        found = msgspec.json.decode(data, type=Progress)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise FormatError(name, expected="a record of progress", found=f"{error}"[:200]) from error
+    known = SAVE_ID.fullmatch(found.save_id) is not None and 0 <= found.rank < found.world <= MAX_WORLD
+    if not known or min(found.written, found.planned) < 0:
+        raise FormatError(name, expected="a rank's progress in a save", found=f"{found!r:.200}")
+    return found

@@ -1,0 +1,108 @@
+"""Keeps the record of a save under way in its directory: small, replaced as a whole, never a reason to fail.
+
+A record is put up only once a save has taken `PATIENCE` seconds, so that quick saves cost nothing, and then at most
+every `PAUSE` seconds; it is not made durable. `counting` gives a store through which bytes are counted as they are
+written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from ..core.progress import Progress, encode_progress, progress_name
+from .store import LocalStore, Store, Writer
+
+__all__ = ["ProgressNote", "put_note"]
+
+PATIENCE = 0.5
+PAUSE = 0.25
+
+
+def put_note(store: Store, name: str, data: bytes) -> None:
+    """Replaces a small file atomically, without making it durable where the store can do without."""
+    if not isinstance(store, LocalStore):
+        store.publish(name, data, replace=True)
+        return
+    temporary = store.directory / f".{name}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(data)
+    os.replace(temporary, store.directory / name)
+
+
+class ProgressNote:
+    """One rank's record of one save.
+
+    Args:
+        first: what it says at the start.
+        heard: is told the bytes written so far, as often as the record is renewed, from the first block on.
+    """
+
+    def __init__(self, store: Store, first: Progress, *, heard: Callable[[int], None] = lambda written: None) -> None:
+        self._store, self._now, self._heard = store, first, heard
+        self._name = progress_name(first.rank, first.save_id)
+        self._lock = threading.Lock()
+        self._started = self._renewed = time.monotonic()
+        self._up = False
+
+    def counting(self) -> Store:
+        """The store, with all that is written to new files counted."""
+        return _Counting(self._store, self.add)
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes more are written."""
+        with self._lock:
+            now = time.monotonic()
+            due = now - self._renewed >= PAUSE
+            self._now = msgspec.structs.replace(self._now, written=self._now.written + nbytes)
+            if due:
+                self._renewed = now
+                self._renew(now)
+
+    def commit(self) -> None:
+        """This rank's shards are durable."""
+        with self._lock:
+            self._now = msgspec.structs.replace(self._now, phase="commit", written=self._now.planned)
+            if self._up:
+                self._renew(time.monotonic())
+
+    def _renew(self, now: float) -> None:
+        self._heard(self._now.written)
+        if now - self._started >= PATIENCE:
+            self._up = True
+            with contextlib.suppress(Exception):
+                record = msgspec.structs.replace(self._now, updated_ns=time.time_ns())
+                put_note(self._store, self._name, encode_progress(record))
+
+    def end(self) -> None:
+        """Removes the record."""
+        if self._up:
+            with contextlib.suppress(Exception):
+                self._store.delete(self._name)
+
+
+class _Counting:
+    """A store whose new files are counted as they are written."""
+
+    def __init__(self, inner: Store, count: Callable[[int], None]) -> None:
+        self._inner, self._count, self.url = inner, count, inner.url
+        self.prepare, self.sizes, self.read, self.read_into = inner.prepare, inner.sizes, inner.read, inner.read_into
+        self.map, self.publish, self.delete, self.close = inner.map, inner.publish, inner.delete, inner.close
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        return _CountingWriter(self._inner.create(name, nbytes), self._count)
+
+
+class _CountingWriter:
+    def __init__(self, inner: Writer, count: Callable[[int], None]) -> None:
+        self._inner, self._count = inner, count
+        self.commit, self.abort = inner.commit, inner.abort
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self._inner.write(offset, data)
+        self._count(len(data))

@@ -1,0 +1,54 @@
+"""CUDA memory on its way to the host: on a stream of its own, into pinned memory, beside the training's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+__all__ = ["copy_aside", "pin", "pinning", "start_after"]
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: int) -> Any:
+    return torch.cuda.Stream(device)
+
+
+def start_after() -> None:
+    """Has the copies that follow wait for all that the calling thread's current streams have been given so far."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            _side_stream(device).wait_stream(torch.cuda.current_stream(device))
+
+
+def copy_aside(part: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+    """Starts to copy a CUDA tensor to the host; returns what waits for the end of it."""
+    stream = _side_stream(part.device.index)
+    if part.is_conj() or part.is_neg():
+        # across devices the copy would be conjugated on the host, perhaps before it has arrived
+        part = part.resolve_conj().resolve_neg()
+        stream.wait_stream(torch.cuda.current_stream(part.device))
+    with torch.cuda.stream(stream):
+        out.copy_(part, non_blocking=True)
+    part.record_stream(stream)
+    return stream.synchronize
+
+
+def pin(address: int, nbytes: int) -> Callable[[], None]:
+    """Pins host memory, so that copies to it need no detour; returns what unpins it.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    runtime: Any = torch.cuda.cudart()
+    status = runtime.cudaHostRegister(address, nbytes, 0)
+    if int(status) != 0:
+        raise RuntimeError(f"cudaHostRegister of {nbytes} bytes: {status}")
+    return lambda: runtime.cudaHostUnregister(address)
+
+
+def pinning() -> Callable[[int, int], Callable[[], None]] | None:
+    """`pin`, in a process that uses CUDA."""
+    return pin if torch.cuda.is_available() and torch.cuda.is_initialized() else None

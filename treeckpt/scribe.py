@@ -1,0 +1,117 @@
+"""Who writes a save's shards and publishes its index? A scribe: here is this process as one.
+
+The writer process is the other kind (`desk` is its side, `remote` the parent's). All of them do the same with the same
+functions of `committing`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from .agreement import Done, FileRow
+from .committing import Facts, Stream, judge, write_shards
+from .core.plan import FilePlan, SavePlan, Write
+from .core.progress import Progress
+from .core.region import Region
+from .faults import Fault, fault_of, ours
+from .io.arena import area_offsets
+from .io.progress import ProgressNote
+from .io.record import Recorder
+from .io.store import Store
+from .leaves.base import HostArray, Piece
+from .plans import Plans
+
+__all__ = ["Here", "Scribe", "Wrote", "staged_stream"]
+
+
+class Wrote(msgspec.Struct, frozen=True, array_like=True):
+    """How a rank's writing went."""
+
+    fault: Fault | None
+    files: tuple[FileRow, ...] = ()
+
+
+class Scribe(Protocol):
+    """What completes a save on a rank."""
+
+    error: Exception | None
+    """This rank's failure, where there is one."""
+
+    def judge(self, heard: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
+        """On rank 0, the encoded verdict on what all ranks have reported."""
+        ...
+
+    def end(self) -> None:
+        """Lets go of what is kept for this save."""
+        ...
+
+
+def staged_stream(plan: SavePlan, memory: np.ndarray) -> Stream:
+    """The files of a plan out of an arena that holds their data areas."""
+    offsets, _ = area_offsets([file.nbytes for file in plan.files])
+    whole = [Region((0,), (file.nbytes,)) for file in plan.files]
+    files = [
+        FilePlan(file.part, file.stream, file.nbytes, (Write(n, region, 0, file.nbytes),))
+        for n, (file, region) in enumerate(zip(plan.files, whole, strict=True))
+    ]
+
+    def pieces(number: int) -> tuple[Piece]:
+        start = offsets[number]
+        return (Piece(whole[number], HostArray(memory[start : start + plan.files[number].nbytes])),)
+
+    return files, pieces
+
+
+class Here:
+    """This process as the scribe of one save.
+
+    Args:
+        error: why there are no plans.
+        heard: is told of bytes written.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        facts: Facts,
+        plans: Plans | None,
+        recorder: Recorder,
+        *,
+        error: Exception | None = None,
+        heard: Callable[[int], None] = lambda written: None,
+    ) -> None:
+        self.error = error
+        self._store, self._facts, self._plans, self._recorder, self._heard = store, facts, plans, recorder, heard
+        self._note: ProgressNote | None = None
+
+    def write(self, stream: Callable[[Plans], Stream]) -> Wrote:
+        """Writes this rank's shards; a failure is for telling the others, so it is returned, not raised."""
+        facts, plans = self._facts, self._plans
+        try:
+            if plans is None:
+                raise self.error or AssertionError("what kept this rank from planning is known")
+            now = time.time_ns()
+            planned = plans.own.nbytes
+            first = Progress(facts.save_id, facts.rank, facts.world, facts.step, "write", 0, planned, now, now)
+            self._note = ProgressNote(self._store, first, heard=self._heard)
+            rows = write_shards(self._note.counting(), facts, plans, stream(plans), self._recorder)
+            self._note.commit()
+            return Wrote(None, rows)
+        except Exception as error:
+            self.error = ours(error, self._store.url)
+            return Wrote(fault_of(self.error, facts.rank))
+
+    def judge(self, heard: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
+        reports = {rank: msgspec.msgpack.decode(message, type=Done) for rank, message in heard.items()}
+        verdict, error = judge(self._store, self._facts, self._plans, reports, lost, self._recorder)
+        self.error = self.error or error
+        return msgspec.msgpack.encode(verdict)
+
+    def end(self) -> None:
+        if self._note is not None:
+            self._note.end()

@@ -1,0 +1,133 @@
+"""How are the bytes of a rank's shards copied into an arena, as they will stand in the files?
+
+A plan says which regions of which leaves a rank writes, in order, so staging is writing the data areas to memory: views
+give only their bytes, tied leaves are there once, replicas only this rank's part. Small leaves are copied one after the
+other by the caller; the stretches of large contiguous ones by a few threads, for one thread does not reach the memory's
+bandwidth. What lies on a device, or is lazily transformed, is copied by its own library where it can (`copy_to`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .core.plan import SavePlan, Write
+from .io.arena import area_offsets
+from .io.engine import feed
+from .leaves.base import HostArray, Piece
+
+__all__ = ["pinning", "stage", "start_after"]
+
+LARGE = 1 << 20
+"""Bytes from which threads share the copying."""
+STRIDE = 16 << 20
+"""Bytes that a thread copies at a time."""
+THREADS = 2
+
+
+def start_after() -> None:
+    """Has copies from devices wait for what the calling thread has asked the devices to do so far."""
+    if "torch" in sys.modules:
+        from .leaves import cuda
+
+        cuda.start_after()
+
+
+def pinning() -> Callable[[int, int], Callable[[], None]] | None:
+    """What pins memory for a device, in a process that uses one."""
+    if "torch" not in sys.modules:
+        return None
+    from .leaves import cuda
+
+    return cuda.pinning()
+
+
+class _Area:
+    """A stretch of memory that is filled from the front."""
+
+    def __init__(self, memory: np.ndarray, later: list[tuple[np.ndarray, np.ndarray]] | None) -> None:
+        self._memory, self._later, self._at = memory, later, 0
+
+    def feed(self, data: np.ndarray) -> None:
+        """Appends the elements of an array, in C order."""
+        start, self._at = self._at, self._at + data.nbytes
+        target = self._memory[start : self._at]
+        if data.flags.c_contiguous:
+            source = data.reshape(-1).view(np.uint8)
+            if self._later is None or len(source) < LARGE:
+                target[:] = source
+            else:
+                self._later.append((target, source))
+        elif data.nbytes:
+            np.copyto(target.view(data.dtype).reshape(data.shape), data)
+
+
+def stage(plan: SavePlan, pieces: Callable[[int], Sequence[Piece]], memory: np.ndarray) -> int:
+    """Copies what a rank writes; returns the bytes.
+
+    Args:
+        pieces: the local pieces of leaf number i.
+        memory: bytes, as many as `area_offsets` says.
+    """
+    offsets, _ = area_offsets([file.nbytes for file in plan.files])
+    later: list[tuple[np.ndarray, np.ndarray]] = []
+    waits: list[Callable[[], None]] = []
+    for file, offset in zip(plan.files, offsets, strict=True):
+        for write in file.writes:
+            start = offset + write.start
+            _stage(write, pieces(write.leaf), memory[start : start + write.nbytes], later, waits)
+    _copy(later)
+    for wait in waits:
+        wait()
+    return plan.nbytes
+
+
+def _stage(
+    write: Write,
+    pieces: Sequence[Piece],
+    target: np.ndarray,
+    later: list[tuple[np.ndarray, np.ndarray]],
+    waits: list[Callable[[], None]],
+) -> None:
+    if not write.nbytes:
+        return
+    piece = next((p for p in pieces if write.region.within(p.region)), pieces[0])
+    copy_to: Any = getattr(piece.data, "copy_to", None)
+    if copy_to is None:
+        # what is read to be copied is gone after that, so it is not kept for later
+        feed(_Area(target, later if isinstance(piece.data, HostArray) else None), write.region, pieces)
+    elif (wait := copy_to(write.region.relative_to(piece.region).slices(), target)) is not None:
+        waits.append(wait)
+
+
+def _copy(stretches: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Copies by a few threads, of which the caller's is one."""
+    parts = [
+        (target[at : at + STRIDE], source[at : at + STRIDE])
+        for target, source in reversed(stretches)
+        for at in range(0, len(source), STRIDE)
+    ]
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while parts and not errors:
+                target, source = parts.pop()
+                np.copyto(target, source)
+        except IndexError:  # another thread took the last one
+            pass
+        except BaseException as error:
+            errors.append(error)
+
+    helpers = [threading.Thread(target=work, daemon=True) for _ in range(THREADS - 1)] if len(parts) > 1 else []
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
