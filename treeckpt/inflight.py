@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from .core.files import step_name
 from .core.policy import Policy
 from .finding import Finder
+from .pending import Pending
 from .run import CleanReport, Run
 
 __all__ = ["Flights", "Sweeper"]
@@ -31,11 +32,11 @@ class Flights:
 
     def __init__(self, landed: Callable[[], None]) -> None:
         self._landed = landed
-        self._pending: list[tuple[int, Any]] = []
+        self._pending: list[tuple[int, Pending]] = []
         self._failed: list[Exception] = []
         self._lock = threading.Lock()
 
-    def add(self, step: int, pending: Any) -> None:
+    def add(self, step: int, pending: Pending) -> None:
         """Takes a save in."""
         with self._lock:
             self._pending.append((step, pending))
@@ -51,25 +52,43 @@ class Flights:
         Raises:
             What the first that failed came to.
         """
-        while self._pending:
-            self._take(0)
+        self._wait()
         if self._failed:
             error, self._failed = self._failed[0], []
             raise error
 
+    def drain(self, timeout: float | None = None) -> None:
+        """Waits for all of them, at most so many seconds; what failed is only logged."""
+        self._wait(timeout)
+        self._failed.clear()
+
+    def _wait(self, timeout: float | None = None) -> None:
+        deadline = time.monotonic() + timeout if timeout is not None else None
+        while self._pending:
+            limit = max(0.0, deadline - time.monotonic()) if deadline is not None else None
+            if not self._pending[0][1].wait(limit):
+                _log.error("saving step %d has not ended yet", self._pending[0][0])
+                return
+            self._take(0)
+
     def collect(self) -> None:
-        """Notes what has ended, without waiting; failures are for `settle`."""
+        """Notes what has ended well, without waiting.
+
+        Failures stay for `settle`, or for the next save: both tell all ranks alike, whenever each noticed.
+        """
         for position, (_, pending) in reversed(list(enumerate(self._pending))):
-            if pending.done():
+            if pending.done() and pending.unheard is None:
                 self._take(position)
 
     def _take(self, position: int) -> None:
         step, pending = self._pending[position]
+        told = pending.done() and pending.unheard is None
         try:
             pending.result()
         except Exception as error:
-            _log.error("saving step %d failed: %s", step, error)
-            self._failed.append(error)
+            if not told:
+                _log.error("saving step %d failed: %s", step, error)
+                self._failed.append(error)
         with self._lock:
             self._pending.pop(position)
         self._landed()

@@ -18,7 +18,6 @@ policies are `core.policy`'s; when a step is due, `pacing` decides.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from signal import SIGTERM
@@ -41,12 +40,14 @@ from .io.leases import hold_lease
 from .io.runs import RunStore
 from .io.store import Store
 from .pacing import Pace
+from .pending import Pending
 from .reports import SaveReport
 from .run import GRACE, CleanReport, Run, step_info
 
 __all__ = ["Manager"]
 
-_log = logging.getLogger("treeckpt")
+AFTER_ERROR = 10.0
+"""Seconds that leaving a manager's body with an error waits for saves in flight."""
 _BAD = frozenset({"CheckpointError", "CheckpointNotFound", "CorruptError", "FormatError"})
 """Failures to load that are the checkpoint's, not the caller's."""
 
@@ -81,7 +82,7 @@ class Manager:
         keep: Policy | Sequence[Policy] | int | None = 3,
         every: int | None = None,
         seconds: float | None = None,
-        background: bool = False,
+        background: bool = True,
         grace: float = GRACE,
         comm: Comm | None = None,
         **options: Any,
@@ -117,7 +118,7 @@ class Manager:
 
     def step(
         self, tree: Any | Callable[[], Any], *, metrics: Mapping[str, float] | None = None
-    ) -> SaveReport | Any | None:
+    ) -> SaveReport | Pending | None:
         """Counts a step, from the one that was restored, and saves it if it is due.
 
         Args:
@@ -139,7 +140,7 @@ class Manager:
         metrics: Mapping[str, float] | None = None,
         pin: bool = False,
         custom_metadata: Mapping[str, Any] | None = None,
-    ) -> SaveReport | Any:
+    ) -> SaveReport | Pending:
         """Saves a tree as this step, and cleans up when it is committed.
 
         Args:
@@ -158,19 +159,24 @@ class Manager:
         metadata = {**(custom_metadata or {})}
         if metrics is not None:
             metadata[METRICS] = {name: _number(name, value) for name, value in metrics.items()}
-        if self._options.get("busy", "wait") == "wait":
+        if self.stopping:
+            self._flights.drain()  # the last save is neither skipped nor held up by what went wrong before
+        elif self._options.get("busy", "wait") == "wait":
             self._flights.settle()
         if pin:
             self._ask(f"pin step {step}", lambda: self._run.put_pin(step), type(None))
         result = self._save(step, tree, metadata)
-        self.count = self._reached = step
+        self.count = step
+        if isinstance(result, Pending) and result.skipped:
+            return result
+        self._reached = step
         self._pace.restart()
         if self.stopping and self._exit is not None:
             self.close()
             raise SystemExit(self._exit)
         return result
 
-    def _save(self, step: int, tree: Any, metadata: Mapping[str, Any]) -> SaveReport | Any:
+    def _save(self, step: int, tree: Any, metadata: Mapping[str, Any]) -> SaveReport | Pending:
         options = {"step": step, "comm": self._saving_comm, "custom_metadata": metadata, **self._options}
         store = self._run.folder(step).store
         if not self._background:
@@ -179,7 +185,8 @@ class Manager:
             self._sweeper.wait()
             return report
         pending = api.save_async(store, tree, **options)
-        self._flights.add(step, pending)
+        if not pending.skipped:
+            self._flights.add(step, pending)
         return pending
 
     def _after_save(self) -> None:
@@ -359,12 +366,12 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        if isinstance(error, Exception):  # it matters more than what the saves come to; other ranks may be gone
+            self._pace.close(failed=True)
+            self._flights.drain(AFTER_ERROR)
+            self._sweeper.close()
+        else:
             self.close()
-        except Exception as own:
-            if error is None:
-                raise
-            _log.error("closing after an error: %s", own)  # the error that ends the body matters more
 
     def _ask(self, what: str, answer: Callable[[], Any], kind: Any) -> Any:
         return ask(self._comm, f"{self._run.url} {what}", answer, kind)

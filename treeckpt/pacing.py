@@ -161,10 +161,16 @@ class Pace:
             self._handlers.setdefault(number, before)
         self._listening = True
 
-    def close(self) -> None:
-        """Gives the signals back to whoever had them, and removes this rank's messages."""
+    def close(self, *, failed: bool = False) -> None:
+        """Gives the signals back to whoever had them, and removes this rank's messages.
+
+        Args:
+            failed: there will be no save any more: a signal that waits for one does now what it would have done.
+        """
         for number, before in self._handlers.items():
             signal.signal(number, before if before is not None else signal.SIG_DFL)
         self._handlers.clear()
         if self._asked:
             self._comm.drop([self._key("signal")])
+        if failed and self._signal and not self.stopping:
+            signal.raise_signal(self._signal)
