@@ -31,6 +31,7 @@ from .core.wording import visible
 from .io import codec
 from .io.runs import Entry, Folder, LocalFolder, RunStore, open_run
 from .io.store import LocalStore
+from .underway import SaveUnderWay, saves_under_way
 
 __all__ = [
     "CheckpointInfo",
@@ -74,6 +75,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     error: str | None = None
     metrics: dict[str, float] = {}
     pinned: bool = False
+    saving: tuple[SaveUnderWay, ...] = ()
+    """Saves into this directory that have not ended."""
 
 
 class _Summary(msgspec.Struct, frozen=True):
@@ -300,6 +303,7 @@ def _with_index(folder: Folder, summary: _Summary, files: Files, cache: FileCach
         error=problem,
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
+        saving=saves_under_way(folder, files),
     )
 
 
@@ -334,4 +338,5 @@ def _without_index(folder: Folder, files: Files, cache: FileCache) -> Checkpoint
         seconds=seconds,
         error=text,
         pinned=PIN_NAME in files,
+        saving=saves_under_way(folder, files),
     )

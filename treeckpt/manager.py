@@ -24,14 +24,11 @@ from signal import SIGTERM
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import msgspec
-
 from . import api
-from .answers import ask, tally
+from .answers import ask
 from .catalog import METRICS
 from .core.errors import TreeckptError, TreeError
 from .core.policy import All, Best, Last, Policy
-from .faults import raise_faults
 from .finding import Finder
 from .inflight import Flights, Sweeper
 from .io.channel import Channel
@@ -42,21 +39,13 @@ from .io.store import Store
 from .pacing import Pace
 from .pending import Pending
 from .reports import SaveReport
+from .restoring import Restorer
 from .run import GRACE, CleanReport, Run, step_info
 
 __all__ = ["Manager"]
 
 AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
-_BAD = frozenset({"CheckpointError", "CheckpointNotFound", "CorruptError", "FormatError"})
-"""Failures to load that are the checkpoint's, not the caller's."""
-
-
-class _Choice(msgspec.Struct, array_like=True):
-    """What to restore."""
-
-    step: int
-    path: str
 
 
 class Manager:
@@ -91,6 +80,7 @@ class Manager:
         self._finder = Finder(self._run)
         self._saving_comm = comm or default_comm()
         self._comm = Channel(self._saving_comm, "manager")
+        self._restorer = Restorer(self._run, self._finder, self._comm, self._saving_comm)
         self._pace = Pace(self._saving_comm, self._run.url, every=every, seconds=seconds)
         self._background, self._options = background, {"overwrite": True, **options}
         self._flights = Flights(self._after_save)
@@ -114,7 +104,7 @@ class Manager:
     def should_save(self, step: int) -> bool:
         """Whether this step is to be saved. Call it once a step, on every rank; it is the same on all of them."""
         self._flights.collect()
-        return self._pace.due(step) and step != self._reached
+        return self._pace.due(step) and (step != self._reached or self.stopping)
 
     def step(
         self, tree: Any | Callable[[], Any], *, metrics: Mapping[str, float] | None = None
@@ -262,35 +252,10 @@ class Manager:
             CheckpointNotFound: there is nothing to restore.
             As `treeckpt.load`.
         """
-        tried: set[int] = set()
-        while True:
-            choice = self._ask("restore", lambda: self._choose(step, tried), _Choice)
-            # one lease stands for all ranks: rank 0 gives it up only when all have told how they fared
-            with hold_lease(self._run.folder(choice.step)) if self._comm.rank == 0 else contextlib.nullcontext():
-                result, error = self._load(choice.step, like, into, options)
-                faults = tally(self._comm, f"{choice.path} restore", error)
-            if not faults:
-                self.count = self._reached = choice.step
-                self._pace.restart()
-                return result
-            if step is not None or not {fault.kind for fault in faults} <= _BAD:
-                raise_faults(faults, choice.path, self._comm, cause=error, hint="Nothing was restored")
-            tried.add(choice.step)
-            if self._comm.rank == 0:
-                self._finder.say(choice.path, f"passed over, rank {faults[0].rank}: {faults[0].text}")
-
-    def _choose(self, step: int | None, tried: set[int]) -> _Choice:
-        info = self._finder.choose(step, tried)
-        return _Choice(step_info(info).step, info.path)
-
-    def _load(self, step: int, like: Any, into: Any, options: dict[str, Any]) -> tuple[Any, Exception | None]:
-        store, options = self._run.folder(step).store, {"comm": self._saving_comm, **options}
-        try:
-            if into is not None:
-                return api.load_into(store, into, **options), None
-            return api.load(store, like, **options), None
-        except Exception as error:
-            return None, error
+        result, self.count = self._restorer.restore(like, into, step, options)
+        self._reached = self.count
+        self._pace.restart()
+        return result
 
     @contextlib.contextmanager
     def reading(self, step: int) -> Iterator[Store]:
