@@ -626,3 +626,91 @@ def test_signals_can_be_listened_to_only_in_the_main_thread(tmp_path):
 
     [outcome] = on_ranks(1, act)
     assert isinstance(outcome.error, tc.TreeckptError) and "main thread" in str(outcome.error)
+
+
+# together ------------------------------------------------------------------------------------------------------------
+
+
+def test_readers_of_a_run_that_is_saved_and_cleaned_all_the_time_never_see_half_a_checkpoint(tmp_path):
+    errors, loads, stop = [], [], threading.Event()
+    writer = manager(tmp_path, keep=1)
+    writer.save(0, small_tree(0, 1, seed=0))
+
+    def read(choose):
+        reader = manager(tmp_path, keep=None)
+        while not stop.is_set():
+            try:
+                tree = choose(reader)
+                assert_equal(tree, whole_tree(seed=tree["step"] - 100))
+                loads.append(tree["step"])
+            except tc.CheckpointNotFound:
+                pass
+            except BaseException as error:
+                errors.append(error)
+                return
+
+    def oldest(reader):
+        with reader.reading(reader.steps()[0]) as store:
+            return tc.load(store)
+
+    threads = [threading.Thread(target=read, args=(choose,)) for choose in (oldest, lambda reader: reader.restore())]
+    for thread in threads:
+        thread.start()
+    for step in range(1, 60):
+        writer.save(step, small_tree(0, 1, seed=step))
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert not errors, errors[0]
+    assert len(set(loads)) >= 5, "they have read while it changed"
+    writer.clean()
+    assert writer.steps() == [59] and len(list(tmp_path.rglob("*.safetensors"))) == 1
+
+
+def test_restore_holds_a_lease_while_it_loads(tmp_path, monkeypatch):
+    fill(tmp_path, [1, 2])
+    seen = []
+    real = tc.api.load
+
+    def load(store, *args, **options):
+        seen.append([name for name in os.listdir(tmp_path / step_name(1)) if name.startswith("lease.")])
+        seen.append(Run(tmp_path).clean([Last(1)]).left[0].why)
+        return real(store, *args, **options)
+
+    monkeypatch.setattr(tc.api, "load", load)
+    assert manager(tmp_path).restore(step=1) == {"step": 1}
+    assert len(seen[0]) == 1 and "being read" in seen[1]
+    assert not [name for name in os.listdir(tmp_path / step_name(1)) if name.startswith("lease.")]
+
+
+def test_options_are_refused_when_the_manager_is_made(tmp_path):
+    assert manager(tmp_path, max_shard_bytes=1 << 20).save(1, {"a": 1})
+    for options in ({"colour": 1}, {"step": 1}, {"writer": "thread"}):
+        with pytest.raises(TypeError, match=next(iter(options))):
+            manager(tmp_path, **options)
+    with pytest.raises(TypeError, match="colour"):
+        tc.Manager(tmp_path, colour=1)
+
+
+def test_a_directory_is_never_cleaned_away_under_a_save_that_begins_in_it(tmp_path, monkeypatch):
+    """An old empty directory is about to be removed when a save into it begins: one waits for the other."""
+    made, order = tc.Manager(tmp_path, keep=1, writer="thread"), []
+    made.save(1, {"s": 1})
+    made.wait()
+    (tmp_path / step_name(2)).mkdir()
+    age(tmp_path / step_name(2))
+    entered, real = threading.Event(), made._run._remove
+
+    def remove(removal, grace):
+        entered.set()
+        time.sleep(0.3)
+        order.append("removed")
+        return real(removal, grace)
+
+    monkeypatch.setattr(made._run, "_remove", remove)
+    made._sweeper.start()
+    assert entered.wait(20)
+    made.save(2, {"s": 2})
+    order.append("saved")
+    made.close()
+    assert order[:2] == ["removed", "saved"] and manager(tmp_path).restore() == {"s": 2}

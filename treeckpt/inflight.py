@@ -6,10 +6,11 @@ save fail, only says what it could not do.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from .core.files import step_name
@@ -34,17 +35,45 @@ class Flights:
         self._landed = landed
         self._pending: list[tuple[int, Pending]] = []
         self._failed: list[Exception] = []
-        self._lock = threading.Lock()
+        self._starting: set[str] = set()
+        self._claimed = ""
+        self._lock = threading.Condition()
 
     def add(self, step: int, pending: Pending) -> None:
         """Takes a save in."""
         with self._lock:
             self._pending.append((step, pending))
 
-    def busy(self) -> frozenset[str]:
+    def busy(self) -> Set[str]:
         """The directories that are being saved."""
         with self._lock:
-            return frozenset(step_name(step) for step, _ in self._pending)
+            return self._starting.union(step_name(step) for step, _ in self._pending)
+
+    @contextlib.contextmanager
+    def starting(self, step: int) -> Iterator[None]:
+        """Keeps a directory from being cleaned up while a save into it begins; waits for a clean-up that is at it."""
+        name = step_name(step)
+        with self._lock:
+            self._lock.wait_for(lambda: self._claimed != name)
+            self._starting.add(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._starting.discard(name)
+
+    @contextlib.contextmanager
+    def claim(self, name: str) -> Iterator[bool]:
+        """Has a directory for a clean-up while the body runs; gives whether it is to be had."""
+        with self._lock:
+            free = name not in self.busy()
+            self._claimed = name if free else ""
+        try:
+            yield free
+        finally:
+            with self._lock:
+                self._claimed = ""
+                self._lock.notify_all()
 
     def settle(self) -> None:
         """Waits for all of them.
@@ -98,19 +127,11 @@ class Sweeper:
     """Cleans a run up, on rank 0.
 
     Args:
-        busy: the directories that this process is saving.
+        flights: tell what this process is saving.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        policies: Sequence[Policy],
-        finder: Finder,
-        *,
-        grace: float,
-        busy: Callable[[], frozenset[str]],
-    ) -> None:
-        self._run, self._policies, self._finder, self._grace, self._busy = run, policies, finder, grace, busy
+    def __init__(self, run: Run, policies: Sequence[Policy], finder: Finder, flights: Flights, *, grace: float) -> None:
+        self._run, self._policies, self._finder, self._flights, self._grace = run, policies, finder, flights, grace
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
 
@@ -129,7 +150,10 @@ class Sweeper:
             self._finder.say(one.name, f"could not be cleaned away: {one.why}")
 
     def _clean(self, *, dry_run: bool) -> CleanReport:
-        return self._run.clean(self._policies, grace=self._grace, busy=self._busy, dry_run=dry_run)
+        flights = self._flights
+        return self._run.clean(
+            self._policies, grace=self._grace, busy=flights.busy(), claim=flights.claim, dry_run=dry_run
+        )
 
     def sweep(self, *, dry_run: bool) -> CleanReport:
         """Cleans up now, after what was started."""

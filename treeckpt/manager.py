@@ -76,15 +76,16 @@ class Manager:
         comm: Comm | None = None,
         **options: Any,
     ) -> None:
+        _check_options(options, background=background)
         self._run, self._policies = Run(run), _policies(keep)
         self._finder = Finder(self._run)
         self._saving_comm = comm or default_comm()
         self._comm = Channel(self._saving_comm, "manager")
         self._restorer = Restorer(self._run, self._finder, self._comm, self._saving_comm)
-        self._pace = Pace(self._saving_comm, self._run.url, every=every, seconds=seconds)
+        self._pace = Pace(self._saving_comm, every=every, seconds=seconds)
         self._background, self._options = background, {"overwrite": True, **options}
-        self._flights = Flights(self._after_save)
-        self._sweeper = Sweeper(self._run, self._policies, self._finder, grace=grace, busy=self._flights.busy)
+        self._flights = Flights(self._sweep)
+        self._sweeper = Sweeper(self._run, self._policies, self._finder, self._flights, grace=grace)
         self._exit: int | None = None
         self._reached: int | None = None
         self.count = 0
@@ -153,9 +154,11 @@ class Manager:
             self._flights.drain()  # the last save is neither skipped nor held up by what went wrong before
         elif self._options.get("busy", "wait") == "wait":
             self._flights.settle()
-        if pin:
-            self._ask(f"pin step {step}", lambda: self._run.put_pin(step), type(None))
-        result = self._save(step, tree, metadata)
+        with self._flights.starting(step):
+            if pin:
+                self._ask(f"pin step {step}", lambda: self._run.put_pin(step), type(None))
+            result = self._save(step, tree, metadata)
+        self._after_save(result)
         self.count = step
         if isinstance(result, Pending) and result.skipped:
             return result
@@ -170,16 +173,18 @@ class Manager:
         options = {"step": step, "comm": self._saving_comm, "custom_metadata": metadata, **self._options}
         store = self._run.folder(step).store
         if not self._background:
-            report = api.save(store, tree, **options)
-            self._after_save()
-            self._sweeper.wait()
-            return report
+            return api.save(store, tree, **options)
         pending = api.save_async(store, tree, **options)
         if not pending.skipped:
             self._flights.add(step, pending)
         return pending
 
-    def _after_save(self) -> None:
+    def _after_save(self, result: SaveReport | Pending) -> None:
+        if isinstance(result, SaveReport):
+            self._sweep()
+            self._sweeper.wait()
+
+    def _sweep(self) -> None:
         if self._comm.rank == 0:
             self._sweeper.start()
 
@@ -348,6 +353,14 @@ def _policies(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...
     if isinstance(keep, int):
         return (Last(keep),)
     return tuple(keep) if isinstance(keep, Sequence) else (keep,)
+
+
+def _check_options(options: dict[str, Any], *, background: bool) -> None:
+    """Refuses what the save would refuse, but now."""
+    save = api.save_async if background else api.save
+    known = (save.__kwdefaults__ or {}).keys() - {"step", "comm", "custom_metadata"}
+    if unknown := options.keys() - known:
+        raise TypeError(f"{sorted(unknown)[0]!r} is no option of Manager, nor of {save.__name__}")
 
 
 def _number(name: str, value: Any) -> float:

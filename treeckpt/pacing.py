@@ -44,7 +44,6 @@ class Pace:
     """Says which steps are to be saved.
 
     Args:
-        name: tells the board's messages apart from those of other managers on it.
         every: steps between saves.
         seconds: between saves, by rank 0's clock.
     """
@@ -52,14 +51,14 @@ class Pace:
     def __init__(
         self,
         comm: Comm,
-        name: str,
         *,
         every: int | None = None,
         seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._every, self._seconds, self._clock = every, seconds, clock
-        self._comm = Channel(comm, f"pace {name}")
+        self._comm = Channel(comm, "pace")
+        # every rank makes its managers in the same order: the number tells their messages apart
         self._number = self._comm.memory["managers"] = self._comm.memory.get("managers", 0) + 1
         self._calls, self._last = 0, clock()
         self._plan = _Plan(1, [], 0)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
 
 import msgspec
 
@@ -150,27 +151,27 @@ class Run:
         policies: Sequence[Policy],
         *,
         grace: float = GRACE,
-        busy: Callable[[], frozenset[str]] = frozenset,
+        busy: Set[str] = frozenset(),
+        claim: Callable[[str], AbstractContextManager[bool]] = lambda name: contextlib.nullcontext(True),
         dry_run: bool = False,
     ) -> CleanReport:
         """Deletes what no policy keeps and what crashed saves left behind.
 
         Args:
             grace: seconds for which files of a save that never finished are left alone.
-            busy: names of the directories in which this process is saving, asked again before each removal.
+            busy: names of the directories in which this process is saving.
+            claim: is entered around each removal; gives whether the directory is still to be had.
             dry_run: only says what would be done.
         """
-        cleaning = self._plan(policies, grace, busy())
+        cleaning = self._plan(policies, grace, frozenset(busy))
         if dry_run:
             return CleanReport(self.url, cleaning.kept, cleaning.removals, cleaning.left)
         removed: list[Removal] = []
         left, failed = list(cleaning.left), list[Left]()
         for removal in cleaning.removals:
-            if removal.name in busy():
-                left.append(Left(removal.name, "it is being saved"))
-                continue
             try:
-                why = self._remove(removal, grace)
+                with claim(removal.name) as free:
+                    why = self._remove(removal, grace) if free else "it is being saved"
             except FileNotFoundError:  # another process was faster
                 continue
             except (OSError, TreeckptError) as error:
