@@ -126,8 +126,8 @@ class Faulty:
     def read(self, name: str, *, limit: int) -> bytes:
         return self.switch(f"read {name}", lambda: self.inner.read(name, limit=limit))
 
-    def read_into(self, name: str, offset: int, out: memoryview) -> None:
-        self.switch(f"read_into {name}", lambda: self.inner.read_into(name, offset, out))
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        self.switch(f"read_into {name}", lambda: self.inner.read_into(name, offset, out, shared=shared))
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         return self.switch(f"map {name}", lambda: self.inner.map(name, offset, nbytes))

@@ -20,7 +20,7 @@ from .io.comm import Comm, default_comm
 from .io.record import Recorder
 from .io.shards import open_shard, read_header, verify_shard
 from .io.store import Store, open_store
-from .loading import LoadOptions, load_into_tree, load_tree
+from .loading import MEMORY, LoadOptions, load_into_tree, load_tree
 from .pending import Pending
 from .reports import LoadReport, Problem, SaveReport, VerifyReport
 from .saving import save_tree
@@ -166,6 +166,8 @@ def load(
     per_rank: Literal["error", "take"] = "error",
     copy: bool = False,
     mmap: bool = False,
+    read: Literal["each", "once"] = "each",
+    memory: int = MEMORY,
     allow_pickle: bool = False,
     comm: Comm | None = None,
     namespace: str = "",
@@ -191,15 +193,21 @@ def load(
         mmap: maps whole arrays instead of reading them: bytes come when they are touched, without checksums.
             Arrays that are wanted in part, on a device or in another dtype are read as usual. The file must stay as
             long as it is while any of them lives.
+        read: "once" lets the ranks of a host share the reading: what several of them want is read by one and handed
+            on over torch.distributed. Every rank has to call, as with a collective. It pays where reading is what is
+            slow: several ranks that load the same arrays from a network file system.
+        memory: bytes of buffers beyond what is loaded, at most; smaller ones make smaller reads (1 MiB is the least).
         allow_pickle: unpickles values that were saved so. This can run any code: only for files you trust.
-        comm: gives this process's rank and the size of its world; ranks do not talk.
+        comm: gives this process's rank and the size of its world; ranks do not talk, unless `read` is "once".
         on_report: gets the `LoadReport`.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
         MismatchError: what is wanted is not what was saved.
     """
-    options = LoadOptions(_globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace)
+    options = LoadOptions(
+        _globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read, memory
+    )
     with _opened(path) as store, _without_cycles():
         tree, report = load_tree(store, like, comm or default_comm(), options)
     if on_report is not None:
@@ -216,6 +224,8 @@ def load_into(
     cast: bool = False,
     verify: Verify = True,
     per_rank: Literal["error", "take"] = "error",
+    read: Literal["each", "once"] = "each",
+    memory: int = MEMORY,
     allow_pickle: bool = False,
     comm: Comm | None = None,
     namespace: str = "",
@@ -223,12 +233,14 @@ def load_into(
     """Fills the arrays of a tree in place, and puts values where their containers can change.
 
     Every check comes before the first byte is written. With `verify=True` that includes the checksums, at the price
-    of reading twice; `verify="stream"` checks while it fills, and a changed byte then leaves the tree partly
-    filled.
+    of reading twice, the second time from the page cache where there is room; `verify="stream"` checks each block
+    before its bytes are put in place, in one pass, and a changed byte then leaves the tree partly filled.
 
     See `load` for the arguments and errors.
     """
-    options = LoadOptions(_globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace)
+    options = LoadOptions(
+        _globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory
+    )
     with _opened(path) as store, _without_cycles():
         return load_into_tree(store, tree, comm or default_comm(), options)
 

@@ -30,8 +30,10 @@ from .io.store import Store
 from .leaves.base import Piece
 from .plans import Plans
 
-__all__ = ["Facts", "Stream", "judge", "may_be_in_place", "remove", "shard_names", "write_shards"]
+__all__ = ["IN_PLACE", "Facts", "Stream", "judge", "may_be_in_place", "remove", "shard_names", "write_shards"]
 
+IN_PLACE = "The new index is in place, but may not survive a power loss; save again"
+"""What to say where publishing failed after its effect."""
 Stream = tuple[Sequence[FilePlan], Callable[[int], Sequence[Piece]]]
 """What files are made of: for each a plan of its bytes, and the pieces by number of leaf."""
 

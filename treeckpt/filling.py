@@ -17,20 +17,33 @@ import numpy as np
 from .core.chunks import BoxChunks
 from .core.dtypes import dtype_of
 from .core.errors import CorruptError, FormatError
-from .core.plan import Chunk, LoadPlan, Want, plan_load, plan_runs
+from .core.plan import Chunk, Run, Want, plan_load, plan_runs
 from .core.records import AliasRecord, ArrayRecord, Index, Leaf
 from .core.region import Region
 from .core.spec import ArraySpec
-from .io.intake import run_land, run_load, run_map
+from .io.intake import Landed, Reading, list_landings, list_readings, read_limit, run_map, run_readings
 from .io.record import Recorder
+from .io.relay import Part, Relay, together
+from .io.residency import cache_room
 from .io.shards import Shards
 from .io.store import Store
 from .leaves.base import HostArray, Target, TargetPiece, raw_dtype
 from .leaves.registry import library_of
 
-__all__ = ["Filling", "Slot", "Verify"]
+__all__ = ["Filling", "Means", "Slot", "Verify"]
 
 Verify = bool | Literal["stream"]
+
+
+class Means(msgspec.Struct, frozen=True):
+    """How a load reads."""
+
+    memory: int
+    """Bytes of buffers, at most."""
+    mapped: bool = False
+    """Whole arrays are mapped, not read."""
+    relay: Relay | None = None
+    """Where what several ranks want is read by one of them."""
 
 
 class Slot:
@@ -176,47 +189,80 @@ class Filling:
 
         self._after.append(cut)
 
-    def run(self, verify: Verify, *, in_place: bool = False, mapped: bool = False) -> None:
+    def run(self, verify: Verify, means: Means, *, in_place: bool = False) -> None:
         """Reads everything.
 
         Args:
-            mapped: whole arrays are mapped, not read.
             in_place: targets exist already: with `verify=True` all checksums are compared before the first byte is
                 written, which reads twice.
         """
-        borders: dict[int, Sequence[int]] = {
-            rank: [file.stream for file in self.index.files_of(rank)][1:]
-            for rank in {file.rank for file in self.index.file_list if file.part}
-        }
-        shards = Shards(self.store, self.index, verify=verify is not False, recorder=self.recorder)
-        self._run_landings(shards, borders, mapped)
-        plan = plan_load(self._wants, borders=borders)
+        shards = Shards(self.store, self.index, self.recorder, verify=verify is not False)
+        if means.mapped:
+            self._map(shards)
+        parts = self._parts(means.relay)
+        with together(means.relay):
+            work = [(part.members, self._readings(shards, part.wants, read_limit(means.memory))) for part in parts]
         if verify is True and in_place:
-            self._copy(shards, plan, lambda want: None)
+            self._check(shards, work, means)
             shards.verify = False
-        self.read_nbytes += self._copy(shards, plan, self._pieces.__getitem__)
+        for members, readings in work:
+            if means.relay is not None and len(members) > 1:
+                self.read_nbytes += means.relay.run(shards, readings, members)
+            else:
+                self.read_nbytes += run_readings(shards, readings, memory=means.memory)
         for action in self._after:
             action()
 
-    def _copy(self, shards: Shards, plan: LoadPlan, targets: Callable[[int], TargetPiece | None]) -> int:
-        def itemsize(want: int) -> int:
-            return self._wants[want].itemsize
+    def _parts(self, relay: Relay | None) -> list[Part]:
+        """Landings, then wants, by number; those that other ranks have too by which ranks that are."""
+        if relay is None:
+            return [Part((0,), list(range(len(self._landings) + len(self._wants))))]
+        lands = [(x.rank, x.start, x.nbytes) for x in self._landings]
+        return relay.agree([*lands, *((w.region, [(c.rank, c.start) for c in w.chunks]) for w in self._wants)])
 
-        return run_load(shards, plan, targets, itemsize=itemsize, paths=self._paths.__getitem__)
+    def _readings(self, shards: Shards, numbers: Sequence[int], limit: int) -> list[Reading]:
+        """What is to be read for some of the landings and wants."""
+        first = len(self._landings)
+        lands = [self._landings[i] for i in numbers if i < first]
+        wants = [i - first for i in numbers if i >= first]
+        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self._borders())
+        landed, readings = list_landings(shards, runs, lambda i: lands[i].path)
+        self._show(lands, runs, landed)
+        plan = plan_load([self._wants[i] for i in wants], borders=self._borders(), limit=limit)
+        return readings + list_readings(
+            shards,
+            plan,
+            lambda i: self._pieces[wants[i]],
+            itemsize=lambda i: self._wants[wants[i]].itemsize,
+            paths=lambda i: self._paths[wants[i]],
+        )
 
-    def _run_landings(self, shards: Shards, borders: dict[int, Sequence[int]], mapped: bool) -> None:
-        landings = self._landings
-        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in landings], borders=borders)
-        if mapped:
-            landed = run_map(shards, runs, lambda i: landings[i].path)
-        else:
-            landed, nbytes = run_land(shards, runs, lambda i: landings[i].path)
-            self.read_nbytes += nbytes
+    def _borders(self) -> dict[int, Sequence[int]]:
+        ranks = {file.rank for file in self.index.file_list if file.part}
+        return {rank: [file.stream for file in self.index.files_of(rank)][1:] for rank in ranks}
+
+    def _map(self, shards: Shards) -> None:
+        lands, self._landings = self._landings, []
+        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self._borders())
+        self._show(lands, runs, run_map(shards, runs, lambda i: lands[i].path))
+
+    def _show(self, landings: Sequence[_Landing], runs: Sequence[Run], landed: Sequence[Landed]) -> None:
+        """Makes arrays of the memory that runs land in."""
         for run, place in zip(runs, landed, strict=True):
             for member in run.members:
                 landing = landings[member]
                 wrap = library_of(landing.spec).wrap
                 landing.slot.leaf = wrap(landing.spec, place.memory, landing.start - place.start)
+
+    def _check(self, shards: Shards, work: Sequence[tuple[Sequence[int], list[Reading]]], means: Means) -> None:
+        """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
+        total = sum(reading.nbytes for _, readings in work for reading in readings)
+        stays = total < cache_room() // 2
+        with together(means.relay):
+            for members, readings in work:
+                mine = means.relay.owned(readings, members) if means.relay is not None else readings
+                checks = [Reading(reading.stretch, shared=reading.shared or stays) for reading in mine]
+                run_readings(shards, checks, memory=means.memory)
 
 
 def _overlapping(chunks: Sequence[Chunk]) -> bool:

@@ -20,16 +20,21 @@ from .core.runs import decode_runs, encode_runs
 from .core.spec import ArraySpec
 from .core.structure import PerRankNode, Structure, rank_key
 from .core.tree import flatten, graft, own_child, replace_leaves, unflatten
-from .filling import Filling, Slot, Verify
+from .filling import Filling, Means, Slot, Verify
 from .io.codec import read_index
 from .io.comm import Comm
 from .io.record import Recorder
+from .io.relay import Relay, open_relay, together
+from .io.slabs import Slabs
 from .io.store import Store
 from .leaves.base import Target
 from .leaves.registry import abstract_of, decode, encode, library_of, like_of, new_array, resolve, target_of
 from .reports import LoadReport
 
-__all__ = ["LoadOptions", "load_into_tree", "load_tree"]
+__all__ = ["MEMORY", "LoadOptions", "load_into_tree", "load_tree"]
+
+MEMORY = 64 << 20
+"""Bytes of buffers that a load may take, unless told otherwise."""
 
 
 class LoadOptions(msgspec.Struct, frozen=True):
@@ -45,6 +50,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     mmap: bool = False
     allow_pickle: bool = False
     namespace: str = ""
+    read: Literal["each", "once"] = "each"
+    memory: int = MEMORY
 
 
 class _Load:
@@ -57,6 +64,8 @@ class _Load:
         self.source_rank = comm.rank % self.index.world
         self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
         self.world = comm.size
+        self.take = None if options.copy else Slabs().take
+        """Memory for new arrays; with `copy` each has its own."""
         self.filling = Filling(store, self.index, self.source_rank, self.recorder)
         self.loaded = 0
         self.missing: list[str] = []
@@ -200,8 +209,11 @@ def _some(what: str, paths: Sequence[str]) -> str:
 # without like ----------------------------------------------------------------------------------------------------
 
 
-def _as_saved(job: _Load) -> object:
-    """The whole tree, or what `select` leaves of it; unselected leaves are `...`."""
+def _as_saved(job: _Load) -> Callable[[], object]:
+    """Wants the whole tree, or what `select` leaves of it; gives what builds it once the arrays have been read.
+
+    Unselected leaves are `...`.
+    """
     made: dict[int, Slot] = {}
     order = [leaf for leaf in job.index.entries if leaf.ranks is None or job.find(leaf.path) is leaf]
     for leaf in order:
@@ -211,22 +223,25 @@ def _as_saved(job: _Load) -> object:
             made[leaf.number] = Slot(job.value(leaf, leaf.path))
         elif not _is_tied(leaf, job):
             made[leaf.number] = _array_as_saved(job, leaf, leaf.spec)
-    job.filling.run(job.options.verify, mapped=job.options.mmap)
-    for leaf in order:
-        if leaf.number not in made:
-            made[leaf.number] = Slot(_tied(leaf, made, job))
-    structure = job.index.structure
-    if any(leaf.ranks is not None for leaf in order):
-        structure = _own_structure(structure, job)
-    leaves = iter([made[leaf.number].leaf for leaf in order])
-    return unflatten(structure, leaves, resolve=resolve, rank=job.rank, namespace=job.options.namespace)
+
+    def build() -> object:
+        for leaf in order:
+            if leaf.number not in made:
+                made[leaf.number] = Slot(_tied(leaf, made, job))
+        structure = job.index.structure
+        if any(leaf.ranks is not None for leaf in order):
+            structure = _own_structure(structure, job)
+        leaves = iter([made[leaf.number].leaf for leaf in order])
+        return unflatten(structure, leaves, resolve=resolve, rank=job.rank, namespace=job.options.namespace)
+
+    return build
 
 
 def _array_as_saved(job: _Load, leaf: Leaf, saved: ArraySpec) -> Slot:
     device = job.options.device
     spec = saved if device == "original" else msgspec.structs.replace(saved, device=None) if saved.device else saved
     # without torch new_array says so; a view would fail later, and less clearly
-    return job.array(leaf.path, leaf, spec, lambda: new_array(spec, leaf.path, device))
+    return job.array(leaf.path, leaf, spec, lambda: new_array(spec, leaf.path, device, take=job.take))
 
 
 def _is_tied(leaf: Leaf, job: _Load) -> bool:
@@ -325,28 +340,40 @@ def _slot(
 
 def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    job, rank = _Load(store, comm, options), comm.rank
-    if like is None:
-        tree = _as_saved(job)
-    else:
-        slots = _match(job, like, lambda wanted, path: like_of(wanted, path, rank, options.device), views=True)
-        job.filling.run(options.verify, mapped=options.mmap)
-        tree = replace_leaves(like, iter([slot.leaf for slot in slots]), namespace=options.namespace)
-    return tree, job.report()
+    relay, rank = _relay(comm, options), comm.rank
+    with together(relay):
+        job = _Load(store, comm, options)
+
+        def make(wanted: object, path: str) -> Target | None:
+            return like_of(wanted, path, rank, options.device, take=job.take)
+
+        build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True))
+    job.filling.run(options.verify, Means(options.memory, mapped=options.mmap, relay=relay))
+    return build(), job.report()
+
+
+def _as_like(job: _Load, like: object, slots: Sequence[Slot]) -> Callable[[], object]:
+    return lambda: replace_leaves(like, iter([slot.leaf for slot in slots]), namespace=job.options.namespace)
 
 
 def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
-    job, rank = _Load(store, comm, options), comm.rank
-    slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, rank), views=False)
-    _, before = flatten(tree, rank=rank, namespace=options.namespace)
-    # what is equal already stays the very object, so that only real changes need a container that can change
-    kept = [old if _is_same(old, slot.leaf) else slot.leaf for (_, old), slot in zip(before, slots, strict=True)]
-    new = replace_leaves(tree, iter(kept), namespace=options.namespace)
-    _check_graft(tree, before, new, options)
-    job.filling.run(options.verify, in_place=True)
+    relay, rank = _relay(comm, options), comm.rank
+    with together(relay):
+        job = _Load(store, comm, options)
+        slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, rank), views=False)
+        _, before = flatten(tree, rank=rank, namespace=options.namespace)
+        # what is equal already stays the very object, so that only real changes need a container that can change
+        kept = [old if _is_same(old, slot.leaf) else slot.leaf for (_, old), slot in zip(before, slots, strict=True)]
+        new = replace_leaves(tree, iter(kept), namespace=options.namespace)
+        _check_graft(tree, before, new, options)
+    job.filling.run(options.verify, Means(options.memory, relay=relay), in_place=True)
     graft(tree, new, namespace=options.namespace)
     return job.report()
+
+
+def _relay(comm: Comm, options: LoadOptions) -> Relay | None:
+    return open_relay(comm) if options.read == "once" else None
 
 
 def _is_same(old: object, new: object) -> bool:

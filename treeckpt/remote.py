@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from .agreement import Done, Verdict
-from .committing import Facts, may_be_in_place
+from .committing import IN_PLACE, Facts, may_be_in_place
 from .core.errors import CheckpointError
 from .desk import Answer, Arrange, Assignment, Attach, Detach, End, Judge, Modules, Reply
 from .faults import fault_of
@@ -87,8 +87,11 @@ class There:
         try:
             return self._ask(Judge(dict(heard), dict(lost), self._recorder.trail)).data
         except WriterGone as gone:
-            fault = fault_of(self._gone(gone), self._facts.rank)
-            return _encode(Verdict((fault,), may_be_in_place(self._store, self._facts.save_id)))
+            error = self._gone(gone)
+            in_place = may_be_in_place(self._store, self._facts.save_id)
+            if in_place:
+                error = CheckpointError(error.path, expected=error.expected, found=error.found, hint=IN_PLACE)
+            return _encode(Verdict((fault_of(error, self._facts.rank),), in_place))
 
     def _ask(self, request: Assignment | Judge) -> Answer:
         self._process.channel.send(_encode(request), timeout=self._limit)

@@ -19,7 +19,7 @@ import msgspec
 
 from .agreeing import Agreed, SaveOptions, Standing, agree
 from .agreement import Done, Verdict
-from .committing import Stream, remove, shard_names
+from .committing import IN_PLACE, Stream, remove, shard_names
 from .faults import raise_faults
 from .io.comm import Comm
 from .io.record import Recorder
@@ -29,8 +29,6 @@ from .reports import SaveReport
 from .scribe import Here, Scribe, Wrote
 
 __all__ = ["complete", "report_of", "save_tree"]
-
-_IN_PLACE = "The new index is in place, but may not survive a power loss; save again"
 
 
 def complete(agreed: Agreed, store: Store, comm: Comm, recorder: Recorder, scribe: Scribe, wrote: Wrote) -> None:
@@ -50,7 +48,7 @@ def complete(agreed: Agreed, store: Store, comm: Comm, recorder: Recorder, scrib
             remove(store, shard_names(agreed.facts, plans))
     finally:
         scribe.end()
-    hints = {"hint": _IN_PLACE} if ended.in_place else {}
+    hints = {"hint": IN_PLACE} if ended.in_place else {}
     raise_faults(ended.faults, store.url, comm, cause=scribe.error, **hints)
 
 

@@ -15,13 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from .core.plan import SavePlan, Write
+from .core.plan import FilePlan, SavePlan, Write
 from .io.arena import area_offsets
 from .io.engine import feed
 from .leaves.base import HostArray, Piece
 
 __all__ = ["pinning", "stage", "start_after"]
 
+SMALL = 32 << 10
+"""Bytes below which arrays are gathered before they are copied."""
+BATCH = 1 << 20
+"""Bytes that are gathered at most."""
 LARGE = 1 << 20
 """Bytes from which threads share the copying."""
 STRIDE = 16 << 20
@@ -46,10 +50,18 @@ def pinning() -> Callable[[int, int], Callable[[], None]] | None:
     return cuda.pinning()
 
 
-class _Area:
-    """A stretch of memory that is filled from the front."""
+Stretch = tuple[np.ndarray, np.ndarray]
+"""Bytes to copy to, and from."""
 
-    def __init__(self, memory: np.ndarray, later: list[tuple[np.ndarray, np.ndarray]] | None) -> None:
+
+class _Area:
+    """A stretch of memory that is filled from the front.
+
+    Args:
+        later: where large copies are put off to; None where what is fed is gone afterwards.
+    """
+
+    def __init__(self, memory: np.ndarray, later: list[Stretch] | None) -> None:
         self._memory, self._later, self._at = memory, later, 0
 
     def feed(self, data: np.ndarray) -> None:
@@ -74,23 +86,53 @@ def stage(plan: SavePlan, pieces: Callable[[int], Sequence[Piece]], memory: np.n
         memory: bytes, as many as `area_offsets` says.
     """
     offsets, _ = area_offsets([file.nbytes for file in plan.files])
-    later: list[tuple[np.ndarray, np.ndarray]] = []
+    later: list[Stretch] = []
     waits: list[Callable[[], None]] = []
     for file, offset in zip(plan.files, offsets, strict=True):
-        for write in file.writes:
-            start = offset + write.start
-            _stage(write, pieces(write.leaf), memory[start : start + write.nbytes], later, waits)
+        _stage_file(file, pieces, memory[offset : offset + file.nbytes], later, waits)
     _copy(later)
     for wait in waits:
         wait()
     return plan.nbytes
 
 
-def _stage(
+def _stage_file(
+    file: FilePlan,
+    pieces: Callable[[int], Sequence[Piece]],
+    area: np.ndarray,
+    later: list[Stretch],
+    waits: list[Callable[[], None]],
+) -> None:
+    # entries follow each other without holes: runs of small ones are gathered, and put down by one copy
+    small: list[bytes] = []
+    start = at = 0
+    for write in file.writes:
+        held = pieces(write.leaf)
+        data: Any = held[0].data if held else None
+        if write.nbytes < SMALL and type(data) is HostArray and len(held) == 1:
+            box = write.region
+            if box != held[0].region:
+                small.append(data.array[box.relative_to(held[0].region).slices()].tobytes())
+            else:
+                small.append(data.array.tobytes())
+        else:
+            area[start:at] = np.frombuffer(b"".join(small), np.uint8)
+            small.clear()
+            _stage_one(write, held, area[at : at + write.nbytes], later, waits)
+            start = at + write.nbytes
+        at += write.nbytes
+        if at - start > BATCH:
+            area[start:at] = np.frombuffer(b"".join(small), np.uint8)
+            small.clear()
+            start = at
+    area[start:at] = np.frombuffer(b"".join(small), np.uint8)
+
+
+def _stage_one(
     write: Write,
     pieces: Sequence[Piece],
     target: np.ndarray,
-    later: list[tuple[np.ndarray, np.ndarray]],
+    later: list[Stretch],
     waits: list[Callable[[], None]],
 ) -> None:
     if not write.nbytes:
@@ -104,7 +146,7 @@ def _stage(
         waits.append(wait)
 
 
-def _copy(stretches: list[tuple[np.ndarray, np.ndarray]]) -> None:
+def _copy(stretches: list[Stretch]) -> None:
     """Copies by a few threads, of which the caller's is one."""
     parts = [
         (target[at : at + STRIDE], source[at : at + STRIDE])

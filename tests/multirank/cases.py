@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import layout_cases, rank_cases, talk_cases, training_cases
+from . import layout_cases, rank_cases, relay_cases, talk_cases, training_cases
 from .registry import PHASES, Rank, of
 
-__all__ = ["PHASES", "Rank", "layout_cases", "of", "rank_cases", "talk_cases", "training_cases"]
+__all__ = ["PHASES", "Rank", "layout_cases", "of", "rank_cases", "relay_cases", "talk_cases", "training_cases"]

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..printing import fail, print_line
-from .bars import Bar, judge
+from .bars import Bar, judge, judge_stays
 from .machine import Machine, describe_machine
-from .results import Row, Trial, summarize
-from .show import print_bars, print_rows, trials_line
+from .results import Row, Stay, StayRow, Trial, summarize, summarize_stays
+from .show import print_bars, print_rows, print_stays, stay_line, trials_line
 
 if TYPE_CHECKING:
     from .states import Scenario
 
 __all__ = ["Report", "main"]
 
-NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard")
+NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard", "async", "async-tiny")
 QUICK_SCALE, QUICK_REPETITIONS = 1 / 8, 2
 MARGIN = 1 << 30
 """Bytes of disk to leave free."""
@@ -43,6 +43,8 @@ class Report(msgspec.Struct, frozen=True):
     machine: Machine
     trials: list[Trial]
     rows: list[Row]
+    stays: list[Stay]
+    stay_rows: list[StayRow]
     bars: list[dict[str, str | float | None]]
 
 
@@ -111,16 +113,18 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
         return 2
     try:
         _check_space(directory, scenarios, scale)
-        trials = _run_scenarios(scenarios, directory, scale, repetitions)
+        trials, stays = _run_scenarios(scenarios, directory, scale, repetitions)
     except (BenchError, OSError) as error:
         fail(f"treeckpt bench: {error}")
         return 1
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    rows = summarize(trials)
-    bars = judge(rows)
+    rows, stay_rows = summarize(trials), summarize_stays(stays)
+    bars = [*judge(rows), *judge_stays(stay_rows)]
     print_bars(bars, scale)
-    _write(options, Report("treeckpt.bench/1", scale, repetitions, describe_machine(), trials, rows, _plain(bars)))
+    machine = describe_machine()
+    report = Report("treeckpt.bench/2", scale, repetitions, machine, trials, rows, stays, stay_rows, _plain(bars))
+    _write(options, report)
     return 1 if options.strict and any(bar.state == "short" for bar in bars) else 0
 
 
@@ -141,19 +145,31 @@ def _check_space(directory: Path, scenarios: Sequence[Scenario], scale: float) -
         )
 
 
-def _run_scenarios(scenarios: Sequence[Scenario], directory: Path, scale: float, repetitions: int) -> list[Trial]:
+def _run_scenarios(
+    scenarios: Sequence[Scenario], directory: Path, scale: float, repetitions: int
+) -> tuple[list[Trial], list[Stay]]:
+    from .beside import run_beside
     from .contenders import contenders_for
     from .ranks import run_ranks
     from .turns import run_alone, run_slice
 
     trials: list[Trial] = []
+    stays: list[Stay] = []
 
     def on_trials(new: Sequence[Trial]) -> None:
         trials.extend(new)
         print(trials_line(new, repetitions), file=sys.stderr, flush=True)
 
+    def on_stay(stay: Stay) -> None:
+        stays.append(stay)
+        print(stay_line(stay, repetitions), file=sys.stderr, flush=True)
+
     alone = contenders_for(1)
     for scenario in scenarios:
+        if scenario.beside:
+            run_beside(scenario, directory, scale=scale, repetitions=repetitions, on_stay=on_stay)
+            print_stays(scenario.text, [row for row in summarize_stays(stays) if row.scenario == scenario.name])
+            continue
         if scenario.ranks > 1:
             run_ranks(scenario, directory, scale=scale, repetitions=repetitions, on_trials=on_trials)
         elif scenario.part > 1:
@@ -161,7 +177,7 @@ def _run_scenarios(scenarios: Sequence[Scenario], directory: Path, scale: float,
         else:
             run_alone(scenario, directory, alone, scale=scale, repetitions=repetitions, on_trials=on_trials)
         print_rows(scenario.text, [row for row in summarize(trials) if row.scenario == scenario.name])
-    return trials
+    return trials, stays
 
 
 def _plain(bars: Sequence[Bar]) -> list[dict[str, str | float | None]]:

@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from .results import Phase, Row
+from .results import Phase, Row, StayRow
 
-__all__ = ["MEMORY", "Bar", "judge"]
+__all__ = ["MEMORY", "Bar", "judge", "judge_stays"]
 
 MEMORY = 96 << 20
 """Bytes of memory that a save, or a load beyond its destination, may take."""
@@ -31,7 +31,7 @@ class Bar(msgspec.Struct, frozen=True):
     figure: float | None
     target: float
     sense: Literal[">=", "<="]
-    unit: Literal["x", "MiB"]
+    unit: Literal["x", "MiB", "ms"]
 
     @property
     def state(self) -> State:
@@ -42,6 +42,7 @@ class Bar(msgspec.Struct, frozen=True):
         return "ok" if reached else "short"
 
 
+_FILLS: dict[Phase, Phase] = {"stream cold": "fill cold", "stream warm": "fill warm"}
 Find = Callable[[str, str, Phase], Row | None]
 
 
@@ -56,8 +57,9 @@ def judge(rows: Sequence[Row]) -> list[Bar]:
 
 
 def _against(find: Find, scenario: str, phase: Phase, peer: str, target: float) -> Bar:
-    """Times faster than another library."""
-    own, other = find(scenario, "treeckpt", phase), find(scenario, peer, phase)
+    """Times faster than another library, which fills in one way only."""
+    theirs: Phase = _FILLS.get(phase, phase)
+    own, other = find(scenario, "treeckpt", phase), find(scenario, peer, theirs)
     figure = other.summed / own.summed if own and other else None
     return Bar(scenario, f"{phase}, times faster than {peer}", figure, target, ">=", "x")
 
@@ -77,15 +79,15 @@ def _saves(find: Find) -> list[Bar]:
 
 
 def _loads(find: Find) -> list[Bar]:
-    cold: tuple[Phase, ...] = ("fill cold", "load cold")
-    warm: tuple[Phase, ...] = ("fill warm", "load warm")
+    cold: tuple[Phase, ...] = ("stream cold", "fill cold", "load cold")
+    warm: tuple[Phase, ...] = ("stream warm", "fill warm", "load warm")
     return [
-        _of_limit(find, "fill cold", "R", 0.90),
+        _of_limit(find, "stream cold", "R", 0.90),
         _of_limit(find, "load cold", "R_fresh", 0.95),
         *(_against(find, "gpt2", phase, "dcp", 2.5) for phase in cold),
         *(_against(find, "gpt2", phase, "safetensors", 1.5) for phase in cold),
         *(_against(find, "gpt2", phase, "dcp", 2.5) for phase in warm),
-        _of_limit(find, "fill warm", "a plain buffered read", 1.0),
+        _of_limit(find, "stream warm", "a plain buffered read", 1.0),
         _of_limit(find, "load warm", "a plain buffered read into new memory", 1.0),
     ]
 
@@ -93,7 +95,10 @@ def _loads(find: Find) -> list[Bar]:
 def _on_ranks(find: Find) -> list[Bar]:
     return [
         _against(find, "replicated", "save", "dcp", 4.0),
-        *(_against(find, "reshard", phase, "dcp", 2.5) for phase in ("fill cold", "load cold", "fill warm")),
+        *(
+            _against(find, "reshard", phase, "dcp", 2.5)
+            for phase in ("stream cold", "load cold", "stream warm", "load warm")
+        ),
         _reshard_bytes(find),
         _slice_bytes(find),
     ]
@@ -128,3 +133,43 @@ def _memory(find: Find) -> list[Bar]:
             text = "memory at the peak" + (", beyond what is loaded" if phase == "load cold" else "")
             bars.append(Bar(scenario, f"{phase}, {text}", figure, MEMORY / 2**20, "<=", "MiB"))
     return bars
+
+
+def judge_stays(rows: Sequence[StayRow]) -> list[Bar]:
+    """The bars of saves in the background."""
+    table = {(row.scenario, row.contender): row for row in rows}
+    own, lazy = table.get(("async", "treeckpt")), table.get(("async", "treeckpt lazy"))
+    dcp, rival = table.get(("async", "dcp thread")), table.get(("async", "torch_checkpointing"))
+    tiny = table.get(("async-tiny", "treeckpt"))
+    calm = dcp.interference if dcp and dcp.interference is not None else None
+    return [
+        _stay("blocked, times shorter than dcp's", dcp.blocked / own.blocked if own and dcp else None, 2.0, ">="),
+        _stay(
+            "blocked, times shorter than torch_checkpointing's",
+            rival.blocked / own.blocked if own and rival else None,
+            1.0,
+            ">=",
+        ),
+        _stay("first save, times longer than a warm one", own.first / own.blocked if own else None, 2.5, "<="),
+        _stay("blocked, times as long as a copy", own.stall if own else None, 1.25, "<="),
+        _stay("lazy, blocked, times as long as a copy", lazy.stall if lazy else None, 0.10, "<="),
+        _stay("time lost by training steps / time until durable", own.interference if own else None, 0.10, "<="),
+        _stay(
+            "time lost by training steps, times less than with dcp's thread",
+            calm / max(own.interference, 1e-3) if own and own.interference is not None and calm is not None else None,
+            2.0,
+            ">=",
+        ),
+        Bar(
+            "async-tiny",
+            "longest wait for the interpreter",
+            max(0.0, tiny.gap) * 1e3 if tiny and tiny.gap is not None else None,
+            20.0,
+            "<=",
+            "ms",
+        ),
+    ]
+
+
+def _stay(text: str, figure: float | None, target: float, sense: Literal[">=", "<="]) -> Bar:
+    return Bar("async", text, figure, target, sense, "x")

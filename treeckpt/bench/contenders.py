@@ -22,7 +22,7 @@ import treeckpt
 from .meter import files_of
 from .states import State
 
-__all__ = ["Contender", "SliceReader", "contenders_for", "slice_readers"]
+__all__ = ["Contender", "SliceReader", "Streamer", "contenders_for", "is_there", "slice_readers", "sync"]
 
 
 class Contender(Protocol):
@@ -30,7 +30,7 @@ class Contender(Protocol):
 
     name: str
     kinds: tuple[str, ...]
-    """Of "save", "load" and "fill": what is measured; "save" always."""
+    """Of "save", "load", "fill" and "stream": what is measured; "save" always."""
 
     def prepare(self, state: State) -> Any:
         """What `save` gets, in the arrays that the library knows; before the clock starts."""
@@ -49,6 +49,14 @@ class Contender(Protocol):
         ...
 
 
+class Streamer(Protocol):
+    """A contender that can also check each block on its way, instead of everything first."""
+
+    def stream_into(self, directory: Path, state: State) -> None:
+        """Fills a state in one pass."""
+        ...
+
+
 def sync(directory: Path) -> None:
     """Makes files durable, and the names of files."""
     for path in [*files_of(directory), *(p for p in directory.rglob("*") if p.is_dir()), directory]:
@@ -63,7 +71,7 @@ class Treeckpt:
     """treeckpt with its defaults: durable, checksums written and verified."""
 
     name = "treeckpt"
-    kinds: tuple[str, ...] = ("save", "load", "fill")
+    kinds: tuple[str, ...] = ("save", "load", "fill", "stream")
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
@@ -83,6 +91,10 @@ class Treeckpt:
     def load_into(self, directory: Path, state: State) -> None:
         """With all checksums compared before the first byte is written, the default."""
         treeckpt.load_into(directory / "step", state)
+
+    def stream_into(self, directory: Path, state: State) -> None:
+        """With each block's checksum compared before its bytes are put in place."""
+        treeckpt.load_into(directory / "step", state, verify="stream")
 
 
 class Dcp:
@@ -172,7 +184,8 @@ class Safetensors:
             state[name].copy_(tensor)
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
+    """Whether a module is installed."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -184,14 +197,14 @@ def contenders_for(ranks: int) -> list[Contender]:
     if ranks > 1:
         return [Treeckpt(alone=False), Dcp(alone=False)]
     found: list[Contender] = [Treeckpt(alone=True), TorchSave()]
-    if _is_there("safetensors"):
+    if is_there("safetensors"):
         found.append(Safetensors())
     found += [Dcp(alone=True), Dcp(alone=True, threads=4)]
-    if _is_there("orbax.checkpoint") and _is_there("jax"):
+    if is_there("orbax.checkpoint") and is_there("jax"):
         from .others import Orbax
 
         found.append(Orbax())
-    if _is_there("torch_checkpointing"):
+    if is_there("torch_checkpointing"):
         from .others import TorchCheckpointing
 
         found.append(TorchCheckpointing())
@@ -231,4 +244,4 @@ class _TorchRows(TorchSave):
 
 def slice_readers() -> list[Any]:
     """Contenders that are `SliceReader`s too."""
-    return [_TreeckptRows(alone=True), _TorchRows(), *([_SafetensorsRows()] if _is_there("safetensors") else [])]
+    return [_TreeckptRows(alone=True), _TorchRows(), *([_SafetensorsRows()] if is_there("safetensors") else [])]

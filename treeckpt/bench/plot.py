@@ -66,6 +66,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def _rows_of(rows: Sequence[Row], panel: Panel) -> list[Row]:
     chosen = [row for row in rows if (row.scenario, row.phase) == (panel.scenario, panel.phase)]
+    if panel.phase.startswith("fill"):
+        streamed = (panel.scenario, panel.phase.replace("fill", "stream"))
+        one_pass = [row for row in rows if (row.scenario, row.phase) == streamed]
+        chosen += [msgspec.structs.replace(row, contender=f"{row.contender}, one pass") for row in one_pass]
     return sorted(chosen, key=lambda row: row.seconds)
 
 
@@ -94,7 +98,7 @@ def _draw_panel(ax: Any, panel: Panel, rows: Sequence[Row], *, places: int) -> N
     limits = [row.limit_rate / 1e9 for row in rows if row.limit_rate and row.contender == "treeckpt"]
     limit = limits[0] if limits and not panel.seconds else 0.0
     top = max([limit, *(high for _, high in ranges)])
-    colors = [OWN if row.contender == "treeckpt" else OTHER for row in rows]
+    colors = [OWN if row.contender.startswith("treeckpt") else OTHER for row in rows]
     at = range(len(rows))
     ax.barh(at, values, color=colors, height=0.68)
     for place, value, (low, high) in zip(at, values, ranges, strict=True):
@@ -103,7 +107,7 @@ def _draw_panel(ax: Any, panel: Panel, rows: Sequence[Row], *, places: int) -> N
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # the line of the limit may be behind it
     ax.set_yticks(at, [row.contender for row in rows])
     for label, row in zip(ax.get_yticklabels(), rows, strict=True):
-        if row.contender == "treeckpt":
+        if row.contender.startswith("treeckpt"):
             label.set(fontweight="bold", color=OWN)
     ax.set_ylim(places - 0.5, -0.5)
     if limit:

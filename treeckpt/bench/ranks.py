@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from .results import Trial
 from .states import SCENARIOS, Scenario, State, local_of, make_state, shapes_bytes
 from .turns import BenchError, OnTrials, Turns, in_turns
 
-__all__ = ["run_ranks"]
+__all__ = ["MARK", "run_job", "run_ranks"]
 
 MARK = "@trials "
 
@@ -42,19 +43,32 @@ def run_ranks(scenario: Scenario, directory: Path, *, scale: float, repetitions:
     Raises:
         BenchError: they failed; the message ends with what they said.
     """
-    task = msgspec.json.encode(Task(scenario.name, str(directory.absolute()), scale, repetitions)).decode()
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={scenario.ranks}"]
-    command = [sys.executable, *launcher, "-m", "treeckpt.bench.ranks", task]
+    task = Task(scenario.name, str(directory.absolute()), scale, repetitions)
+
+    def on_line(line: str) -> None:
+        on_trials(msgspec.json.decode(line, type=list[Trial]))
+
+    run_job("treeckpt.bench.ranks", task, ranks=scenario.ranks, on_line=on_line)
+
+
+def run_job(module: str, task: object, *, ranks: int, on_line: Callable[[str], None]) -> None:
+    """Runs a module under torchrun, with a task as its argument; `on_line` gets the results that it prints.
+
+    Raises:
+        BenchError: it failed; the message ends with what it said.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *launcher, "-m", module, msgspec.json.encode(task).decode()]
     said: list[str] = []
     with started(command, worker_environment(os.environ)) as process:
         for line in process.stdout or ():
             if line.startswith(MARK):
-                on_trials(msgspec.json.decode(line[len(MARK) :], type=list[Trial]))
+                on_line(line[len(MARK) :])
             else:
                 said = [*said[-40:], line]
         code = process.wait()
     if code:
-        raise BenchError(f"{scenario.name}: the ranks ended with exit code {code}. They said last:\n{''.join(said)}")
+        raise BenchError(f"{module}: the ranks ended with exit code {code}. They said last:\n{''.join(said)}")
 
 
 class _Torchrun:

@@ -8,17 +8,30 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
-__all__ = ["LIMITS", "PHASES", "Limit", "Phase", "Row", "Trial", "medians", "summarize"]
+__all__ = [
+    "LIMITS",
+    "PHASES",
+    "Limit",
+    "Phase",
+    "Row",
+    "Stay",
+    "StayRow",
+    "Trial",
+    "medians",
+    "summarize",
+    "summarize_stays",
+]
 
-Phase = Literal["save", "load cold", "load warm", "fill cold", "fill warm"]
+Phase = Literal["save", "load cold", "load warm", "fill cold", "fill warm", "stream cold", "stream warm"]
 Limit = Literal["W", "R", "R_fresh", "C", "plain", "plain_fresh"]
 
-PHASES: tuple[Phase, ...] = ("save", "load cold", "load warm", "fill cold", "fill warm")
-"""`load` makes a new tree, `fill` fills one that exists; cold is from the device, warm from the page cache."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
+"""`load` makes a new tree, `fill` fills one that exists, `stream` does so in one pass, checking each block before it is
+put in place (treeckpt's `fill` checks everything first); cold is from the device, warm from the page cache."""
 
 LIMITS: dict[Phase, Limit] = {
     "save": "W",
@@ -26,6 +39,8 @@ LIMITS: dict[Phase, Limit] = {
     "load warm": "plain_fresh",
     "fill cold": "R",
     "fill warm": "plain",
+    "stream cold": "R",
+    "stream warm": "plain",
 }
 """What each phase is measured against."""
 
@@ -66,6 +81,82 @@ class Trial(msgspec.Struct, frozen=True):
         """The rate as a part of its limit."""
         limit = self.limits.get(LIMITS[self.phase])
         return self.rate / limit if limit else None
+
+
+class Stay(msgspec.Struct, frozen=True):
+    """One save in the background. Repetition 0 is the first, right after what can be prepared was prepared."""
+
+    scenario: str
+    contender: str
+    repetition: int
+    nbytes: int
+    blocked: float
+    """Seconds until training may go on and change the state."""
+    durable: float
+    """Seconds until the save is durable."""
+    copy_rate: float | None
+    """C, measured right before."""
+    interference: float | None
+    """Time lost by the steps beside the save, as a part of `durable`."""
+    gap: float | None
+    """Seconds for which a thread that wants the interpreter every millisecond did not get it, at the longest."""
+    idle_gap: float | None
+    """The same while nothing else runs."""
+
+    @property
+    def stall(self) -> float | None:
+        """Time blocked beside that of one copy into warm memory."""
+        return self.blocked * self.copy_rate / self.nbytes if self.copy_rate else None
+
+
+class StayRow(msgspec.Struct, frozen=True):
+    """All saves in the background of one contender: the first, and medians of those after it."""
+
+    scenario: str
+    contender: str
+    repetitions: int
+    nbytes: int
+    first: float
+    blocked: float
+    blocked_low: float
+    blocked_high: float
+    durable: float
+    stall: float | None
+    interference: float | None
+    gap: float | None
+    """The median of the longest."""
+    idle_gap: float | None
+
+
+def summarize_stays(stays: Sequence[Stay]) -> list[StayRow]:
+    """A row for each scenario and contender, as they first occur."""
+    groups: dict[tuple[str, str], list[Stay]] = {}
+    for stay in sorted(stays, key=lambda stay: stay.repetition):
+        groups.setdefault((stay.scenario, stay.contender), []).append(stay)
+    return [_stay_row(group[0], group[1:] or group) for group in groups.values()]
+
+
+def _stay_row(first: Stay, warm: Sequence[Stay]) -> StayRow:
+    def median(value: Callable[[Stay], float | None]) -> float | None:
+        found = [number for stay in warm if (number := value(stay)) is not None]
+        return statistics.median(found) if found else None
+
+    blocked = [stay.blocked for stay in warm]
+    return StayRow(
+        scenario=first.scenario,
+        contender=first.contender,
+        repetitions=len(warm),
+        nbytes=first.nbytes,
+        first=first.blocked,
+        blocked=statistics.median(blocked),
+        blocked_low=min(blocked),
+        blocked_high=max(blocked),
+        durable=statistics.median(stay.durable for stay in warm),
+        stall=median(lambda stay: stay.stall),
+        interference=median(lambda stay: stay.interference),
+        gap=median(lambda stay: stay.gap),
+        idle_gap=median(lambda stay: stay.idle_gap),
+    )
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from ..core.wording import visible
 from ..printing import print_line, print_table
 from .bars import Bar
-from .results import Row, Trial
+from .results import Row, Stay, StayRow, Trial
 
-__all__ = ["print_bars", "print_rows", "trials_line"]
+__all__ = ["print_bars", "print_rows", "print_stays", "stay_line", "trials_line"]
 
 MIB = 1 << 20
 
@@ -42,6 +42,33 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def print_stays(text: str, rows: Sequence[StayRow]) -> None:
+    """The rows of a scenario of saves in the background."""
+    print_line("")
+    print_line(visible(text), "bold")
+    columns = ("contender", "blocked", "range", "first", "of a copy", "durable", "steps slower", "longest gap")
+    cells = [
+        (
+            row.contender,
+            f"{row.blocked:.3f} s",
+            f"{row.blocked_low:.3f}-{row.blocked_high:.3f}",
+            f"{row.first:.3f} s",
+            f"{row.stall:.2f}x" if row.stall is not None else "",
+            f"{row.durable:.3f} s",
+            f"{row.interference:.1%}" if row.interference is not None else "",
+            f"{row.gap * 1e3:.0f} ms" if row.gap is not None else "",
+        )
+        for row in rows
+    ]
+    print_table(columns, cells, right=columns[1:])
+
+
+def stay_line(stay: Stay, repetitions: int) -> str:
+    """What a save in the background took, as it comes."""
+    which = "first" if stay.repetition == 0 else f"{stay.repetition}/{repetitions}"
+    return f"{stay.scenario} {which} {stay.contender}: blocked {stay.blocked:.3f} s, durable {stay.durable:.3f} s"
+
+
 def print_bars(bars: Sequence[Bar], scale: float) -> None:
     """Each bar that was measured, with its figure."""
     measured = [bar for bar in bars if bar.figure is not None]
@@ -61,7 +88,7 @@ def _figure(bar: Bar) -> str:
 
 
 def _amount(bar: Bar, figure: float) -> str:
-    return f"{figure:.2f}" if bar.unit == "x" else f"{figure:.0f} MiB"
+    return f"{figure:.2f}" if bar.unit == "x" else f"{figure:.0f} {bar.unit}"
 
 
 def trials_line(trials: Sequence[Trial], repetitions: int) -> str:

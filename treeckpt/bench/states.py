@@ -93,6 +93,10 @@ class Scenario(msgspec.Struct, frozen=True):
     """Saved by rows, loaded by columns."""
     part: int = 1
     """Loads one part in so many of the rows."""
+    beside: bool = False
+    """Saved in the background, beside training steps."""
+    ticks: bool = False
+    """... beside a thread that ticks."""
 
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -104,6 +108,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "reshard", "GPT-2 small and Adam on 2 ranks, saved by rows, loaded by columns", gpt2, ranks=2, columns=True
     ),
+    Scenario("async", "GPT-2 small and Adam, saved in the background of training steps", gpt2, beside=True),
+    Scenario("async-tiny", "20,000 tensors of one element, saved in the background", tiny, beside=True, ticks=True),
 )
 
 

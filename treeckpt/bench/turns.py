@@ -10,11 +10,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
-from .contenders import Contender, SliceReader, slice_readers
+from .contenders import Contender, SliceReader, Streamer, slice_readers
 from .meter import Meter, Usage, cached_part, drop_cache, files_of, fill_cache, settle
 from .raw import LEAST, Raw
 from .results import Limit, Phase, Trial
@@ -185,6 +185,10 @@ class Turns:
             contender.load_into(place, target)
             return target
 
+        def stream() -> State:
+            cast(Streamer, contender).stream_into(place, target)
+            return target
+
         prepared = contender.prepare(state)
         trials += self.trial(
             (contender.name, "save", repetition),
@@ -197,10 +201,12 @@ class Turns:
             ("load warm", "load", lambda: contender.load(place, target), "plain_fresh"),
             ("fill cold", "fill", fill, "R"),
             ("fill warm", "fill", fill, "plain"),
+            ("stream cold", "stream", stream, "R"),
+            ("stream warm", "stream", stream, "plain"),
         ]
         for phase, kind, work, limit in phases:
             if kind in contender.kinds:
-                if kind == "fill" and expected is not None:
+                if kind in ("fill", "stream") and expected is not None:
                     _clear(target)
                 key = (contender.name, phase, repetition)
                 trials += self.trial(key, work, (limit,), nbytes=wanted, check=check)

@@ -19,6 +19,7 @@ from .region import ByteRuns, Region, byte_runs, c_strides, coalesce, intersect
 from .runs import decode_runs
 
 __all__ = [
+    "READ_LIMIT",
     "Block",
     "Chunk",
     "Copy",

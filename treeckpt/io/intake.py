@@ -1,76 +1,96 @@
-"""Runs the plan of a load: reads blocks in, and copies or leaves them where they are wanted.
+"""Runs the plan of a load: reads stretches of shards in, and copies or leaves them where they are wanted.
 
 Each block of a plan is read, rounded out to the borders of checksums, verified, and its boxes are copied to their
-targets; several blocks are under way at once. Runs of whole arrays land in page-aligned memory and stay there.
+targets; several are under way at once, in as many buffers. Runs of whole arrays land in page-aligned memory and stay
+there. What is to be read is listed first (`Reading`) and then carried out: by this process alone (`run_readings`),
+or shared with other ranks of the host (`io.relay`).
 """
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import msgspec
 import numpy as np
 
-from ..core.plan import Block, Copy, LoadPlan, Run
+from ..core.plan import READ_LIMIT, Block, Copy, LoadPlan, Run
 from ..core.region import c_strides
 from ..core.shard import BLOCK
 from ..leaves.base import TargetPiece, raw_dtype
 from .engine import BUFFER
-from .shards import Shards, Stretch, read_stretch, stretch_of
+from .shards import Shards, Stretch, stretch_of
 from .store import PAGE, aligned_buffer
 
-__all__ = ["Landed", "run_land", "run_load", "run_map"]
+__all__ = ["Landed", "Reading", "list_landings", "list_readings", "read_limit", "ring_of", "run_map", "run_readings"]
 
 READERS = 3
+SPARSE = 0.75
+"""Part of a block that this rank wants, below which it is taken that other ranks of the host want the rest of it."""
 
 
-def run_load(
+class Reading(msgspec.Struct, frozen=True):
+    """A stretch to be read."""
+
+    stretch: Stretch
+    out: memoryview | None = None
+    """Where it stays; None for a buffer that is used again."""
+    use: Callable[[memoryview], None] | None = None
+    """What is done with the bytes; None if they only are to be verified, or stay."""
+    shared: bool = False
+    """Whether other ranks of the host read it too: then through the page cache, so that the device reads it once."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.stretch.high - self.stretch.low
+
+
+def list_readings(
     shards: Shards,
     plan: LoadPlan,
-    targets: Callable[[int], TargetPiece | None],
+    targets: Callable[[int], TargetPiece],
     *,
     itemsize: Callable[[int], int],
     paths: Callable[[int], str],
-) -> int:
-    """Reads every block of a plan through a few buffers and copies its boxes to their targets.
+) -> list[Reading]:
+    """What is to be read for a plan: a stretch per block, whose boxes are copied to their targets.
 
     Args:
-        targets: the piece that want number i fills; None reads (and verifies) only.
-
-    Returns:
-        Bytes read from data areas.
+        targets: the piece that want number i fills.
     """
-    if not plan.blocks:
-        return 0
-    buffers: queue.Queue[memoryview] = queue.Queue()
-    largest = max(block.stop - block.start for block in plan.blocks) + 2 * BLOCK
-    for _ in range(READERS):
-        buffers.put(aligned_buffer(-(-largest // PAGE) * PAGE))
-
-    def job(block: Block) -> Callable[[], int]:
-        path = paths(block.copies[0].want)
-        opened, start = shards.locate(block.rank, block.start, block.stop, path)
+    readings: list[Reading] = []
+    for block in plan.blocks:
+        opened, start = shards.locate(block.rank, block.start, block.stop, paths(block.copies[0].want))
         stretch = stretch_of(opened, start, start + block.stop - block.start, verify=shards.verify)
+        wanted = sum(copy.box.size * itemsize(copy.want) for copy in block.copies)
+        shared = wanted < SPARSE * (block.stop - block.start)
+        readings.append(Reading(stretch, None, _user(block, start - stretch.low, targets, itemsize), shared))
+    return readings
 
-        def work() -> int:
-            buffer = buffers.get()
-            try:
-                size = stretch.high - stretch.low
-                out = buffer[:size] if size <= len(buffer) else aligned_buffer(size)
-                read_stretch(shards.store, stretch, out, verify=shards.verify)
-                data = np.frombuffer(out, np.uint8)[start - stretch.low :]
-                for copy in block.copies:
-                    if (piece := targets(copy.want)) is not None:
-                        _place(data, block, copy, piece, itemsize(copy.want))
-                return size
-            finally:
-                buffers.put(buffer)
 
-        return shards.timed(work)
+def _user(
+    block: Block, skip: int, targets: Callable[[int], TargetPiece], itemsize: Callable[[int], int]
+) -> Callable[[memoryview], None]:
+    def use(memory: memoryview) -> None:
+        data = np.frombuffer(memory, np.uint8)[skip:]
+        for copy in block.copies:
+            _place(data, block, copy, targets(copy.want), itemsize(copy.want))
 
-    return sum(_in_parallel([job(block) for block in plan.blocks], READERS))
+    return use
+
+
+def _place(data: np.ndarray, block: Block, copy: Copy, piece: TargetPiece, itemsize: int) -> None:
+    raw = raw_dtype(itemsize)
+    first = copy.start - block.start
+    box, outer = copy.box, copy.chunk
+    if box.shape == outer.shape:
+        source = data[first : first + box.size * itemsize].view(raw).reshape(box.shape)
+    else:
+        span = data[first : first + copy.stop - copy.start]
+        source = np.ndarray(box.shape, raw, span, strides=c_strides(outer.shape, itemsize))
+    where = box.relative_to(piece.region)
+    piece.data.write(where.slices(), source)
 
 
 class Landed(msgspec.Struct, frozen=True):
@@ -92,64 +112,83 @@ def run_map(shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]) ->
     return landed
 
 
-def run_land(shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]) -> tuple[list[Landed], int]:
-    """Reads each run into page-aligned memory of its own, where arrays can stay.
-
-    Returns:
-        (the memory of each run, bytes read from data areas).
-    """
+def list_landings(
+    shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]
+) -> tuple[list[Landed], list[Reading]]:
+    """Page-aligned memory for each run, where arrays can stay, and what is to be read into it."""
     landed: list[Landed] = []
-    jobs: list[Callable[[], int]] = []
+    readings: list[Reading] = []
     for run in runs:
-        path = paths(run.members[0])
-        opened, start = shards.locate(run.rank, run.start, run.stop, path)
+        opened, start = shards.locate(run.rank, run.start, run.stop, paths(run.members[0]))
         whole = stretch_of(opened, start, start + run.stop - run.start, verify=shards.verify)
         memory = aligned_buffer(whole.high - whole.low, huge=True)
         landed.append(Landed(run.start, memory[start - whole.low :]))
         step = max(BUFFER // opened.block, 1) * opened.block
         for low in range(whole.low, whole.high, step):
             part = Stretch(opened, low, min(low + step, whole.high))
-            jobs.append(shards.timed(_landing(shards, part, memory[low - whole.low : part.high - whole.low])))
-    return landed, sum(_in_parallel(jobs, READERS))
+            readings.append(Reading(part, memory[low - whole.low : part.high - whole.low]))
+    return landed, readings
 
 
-def _landing(shards: Shards, stretch: Stretch, out: memoryview) -> Callable[[], int]:
-    def work() -> int:
-        read_stretch(shards.store, stretch, out, verify=shards.verify)
-        return len(out)
-
-    return work
+def read_limit(memory: int) -> int:
+    """Bytes of one block, so that a few of them, rounded out to the borders of checksums, fit into the memory."""
+    return min(READ_LIMIT, max(memory // READERS - 2 * BLOCK, BLOCK))
 
 
-def _place(data: np.ndarray, block: Block, copy: Copy, piece: TargetPiece, itemsize: int) -> None:
-    raw = raw_dtype(itemsize)
-    first = copy.start - block.start
-    box, outer = copy.box, copy.chunk
-    if box.shape == outer.shape:
-        source = data[first : first + box.size * itemsize].view(raw).reshape(box.shape)
-    else:
-        span = data[first : first + copy.stop - copy.start]
-        source = np.ndarray(box.shape, raw, span, strides=c_strides(outer.shape, itemsize))
-    where = box.relative_to(piece.region)
-    piece.data.write(where.slices(), source)
+def ring_of(readings: Iterable[Reading], count: int) -> queue.Queue[memoryview]:
+    """`count` buffers, each large enough for those readings that bring no memory of their own."""
+    largest = max((reading.nbytes for reading in readings if reading.out is None), default=0)
+    ring: queue.Queue[memoryview] = queue.Queue()
+    for _ in range(count if largest else 0):
+        ring.put(aligned_buffer(-(-largest // PAGE) * PAGE))
+    return ring
 
 
-def _in_parallel(jobs: Sequence[Callable[[], int]], threads: int) -> list[int]:
-    """Runs jobs on a few threads; the first error stops what has not begun, and is raised."""
-    if len(jobs) <= 2:
-        return [job() for job in jobs]
-    results: list[int] = []
-    with ThreadPoolExecutor(threads, "treeckpt-read") as pool:
-        pending: set[Future[int]] = set()
+def run_readings(shards: Shards, readings: Sequence[Reading], *, memory: int) -> int:
+    """Carries out readings, a few at a time.
+
+    Args:
+        memory: bytes of buffers, at most, as long as one reading needs no more.
+
+    Returns:
+        Bytes read from data areas.
+    """
+    largest = max((reading.nbytes for reading in readings if reading.out is None), default=0)
+    readers = max(1, min(READERS, memory // max(largest, 1)))
+    ring = ring_of(readings, readers)
+
+    def job(reading: Reading) -> None:
+        out = reading.out if reading.out is not None else ring.get()
         try:
-            for job in jobs:
+            shards.read(reading.stretch, out[: reading.nbytes], shared=reading.shared)
+            if reading.use is not None:
+                reading.use(out[: reading.nbytes])
+        finally:
+            if reading.out is None:
+                ring.put(out)
+
+    _in_parallel(job, readings, readers)
+    return sum(reading.nbytes for reading in readings)
+
+
+def _in_parallel(job: Callable[[Reading], None], readings: Sequence[Reading], threads: int) -> None:
+    """Does jobs on a few threads; the first error stops what has not begun, and is raised."""
+    if len(readings) <= 2:
+        for reading in readings:
+            job(reading)
+        return
+    with ThreadPoolExecutor(threads, "treeckpt-read") as pool:
+        pending: set[Future[None]] = set()
+        try:
+            for reading in readings:
                 if len(pending) >= threads * 2:
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    results += [f.result() for f in done]
-                pending.add(pool.submit(job))
-            results += [f.result() for f in pending]
+                    for future in done:
+                        future.result()
+                pending.add(pool.submit(job, reading))
+            for future in pending:
+                future.result()
         except BaseException:
             for future in pending:
                 future.cancel()
             raise
-    return results

@@ -63,21 +63,22 @@ class LocalReader:
         self._direct: int | None = None
         self._lock = threading.Lock()
 
-    def read_into(self, offset: int, out: memoryview) -> None:
-        """Fills `out` from `offset` on.
+    def read_into(self, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        """Fills `out` from `offset` on; what is `shared` comes through the page cache, and stays there.
 
         Raises:
             CorruptError: the file ends before.
             OSError: it cannot be read; with its name.
         """
         try:
-            self._fill(offset, out)
+            self._fill(offset, out, shared)
         except OSError as error:
             error.filename = str(self._path)
             raise
 
-    def _fill(self, offset: int, out: memoryview) -> None:
-        filled = 0 if len(out) < DIRECT or is_cached(self._fd, offset, len(out)) else self._from_device(offset, out)
+    def _fill(self, offset: int, out: memoryview, shared: bool) -> None:
+        cached = shared or len(out) < DIRECT or is_cached(self._fd, offset, len(out))
+        filled = 0 if cached else self._from_device(offset, out)
         while filled < len(out):
             count = os.preadv(self._fd, [out[filled:]], offset + filled)
             if count == 0:

@@ -1,15 +1,17 @@
-"""Is a stretch of a file in the page cache? Asked of the kernel (mincore), without reading or waiting."""
+"""Is a stretch of a file in the page cache, and how much would fit? Asked of the kernel, without reading or waiting."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["is_cached"]
+__all__ = ["cache_room", "is_cached"]
 
 PAGE = mmap.PAGESIZE
 
@@ -40,3 +42,12 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     found = mincore(address, length, pages.ctypes.data)
     mapped.close()
     return found == 0 and bool((pages & 1).all())
+
+
+def cache_room() -> int:
+    """Bytes that the system could use without swapping; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0

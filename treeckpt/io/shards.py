@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
 from ..core.errors import CorruptError
@@ -117,10 +115,10 @@ def stretch_of(opened: Opened, start: int, stop: int, *, verify: bool) -> Stretc
     return Stretch(opened, start // step * step, min(-(-stop // step) * step, opened.file.nbytes))
 
 
-def read_stretch(store: Store, stretch: Stretch, out: memoryview, *, verify: bool) -> None:
+def read_stretch(store: Store, stretch: Stretch, out: memoryview, *, verify: bool, shared: bool = False) -> None:
     """Reads it, verified if asked."""
     file = stretch.opened.file
-    store.read_into(file.name, file.header + stretch.low, out)
+    store.read_into(file.name, file.header + stretch.low, out, shared=shared)
     if verify:
         _check_blocks(store, stretch.opened, stretch.low, out)
 
@@ -128,7 +126,7 @@ def read_stretch(store: Store, stretch: Stretch, out: memoryview, *, verify: boo
 class Shards:
     """The shards of one checkpoint, opened (header read and checked) when first needed."""
 
-    def __init__(self, store: Store, index: Index, *, verify: bool, recorder: Recorder | None = None) -> None:
+    def __init__(self, store: Store, index: Index, recorder: Recorder, *, verify: bool) -> None:
         self.store, self.index, self.verify, self.recorder = store, index, verify, recorder
         self._opened: dict[str, Opened] = {}
         self._sizes: dict[str, int] | None = None
@@ -142,18 +140,11 @@ class Shards:
             self._opened[file.name] = open_shard(self.store, self.index, file, self._sizes.get(file.name))
         return self._opened[file.name], position - file.header
 
-    def timed(self, job: Callable[[], int]) -> Callable[[], int]:
-        """The job, leaving a span."""
-
-        def work() -> int:
-            if self.recorder is None:
-                return job()
-            begin = self.recorder.now()
-            nbytes = job()
-            self.recorder.add("read", begin, self.recorder.now(), nbytes)
-            return nbytes
-
-        return work
+    def read(self, stretch: Stretch, out: memoryview, *, shared: bool = False) -> None:
+        """Reads a stretch, verified if that is asked of these shards, leaving a span."""
+        begin = self.recorder.now()
+        read_stretch(self.store, stretch, out, verify=self.verify, shared=shared)
+        self.recorder.add("read", begin, self.recorder.now(), len(out))
 
 
 def verify_shard(store: Store, opened: Opened) -> int:

@@ -72,8 +72,13 @@ class Store(Protocol):
         """A whole small file. Raises CorruptError past `limit`, FileNotFoundError where there is none."""
         ...
 
-    def read_into(self, name: str, offset: int, out: memoryview) -> None:
-        """Fills `out` from the file. Raises CorruptError where the file ends before."""
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        """Fills `out` from the file. Raises CorruptError where the file ends before.
+
+        Args:
+            shared: the same bytes will be read again soon, here or by another process of the host: leave them in the
+                page cache, if there is one.
+        """
         ...
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
@@ -159,12 +164,12 @@ class LocalStore:
             raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found="more")
         return data
 
-    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         with self._lock:
             if name not in self._readers:
                 self._readers[name] = LocalReader(self._directory / name)
             reader = self._readers[name]
-        reader.read_into(offset, out)
+        reader.read_into(offset, out, shared=shared)
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         fd = open_regular(self._directory / name)
@@ -349,7 +354,7 @@ class MemoryStore:
             raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found=f"{len(data)}")
         return bytes(data)
 
-    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         data = memoryview(self._get(name))[offset : offset + len(out)]
         if len(data) < len(out):
             raise _too_short(f"{self.url}/{name}", offset, len(out), len(data))

@@ -27,6 +27,7 @@ __all__ = [
     "Readable",
     "Source",
     "Storage",
+    "Take",
     "Target",
     "TargetPiece",
     "Writable",
@@ -89,6 +90,10 @@ class Flat:
         whole[box] = data
         if not isinstance(self.data, HostArray):  # what was read is a copy: put it back
             self.data.write((slice(self.start, self.start + whole.size),), whole.reshape(-1))
+
+
+Take = Callable[[int], memoryview]
+"""Gives new host memory of so many bytes, which arrays may share the life of; None leaves it to the library."""
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -199,12 +204,12 @@ class Adapter(Protocol):
         """Describes an array that is to be filled in place."""
         ...
 
-    def like(self, leaf: Any, path: str, rank: int, device: str | None) -> Target | None:
-        """Makes a new array of the leaf's shape, dtype, device and layout."""
+    def like(self, leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
+        """Makes a new array of the leaf's shape, dtype, device and layout; on the host in memory from `take`."""
         ...
 
-    def empty(self, spec: ArraySpec, path: str, device: str | None) -> Target:
-        """Makes a new array from a spec."""
+    def empty(self, spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
+        """Makes a new array from a spec; on the host in memory from `take`."""
         ...
 
     def wrap(self, spec: ArraySpec, memory: memoryview, offset: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from .base import (
     Piece,
     Source,
     Storage,
+    Take,
     Target,
     TargetPiece,
     local_pieces,
@@ -113,14 +115,14 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
     return Target(spec, leaf, (TargetPiece(Region.whole(leaf.shape), HostArray(raw)),))
 
 
-def like(leaf: Any, path: str, rank: int, device: str | None) -> Target | None:
+def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
     """A new array of the leaf's shape and dtype."""
     if not isinstance(leaf, np.ndarray):
         return None
-    return empty(_spec(leaf, path), path, None)
+    return empty(_spec(leaf, path), path, None, take=take)
 
 
-def empty(spec: ArraySpec, path: str, device: str | None) -> Target:
+def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
     """A new array from a spec: of its regions, or of the whole.
 
     Raises:
@@ -134,7 +136,9 @@ def empty(spec: ArraySpec, path: str, device: str | None) -> Target:
             found=spec.dtype,
             hint="Install torch (treeckpt[torch]) to load it as a tensor",
         )
-    array = np.empty(local_shape_of(spec), dtype.numpy)
+    shape = local_shape_of(spec)
+    nbytes = math.prod(shape) * dtype.itemsize
+    array = np.ndarray(shape, dtype.numpy, take(nbytes)) if take and nbytes else np.empty(shape, dtype.numpy)
     raw = array.view(raw_dtype(dtype.itemsize))
     return Target(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from ..core.dtypes import dtype_of
 from ..core.errors import FormatError, MismatchError, TreeError
 from ..core.spec import ArraySpec, Typed, Value, decode_value, encode_value
-from .base import Adapter, Source, Target
+from .base import Adapter, Source, Take, Target
 from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sharded_target
 
 __all__ = ["abstract_of", "decode", "encode", "library_of", "like_of", "new_array", "resolve", "source_of", "target_of"]
@@ -93,22 +93,22 @@ def target_of(leaf: object, path: str, rank: int) -> Target | None:
     return adapter.target(leaf, path, rank) if adapter is not None else None
 
 
-def like_of(leaf: object, path: str, rank: int, device: str | None) -> Target | None:
+def like_of(leaf: object, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
     """A new array as the leaf describes it: a known library's array, an `ArraySpec`, or anything with shape and dtype.
 
     None for a leaf that describes no array.
     """
     if isinstance(leaf, ArraySpec):
-        return new_array(leaf, path, device or leaf.device)
+        return new_array(leaf, path, device or leaf.device, take=take)
     if isinstance(leaf, Sharded):
-        return sharded_like(leaf, path, rank, device, _inner(leaf, path))
+        return sharded_like(leaf, path, rank, device, _inner(leaf, path), take=take)
     adapter = _adapter(type(leaf))
-    if adapter is not None and (made := adapter.like(leaf, path, rank, device)) is not None:
+    if adapter is not None and (made := adapter.like(leaf, path, rank, device, take=take)) is not None:
         return made
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None or encodable(leaf):
         return None
-    return new_array(_foreign_spec(tuple(int(n) for n in shape), dtype, path), path, device)
+    return new_array(_foreign_spec(tuple(int(n) for n in shape), dtype, path), path, device, take=take)
 
 
 def encodable(leaf: object) -> bool:
@@ -129,14 +129,14 @@ def _foreign_spec(shape: tuple[int, ...], dtype: Any, path: str) -> ArraySpec:
         raise MismatchError(path, expected="a known dtype", found=f"{dtype!r:.60}") from error
 
 
-def new_array(spec: ArraySpec, path: str, device: str | None) -> Target:
+def new_array(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
     """A new array of the library that the spec's kind names.
 
     Raises:
         MismatchError: the library is not installed.
     """
     if spec.kind == "numpy":
-        return _load("numpy").empty(spec, path, device)
+        return _load("numpy").empty(spec, path, device, take=take)
     try:
         adapter = _load("torch")
     except ImportError as error:
@@ -146,7 +146,7 @@ def new_array(spec: ArraySpec, path: str, device: str | None) -> Target:
             found="no torch in this environment",
             hint="Install treeckpt[torch], or pass like= with numpy arrays",
         ) from error
-    return adapter.empty(spec, path, device)
+    return adapter.empty(spec, path, device, take=take)
 
 
 def encode(value: object, path: str, *, allow_pickle: bool) -> Value:

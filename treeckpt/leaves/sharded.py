@@ -18,7 +18,7 @@ from ..core.errors import LayoutError
 from ..core.layout import BoxLayout
 from ..core.region import Region, flat_regions
 from ..core.spec import ArraySpec
-from .base import Adapter, Flat, Piece, Source, Target, TargetPiece
+from .base import Adapter, Flat, Piece, Source, Take, Target, TargetPiece
 
 __all__ = ["Sharded", "sharded_abstract", "sharded_like", "sharded_source", "sharded_target"]
 
@@ -123,7 +123,9 @@ def sharded_target(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Tar
     return None if inner is None else _as_target(leaf, inner, path)
 
 
-def sharded_like(leaf: Sharded, path: str, rank: int, device: str | None, adapter: Adapter) -> Target | None:
+def sharded_like(
+    leaf: Sharded, path: str, rank: int, device: str | None, adapter: Adapter, *, take: Take | None = None
+) -> Target | None:
     """A new piece of the same shape and place."""
-    inner = adapter.like(leaf.local, path, rank, device)
+    inner = adapter.like(leaf.local, path, rank, device, take=take)
     return None if inner is None else _as_target(leaf, inner, path)

@@ -27,6 +27,7 @@ from .base import (
     Piece,
     Source,
     Storage,
+    Take,
     Target,
     TargetPiece,
     local_pieces,
@@ -288,7 +289,7 @@ def _pieces(layout: MeshLayout, local: torch.Tensor, shape: tuple[int, ...], ran
     return [TargetPiece(h.region, _data(local[_box(h.local, h.region)])) for h in held_by(layout, shape, rank)]
 
 
-def like(leaf: Any, path: str, rank: int, device: str | None) -> Target | None:
+def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
     """A new tensor of the leaf's shape, dtype, device and layout; on the host where the leaf is on meta."""
     if not isinstance(leaf, torch.Tensor):
         return None
@@ -296,18 +297,25 @@ def like(leaf: Any, path: str, rank: int, device: str | None) -> Target | None:
     where = _device(device, path) or leaf.device
     spec = _spec(leaf)
     if is_dtensor(leaf):
-        return _like_dtensor(leaf, spec, path, rank, where)
-    tensor = torch.empty(spec.shape, dtype=leaf.dtype, device="cpu" if where.type == "meta" else where)
+        return _like_dtensor(leaf, spec, path, rank, where, take)
+    tensor = _new(spec.shape, leaf.dtype, torch.device("cpu") if where.type == "meta" else where, take)
     return Target(spec, _dress(tensor, spec), (TargetPiece(Region.whole(spec.shape), _data(tensor)),))
 
 
-def _like_dtensor(leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch.device) -> Target:
+def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, take: Take | None) -> torch.Tensor:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if take is None or device.type != "cpu" or not nbytes:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return _shown(take(nbytes), dtype, 0, math.prod(shape)).view(shape)
+
+
+def _like_dtensor(leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch.device, take: Take | None) -> Target:
     from torch.distributed.tensor import DTensor
 
     layout = layout_of(leaf, path)
     shape = local_shape(layout, spec.shape, rank)
-    device = leaf.device_mesh.device_type if where.type == "meta" else where
-    local = torch.empty(shape if shape is not None else (0,), dtype=leaf.dtype, device=device)
+    device = torch.device(leaf.device_mesh.device_type) if where.type == "meta" else where
+    local = _new(shape if shape is not None else (0,), leaf.dtype, device, take)
     pieces = _pieces(layout, local, spec.shape, rank) if shape is not None else ()
     made = DTensor(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar outside of the mesh
     return Target(spec, _dress(made, spec), pieces)
@@ -335,21 +343,23 @@ def _dress(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
     return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
-def empty(spec: ArraySpec, path: str, device: str | None) -> Target:
+def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
     """A new tensor from a spec: of its regions, or of the whole; on the host unless `device` says otherwise."""
     where = torch.device(spec.device or "cpu") if device == "original" else _device(device, path)
-    tensor = torch.empty(local_shape_of(spec), dtype=torch_dtype(spec.dtype, path), device=where or "cpu")
+    tensor = _new(local_shape_of(spec), torch_dtype(spec.dtype, path), where or torch.device("cpu"), take)
     return Target(spec, _dress(tensor, spec), local_pieces(spec, lambda box: _data(tensor[box])))
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
     """A tensor that shows `memory` from byte `offset` on, without a copy."""
-    dtype, size = torch_dtype(spec.dtype), math.prod(spec.shape)
-    if dtype in _COMMON:
-        tensor = torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
-    else:
-        tensor = torch.frombuffer(memory, dtype=torch.uint8, count=size * dtype.itemsize, offset=offset).view(dtype)
+    tensor = _shown(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
     return _dress(tensor if tensor.shape == spec.shape else tensor.view(spec.shape), spec)
+
+
+def _shown(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
+    if dtype in _COMMON:
+        return torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size * dtype.itemsize, offset=offset).view(dtype)
 
 
 def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> torch.Tensor:

@@ -1,0 +1,175 @@
+"""Stores that misbehave in the writer process, processes that save in the background, and probes of the interpreter."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import treeckpt as tc
+from treeckpt.background import Session, session_of
+from treeckpt.io.comm import Comm
+from treeckpt.io.store import Writer
+
+__all__ = ["Hooked", "Probe", "calls_of", "content_of", "gone", "run_program", "session", "until", "writer_pid"]
+
+ROOT = Path(__file__).parents[1]
+PAUSE = 0.4
+"""Seconds that a slow store takes for a call."""
+
+
+class Hooked(tc.LocalStore):
+    """A directory whose calls are noted, and at number `at` something happens; in the writer process only.
+
+    Args:
+        log: gets a line for each call.
+        at: counted from 0; None never.
+        act: "fail" raises, "kill" kills the process, "sleep" takes its time at each call.
+        after: once the call has taken effect.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        log: Path,
+        at: int | None = None,
+        act: str = "fail",
+        *,
+        after: bool = False,
+        home: int = 0,
+    ) -> None:
+        super().__init__(directory)
+        self.log, self.at, self.act, self.after, self.home = log, at, act, after, home or os.getpid()
+
+    def __reduce__(self) -> Any:
+        return _hooked, (self.directory, self.log, self.at, self.act, self.after, self.home)
+
+    def hook(self, name: str, effect: Callable[[], Any]) -> Any:
+        if os.getpid() == self.home:
+            return effect()
+        with open(self.log, "a") as log:
+            log.write(f"{name}\n")
+        now = self.at is not None and len(calls_of(self.log)) == self.at + 1
+        if now and not self.after:
+            self.happen(name)
+        if self.act == "sleep":
+            time.sleep(PAUSE)
+        result = effect()
+        if now and self.after:
+            self.happen(name)
+        return result
+
+    def happen(self, name: str) -> None:
+        if self.act == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(5, f"injected at {name}")
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        return _HookedWriter(self.hook(f"create {name}", lambda: super(Hooked, self).create(name, nbytes)), self, name)
+
+    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+        self.hook(f"publish {name}", lambda: super(Hooked, self).publish(name, data, replace=replace))
+
+
+def _hooked(directory: Path, log: Path, at: int | None, act: str, after: bool, home: int) -> Hooked:
+    return Hooked(directory, log, at, act, after=after, home=home)
+
+
+class _HookedWriter:
+    def __init__(self, inner: Writer, store: Hooked, name: str) -> None:
+        self.inner, self.store, self.name = inner, store, name
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self.store.hook(f"write {self.name}", lambda: self.inner.write(offset, data))
+
+    def commit(self) -> None:
+        self.store.hook(f"commit {self.name}", self.inner.commit)
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+
+def calls_of(log: Path) -> list[str]:
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def session(comm: Comm | None = None) -> Session:
+    from treeckpt.io.comm import default_comm
+
+    return session_of(comm or default_comm())
+
+
+def writer_pid(comm: Comm | None = None) -> int:
+    process = session(comm).writer.process
+    assert process is not None, "it runs"
+    return process.pid
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def until(condition: Callable[[], bool], timeout: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class Probe(threading.Thread):
+    """Ticks every millisecond; `stop` gives the seconds between ticks, the longest first."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._going, self._gaps = True, [0.0]
+        self.start()
+
+    def run(self) -> None:
+        last = time.perf_counter()
+        while self._going:
+            time.sleep(0.001)
+            now = time.perf_counter()
+            self._gaps.append(now - last)
+            last = now
+
+    def stop(self) -> list[float]:
+        self._going = False
+        self.join()
+        return sorted(self._gaps, reverse=True)
+
+
+def run_program(code: str, *, timeout: float = 60.0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A program of its own, at the root of the checkout; `__main__` is as unguarded as scripts are."""
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False, **options)
+
+
+def content_of(path: Path) -> dict[str, bytes]:
+    """The files of a checkpoint by name, with what differs from save to save taken out: id, start, seals."""
+    index = tc.inspect(path)
+    found: dict[str, bytes] = {}
+    for file in path.iterdir():
+        if file.name.startswith("timings"):
+            continue
+        data = file.read_bytes().replace(index.save_id.encode(), b"S" * 16)
+        data = data.replace(str(index.created_ns).encode(), b"T" * len(str(index.created_ns)))
+        data = re.sub(rb'"seal":"[0-9a-f]{16}"', b'"seal":""', data)
+        if file.suffix == ".safetensors":  # the manifest's time is inside of the header, which the first block is not
+            assert msgspec.json.decode(file.read_bytes()[8 : 8 + int.from_bytes(data[:8], "little")])
+        found[file.name.replace(index.save_id, "S")] = data
+    return found

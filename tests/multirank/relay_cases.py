@@ -1,0 +1,137 @@
+"""read="once": what several ranks of a host want is read by one of them, and handed on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+
+import treeckpt as tc
+
+from .layouts import difference, distribute, mesh_of, seeded
+from .registry import Rank, case
+
+
+def _tree() -> dict[str, Any]:
+    tree: dict[str, Any] = {f"big{n}": torch.randn(1 << 20, 3, generator=seeded()) for n in range(2)}
+    tree |= {f"small{n}": torch.randn(1 + n, generator=seeded()) for n in range(40)}
+    tree["half"] = torch.randn(3000, generator=seeded()).to(torch.bfloat16)
+    return tree | {"step": 7, "empty": torch.empty(0, 4)}
+
+
+def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    arrays = {name: leaf for name, leaf in expected.items() if isinstance(leaf, torch.Tensor)}
+    values = [name for name in expected if name not in arrays and found[name] != expected[name]]
+    return difference({name: found[name] for name in arrays}, arrays) or ", ".join(values)
+
+
+def _saved(here: Rank) -> Path:
+    path = here.directory / "once"
+    if not (path / "index.json").exists():
+        dist.barrier()  # all have looked
+        tc.save(path, _tree(), step=7)
+    return path
+
+
+def _sum(number: int) -> int:
+    heard: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(heard, number)
+    return sum(heard)
+
+
+def _reports(path: Path, like: Any = None, **options: Any) -> tuple[Any, tc.LoadReport]:
+    reports: list[tc.LoadReport] = []
+    tree = tc.load(path, like, read="once", on_report=reports.append, **options)
+    return tree, reports[0]
+
+
+@case("four")
+def replicas_are_read_once_by_the_ranks_of_a_host(here: Rank) -> None:
+    path, expected = _saved(here), _tree()
+    unique = sum(leaf.nbytes for leaf in expected.values() if isinstance(leaf, torch.Tensor))
+    found, report = _reports(path)
+    assert not _difference(found, expected)
+    assert report.nbytes == unique, "each rank has all of it"
+    assert unique <= _sum(report.read_nbytes) <= 1.02 * unique + (1 << 20), "all ranks together read it once"
+    target = {name: torch.full_like(v, 9) if isinstance(v, torch.Tensor) else 0 for name, v in expected.items()}
+    options: list[dict[str, Any]] = [{}, {"verify": "stream"}, {"verify": False}, {"memory": 1 << 20}]
+    for chosen in options:
+        for leaf in target.values():
+            if isinstance(leaf, torch.Tensor):
+                leaf.fill_(9)
+        report = tc.load_into(path, target, read="once", **chosen)
+        assert not _difference(target, expected), chosen
+        # each read is rounded out to the borders of checksums
+        assert _sum(report.read_nbytes) <= (3 if "memory" in chosen else 1.1) * unique + (1 << 20), chosen
+
+
+@case("four")
+def ranks_that_want_different_things_share_what_they_have_in_common(here: Rank) -> None:
+    path, expected = _saved(here), _tree()
+    globs = ["small1*", "big0", f"small2{here.rank}", "step" if here.rank else "half"]
+    globs += ["big1"] if here.rank in (1, 3) else []
+    found, report = _reports(path, select=globs)
+    wanted = {name: leaf for name, leaf in expected.items() if any(Path(name).match(glob) for glob in globs)}
+    assert not _difference(found, wanted)
+    assert all(found[name] is ... for name in expected if name not in wanted)
+    nbytes = expected["big0"].nbytes * 2
+    assert nbytes <= _sum(report.read_nbytes) <= nbytes + (8 << 20)
+
+
+@case("four")
+def a_full_checkpoint_goes_into_shards_and_replicas(here: Rank) -> None:
+    path, expected = _saved(here), _tree()
+    mesh = mesh_of(2, 2)
+    like = {
+        "big0": distribute(torch.zeros(1 << 20, 3), mesh, (Shard(0), Replicate())),
+        "big1": distribute(torch.zeros(1 << 20, 3), mesh, (Replicate(), Shard(1))),
+        "half": torch.zeros(3000, dtype=torch.float32),
+    }
+    found, report = _reports(path, like, strict=False, cast=True)
+    for name in ("big0", "big1"):
+        whole = found[name].full_tensor()
+        assert torch.equal(whole, expected[name]), name
+    assert torch.equal(found["half"], expected["half"].float())
+    assert _sum(report.read_nbytes) <= 1.6 * 2 * expected["big0"].nbytes, "rows once, columns by two"
+
+
+@case("four")
+def a_rank_that_cannot_load_is_named_by_the_others_at_once(here: Rank) -> None:
+    path = _saved(here)
+    begin = time.monotonic()
+    like = dict(_tree())
+    if here.rank == 2:
+        like["big0"] = torch.zeros(3, 3)
+    with pytest.raises(tc.TreeckptError) as caught:
+        _reports(path, like)
+    if here.rank == 2:
+        assert isinstance(caught.value, tc.MismatchError) and caught.value.path == "big0", caught.value
+    else:
+        assert isinstance(caught.value, tc.RankError) and set(caught.value.ranks) == {2}, caught.value
+    assert time.monotonic() - begin < 20
+
+
+@case("four")
+def a_changed_byte_fails_the_load_of_every_rank(here: Rank) -> None:
+    path = here.directory / "once changed"
+    tc.save(path, _tree())
+    if here.rank == 0:
+        shard = sorted(path.glob("*.safetensors"))[1]
+        data = bytearray(shard.read_bytes())
+        data[-5000] ^= 1
+        shard.write_bytes(data)
+    dist.barrier()
+    with pytest.raises(tc.TreeckptError) as caught:
+        _reports(path)
+    kinds: list[Any] = [None] * here.world
+    dist.all_gather_object(kinds, type(caught.value).__name__)
+    assert sorted(set(kinds)) == ["CorruptError", "RankError"] and kinds.count("CorruptError") == 1, kinds
+    target = {name: torch.full_like(leaf, 9) for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)}
+    with pytest.raises(tc.TreeckptError):
+        tc.load_into(path, target, read="once", strict=False)
+    assert all(bool((leaf == 9).all()) for leaf in target.values()), "checked before the first byte is written"

@@ -1,0 +1,92 @@
+"""How a load reads: within a budget of memory, once per host, through the page cache where ranks share pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from treeckpt.core.region import Region
+from treeckpt.io.comm import thread_comms
+from treeckpt.io.store import MemoryStore
+
+MIB = 1 << 20
+
+
+class Watched(MemoryStore):
+    """Notes how many bytes are asked for at a time, and of which the page cache is to keep a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[tuple[str, int, int, bool]] = []
+
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        self.reads.append((name, offset, len(out), shared))
+        super().read_into(name, offset, out, shared=shared)
+
+    def data_reads(self) -> list[tuple[str, int, int, bool]]:
+        """Those of array bytes: headers come first, and are smaller than a block of checksums."""
+        return [read for read in self.reads if read[2] >= 256 << 10]
+
+
+@pytest.fixture(scope="module")
+def store() -> Watched:
+    store = Watched()
+    rows = np.arange(6 * MIB, dtype=np.float32).reshape(-1, 1024)
+    tc.save(store, {"w": rows, "v": rows[:1000, ::-1].copy()})
+    return store
+
+
+def columns(low: int, high: int) -> dict[str, Any]:
+    region = Region((0, low), (6 * 1024, high - low))
+    return {"w": tc.ArraySpec((6 * 1024, 1024), "float32", regions=(region,), kind="numpy"), "v": ...}
+
+
+@pytest.mark.parametrize("budget", [MIB, 4 * MIB, 16 * MIB])
+def test_buffers_stay_within_the_budget(store: Watched, budget: int) -> None:
+    store.reads.clear()
+    into = {"w": np.zeros((6 * 1024, 1024), np.float32), "v": np.zeros((1000, 1024), np.float32)}
+    tc.load_into(store, into, memory=budget)
+    assert into["w"][-1, -1] == 6 * MIB - 1 and into["v"][0, 0] == 1023
+    assert max(read[2] for read in store.data_reads()) <= budget
+    larger = max(read[2] for read in store.data_reads())
+    store.reads.clear()
+    tc.load_into(store, into, memory=64 * MIB)
+    assert larger <= max(read[2] for read in store.data_reads()) <= 9 * MIB
+
+
+def test_columns_of_rows_are_read_through_the_page_cache_and_rows_are_not(store: Watched) -> None:
+    store.reads.clear()
+    found = tc.load(store, columns(512, 1024))
+    assert np.array_equal(found["w"], np.arange(6 * MIB, dtype=np.float32).reshape(-1, 1024)[:, 512:])
+    assert all(shared for *_, shared in store.data_reads())
+    store.reads.clear()
+    region = Region((1024, 0), (2048, 1024))
+    spec = tc.ArraySpec((6 * 1024, 1024), "float32", regions=(region,), kind="numpy")
+    found = tc.load(store, {"w": spec, "v": ...})
+    assert found["w"][0, 0] == MIB
+    assert not any(shared for *_, shared in store.data_reads())
+    assert sum(read[2] for read in store.data_reads()) <= 1.05 * region.size * 4 + 2 * (256 << 10)
+
+
+def test_new_arrays_of_a_load_do_not_share_bytes(store: Watched) -> None:
+    for copy in (False, True):
+        specs = {"w": columns(0, 3)["w"], "v": tc.ArraySpec((1000, 1024), "float64", kind="numpy")}
+        found = tc.load(store, specs, cast=True, copy=copy)
+        kept = found["v"].copy()
+        found["w"][:] = -1
+        assert np.array_equal(found["v"], kept), copy
+        assert found["v"].ctypes.data % 64 == 0 or copy
+
+
+def test_reading_once_needs_ranks_of_torch_distributed(store: Watched) -> None:
+    comm = thread_comms(2)[0]
+    with pytest.raises(tc.CheckpointError, match=r"torch\.distributed with the 2 ranks"):
+        tc.load(store, read="once", comm=comm)
+
+
+def test_reading_once_alone_is_reading(store: Watched) -> None:
+    found = tc.load(store, read="once")
+    assert np.array_equal(found["w"], np.arange(6 * MIB, dtype=np.float32).reshape(-1, 1024))

@@ -1,0 +1,196 @@
+"""Saves beside training: how long do they block, how much do they slow the steps, how long do they hold the GIL?
+
+In a process of its own, under torchrun with one rank (DCP's writer process needs a process group): each contender in
+turn saves a state in the background while this thread goes on with training steps on one core, or, for many small
+leaves, while a thread ticks every millisecond. `run_beside` starts the process; rank 0 prints each stay as JSON.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from .backers import Backer, backers
+from .meter import settle
+from .raw import LEAST, Raw
+from .results import Stay
+from .states import SCENARIOS, Scenario, make_state, shapes_bytes
+from .turns import in_turns
+
+__all__ = ["run_beside"]
+
+TICK = 0.001
+STEP = 0.02
+"""Seconds of a training step, about."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What the process is told."""
+
+    scenario: str
+    directory: str
+    scale: float
+    repetitions: int
+
+
+def run_beside(
+    scenario: Scenario, directory: Path, *, scale: float, repetitions: int, on_stay: Callable[[Stay], None]
+) -> None:
+    """A scenario, in a process of its own.
+
+    Raises:
+        BenchError: it failed; the message ends with what it said.
+    """
+    from .ranks import run_job
+
+    task = Task(scenario.name, str(directory.absolute()), scale, repetitions)
+    run_job("treeckpt.bench.beside", task, ranks=1, on_line=lambda line: on_stay(msgspec.json.decode(line, type=Stay)))
+
+
+class _Trainer:
+    """Steps of matrix products on one core."""
+
+    def __init__(self) -> None:
+        self._a = torch.rand(256, 256)
+        begin = time.perf_counter()
+        for _ in range(20):
+            self._a @ self._a
+        self._products = max(1, round(STEP * 20 / (time.perf_counter() - begin)))
+        self.idle = statistics.median(self.step() for _ in range(25))
+
+    def step(self) -> float:
+        """Seconds."""
+        begin = time.perf_counter()
+        for _ in range(self._products):
+            self._a @ self._a
+        return time.perf_counter() - begin
+
+
+class _Ticker:
+    """A thread that wants the interpreter every millisecond; the longest time that it did not get it."""
+
+    def __init__(self) -> None:
+        self.gap = 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        last = time.perf_counter()
+        while not self._done.is_set():
+            time.sleep(TICK)
+            now = time.perf_counter()
+            self.gap, last = max(self.gap, now - last), now
+
+    def stop(self) -> float:
+        """Seconds."""
+        self._done.set()
+        self._thread.join()
+        return self.gap
+
+
+def _idle_gap() -> float:
+    ticker = _Ticker()
+    time.sleep(0.5)
+    return ticker.stop()
+
+
+class _Beside:
+    """What stays the same over the stays of a scenario."""
+
+    def __init__(self, task: Task) -> None:
+        [self.scenario] = [s for s in SCENARIOS if s.name == task.scenario]
+        shapes = self.scenario.shapes(task.scale)
+        self.nbytes = shapes_bytes(shapes)
+        self.state = make_state(shapes, lambda full: full)
+        self.place = Path(task.directory) / "beside"
+        self._raw = Raw(Path(task.directory) / "raw.bin", self.nbytes) if self.nbytes >= LEAST else None
+
+    def stay(self, backer: Backer, repetition: int) -> Stay:
+        """One save."""
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.place.mkdir(parents=True)
+        if repetition == 0:
+            backer.prewarm(self.state)
+        settle()
+        copy = self._raw.copy() if self._raw is not None else None
+        idle_gap = _idle_gap() if self.scenario.ticks else None
+        trainer = _Trainer()
+        begin = time.perf_counter()
+        wait = backer.start(self.place, self.state)
+        blocked = time.perf_counter() - begin
+        slower, gap = self._meanwhile(wait, trainer)
+        durable = time.perf_counter() - begin
+        shutil.rmtree(self.place, ignore_errors=True)
+        return Stay(
+            scenario=self.scenario.name,
+            contender=backer.name,
+            repetition=repetition,
+            nbytes=self.nbytes,
+            blocked=blocked,
+            durable=durable,
+            copy_rate=copy,
+            interference=None if gap is not None else slower / durable,
+            gap=gap,
+            idle_gap=idle_gap,
+        )
+
+    def _meanwhile(self, wait: Callable[[], object], trainer: _Trainer) -> tuple[float, float | None]:
+        """Trains, or ticks, until the save is durable: (seconds lost by the steps, longest gap)."""
+        done = threading.Event()
+        errors: list[BaseException] = []
+
+        def waiting() -> None:
+            try:
+                wait()
+            except BaseException as error:
+                errors.append(error)
+            done.set()
+
+        ticker = _Ticker() if self.scenario.ticks else None
+        thread = threading.Thread(target=waiting, daemon=True)
+        thread.start()
+        lost = 0.0
+        if ticker is None:
+            while not done.is_set():
+                lost += trainer.step() - trainer.idle
+        thread.join()
+        gap = ticker.stop() if ticker is not None else None
+        if errors:
+            raise errors[0]
+        return lost, gap
+
+
+def work(task: Task) -> None:
+    """What the process does."""
+    from .ranks import MARK
+
+    torch.set_num_threads(1)
+    here, them = _Beside(task), backers()
+    for repetition, backer in in_turns(them, task.repetitions + 1):
+        stay = here.stay(backer, repetition)
+        print(MARK + msgspec.json.encode(stay).decode(), flush=True)
+    for backer in them:
+        backer.close()
+
+
+def main() -> None:
+    """Reads the task from the command line."""
+    dist.init_process_group("gloo")
+    try:
+        work(msgspec.json.decode(sys.argv[1], type=Task))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
