@@ -92,6 +92,6 @@ class _Counted:
         self.prepare, self.sizes, self.read, self.map = inner.prepare, inner.sizes, inner.read, inner.map
         self.create, self.publish, self.delete, self.close = inner.create, inner.publish, inner.delete, inner.close
 
-    def read_into(self, name: str, offset: int, out: memoryview) -> None:
-        self._inner.read_into(name, offset, out)
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        self._inner.read_into(name, offset, out, shared=shared)
         self._count(len(out))

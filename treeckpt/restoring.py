@@ -55,7 +55,9 @@ class Restorer:
                 faults = tally(self._comm, f"{choice.path} restore", error)
             if not faults:
                 return result, choice.step
-            if step is not None or not {fault.kind for fault in faults} <= _BROKEN:
+            kinds = {fault.kind for fault in faults}
+            # where ranks read for each other, those that got nothing from the rank that found it say RankError
+            if step is not None or not (kinds & _BROKEN and kinds <= _BROKEN | {"RankError"}):
                 raise_faults(faults, choice.path, self._comm, cause=error, hint="Nothing was restored")
             tried.add(choice.step)
             if self._comm.rank == 0:
