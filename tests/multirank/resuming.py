@@ -1,6 +1,6 @@
 """Trains a small model on the ranks of torchrun, and can be killed, signalled and started again; see test_resuming.
 
-    ... -m tests.multirank.resuming RUN OUT STEPS [--kill RANK:STEP:ATTEMPT ...] [--forever]
+    ... -m tests.multirank.resuming RUN OUT STEPS [--kill RANK:STEP ...] [--forever]
 
 Every step draws a batch and dropout from the RNG of its own rank, so that state that is lost, or doubled, changes all
 that follows. What is left at the end is `OUT.<rank>.json`.
@@ -105,7 +105,10 @@ def main(arguments: list[str]) -> int:
             time.sleep(0.02 if options.forever else 0)
             Path(f"{options.out}.{rank}.step").write_text(f"{manager.count + 1}")
             manager.step(lambda: state_of(model, optimizer, schedule), metrics={"loss": losses[-1]})
-            if f"{rank}:{manager.count}:{attempt}" in options.kill:
+            spec = f"{rank}:{manager.count}"
+            killed = Path(f"{options.out}.killed.{spec}")
+            if spec in options.kill and not killed.exists():
+                killed.touch()  # once: gloo may fail to connect and use attempts up
                 os.kill(os.getpid(), signal.SIGKILL)
     result = {"digest": digest(state_of(model, optimizer, schedule)["model"]), "loss": losses[-1].hex()}
     state = state_of(model, optimizer, schedule)

@@ -55,11 +55,11 @@ def results_in(out: Path) -> list[dict[str, str]]:
 def test_a_training_that_is_killed_twice_ends_as_if_it_never_was(tmp_path: Path) -> None:
     with started(tmp_path / "calm", tmp_path / "calm out", 20) as process:
         output_of(process)
-    kills = ("--kill", "1:10:0", "--kill", "0:15:1")
-    with started(tmp_path / "rough", tmp_path / "rough out", 20, *kills, restarts=3) as process:
+    kills = ("--kill", "1:10", "--kill", "0:15")
+    with started(tmp_path / "rough", tmp_path / "rough out", 20, *kills, restarts=8) as process:
         output = output_of(process)
     starts = [int(line.rpartition(" ")[2]) for line in output.splitlines() if " attempt " in line]
-    assert len(starts) == 3 * WORLD and len(set(starts)) == 3, output
+    assert len(starts) >= 3 * WORLD and len(set(starts)) == 3, output
     assert sorted(starts)[:2] == [0, 0] and sorted(starts)[-1] in (12, 15)
     assert results_in(tmp_path / "rough out") == results_in(tmp_path / "calm out")
     calm, rough = (tc.load(tmp_path / name / step_name(18), per_rank="take") for name in ("calm", "rough"))
