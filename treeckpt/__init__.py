@@ -9,6 +9,7 @@ Importing it, reading an index and the command line import no torch.
 """
 
 from .api import abstract, inspect, load, load_into, prewarm, rebuild_index, save, save_async, verify
+from .core import policy
 from .core.errors import (
     CheckpointError,
     CheckpointExists,
@@ -27,6 +28,7 @@ from .core.spec import ArraySpec
 from .core.tree import PerRank
 from .io.store import LocalStore, MemoryStore
 from .leaves.sharded import Sharded
+from .manager import Manager
 from .pending import Pending
 from .reports import LoadReport, SaveReport, VerifyReport
 
@@ -41,6 +43,7 @@ __all__ = [
     "LayoutError",
     "LoadReport",
     "LocalStore",
+    "Manager",
     "MemoryStore",
     "MismatchError",
     "Pending",
@@ -56,6 +59,7 @@ __all__ = [
     "inspect",
     "load",
     "load_into",
+    "policy",
     "prewarm",
     "rebuild_index",
     "save",

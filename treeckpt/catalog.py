@@ -1,15 +1,16 @@
 """Which checkpoints are in a run directory, and in what state is each of them?
 
 `look` reads one directory's index and timings, and compares the shards' sizes with what the index says; `scan` looks at
-every directory of a run. What cannot be read is reported as what it is, never raised: other programs' directories,
-saves that never finished, indexes that do not decode. Links are not followed. No shard is opened; that is `verify`'s.
+every directory of a run, on a disk or in memory. What cannot be read is reported as what it is, never raised: other
+programs' directories, saves that never finished, indexes that do not decode. Links are not followed. No shard is
+opened; that is `verify`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,14 +21,17 @@ import msgspec
 
 from .core.errors import CheckpointNotFound, CorruptError, TreeckptError
 from .core.events import Timings
+from .core.files import PIN_NAME, kind_of, step_of
 from .core.index import INDEX_NAME
 from .core.profile import profile_of
-from .core.progress import parse_progress_name
 from .core.records import Index
 from .core.shard import parse_shard_name
+from .core.spec import Value, decode_value
 from .core.wording import visible
 from .io import codec
+from .io.runs import Entry, Folder, LocalFolder, RunStore, open_run
 from .io.store import LocalStore
+from .underway import SaveUnderWay, saves_under_way
 
 __all__ = [
     "CheckpointInfo",
@@ -43,10 +47,11 @@ __all__ = [
 
 Status = Literal["complete", "partial", "corrupt", "foreign"]
 
-_STEP = re.compile(r"step_(\d{1,18})")
-_TIMINGS = re.compile(r"timings\.([0-9a-f]{16})\.json")
+METRICS = "metrics"
+"""The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
+
 T = TypeVar("T")
-Files = dict[str, os.stat_result]
+Files = dict[str, Entry]
 """The regular files of a directory."""
 
 
@@ -68,6 +73,10 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     seconds: float | None = None
     """From the first rank's start of the save to the end of the last one's."""
     error: str | None = None
+    metrics: dict[str, float] = {}
+    pinned: bool = False
+    saving: tuple[SaveUnderWay, ...] = ()
+    """Saves into this directory that have not ended."""
 
 
 class _Summary(msgspec.Struct, frozen=True):
@@ -81,6 +90,7 @@ class _Summary(msgspec.Struct, frozen=True):
     created_ns: int
     sizes: tuple[tuple[str, int], ...]
     """Every shard and its size as a file."""
+    metrics: dict[str, float]
 
 
 class FileCache:
@@ -101,14 +111,19 @@ class FileCache:
             found = path.stat(follow_symlinks=False)
         except OSError:
             return read(path)
-        key, stamp = (str(path), read.__qualname__), (found.st_mtime_ns, found.st_size, found.st_ino)
+        entry = Entry(found.st_size, found.st_mtime_ns, found.st_ino)
+        return self.recall((str(path), read.__qualname__), entry, lambda: read(path))
+
+    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+        """`read()`, or its result or error from before; `entry` is the file that it reads, as it is now."""
+        stamp = (entry.modified_ns, entry.nbytes, entry.number)
         with self._lock:
             kept = self._found.get(key)
             if kept is not None and kept[0] == stamp:
                 self._found.move_to_end(key)
                 return _result(kept[1])
         try:
-            result: T | TreeckptError = read(path)
+            result: T | TreeckptError = read()
         except TreeckptError as error:
             result = error
         with self._lock:
@@ -141,135 +156,144 @@ def read_timings(path: str | os.PathLike[str]) -> Timings:
         CheckpointNotFound: there is none.
         CheckpointError: it cannot be read.
     """
-    directory = Path(path)
+    folder = LocalFolder(path)
     save_id = None
     with contextlib.suppress(TreeckptError):
-        save_id = read_index(directory).save_id
-    return _read_timings(_timings_file(directory, _files(directory), save_id))
+        save_id = codec.read_index(folder.store).save_id
+    return _read_timings(folder, _timings_file(folder, _regular(folder.entries()), save_id))
 
 
-def _timings_file(directory: Path, files: Files, save_id: str | None) -> Path:
-    names = [name for name in files if (m := _TIMINGS.fullmatch(name)) and save_id in (None, m[1])]
+def _timings_file(folder: Folder, files: Files, save_id: str | None) -> str:
+    names = [n for n in files if (k := kind_of(n)) and k.kind == "timings" and save_id in (None, k.save_id)]
     if not names:
         raise CheckpointNotFound(
-            visible(str(directory)),
+            visible(folder.url),
             expected="the timings of a save",
             found="none",
             hint="They are a record beside the checkpoint; without them it is still complete",
         )
-    return directory / max(names, key=lambda name: (files[name].st_mtime_ns, name))
+    return max(names, key=lambda name: (files[name].modified_ns, name))
 
 
-def _read_timings(path: Path) -> Timings:
+def _read_timings(folder: Folder, name: str) -> Timings:
+    label = visible(f"{folder.url}/{name}")
     try:
-        timings = codec.read_timings(LocalStore(path.parent), path.name.split(".")[1])
+        timings = codec.read_timings(folder.store, name.split(".")[1])
     except OSError as error:
-        raise CorruptError(visible(str(path)), expected="timings", found=f"{error.strerror or error}") from error
+        raise CorruptError(label, expected="timings", found=f"{error.strerror or error}") from error
     if timings is None:
-        raise CheckpointNotFound(visible(str(path)), expected="the timings of a save", found="no such file any more")
+        raise CheckpointNotFound(label, expected="the timings of a save", found="no such file any more")
     return timings
 
 
-def _files(directory: Path) -> Files:
-    """Empty where the directory cannot be listed."""
-    found: Files = {}
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.is_file(follow_symlinks=False):
-                found[entry.name] = entry.stat(follow_symlinks=False)
-    return found
-
-
-def step_of(name: str) -> int | None:
-    """The step that a directory's name gives, None if it gives none."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
+def _regular(entries: Files) -> Files:
+    return {name: entry for name, entry in entries.items() if entry.regular}
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a directory itself holds files of a checkpoint, complete or not."""
-    return any(map(_is_ours, _files(Path(path)))) or os.path.lexists(Path(path) / INDEX_NAME)
+    entries = LocalFolder(path).entries()
+    return any(map(_is_ours, _regular(entries))) or INDEX_NAME in entries
 
 
 def _is_ours(name: str) -> bool:
-    known = parse_shard_name(name) or parse_progress_name(name) or _TIMINGS.fullmatch(name)
-    return name == INDEX_NAME or known is not None
+    return kind_of(name) is not None
 
 
-def scan(run: str | os.PathLike[str], *, cache: FileCache | None = None) -> list[CheckpointInfo]:
+def scan(run: str | os.PathLike[str] | RunStore, *, cache: FileCache | None = None) -> list[CheckpointInfo]:
     """Every checkpoint of a run, newest first, then what is none; a checkpoint's own path gives that one.
 
     Names that start with a dot, and what is no directory, are left out. A run that cannot be listed is empty.
     """
     cache = cache or FileCache(0)
-    directory = Path(run)
-    if is_checkpoint(directory):
-        return [look(directory, cache=cache, follow=True)]
-    try:
-        with os.scandir(directory) as entries:
-            names = [e.name for e in entries if not e.name.startswith(".") and e.is_dir()]
-    except OSError:
-        return []
-    return sorted((look(directory / name, cache=cache) for name in names), key=_newest_first)
+    if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
+        return [look(run, cache=cache, follow=True)]
+    store = open_run(run)
+    return sorted((look(store.folder(name), cache=cache) for name in store.names()), key=_newest_first)
 
 
 def _newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:
     return info.status == "foreign", info.step is None, -(info.step or 0), -(info.created_ns or 0), info.name
 
 
-def look(path: str | os.PathLike[str], *, cache: FileCache | None = None, follow: bool = False) -> CheckpointInfo:
+def look(
+    path: str | os.PathLike[str] | Folder, *, cache: FileCache | None = None, follow: bool = False
+) -> CheckpointInfo:
     """What one directory is.
 
     Args:
         follow: looks behind a symbolic link: for paths that a person gave, not for what stands in a run.
     """
     cache = cache or FileCache(0)
-    directory = Path(path)
-    name = directory.name or str(directory)
-    if directory.is_symlink() and not follow:
-        return CheckpointInfo(name, str(directory), "foreign", error="a symbolic link, which is not followed")
-    files = _files(directory)
-    if os.path.lexists(directory / INDEX_NAME):
+    folder = LocalFolder(path) if isinstance(path, (str, os.PathLike)) else path
+    name = folder.name
+    if folder.is_link and not follow:
+        return CheckpointInfo(name, folder.url, "foreign", error="a symbolic link, which is not followed")
+    entries = folder.entries()
+    files = _regular(entries)
+    if (index := entries.get(INDEX_NAME)) is not None:
         try:
-            summary = cache.get(directory / INDEX_NAME, _summarize)
+            summary = cache.recall((folder.url, "summary"), index, lambda: _summarize(folder))
         except TreeckptError as error:
-            return CheckpointInfo(name, str(directory), "corrupt", step_of(name), error=str(error))
-        return _with_index(directory, name, summary, files, cache)
-    if any(map(_is_ours, files)) or (step_of(name) is not None and _is_empty(directory)):
-        return _without_index(directory, name, files, cache)
-    error = "no checkpoint: neither an index nor shards" if directory.is_dir() else "not a directory"
-    return CheckpointInfo(name, str(directory), "foreign", error=error)
+            return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
+        return _with_index(folder, summary, files, cache)
+    exists = folder.modified_ns() is not None
+    if any(map(_is_ours, files)) or (step_of(name) is not None and exists and not entries):
+        return _without_index(folder, files, cache)
+    error = "no checkpoint: neither an index nor shards" if exists else "not a directory"
+    return CheckpointInfo(name, folder.url, "foreign", error=error)
 
 
-def _is_empty(directory: Path) -> bool:
-    try:
-        return not any(directory.iterdir())
-    except OSError:
-        return False
-
-
-def _summarize(path: Path) -> _Summary:
-    index = read_index(path.parent)
+def _summarize(folder: Folder) -> _Summary:
+    index = codec.read_index(folder.store)
     sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
-    return _Summary(index.save_id, index.step, index.world, len(index.leaves), index.nbytes, index.created_ns, sizes)
+    return _Summary(
+        save_id=index.save_id,
+        step=index.step,
+        world=index.world,
+        leaves=len(index.leaves),
+        nbytes=index.nbytes,
+        created_ns=index.created_ns,
+        sizes=sizes,
+        metrics=_metrics(index.metadata.get(METRICS)),
+    )
 
 
-def _took(path: Path) -> tuple[float, str | None]:
+def _metrics(value: Value) -> dict[str, float]:
+    """The numbers of a dict; users may keep something else under this key."""
+    try:
+        found = decode_value(value, METRICS)
+    except TreeckptError:
+        return {}
+    pairs: dict[Any, Any] = found if isinstance(found, dict) else {}
+    return {k: float(v) for k, v in pairs.items() if isinstance(k, str) and _is_number(v)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)
+
+
+def _took(folder: Folder, name: str) -> tuple[float, str | None]:
     """Seconds that a save took, and its error."""
-    timings = _read_timings(path)
+    timings = _read_timings(folder, name)
     return profile_of(timings).seconds, timings.error
 
 
-def _with_index(directory: Path, name: str, summary: _Summary, files: Files, cache: FileCache) -> CheckpointInfo:
+def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: FileCache) -> tuple[float, str | None]:
+    name = _timings_file(folder, files, save_id)
+    return cache.recall((f"{folder.url}/{name}", "took"), files[name], lambda: _took(folder, name))
+
+
+def _with_index(folder: Folder, summary: _Summary, files: Files, cache: FileCache) -> CheckpointInfo:
     seconds = None
     with contextlib.suppress(TreeckptError):  # timings are a record beside the checkpoint, not part of its state
-        seconds, _ = cache.get(_timings_file(directory, files, summary.save_id), _took)
+        seconds, _ = _recall_took(folder, files, summary.save_id, cache)
     problem = _shards_problem(summary, files)
     return CheckpointInfo(
-        name=name,
-        path=str(directory),
+        name=folder.name,
+        path=folder.url,
         status="complete" if problem is None else "corrupt",
-        step=summary.step if summary.step is not None else step_of(name),
+        step=summary.step if summary.step is not None else step_of(folder.name),
         save_id=summary.save_id,
         world=summary.world,
         leaves=summary.leaves,
@@ -277,6 +301,9 @@ def _with_index(directory: Path, name: str, summary: _Summary, files: Files, cac
         created_ns=summary.created_ns,
         seconds=seconds,
         error=problem,
+        metrics=summary.metrics,
+        pinned=PIN_NAME in files,
+        saving=saves_under_way(folder, files),
     )
 
 
@@ -285,27 +312,31 @@ def _shards_problem(summary: _Summary, files: Files) -> str | None:
     for shard, size in summary.sizes:
         if shard not in files:
             bad.append(f"{shard} is missing")
-        elif files[shard].st_size != size:
-            bad.append(f"{shard} has {files[shard].st_size} bytes instead of {size}")
+        elif files[shard].nbytes != size:
+            bad.append(f"{shard} has {files[shard].nbytes} bytes instead of {size}")
     return f"{len(bad)} of {len(summary.sizes)} shards are not as saved: {bad[0]}" if bad else None
 
 
-def _without_index(directory: Path, name: str, files: Files, cache: FileCache) -> CheckpointInfo:
+def _without_index(folder: Folder, files: Files, cache: FileCache) -> CheckpointInfo:
     shards = {n: parsed for n in files if (parsed := parse_shard_name(n)) is not None}
-    newest = max(shards, key=lambda n: files[n].st_mtime_ns, default=None)
+    newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
     text, seconds = "no index: the save is under way, or never finished", None
     with contextlib.suppress(TreeckptError):
-        seconds, error = cache.get(_timings_file(directory, files, None), _took)
+        seconds, error = _recall_took(folder, files, None, cache)
         text = f"no index: the save failed: {error}" if error else text
+    if any((kind := kind_of(name)) and kind.kind == "deleted" for name in files):
+        text = "no index: it is being deleted, or that was cut short and the next clean-up will finish it"
     return CheckpointInfo(
-        name=name,
-        path=str(directory),
+        name=folder.name,
+        path=folder.url,
         status="partial",
-        step=step_of(name),
+        step=step_of(folder.name),
         save_id=shards[newest][0] if newest else None,
         world=shards[newest][2] if newest else None,
-        nbytes=sum(files[n].st_size for n in shards),
-        created_ns=min((s.st_mtime_ns for s in files.values()), default=None),
+        nbytes=sum(files[n].nbytes for n in shards),
+        created_ns=min((entry.modified_ns for entry in files.values()), default=None),
         seconds=seconds,
         error=text,
+        pinned=PIN_NAME in files,
+        saving=saves_under_way(folder, files),
     )

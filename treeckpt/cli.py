@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from . import catalog
+from . import catalog, cli_runs
+from .bars import reading_bar
 from .core.diff import Added, Diff, Moved, Removed, diff, leaf_text
 from .core.errors import TreeckptError
 from .core.extents import layout_of, locate_chunks
@@ -23,7 +25,9 @@ from .core.outline import Outline, Row
 from .core.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from .core.runs import length_of
 from .core.wording import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text, value_type
+from .io.store import open_store
 from .printing import fail, moment, print_facts, print_json, print_line, print_table
+from .underway import under_way_text
 
 __all__ = ["main"]
 
@@ -76,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     rebuild = command("rebuild-index", _rebuild_index, "make a lost index.json again from the shards")
     rebuild.add_argument("checkpoint", metavar="CKPT")
     rebuild.add_argument("--replace", action="store_true", help="even where there is an index")
+    cli_runs.add_commands(command)
     _add_dashboard(command("dashboard", _dashboard, "browse runs in a web browser", json=False))
     command("demo", _no_demo, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
     command("bench", _no_bench, "measure saves and loads beside the disk's limits and other libraries", json=False)
@@ -141,7 +146,13 @@ def _ls(options: argparse.Namespace) -> int:
     for info in found:
         if info.error and info.status != "foreign":
             print_line(f"{info.name}: {info.error}", "dim")
+        _print_saving(info)
     return 0
+
+
+def _print_saving(info: catalog.CheckpointInfo) -> None:
+    for save in info.saving:
+        print_line(f"{info.name}: {under_way_text(save, time.time_ns())}", "yellow")
 
 
 def _or_dash(number: int | None) -> str:
@@ -151,6 +162,9 @@ def _or_dash(number: int | None) -> str:
 def _show(options: argparse.Namespace) -> int:
     import treeckpt as tc
 
+    info = catalog.look(options.checkpoint, follow=True)
+    if info.status == "partial" and not options.json:
+        _print_saving(info)
     index = tc.inspect(options.checkpoint)
     outline = Outline(index)
     row = outline.node_at(options.leaf)
@@ -163,10 +177,11 @@ def _show(options: argparse.Namespace) -> int:
         return _show_leaf(index, index.entries[row.first], options)
     rows = _rows_below(outline, row, options.depth)
     if options.json:
-        print_json({**_summary(index), "rows": rows})
+        print_json({**_summary(index), "pinned": info.pinned, "saving": info.saving, "rows": rows})
         return 0
     if not options.leaf:
-        print_facts([(name, str(fact)) for name, fact in _summary_texts(index)])
+        print_facts([(name, str(fact)) for name, fact in _summary_texts(index)] + [("pinned", "yes")] * info.pinned)
+        _print_saving(info)
         print_line("")
     depth = options.leaf.count("/") + bool(options.leaf)
     texts = [_row_texts(index, r, r.node.count(".") + 1 - depth) for r in rows]
@@ -255,7 +270,9 @@ def _leaf_facts(index: Index, leaf: Leaf) -> list[tuple[str, str]]:
 def _verify(options: argparse.Namespace) -> int:
     import treeckpt as tc
 
-    report = tc.verify(options.checkpoint)
+    nbytes = None if options.json else catalog.look(options.checkpoint, follow=True).nbytes
+    with reading_bar(open_store(options.checkpoint), "verifying", nbytes) as store:
+        report = tc.verify(store)
     if options.json:
         print_json({"ok": report.ok, "report": report})
     else:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.policy import Best, EveryPeriod, EverySteps, Last, StepInfo, kept
+from treeckpt.core.policy import All, Best, EveryPeriod, EverySteps, Last, StepInfo, Steps, best_of, kept
 
 
 @st.composite
@@ -14,7 +14,7 @@ def runs(draw):
     steps = sorted(draw(st.sets(st.integers(0, 200), max_size=12)))
     at, infos = 0, []
     for step in steps:
-        at += draw(st.integers(0, 5)) * 10**9
+        at += draw(st.integers(0, 5) | st.integers(-1000, 1000)) * 10**9  # clocks jump
         metrics = draw(st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.floats() | st.just(1.0)))
         infos.append(StepInfo(step, at, metrics, draw(st.integers(0, 9)) == 0))
     return infos
@@ -24,6 +24,8 @@ POLICIES = st.one_of(
     st.builds(Last, st.integers(-1, 4)),
     st.builds(EverySteps, st.integers(0, 50)),
     st.builds(EveryPeriod, st.floats(0, 10)),
+    st.builds(Steps, st.lists(st.integers(0, 200), max_size=3).map(tuple)),
+    st.just(All()),
     st.builds(Best, st.sampled_from(["loss", "accuracy", "none"]), st.integers(-1, 3), st.sampled_from(["min", "max"])),
 )
 
@@ -88,3 +90,31 @@ def test_reasons_are_named():
 
 def test_no_checkpoints_need_no_decision():
     assert kept([], [Last(3)]) == {}
+
+
+@given(runs(), st.integers(1, 5), st.integers(-(10**12), 10**12))
+def test_a_period_is_decided_once_whatever_comes_later_and_wherever_the_clock_jumps(infos, more, jump):
+    policy = EveryPeriod(7)
+    last = infos[-1] if infos else StepInfo(-1, 0)
+    later = [StepInfo(last.step + n, last.created_ns + jump + n) for n in range(1, more + 1)]
+    assert by_period([*infos, *later], policy)[: len(before := by_period(infos, policy))] == before
+
+
+def by_period(infos, policy):
+    return [s for s, why in kept(infos, [policy]).items() if any("first in" in reason for reason in why)]
+
+
+def test_after_the_clock_was_set_back_counting_starts_anew():
+    infos = [StepInfo(s, at * 10**9) for s, at in [(1, 1000), (2, 1005), (3, 10), (4, 15), (5, 20), (6, 21)]]
+    assert list(kept(infos, [EveryPeriod(10)])) == [1, 3, 5, 6]
+
+
+def test_all_and_named_steps_stay():
+    assert list(kept(STEPS, [All()])) == [0, 10, 20, 30, 40]
+    assert kept(STEPS, [Steps((10, 11))]) == {10: ("asked for by number",), 40: ("newest",)}
+
+
+def test_the_best_come_in_order_and_infinity_is_a_number():
+    infos = [StepInfo(1, 0, {"a": math.inf}), StepInfo(2, 0, {"a": 3.0}), StepInfo(3, 0, {"a": 3.0}), StepInfo(4, 0)]
+    assert [info.step for info in best_of(infos, Best("a"))] == [3, 2, 1]
+    assert [info.step for info in best_of(infos, Best("a", mode="max"))] == [1, 3, 2]

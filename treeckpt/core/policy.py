@@ -1,17 +1,19 @@
 """Retention: which checkpoints of a run stay, and why. Decided from what is on disk, never from memory.
 
 A policy is plain data; `kept` gives every step that at least one policy keeps, with its reasons. The newest
-checkpoint always stays: a policy may only add to that.
+checkpoint always stays: a policy may only add to that. A decision can be made again after the others were deleted, and
+is then the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
-__all__ = ["Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "kept"]
+__all__ = ["All", "Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "Steps", "best_of", "kept"]
 
 
 class StepInfo(msgspec.Struct, frozen=True):
@@ -21,6 +23,10 @@ class StepInfo(msgspec.Struct, frozen=True):
     created_ns: int
     metrics: dict[str, float] = {}
     pinned: bool = False
+
+
+class All(msgspec.Struct, frozen=True, tag="all"):
+    """Every checkpoint."""
 
 
 class Last(msgspec.Struct, frozen=True, tag="last"):
@@ -35,21 +41,34 @@ class EverySteps(msgspec.Struct, frozen=True, tag="every_steps"):
     steps: int
 
 
+class Steps(msgspec.Struct, frozen=True, tag="steps"):
+    """The checkpoints of these very steps."""
+
+    steps: tuple[int, ...]
+
+
 class EveryPeriod(msgspec.Struct, frozen=True, tag="every_period"):
-    """The first checkpoint of each `seconds` of time, counted from the oldest."""
+    """The first checkpoint, and then each that was saved `seconds` or more after the one chosen before it.
+
+    Times go by the clock, the order by steps: where the clock was set back, counting starts anew. So what is chosen
+    never depends on later checkpoints.
+    """
 
     seconds: float
 
 
 class Best(msgspec.Struct, frozen=True, tag="best"):
-    """The `count` checkpoints with the smallest (or largest) metric; later ones win ties."""
+    """The `count` checkpoints with the smallest (or largest) metric; later ones win ties.
+
+    A checkpoint without the metric, or whose metric is not a number, is none of them.
+    """
 
     metric: str
     count: int = 1
     mode: Literal["min", "max"] = "min"
 
 
-Policy = Last | EverySteps | EveryPeriod | Best
+Policy = All | Last | EverySteps | Steps | EveryPeriod | Best
 
 
 def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tuple[str, ...]]:
@@ -65,29 +84,35 @@ def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tup
 
 
 def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int, str]]:
+    if isinstance(policy, All):
+        return [(info.step, "all are kept") for info in ordered]
     if isinstance(policy, Last):
         last = ordered[-policy.count :] if policy.count > 0 else ordered[:0]
         return [(info.step, f"one of the last {policy.count}") for info in last]
     if isinstance(policy, EverySteps):
         every = max(1, policy.steps)
         return [(info.step, f"a multiple of {every} steps") for info in ordered if info.step % every == 0]
+    if isinstance(policy, Steps):
+        named = set(policy.steps)
+        return [(info.step, "asked for by number") for info in ordered if info.step in named]
     if isinstance(policy, EveryPeriod):
         return [(step, f"the first in {policy.seconds:g} s") for step in _periodic(ordered, policy.seconds)]
+    best = best_of(ordered, policy)[: max(0, policy.count)]
+    return [(info.step, f"one of the best {policy.count} by {policy.metric}") for info in best]
+
+
+def best_of(steps: Iterable[StepInfo], policy: Best) -> list[StepInfo]:
+    """The checkpoints that have the policy's metric, the best first."""
     sign = 1 if policy.mode == "min" else -1
-    # a metric that is not a number is never the best
-    ranked = sorted(
-        (sign * info.metrics[policy.metric], -info.step)
-        for info in ordered
-        if info.metrics.get(policy.metric, float("nan")) == info.metrics.get(policy.metric)
-    )
-    return [(-step, f"one of the best {policy.count} by {policy.metric}") for _, step in ranked[: max(0, policy.count)]]
+    rated = [info for info in steps if not math.isnan(info.metrics.get(policy.metric, math.nan))]
+    return sorted(rated, key=lambda info: (sign * info.metrics[policy.metric], -info.step))
 
 
 def _periodic(ordered: Sequence[StepInfo], seconds: float) -> list[int]:
     chosen: list[int] = []
-    following = None
-    for info in sorted(ordered, key=lambda i: (i.created_ns, i.step)):
-        if following is None or info.created_ns >= following:
+    last = None
+    for info in ordered:
+        if last is None or info.created_ns < last or info.created_ns >= last + int(seconds * 1e9):
             chosen.append(info.step)
-            following = info.created_ns + int(seconds * 1e9)
+            last = info.created_ns
     return chosen

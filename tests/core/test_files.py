@@ -1,0 +1,66 @@
+"""Is every file told apart by its name, and no foreign one taken for ours?"""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treeckpt.core.events import timings_name
+from treeckpt.core.files import Owned, deleted_name, kind_of, lease_name, step_name, step_of
+from treeckpt.core.shard import shard_name
+
+ID = "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("name", "owned"),
+    [
+        ("index.json", Owned("index")),
+        ("pinned.json", Owned("pin")),
+        (shard_name(ID, 3, 8, 0), Owned("shard", ID)),
+        (shard_name(ID, 3, 8, 2), Owned("shard", ID)),
+        (timings_name(ID), Owned("timings", ID)),
+        (f"progress-00003.{ID}.json", Owned("progress", ID)),
+        (deleted_name(ID), Owned("deleted", ID)),
+        (lease_name(ID), Owned("lease")),
+        (f".index.json.{ID}.tmp", Owned("temporary")),
+        (f".{timings_name('f' * 16)}.{ID}.tmp", Owned("temporary", "f" * 16)),
+        (f".progress-00003.{ID}.json.tmp", Owned("temporary", ID)),
+    ],
+)
+def test_our_files_are_known(name, owned):
+    assert kind_of(name) == owned
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "index.json.bak",
+        "Index.json",
+        f"notes.{ID}.json",
+        f"timings.{ID}.json~",
+        f".notes.txt.{ID}.tmp",
+        f"..index.json.{ID}.tmp.{ID}.tmp",
+        ".tmp",
+        "index.json\n",
+        f"timings.{ID.upper()}.json",
+        "",
+    ],
+)
+def test_others_are_not(name):
+    assert kind_of(name) is None
+
+
+@given(st.text(max_size=40))
+def test_any_name_is_either(name):
+    assert kind_of(name) is None or name.endswith((".json", ".safetensors", ".tmp"))
+
+
+@given(st.integers(0, 10**18 - 1))
+def test_steps_have_names_and_names_steps(step):
+    assert step_of(step_name(step)) == step
+
+
+def test_names_sort_as_steps_do():
+    assert step_name(100) == "step_00000100"
+    assert [step_of(name) for name in ("step_7", "step_x", "best", "step_٣", "step_00000001/")] == [7] + [None] * 4

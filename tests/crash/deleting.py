@@ -1,0 +1,102 @@
+"""A process that cleans a run up and is killed at one system call after another; see test_deleting.
+
+As in `child`, one process imports everything and forks for each kill; every line that it prints is one case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import treeckpt as tc
+from tests.world import Switch, whole_tree
+from treeckpt.core.files import deleted_name, step_name
+from treeckpt.core.policy import Last
+from treeckpt.core.shard import shard_name
+from treeckpt.io import runs as runs_module
+from treeckpt.io import store as store_module
+from treeckpt.run import Run
+
+SYSTEM_CALLS = ("open", "fsync", "link", "replace", "unlink", "rmdir")
+CRASHED, HALF = "c" * 16, "a" * 16
+
+
+class Os:
+    """os with a switch at the calls that change a disk."""
+
+    def __init__(self, switch: Switch) -> None:
+        self.switch = switch
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in SYSTEM_CALLS:
+            return real
+        return lambda *args, **options: self.switch(name, lambda: real(*args, **options))
+
+
+def build(run: Path) -> None:
+    """Steps 1 and 2 are to go, 3 and 4 to stay; beside 3 and in 5 a save has crashed, and 6 was half deleted."""
+    for step in (1, 2, 3, 4):
+        tc.save(run / step_name(step), whole_tree(seed=step), step=step)
+    for step in (3, 5):
+        (run / step_name(step)).mkdir(exist_ok=True)
+        for rank in (0, 1):
+            (run / step_name(step) / shard_name(CRASHED, rank, 2, 0)).write_bytes(b"torn")
+    (run / step_name(6)).mkdir()
+    (run / step_name(6) / shard_name(HALF, 0, 1, 0)).write_bytes(b"rest")
+    (run / step_name(6) / deleted_name(HALF)).write_bytes(b"{}")
+    old = time.time() - 7200
+    for path in [*run.rglob("*"), run]:
+        os.utime(path, (old, old))
+
+
+def clean(run: Path, switch: Switch | None) -> None:
+    if switch is not None:
+        store_module.os = runs_module.os = Os(switch)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        report = Run(run).clean([Last(2)])
+    finally:
+        store_module.os = runs_module.os = os  # pyright: ignore[reportAttributeAccessIssue]
+    assert not report.failed, report
+
+
+def kill_telling(pipe: int) -> Callable[[str], None]:
+    def kill(name: str) -> None:
+        os.write(pipe, name.encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return kill
+
+
+def main(directory: Path) -> None:
+    build(directory / "template")
+    shutil.copytree(directory / "template", directory / "count")
+    switch = Switch()
+    clean(directory / "count", switch)
+    for at in range(len(switch.calls)):
+        for after in (False, True):
+            run = directory / f"{at:03d}-{after}"
+            shutil.copytree(directory / "template", run)
+            told, tell = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                clean(run, Switch(at, after=after, act=kill_telling(tell)))
+                os._exit(0)
+            os.close(tell)
+            call = os.read(told, 1000).decode()
+            os.close(told)
+            status = os.waitpid(pid, 0)[1]
+            assert os.WIFSIGNALED(status) == bool(call), status
+            print(json.dumps({"run": str(run), "call": call}), flush=True)
+
+
+if __name__ == "__main__":
+    assert "torch" not in sys.modules
+    main(Path(sys.argv[1]))

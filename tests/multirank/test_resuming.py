@@ -1,0 +1,98 @@
+"""Does a training that is killed and restarted, or told to end, come to what it would have come to undisturbed?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import treeckpt as tc
+from treeckpt.catalog import scan
+from treeckpt.core.files import step_name
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = 2
+
+
+@contextlib.contextmanager
+def started(*arguments: object, restarts: int = 0) -> Iterator[subprocess.Popen[bytes]]:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)),
+        *("--max-restarts", str(restarts), "--monitor-interval", "0.1"),
+        *("-m", "tests.multirank.resuming", *map(str, arguments)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def output_of(process: subprocess.Popen[bytes], code: int = 0) -> str:
+    output = process.communicate(timeout=100)[0].decode(errors="replace")
+    assert process.returncode == code, output[-6000:]
+    return output
+
+
+def results_in(out: Path) -> list[dict[str, str]]:
+    return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.timeout(300)
+def test_a_training_that_is_killed_twice_ends_as_if_it_never_was(tmp_path: Path) -> None:
+    with started(tmp_path / "calm", tmp_path / "calm out", 20) as process:
+        output_of(process)
+    kills = ("--kill", "1:10", "--kill", "0:15")
+    with started(tmp_path / "rough", tmp_path / "rough out", 20, *kills, restarts=8) as process:
+        output = output_of(process)
+    starts = [int(line.rpartition(" ")[2]) for line in output.splitlines() if " attempt " in line]
+    assert len(starts) >= 3 * WORLD and len(set(starts)) == 3, output
+    assert sorted(starts)[:2] == [0, 0] and sorted(starts)[-1] in (12, 15)
+    assert results_in(tmp_path / "rough out") == results_in(tmp_path / "calm out")
+    calm, rough = (tc.load(tmp_path / name / step_name(18), per_rank="take") for name in ("calm", "rough"))
+    assert calm["schedule"] == rough["schedule"]
+    names = [sorted(info.name for info in scan(tmp_path / name)) for name in ("calm", "rough")]
+    assert names[0] == names[1], "both keep the same steps"
+    assert all(info.status == "complete" for info in scan(tmp_path / "rough"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("who", [[1], [0, 1]])
+def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_exit_well(tmp_path: Path, who: list[int]) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    with started(run, out, 0, "--forever") as process:
+        wait_for_step(out, 5, process)
+        at = [int(Path(f"{out}.{rank}.step").read_text()) for rank in range(WORLD)]
+        for rank in who:
+            os.kill(int(Path(f"{out}.{rank}.pid").read_text()), signal.SIGTERM)
+        output_of(process)
+    [info] = scan(run)
+    assert info.status == "complete" and info.world == WORLD
+    assert tc.verify(info.path).ok
+    ended = [int(Path(f"{out}.{rank}.step").read_text()) for rank in range(WORLD)]
+    assert ended == [info.step] * WORLD, "every rank ended at the step that was saved"
+    assert max(at) <= info.step <= max(at) + 20, "and soon"
+    assert not Path(f"{out}.0.json").exists(), "none went on to the end"
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    limit = time.monotonic() + 90
+    while time.monotonic() < limit and process.poll() is None:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if all(int(Path(f"{out}.{rank}.step").read_text()) >= step for rank in range(WORLD)):
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached; exit {process.poll()}")

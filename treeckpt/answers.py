@@ -1,0 +1,91 @@
+"""Questions that rank 0 answers for all ranks, in rounds of their own and without collectives.
+
+Every rank calls `ask` at the same point; rank 0 alone looks at the disk, so ranks cannot disagree about what is there,
+however stale one rank's view of a network file system is. `tally` is the reverse: every rank says how it fared, and
+all learn of every failure. A rank that does not call in time is named in the error that the others raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from .agreement import Ended
+from .core.errors import TreeckptError
+from .faults import Fault, fault_of, raise_faults, silent_faults
+from .io.comm import Comm
+from .io.rounds import Round
+
+__all__ = ["ask", "tally"]
+
+T = TypeVar("T")
+_encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+_HINT = "Call it on every rank, in the same order"
+
+
+class _Answer(Ended, array_like=True):
+    """Rank 0's word: the answer, encoded, unless there are faults."""
+
+    data: bytes
+
+
+class _Tale(msgspec.Struct, array_like=True):
+    fault: Fault | None
+
+
+def ask(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -> T:
+    """What `answer()` is on rank 0, on every rank.
+
+    Args:
+        topic: names the question in errors: a path, and what is asked of it.
+        kind: the type of the answer, one that msgspec knows.
+
+    Raises:
+        TreeckptError: what `answer` raised on rank 0.
+        RankError: ranks fell silent.
+    """
+    if comm.size == 1:
+        return answer()
+    cause: list[Exception] = []
+
+    def judge(faults: list[Fault]) -> _Answer:
+        data = b""
+        if not faults:
+            try:
+                data = _encode(answer())
+            except Exception as error:
+                cause.append(error)
+                faults = [fault_of(error, 0, common=isinstance(error, TreeckptError))]
+        return _Answer(tuple(faults), data)
+
+    word = _converse(comm, topic, None, judge)
+    raise_faults(word.faults, topic, comm, cause=cause[0] if cause else None, hint=_HINT)
+    return _decode(word.data, type=kind)
+
+
+def tally(comm: Comm, topic: str, error: Exception | None) -> tuple[Fault, ...]:
+    """Every rank's failure, on every rank.
+
+    Args:
+        error: this rank's own.
+    """
+    fault = fault_of(error, comm.rank) if error is not None else None
+    if comm.size == 1:
+        return (fault,) if fault is not None else ()
+    return _converse(comm, topic, fault, lambda faults: _Answer(tuple(faults), b"")).faults
+
+
+def _converse(comm: Comm, topic: str, fault: Fault | None, judge: Callable[[list[Fault]], _Answer]) -> _Answer:
+    round_ = Round(comm, topic)
+    missed = round_.join()
+    if missed is not None:
+        return _decode(missed, type=_Answer)
+    heard = round_.gather(_encode(_Tale(fault)))
+    if heard is None:
+        return _decode(round_.share(None, last=True), type=_Answer)
+    tales = [_decode(data, type=_Tale).fault for data in heard.values()]
+    answer = judge([tale for tale in tales if tale is not None] + silent_faults(round_.lost))
+    round_.share(_encode(answer), last=True)
+    return answer

@@ -1,0 +1,158 @@
+"""The commands that change a run: gc, pin, unpin. Each says what it did to which step, and why.
+
+`gc` deletes no checkpoint unless a policy is named: without one it only clears away what crashed saves left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from .core.files import step_name
+from .core.policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
+from .core.wording import bytes_text
+from .printing import fail, print_json, print_line, print_table
+from .run import GRACE, CleanReport, Run
+
+__all__ = ["add_commands"]
+
+
+class Command(Protocol):
+    """Adds a command to the parser."""
+
+    def __call__(self, name: str, run: Callable[[Any], int], text: str, /) -> argparse.ArgumentParser: ...
+
+
+def add_commands(command: Command) -> None:
+    """Adds gc, pin and unpin."""
+    gc = command("gc", _gc, "delete what no policy keeps, and what crashed saves left behind")
+    gc.add_argument("run_path", metavar="RUN")
+    gc.add_argument("--keep-last", type=_count, metavar="N", help="keep the newest N checkpoints")
+    gc.add_argument("--every", type=_count, metavar="K", help="keep each step that is a multiple of K")
+    gc.add_argument("--period", type=_seconds, metavar="S", help="keep the first checkpoint of every S seconds")
+    gc.add_argument("--steps", type=_steps, metavar="A,B,...", help="keep these steps")
+    gc.add_argument(
+        "--best",
+        type=_best,
+        action="append",
+        default=[],
+        metavar="METRIC[:min|max][:N]",
+        help="keep the best N by a metric (default: the smallest one)",
+    )
+    gc.add_argument(
+        "--grace",
+        type=_seconds,
+        default=GRACE,
+        metavar="S",
+        help=f"leave files of unfinished saves alone for S seconds (default: {GRACE:g})",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    for name, act, text in (
+        ("pin", _pin, "keep a step, whatever the policies say"),
+        ("unpin", _unpin, "let the policies decide about a step again"),
+    ):
+        pin = command(name, act, text)
+        pin.add_argument("run_path", metavar="RUN")
+        pin.add_argument("step", metavar="STEP", type=_step)
+
+
+def _number(text: str, kind: type[int] | type[float], least: float, what: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not value >= least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _count(text: str) -> int:
+    return _number(text, int, 1, "a number from 1 on")
+
+
+def _seconds(text: str) -> float:
+    return _number(text, float, 0, "a number of seconds")
+
+
+def _step(text: str) -> int:
+    return _number(text.removeprefix("step_"), int, 0, "a step")
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    return tuple(_step(part) for part in text.split(","))
+
+
+def _best(text: str) -> Best:
+    """A metric, then in any order `min` or `max` and a count; the name itself may have colons."""
+    metric, mode, count = text, None, None
+    while ":" in metric:
+        rest, _, last = metric.rpartition(":")
+        if last in ("min", "max") and mode is None:
+            mode = last
+        elif last.isdecimal() and count is None:
+            count = _count(last)
+        else:
+            break
+        metric = rest
+    if not metric:
+        raise argparse.ArgumentTypeError(f"{text!r} names no metric")
+    return Best(metric, count or 1, mode or "min")  # pyright: ignore[reportArgumentType]
+
+
+def _policies(options: argparse.Namespace) -> list[Policy]:
+    named: list[Policy] = [*options.best]
+    if options.keep_last is not None:
+        named.append(Last(options.keep_last))
+    if options.every is not None:
+        named.append(EverySteps(options.every))
+    if options.period is not None:
+        named.append(EveryPeriod(options.period))
+    if options.steps is not None:
+        named.append(Steps(options.steps))
+    return named or [All()]
+
+
+def _gc(options: argparse.Namespace) -> int:
+    if not Path(options.run_path).is_dir():
+        fail(f"treeckpt: {options.run_path}: no such directory")
+        return 2
+    report = Run(options.run_path).clean(_policies(options), grace=options.grace, dry_run=options.dry_run)
+    if options.json:
+        print_json(report)
+    else:
+        _print_report(report, dry_run=options.dry_run)
+    return 1 if report.failed else 0
+
+
+def _print_report(report: CleanReport, *, dry_run: bool) -> None:
+    rows = [("kept", step_name(step), "", ", ".join(why)) for step, why in report.kept.items()]
+    word = "would go" if dry_run else "removed"
+    for one in report.removed:
+        what = "checkpoint" if one.what == "checkpoint" else f"{len(one.files)} files" if one.files else "directory"
+        rows.append((word, one.name, bytes_text(one.nbytes), f"{what}: {one.reason}"))
+    rows += [("left", one.name, "", one.why) for one in report.left]
+    rows += [("failed", one.name, "", one.why) for one in report.failed]
+    if rows:
+        print_table(("what", "step", "size", "why"), rows, right=("size",))
+    freed = "would be freed" if dry_run else "freed"
+    print_line(f"{len(report.kept)} kept, {len(report.removed)} {word}, {bytes_text(report.nbytes)} {freed}", "dim")
+
+
+def _pin(options: argparse.Namespace) -> int:
+    Run(options.run_path).pin(options.step)
+    return _say_pinned(options, pinned=True)
+
+
+def _unpin(options: argparse.Namespace) -> int:
+    Run(options.run_path).unpin(options.step)
+    return _say_pinned(options, pinned=False)
+
+
+def _say_pinned(options: argparse.Namespace, *, pinned: bool) -> int:
+    if options.json:
+        print_json({"run": options.run_path, "step": options.step, "pinned": pinned})
+    else:
+        print_line(f"{Path(options.run_path) / step_name(options.step)} is {'' if pinned else 'no longer '}pinned")
+    return 0

@@ -1,0 +1,75 @@
+"""Which files of a checkpoint's directory are ours, of what kind, and of which save? By their names alone.
+
+    index.json                                   the commit
+    shard-<rank>-of-<world>.<save id>.safetensors, timings.<save id>.json, progress-<rank>.<save id>.json
+    deleted.<save id>.json                       that save's checkpoint is to go; written before the index goes
+    lease.<id>.json                              somebody reads; renewed for as long as that lasts
+    pinned.json                                  retention leaves it alone
+    .<one of these>.<id>.tmp                     is being published
+
+Whatever has another name belongs to somebody else.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from .shard import parse_shard_name
+
+__all__ = ["PIN_NAME", "FileKind", "Owned", "deleted_name", "kind_of", "lease_name", "step_name", "step_of"]
+
+PIN_NAME = "pinned.json"
+FileKind = Literal["index", "shard", "timings", "progress", "deleted", "lease", "pin", "temporary"]
+
+_PER_SAVE = re.compile(r"(timings|progress-[0-9]{1,9}|deleted)\.([0-9a-f]{16})\.json")
+_LEASE = re.compile(r"lease\.[0-9a-f]{16}\.json")
+_TEMPORARY = re.compile(r"\.(.+?)(?:\.[0-9a-f]{16})?\.tmp")
+_STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
+
+
+class Owned(msgspec.Struct, frozen=True):
+    """A file of ours."""
+
+    kind: FileKind
+    save_id: str | None = None
+    """None where the file belongs to no save in particular."""
+
+
+def kind_of(name: str) -> Owned | None:
+    """What a file is, None if it is not ours."""
+    if (shard := parse_shard_name(name)) is not None:
+        return Owned("shard", shard[0])
+    if (match := _PER_SAVE.fullmatch(name)) is not None:
+        kinds: dict[str, FileKind] = {"timings": "timings", "deleted": "deleted"}
+        return Owned(kinds.get(match[1], "progress"), match[2])
+    if (match := _TEMPORARY.fullmatch(name)) is not None:
+        inner = kind_of(match[1])
+        return Owned("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None
+    if _LEASE.fullmatch(name) is not None:
+        return Owned("lease")
+    named: dict[str, FileKind] = {"index.json": "index", PIN_NAME: "pin"}
+    return Owned(named[name]) if name in named else None
+
+
+def deleted_name(save_id: str) -> str:
+    """The file that says that this save's checkpoint is being deleted."""
+    return f"deleted.{save_id}.json"
+
+
+def lease_name(lease_id: str) -> str:
+    """The file of one reader."""
+    return f"lease.{lease_id}.json"
+
+
+def step_name(step: int) -> str:
+    """The name of a step's directory in a run."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a directory's name gives, None if it gives none."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None

@@ -1,0 +1,238 @@
+"""Where a run's checkpoints live: a directory of directories, local or in memory.
+
+A folder is one of those directories: it gives the store of its files, and what a store does not need to know: times,
+and what is no regular file. Retention and the catalog go through this protocol alone, so that an object store can
+follow. Links are told apart and never followed unless the caller asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from ..core.errors import CheckpointError
+from .store import LocalStore, MemoryStore, Store, Writer
+
+__all__ = ["Entry", "Folder", "LocalFolder", "LocalRun", "MemoryRun", "RunStore", "open_run"]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One name in a folder."""
+
+    nbytes: int
+    modified_ns: int
+    """Unix time of the last write, by the clock of whoever holds the files."""
+    number: int = 0
+    """Changes when another file takes the name."""
+    regular: bool = True
+    """Whether it is a file, not a directory, a link, a pipe or the like."""
+
+
+class Folder(Protocol):
+    """One directory of a run."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def url(self) -> str:
+        """What to call it in messages; a path where there is one."""
+        ...
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def is_link(self) -> bool: ...
+
+    def modified_ns(self) -> int | None:
+        """When a name was last added or removed; None where there is no such directory."""
+        ...
+
+    def entries(self) -> dict[str, Entry]:
+        """Everything in it; empty where it cannot be listed."""
+        ...
+
+    def sync(self) -> None:
+        """Makes deletions durable."""
+        ...
+
+    def remove(self) -> bool:
+        """Removes the directory if it is empty, durably; says whether it is gone."""
+        ...
+
+
+class RunStore(Protocol):
+    """A directory of folders."""
+
+    @property
+    def url(self) -> str: ...
+
+    def names(self) -> list[str]:
+        """Of the directories in it, links to directories too; without hidden ones. Empty where it cannot be listed."""
+        ...
+
+    def folder(self, name: str) -> Folder:
+        """The folder of that name, whether or not it is there."""
+        ...
+
+
+def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
+    """The run of a path, or the run itself.
+
+    Raises:
+        CheckpointError: a URL of a kind that is not known.
+    """
+    if not isinstance(run, (str, os.PathLike)):
+        return run
+    text = os.fspath(run)
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme != "file":
+        raise CheckpointError(text, expected="a path or a file:// URL", found=f"{scheme}://")
+    return LocalRun(rest if separator else text)
+
+
+class LocalFolder:
+    """A directory of a local (or mounted) file system."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.name = self.path.name or str(self.path)
+        self.url = str(self.path)
+        self.store = LocalStore(self.path)
+
+    @property
+    def is_link(self) -> bool:
+        return self.path.is_symlink()
+
+    def modified_ns(self) -> int | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns if stat.S_ISDIR(found.st_mode) else None
+
+    def entries(self) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another process may be deleting
+                    at = entry.stat(follow_symlinks=False)
+                    regular = stat.S_ISREG(at.st_mode)
+                    found[entry.name] = Entry(at.st_size, at.st_mtime_ns, at.st_ino, regular)
+        return found
+
+    def sync(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it meanwhile
+            _sync(self.path)
+
+    def remove(self) -> bool:
+        try:
+            os.rmdir(self.path)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+        _sync(self.path.parent)
+        return True
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class LocalRun:
+    """A directory of checkpoint directories."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.url = str(self.path)
+
+    def names(self) -> list[str]:
+        try:
+            with os.scandir(self.path) as entries:
+                return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
+        except OSError:
+            return []
+
+    def folder(self, name: str) -> LocalFolder:
+        return LocalFolder(self.path / name)
+
+
+class _TimedStore(MemoryStore):
+    """Files in memory that know when they were written."""
+
+    def __init__(self, name: str, clock: Callable[[], int]) -> None:
+        super().__init__(name)
+        self.clock, self.times = clock, dict[str, int]()
+        self.changed_ns: int | None = None
+
+    def prepare(self) -> None:
+        self.changed_ns = self.changed_ns or self.clock()
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        writer = super().create(name, nbytes)
+        self.times[name] = self.changed_ns = self.clock()
+        return writer
+
+    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+        super().publish(name, data, replace=replace)
+        self.times[name] = self.changed_ns = self.clock()
+
+    def delete(self, name: str) -> None:
+        super().delete(name)
+        self.changed_ns = self.clock()
+
+
+class _MemoryFolder:
+    """A store of a `MemoryRun`."""
+
+    is_link = False
+
+    def __init__(self, run: MemoryRun, name: str) -> None:
+        self._run, self.name, self.url = run, name, f"{run.url}/{name}"
+        self.store = run.stores.setdefault(name, _TimedStore(f"{run.url.partition('://')[2]}/{name}", run.clock))
+
+    def modified_ns(self) -> int | None:
+        return self.store.changed_ns
+
+    def entries(self) -> dict[str, Entry]:
+        sizes, times = self.store.sizes(), self.store.times
+        return {name: Entry(nbytes, times[name], times[name]) for name, nbytes in sizes.items()}
+
+    def sync(self) -> None:
+        pass
+
+    def remove(self) -> bool:
+        if self.store.files:
+            return False
+        self._run.stores.pop(self.name, None)
+        return True
+
+
+class MemoryRun:
+    """A run in this process's memory: for tests, and for checkpoints that never need a disk."""
+
+    def __init__(self, name: str = "run", *, clock: Callable[[], int] = time.time_ns) -> None:
+        self.url, self.clock = f"memory://{name}", clock
+        self.stores: dict[str, _TimedStore] = {}
+
+    def names(self) -> list[str]:
+        return sorted(name for name, store in self.stores.items() if store.changed_ns is not None)
+
+    def folder(self, name: str) -> _MemoryFolder:
+        return _MemoryFolder(self, name)

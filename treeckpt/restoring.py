@@ -1,0 +1,80 @@
+"""Loads a run's checkpoint on all ranks, or, if it turns out to be broken, the one before.
+
+Rank 0 chooses, and holds a lease until every rank has told how its load went. Where the checkpoint's files are at fault
+on any rank, all ranks pass it over and choose again; what is the caller's fault (a wrong target) is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+
+from . import api
+from .answers import ask, tally
+from .bars import reading_bar
+from .faults import raise_faults
+from .finding import Finder
+from .io.comm import Comm
+from .io.leases import hold_lease
+from .run import Run, step_info
+
+__all__ = ["Restorer"]
+
+_BROKEN = frozenset({"CheckpointError", "CheckpointNotFound", "CorruptError", "FormatError"})
+"""Failures to load that are the checkpoint's, not the caller's."""
+
+
+class _Choice(msgspec.Struct, array_like=True):
+    """What to restore."""
+
+    step: int
+    path: str
+    nbytes: int | None
+
+
+class Restorer:
+    """Restores checkpoints of a run.
+
+    Args:
+        comm: for questions between ranks.
+        load_comm: for the loads.
+    """
+
+    def __init__(self, run: Run, finder: Finder, comm: Comm, load_comm: Comm) -> None:
+        self._run, self._finder, self._comm, self._load_comm = run, finder, comm, load_comm
+
+    def restore(self, like: Any, into: Any, step: int | None, options: dict[str, Any]) -> tuple[Any, int]:
+        """What was loaded, and from which step; see `Manager.restore`."""
+        tried: set[int] = set()
+        while True:
+            choice = ask(self._comm, f"{self._run.url} restore", lambda: self._choose(step, tried), _Choice)
+            with hold_lease(self._run.folder(choice.step)) if self._comm.rank == 0 else contextlib.nullcontext():
+                result, error = self._load(choice, like, into, options)
+                faults = tally(self._comm, f"{choice.path} restore", error)
+            if not faults:
+                return result, choice.step
+            kinds = {fault.kind for fault in faults}
+            # where ranks read for each other, those that got nothing from the rank that found it say RankError
+            if step is not None or not (kinds & _BROKEN and kinds <= _BROKEN | {"RankError"}):
+                raise_faults(faults, choice.path, self._comm, cause=error, hint="Nothing was restored")
+            tried.add(choice.step)
+            if self._comm.rank == 0:
+                self._finder.say(choice.path, f"passed over, rank {faults[0].rank}: {faults[0].text}")
+
+    def _choose(self, step: int | None, tried: set[int]) -> _Choice:
+        info = self._finder.choose(step, tried)
+        return _Choice(step_info(info).step, info.path, info.nbytes)
+
+    def _load(self, choice: _Choice, like: Any, into: Any, options: dict[str, Any]) -> tuple[Any, Exception | None]:
+        store, options = self._run.folder(choice.step).store, {"comm": self._load_comm, **options}
+        total = choice.nbytes if self._comm.size == 1 and like is None and into is None else None
+        bar = reading_bar(store, f"restoring step {choice.step}", total)
+        try:
+            with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
+                if into is not None:
+                    return api.load_into(source, into, **options), None
+                return api.load(source, like, **options), None
+        except Exception as error:
+            return None, error

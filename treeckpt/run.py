@@ -1,0 +1,285 @@
+"""A run on disk: which checkpoints it has, what is to be cleaned away, who reads, what is pinned. One process's view.
+
+Deleting a checkpoint: (1) a mark `deleted.<save id>.json` is written, (2) if the index still names that save, and
+nobody reads or writes there, the index goes and the directory is synced: from now on it is no checkpoint, (3) readers
+are looked for once more, (4) the rest goes, the mark last, then the directory. A deletion that is killed at any point
+is finished by the next clean-up, which finds the mark.
+
+Readers are told by `io.leases`. Retention is decided by `core.retention`; checkpoints are told apart by `catalog`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
+
+import msgspec
+
+from .catalog import CheckpointInfo, FileCache, look, scan
+from .core.errors import CheckpointError, CheckpointNotFound, TreeckptError
+from .core.files import PIN_NAME, deleted_name, kind_of, step_name, step_of
+from .core.index import INDEX_NAME
+from .core.policy import Policy, StepInfo
+from .core.retention import Cleaning, FileFact, FolderFact, Left, Removal, Times, plan_cleaning
+from .io.codec import read_index
+from .io.leases import LEASE, has_readers
+from .io.runs import Folder, RunStore, open_run
+
+__all__ = ["GRACE", "CleanReport", "Run", "steady_clock", "step_info"]
+
+GRACE = 3600.0
+"""Seconds after which what an unfinished save left behind is cleaned away."""
+
+
+class CleanReport(msgspec.Struct, frozen=True):
+    """What a clean-up did, or would do."""
+
+    run: str
+    kept: dict[int, tuple[str, ...]]
+    """Steps that stay, with the reasons."""
+    removed: tuple[Removal, ...]
+    left: tuple[Left, ...]
+    """What stays for now, and why."""
+    failed: tuple[Left, ...] = ()
+    """What could not be removed, and why."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were removed."""
+        return sum(removal.nbytes for removal in self.removed)
+
+    def __str__(self) -> str:
+        rows = [f"{self.run}: {len(self.kept)} steps kept, {len(self.removed)} removals"]
+        rows += [f"  kept     {step_name(step)}: {', '.join(why)}" for step, why in self.kept.items()]
+        rows += [f"  removed  {r.name}, {r.what}: {r.reason}" for r in self.removed]
+        rows += [f"  left     {one.name}: {one.why}" for one in self.left]
+        return "\n".join(rows + [f"  failed   {one.name}: {one.why}" for one in self.failed])
+
+
+def steady_clock(
+    wall: Callable[[], int] = time.time_ns, monotonic: Callable[[], int] = time.monotonic_ns
+) -> Callable[[], int]:
+    """A clock in Unix nanoseconds that never runs ahead of the time that has really passed since it was made.
+
+    So a system clock that jumps forward does not make the files of a save under way look old.
+    """
+    start = wall() - monotonic()
+    return lambda: min(wall(), start + monotonic())
+
+
+def step_info(info: CheckpointInfo) -> StepInfo:
+    """What retention needs to know of a checkpoint."""
+    step = step_of(info.name)
+    assert step is not None, "a checkpoint of a run has the name of a step"
+    return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned)
+
+
+class Run:
+    """The checkpoints of a run.
+
+    Args:
+        run: its directory, or a store of its own kind.
+        clock: Unix nanoseconds.
+    """
+
+    def __init__(self, run: str | os.PathLike[str] | RunStore, *, clock: Callable[[], int] | None = None) -> None:
+        self.store = open_run(run)
+        self.url = self.store.url
+        self._cache = FileCache()
+        self._clock = clock or steady_clock()
+
+    def folder(self, step: int) -> Folder:
+        """The directory of a step, whether or not it is there."""
+        return self.store.folder(step_name(step))
+
+    def look(self) -> list[CheckpointInfo]:
+        """Every directory that is named as a step is, newest first; links and what holds no files of ours left out."""
+        found = [i for i in scan(self.store, cache=self._cache) if i.status != "foreign" and _is_canonical(i.name)]
+        return sorted((_checked(info) for info in found), key=lambda info: info.name, reverse=True)
+
+    def checkpoint(self, step: int) -> CheckpointInfo:
+        """The complete checkpoint of a step.
+
+        Raises:
+            CheckpointNotFound: there is none.
+            CheckpointError: it is corrupt.
+        """
+        info = _checked(look(self.folder(step), cache=self._cache))
+        if info.status == "complete":
+            return info
+        kind = CheckpointError if info.status == "corrupt" else CheckpointNotFound
+        raise kind(info.path, expected="a complete checkpoint", found=info.error or info.status)
+
+    # pins ----------------------------------------------------------------------------------------------------
+
+    def pin(self, step: int) -> None:
+        """Keeps a step until it is unpinned.
+
+        Raises:
+            CheckpointNotFound: there is no complete checkpoint.
+        """
+        self.checkpoint(step)
+        self.put_pin(step)
+
+    def put_pin(self, step: int) -> None:
+        """Pins a step that may not be saved yet."""
+        folder = self.folder(step)
+        with _system_errors(folder.url):
+            folder.store.prepare()
+            folder.store.publish(PIN_NAME, msgspec.json.encode({"pinned_ns": self._clock()}), replace=True)
+
+    def unpin(self, step: int) -> None:
+        """Lets policies decide about a step again; one that is not pinned is no error.
+
+        Raises:
+            CheckpointNotFound: there is no such directory.
+        """
+        folder = self.folder(step)
+        if folder.modified_ns() is None:
+            raise CheckpointNotFound(folder.url, expected="a checkpoint", found="no such directory")
+        with _system_errors(folder.url):
+            folder.store.delete(PIN_NAME)
+            folder.sync()
+
+    # cleaning ------------------------------------------------------------------------------------------------
+
+    def clean(
+        self,
+        policies: Sequence[Policy],
+        *,
+        grace: float = GRACE,
+        busy: Set[str] = frozenset(),
+        claim: Callable[[str], AbstractContextManager[bool]] = lambda name: contextlib.nullcontext(True),
+        dry_run: bool = False,
+    ) -> CleanReport:
+        """Deletes what no policy keeps and what crashed saves left behind.
+
+        Args:
+            grace: seconds for which files of a save that never finished are left alone.
+            busy: names of the directories in which this process is saving.
+            claim: is entered around each removal; gives whether the directory is still to be had.
+            dry_run: only says what would be done.
+        """
+        cleaning = self._plan(policies, grace, frozenset(busy))
+        if dry_run:
+            return CleanReport(self.url, cleaning.kept, cleaning.removals, cleaning.left)
+        removed: list[Removal] = []
+        left, failed = list(cleaning.left), list[Left]()
+        for removal in cleaning.removals:
+            try:
+                with claim(removal.name) as free:
+                    why = self._remove(removal, grace) if free else "it is being saved"
+            except FileNotFoundError:  # another process was faster
+                continue
+            except (OSError, TreeckptError) as error:
+                failed.append(Left(removal.name, f"{type(error).__name__}: {error}"))
+                continue
+            if why:
+                left.append(Left(removal.name, why))
+            else:
+                removed.append(removal)
+        return CleanReport(self.url, cleaning.kept, tuple(removed), tuple(left), tuple(failed))
+
+    def _plan(self, policies: Sequence[Policy], grace: float, busy: frozenset[str]) -> Cleaning:
+        facts = [self._fact(info) for info in self.look()]
+        return plan_cleaning(facts, policies, self._times(grace), busy=busy)
+
+    def _times(self, grace: float) -> Times:
+        return Times(self._clock(), int(grace * 1e9), int(LEASE * 1e9))
+
+    def _fact(self, info: CheckpointInfo) -> FolderFact:
+        folder, step = self.store.folder(info.name), step_of(info.name)
+        assert step is not None and info.status != "foreign", "look gives only these"
+        files = (FileFact(n, e.nbytes, e.modified_ns) for n, e in folder.entries().items() if e.regular)
+        committed = info.status != "partial"
+        return FolderFact(
+            name=info.name,
+            step=step,
+            status=info.status,
+            modified_ns=folder.modified_ns() or 0,
+            files=tuple(files),
+            save_id=info.save_id if committed else None,
+            created_ns=info.created_ns or 0,
+            metrics=info.metrics,
+            problem=info.error or "",
+        )
+
+    def _remove(self, removal: Removal, grace: float) -> str:
+        """Carries a removal out; says why not, if something has changed since it was decided."""
+        folder = self.store.folder(removal.name)
+        if removal.what == "checkpoint":
+            why = self._remove_index(folder, removal, grace)
+            if why:
+                return why
+        elif _committed(folder) in {k.save_id for name in removal.files if (k := kind_of(name)) and k.kind == "shard"}:
+            return "it has been committed meanwhile"
+        for name in removal.files:
+            if name != INDEX_NAME:
+                folder.store.delete(name)
+        if removal.files:
+            folder.sync()
+        if removal.directory:
+            folder.remove()
+        return ""
+
+    def _remove_index(self, folder: Folder, removal: Removal, grace: float) -> str:
+        assert removal.save_id is not None, "a checkpoint is removed by its save id"
+        mark = deleted_name(removal.save_id)
+        folder.store.publish(mark, b"{}", replace=True)
+        # what was decided may be old by now: other removals came before this one
+        info = _checked(look(folder, cache=self._cache))
+        now = self._plan_one(info, grace)
+        if _committed(folder) != removal.save_id or isinstance(now, Left):
+            folder.store.delete(mark)
+            return now.why if isinstance(now, Left) else "another save has been committed there meanwhile"
+        folder.store.delete(INDEX_NAME)
+        folder.sync()
+        if has_readers(folder, self._clock()):
+            return "its index is gone; the rest goes when its reader is done"
+        return ""
+
+    def _plan_one(self, info: CheckpointInfo, grace: float) -> Left | None:
+        """Why a checkpoint must stay after all: it was pinned, or is being read or written."""
+        if info.pinned:
+            return Left(info.name, "it has been pinned meanwhile")
+        if info.status != "complete":
+            return Left(info.name, f"it is {info.status} now")
+        newer = FolderFact("newer", 1 << 62, "complete", 0, (), "0" * 16)
+        cleaning = plan_cleaning([self._fact(info), newer], [], self._times(grace))
+        return next(iter(cleaning.left), None)
+
+
+def _is_canonical(name: str) -> bool:
+    step = step_of(name)
+    return step is not None and step_name(step) == name
+
+
+def _checked(info: CheckpointInfo) -> CheckpointInfo:
+    """A checkpoint of another step than its directory's name says is not to be trusted: somebody moved it."""
+    if info.status == "complete" and info.step != step_of(info.name):
+        found = f"its index says step {info.step}, not what its name says"
+        return msgspec.structs.replace(info, status="corrupt", error=found)
+    return info
+
+
+def _committed(folder: Folder) -> str | None:
+    try:
+        return read_index(folder.store).save_id
+    except TreeckptError:
+        return None
+
+
+@contextlib.contextmanager
+def _system_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            path,
+            expected="a directory that can be written",
+            found=f"{type(error).__name__}: {error}",
+            hint="Look at the permissions",
+        ) from error

@@ -1,0 +1,86 @@
+"""Which saves are under way in a checkpoint's directory, and how far? From the small records that ranks keep there.
+
+A save that is quick leaves no record. One that was killed leaves its last: a record that was not renewed for `STALLED`
+seconds is called so. Records that do not decode are passed over: nothing depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from .core.errors import TreeckptError
+from .core.files import kind_of
+from .core.progress import Phase, Progress, decode_progress
+from .core.wording import bytes_text, seconds_text
+from .io.runs import Entry, Folder
+
+__all__ = ["STALLED", "SaveUnderWay", "saves_under_way", "under_way_text"]
+
+STALLED = 60.0
+"""Seconds after which a record that was not renewed means that its rank hangs, or is gone."""
+MAX_RECORD = 4096
+
+
+class SaveUnderWay(msgspec.Struct, frozen=True):
+    """A save that has not ended, as its ranks tell of it."""
+
+    save_id: str
+    step: int | None
+    world: int
+    ranks: int
+    """That have a record: those that are still busy."""
+    phase: Phase
+    """write, as long as any of them writes."""
+    written: int
+    planned: int
+    """Bytes, of those ranks."""
+    started_ns: int
+    updated_ns: int
+    """Unix time of the newest record."""
+
+    @property
+    def fraction(self) -> float:
+        """From 0 to 1, of those ranks' bytes."""
+        return min(self.written / self.planned, 1.0) if self.planned > 0 else 1.0
+
+
+def saves_under_way(folder: Folder, files: Mapping[str, Entry]) -> tuple[SaveUnderWay, ...]:
+    """The saves that have records among these files, by when they began."""
+    found: dict[str, list[Progress]] = {}
+    for name in files:
+        if (kind := kind_of(name)) is not None and kind.kind == "progress":
+            try:
+                record = decode_progress(folder.store.read(name, limit=MAX_RECORD), name)
+            except (OSError, TreeckptError):  # it may have been removed, or be somebody's idea of a joke
+                continue
+            if record.save_id == kind.save_id:
+                found.setdefault(record.save_id, []).append(record)
+    return tuple(sorted((_sum(records) for records in found.values()), key=lambda save: save.started_ns))
+
+
+def _sum(records: Iterable[Progress]) -> SaveUnderWay:
+    ranks = {record.rank: record for record in records}
+    first = next(iter(ranks.values()))
+    return SaveUnderWay(
+        save_id=first.save_id,
+        step=first.step,
+        world=first.world,
+        ranks=len(ranks),
+        phase="write" if any(record.phase == "write" for record in ranks.values()) else "commit",
+        written=sum(record.written for record in ranks.values()),
+        planned=sum(record.planned for record in ranks.values()),
+        started_ns=min(record.started_ns for record in ranks.values()),
+        updated_ns=max(record.updated_ns for record in ranks.values()),
+    )
+
+
+def under_way_text(save: SaveUnderWay, now_ns: int) -> str:
+    """A save under way in words."""
+    quiet = (now_ns - save.updated_ns) / 1e9
+    what = "being written" if save.phase == "write" else "written, waiting for the commit"
+    far = f"{save.fraction:.0%} of {bytes_text(save.planned)} on {save.ranks} of {save.world} ranks"
+    if quiet > STALLED:
+        return f"save {save.save_id} hangs or was killed: {far}, nothing new for {seconds_text(quiet)}"
+    return f"save {save.save_id} is {what}: {far}, for {seconds_text(max(0, now_ns - save.started_ns) / 1e9)}"
