@@ -8,6 +8,9 @@
 Importing it, reading an index and the command line import no torch.
 """
 
+import importlib
+from typing import Any
+
 from .api import abstract, inspect, load, load_into, rebuild_index, save, verify
 from .core.errors import (
     CheckpointError,
@@ -58,3 +61,10 @@ __all__ = [
     "save",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`treeckpt.training`, loaded when it is first asked for: it imports torch."""
+    if name == "training":
+        return importlib.import_module(f"{__name__}.training")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

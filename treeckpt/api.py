@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from .core.errors import CheckpointError, CheckpointExists, CorruptError, TreeckptError
 from .core.index import INDEX_NAME, encode_index, rebuild
 from .core.records import Index
@@ -21,6 +23,7 @@ from .io.store import Store, open_store
 from .loading import LoadOptions, load_into_tree, load_tree
 from .reports import LoadReport, Problem, SaveReport, VerifyReport
 from .saving import SaveOptions, save_tree
+from .stateful import expand
 
 __all__ = ["abstract", "inspect", "load", "load_into", "rebuild_index", "save", "verify"]
 
@@ -58,7 +61,8 @@ def save(
         path: a directory, made if need be; its name is the checkpoint's.
         tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
-            `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself.
+            `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself. An object with
+            `state_dict` and `load_state_dict` stands for what the first gives.
         step: of training, kept in the index.
         comm: how ranks talk; by default over torch.distributed's default group, if that is up.
         custom_metadata: values kept in the index.
@@ -76,8 +80,11 @@ def save(
         RankError: ranks failed or fell silent; raised on every rank.
     """
     options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
+    comm = comm or default_comm()
     with _without_cycles():
-        return save_tree(open_store(path), tree, comm or default_comm(), options, custom_metadata or {})
+        if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is not None:
+            tree = expanded.tree
+        return save_tree(open_store(path), tree, comm, options, custom_metadata or {})
 
 
 def load(
@@ -126,8 +133,11 @@ def load(
         MismatchError: what is wanted is not what was saved.
     """
     options = LoadOptions(_globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace)
+    comm = comm or default_comm()
     with _opened(path) as store, _without_cycles():
-        tree, report = load_tree(store, like, comm or default_comm(), options)
+        if like is not None and (expanded := expand(like, rank=comm.rank, namespace=namespace)) is not None:
+            like = expanded.tree
+        tree, report = load_tree(store, like, comm, options)
     if on_report is not None:
         on_report(report)
     return tree
@@ -150,13 +160,20 @@ def load_into(
 
     Every check comes before the first byte is written. With `verify=True` that includes the checksums, at the price
     of reading twice; `verify="stream"` checks while it fills, and a changed byte then leaves the tree partly
-    filled.
+    filled. Objects with `load_state_dict` are given their state after all else.
 
     See `load` for the arguments and errors.
     """
     options = LoadOptions(_globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace)
+    comm = comm or default_comm()
     with _opened(path) as store, _without_cycles():
-        return load_into_tree(store, tree, comm or default_comm(), options)
+        if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
+            return load_into_tree(store, tree, comm, options)
+
+        def as_saved(at: str) -> Any:
+            return load_tree(store, None, comm, msgspec.structs.replace(options, select=(at,), copy=False))[0]
+
+        return expanded.restore(as_saved, lambda target: load_into_tree(store, target, comm, options))
 
 
 def _globs(select: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -1,0 +1,16 @@
+"""Training state that does not know how it was parallelised: models, optimizers, schedulers, loaders, generators.
+
+    import treeckpt as tc
+
+    tc.save(path, tc.training.state(model, optimizer, scheduler=scheduler, loader=loader), step=step)
+    report = tc.training.restore(path, model, optimizer, scheduler=scheduler, loader=loader)
+
+What is saved under one parallelism is restored into any other. It imports torch; `import treeckpt` alone does not.
+"""
+
+from .capture import state
+from .hfai import load, save
+from .ranks import Merge, Policy
+from .restoring import RestoreReport, restore
+
+__all__ = ["Merge", "Policy", "RestoreReport", "load", "restore", "save", "state"]
