@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from . import layout_cases, rank_cases, talk_cases, training_cases
-from .registry import PHASES, Rank, of
+from .registry import PHASES, Case, Rank, of
 
-__all__ = ["PHASES", "Rank", "layout_cases", "of", "rank_cases", "talk_cases", "training_cases"]
+__all__ = ["PHASES", "Case", "Rank", "layout_cases", "of", "rank_cases", "talk_cases", "training_cases"]

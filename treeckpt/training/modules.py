@@ -183,7 +183,7 @@ def _swapped(old: Tensor, new: Tensor) -> Tensor:
 
 
 def settle_shards(model: Modules) -> None:
-    """Has FSDP2 look at its parameters again: it keeps a padded copy of an uneven shard, and references to its parts."""
+    """Has FSDP2 look at its parameters again: it pads uneven shards, and keeps references to their memory."""
     for _, root in named(model, nn.Module, "model"):
         for module in root.modules():
             state = getattr(module, "_get_fsdp_state", None)

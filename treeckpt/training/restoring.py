@@ -90,7 +90,8 @@ def restore(
     before the first change.
 
     Args:
-        source: a path or store, or a tree as `state` gives it, of which each rank has what it needs.
+        source: a path or store, or a tree in memory as `state(..., buffers="per_rank")` gives it, with all that this
+            rank holds.
         model: as for `state`. Parts on the meta device get memory for this rank's share, and only that.
         optimizer: as for `state`; it may be fresh: its moments are made as they were saved.
         scheduler, loader, rng, extra: as for `state`. A part that is None or False is left alone; an `extra` that is
