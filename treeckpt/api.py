@@ -171,7 +171,9 @@ def load_into(
             return load_into_tree(store, tree, comm, options)
 
         def as_saved(at: str) -> Any:
-            return load_tree(store, None, comm, msgspec.structs.replace(options, select=(at,), copy=False))[0]
+            return load_tree(
+                store, None, comm, msgspec.structs.replace(options, select=(at,) if at else None, copy=False)
+            )[0]
 
         return expanded.restore(as_saved, lambda target: load_into_tree(store, target, comm, options))
 

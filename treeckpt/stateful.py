@@ -92,7 +92,7 @@ class Expanded:
         """
         for found in self.found.values():
             if not found.has_arrays:
-                found.state = _at(load(found.path), found, self.rank, self.namespace)
+                found.state = _at(load(_in_index(found.path, self.rank)), found, self.rank, self.namespace)
         target = self.target()
         report = fill(target)
         graft(self.original, replace_leaves(self.original, self._filled(target), namespace=self.namespace))
@@ -113,6 +113,11 @@ class Expanded:
 def expand(tree: object, *, rank: int = 0, namespace: str = "") -> Expanded | None:
     """The tree with states in the places of objects; None for a tree without such objects."""
     return Expanded(tree, rank, namespace) if _holds_any(tree, namespace) else None
+
+
+def _in_index(path: str, rank: int) -> str:
+    """A path as the index has it, where `~rank*` stands for what each rank has."""
+    return "/".join("~rank*" if step == rank_key(rank) else step for step in path.split("/"))
 
 
 def _at(tree: Any, found: _Found, rank: int, namespace: str) -> Any:

@@ -37,7 +37,7 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, sched
             loss.backward()
             return loss
 
-        losses.append(float(optimizer.step(closure)))
+        losses.append(float(optimizer.step(closure).detach()))
         if scheduler is not None:
             scheduler.step()
     return losses

@@ -68,7 +68,11 @@ def test_lists_of_models_and_optimizers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("others", "words"),
-    [([("a", 1)], "others: expected a dict or None, found list"), ({"model": 1}, "model: "), ({"optimizer": 1}, "")],
+    [
+        ([("a", 1)], "others: expected a dict or None, found list"),
+        ({"model": 1}, "model: "),
+        ({"optimizer": 1}, "optimizer: "),
+    ],
 )
 def test_others_are_a_dict_without_the_names_that_are_taken(tmp_path: Path, others: Any, words: str) -> None:
     with pytest.raises(tc.TreeError, match=words):

@@ -19,13 +19,12 @@ import torch
 
 from .. import api
 from ..core.errors import MismatchError, TreeError
-from ..core.structure import parse_path
 from ..core.tree import PerRank
 from ..io.comm import Comm, TorchComm, default_comm
 from ..reports import SaveReport
 from .capture import state, ties_of
 from .modules import collect
-from .names import Key, key_path
+from .names import key_path, parse_key
 from .optimizers import survey
 from .restoring import restore
 
@@ -184,8 +183,7 @@ def _numbered(moments: dict[str, Any], groups: dict[str, Any], order: list[list[
     found: dict[int, Any] = {}
     for name, number in numbers.items():
         node: Any = moments
-        steps: Key = parse_path(name)
-        for step in steps:
+        for step in parse_key(name):
             node = node.get(step, {})
         if node:
             found[number] = {key: _detached(value) for key, value in node.items()}

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..core.errors import TreeError
-from ..core.structure import key_text
+from ..core.structure import key_text, parse_path
 
-__all__ = ["Key", "get_in", "key_path", "nested", "put_in", "strip_hops", "tie_names"]
+__all__ = ["Key", "get_in", "key_path", "nested", "parse_key", "put_in", "strip_hops", "tie_names"]
 
 Key = tuple[str, ...]
 """Steps from the root of the models, or of the optimizers, to what a name stands for; the last is the dotted name."""
@@ -40,6 +40,11 @@ def strip_hops(name: str, hops: Mapping[str, Sequence[str]]) -> str:
 def key_path(key: Key) -> str:
     """A key as the text of a path: `generator/0.weight`."""
     return "/".join(key_text(step) for step in key)
+
+
+def parse_key(text: str) -> Key:
+    """The inverse of `key_path`."""
+    return tuple(step.removeprefix("~s") if step.startswith("~s") else step for step in parse_path(text))
 
 
 def nested(pairs: Iterable[tuple[Key, Any]]) -> dict[str, Any]:

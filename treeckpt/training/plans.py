@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..core.errors import MismatchError
 from ..core.spec import ArraySpec
-from ..core.structure import Structure, key_text, parse_path, paths_of
+from ..core.structure import Structure, key_text, paths_of
 from .groups import Group, match_groups
 from .moments import Place, build_state, expected_moments
-from .names import Key, get_in, key_path
+from .names import Key, get_in, key_path, parse_key
 from .optimizers import Live, groups_of, is_lbfgs, prefixes
 from .sources import Source, children_of, descend
 from .values import is_same, taken
@@ -60,7 +60,7 @@ class OptimizerPlan(msgspec.Struct):
             place = Place(self.was_on_device[key], bool(group.get("capturable") or group.get("fused")))
             here = self.live.stateful.state.get(parameter, {})
             built = build_state(parameter, structure, here, path=path, leaves=leaves, place=place)
-            self.moments[key] = found[parse_path(path)[1:]] = built
+            self.moments[key] = found[parse_key(path)[1:]] = built
         return found
 
 
@@ -89,7 +89,7 @@ def plan_optimizers(
         saved_groups = get_in(groups_tree, prefix, {})
         if "of" not in saved_groups or "values" not in saved_groups:
             raise MismatchError(
-                "/".join(("param_groups", *prefix)),
+                key_path(("param_groups", *prefix)),
                 expected="the groups of an optimizer",
                 found=f"{', '.join(map(str, saved_groups)) or 'none'}",
                 hint="Give as many optimizers, under the same names, as when this was saved",
@@ -119,7 +119,7 @@ class _Matcher:
         self.saved_of: dict[str, str] = saved_groups["of"]
         self.values: dict[str, dict[str, Any]] = saved_groups["values"]
         self.order, self.shared = saved_groups.get("order"), saved_groups.get("shared", {})
-        self.path = "/".join(("param_groups", *prefix))
+        self.path = key_path(("param_groups", *prefix))
         self.saved_keys = _keys_in(descend(source.structure, ("optimizer", *prefix)), self.saved_of)
         self.used: set[str] = set()
         """Saved leaves that are wanted, or known to be of no use."""
@@ -152,7 +152,7 @@ class _Matcher:
         return known[0] if known else None
 
     def _state_path(self, name: str) -> str:
-        return "/".join(("optimizer", *self.prefix, name))
+        return f"{key_path(('optimizer', *self.prefix))}/{name}"
 
     def _compare_values(
         self, group: Group, found: Mapping[str, Any], of: Mapping[str, str], keep: tuple[str, ...]
@@ -199,10 +199,12 @@ class _Matcher:
     def compare(self, groups: Sequence[Group], frozen: frozenset[str]) -> None:
         """Notes the parameters that only the checkpoint's optimizer has."""
         known = {name for group in groups for member in group.members for name in self.tied[member]}
-        for name in sorted(set(self.saved_of) - known):
+        for name in sorted(self.saved_of):
             path, structure = self._state_path(name), self.saved_keys.get(name)
             below = set(_leaves_below(path, structure))
-            if name in frozen:
+            if name in known:  # its state may be another rank's
+                self.used |= below
+            elif name in frozen:
                 self.differences.ignored.append(path)
                 self.used |= below
             elif not below:
