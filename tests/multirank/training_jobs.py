@@ -1,4 +1,4 @@
-"""A training job that can be arranged in every way that torch has, with losses that do not depend on the arrangement."""
+"""A training job that torch can arrange in every way, with losses that do not depend on the arrangement."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def splits(draw: st.DrawFn, of: dict[str, Any] | None = None) -> list[Group]:
         return [Group(tuple((n,) for n in run), draw(VALUES)) for run in runs]
     finer: list[Group] = []
     for run in runs:
-        for value in {str(of[n]): of[n] for n in run}.values():
-            finer.append(Group(tuple((n,) for n in run if of[n] == value), dict(value)))
+        values = {str(of[n]): of[n] for n in run}.values()
+        finer += [Group(tuple((n,) for n in run if of[n] == value), dict(value)) for value in values]
     return finer
 
 
@@ -96,5 +96,5 @@ def test_a_schedule_for_joined_groups_is_refused_where_they_differed() -> None:
     groups = [Group((("a",),), {}), Group((("b",),), {})]
     state = to_groups({"base_lrs": [0.1, 0.2]}, labels_of(groups))
     of = tree_of_groups(groups)["of"]
-    with pytest.raises(tc.MismatchError, match="scheduler/base_lrs: .*0.1 for a, found 0.2 for b"):
+    with pytest.raises(tc.MismatchError, match=r"scheduler/base_lrs: .*0.1 for a, found 0.2 for b"):
         from_groups(state, [Group((("a",), ("b",)), {})], of, path="scheduler", same=is_same)

@@ -59,7 +59,7 @@ def test_lists_of_models_and_optimizers(tmp_path: Path) -> None:
     state = load(tmp_path / "c", nthreads=0)
     for i, (model, optimizer) in enumerate(jobs):
         assert same_tensors(state["model"][i], dict(model.state_dict()))
-        fresh, again = _job(7)
+        _fresh, again = _job(7)
         again.load_state_dict(state["optimizer"][i])
         assert same_tensors(again.state_dict(), optimizer.state_dict())
     save(tmp_path / "c", models[:1], None)

@@ -1,4 +1,4 @@
-"""What `state` gives is what `restore` takes, in one process: training goes on to the last bit, or an error says why."""
+"""What `state` gives is what `restore` takes: training goes on to the last bit, or an error says why."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_parameter_without_state_is_told_from_a_missing_one(tmp_path: Path) ->
     tc.save(tmp_path / "unstepped", training.state(model, optimizer))
     training.restore(tmp_path / "unstepped", *(job := _job()))
     assert not job[1].state
-    with pytest.raises(tc.MismatchError, match="optimizer/first.weight/exp_avg"):
+    with pytest.raises(tc.MismatchError, match=r"optimizer/first.weight/exp_avg"):
         training.restore(tmp_path / "unstepped", *_job(steps=1))
 
 
@@ -210,10 +210,10 @@ def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path) -> None:
     assert fresh["head"].weight is fresh["embedding"].weight
     assert torch.equal(fresh["head"].weight, model["head"].weight)
     assert same_tensors(again.state_dict()["state"], optimizer.state_dict()["state"])
-    with pytest.raises(tc.MismatchError, match="optimizer/head.weight"):
+    with pytest.raises(tc.MismatchError, match=r"optimizer/head.weight"):
         training.restore(tmp_path / "c", *tied(1, tie=False), rng=False)
     tc.save(tmp_path / "untied", training.state(tied(2, tie=False)[0], rng=False))
-    with pytest.raises(tc.MismatchError, match="model/head.weight: expected one array with model/embedding.weight"):
+    with pytest.raises(tc.MismatchError, match=r"model/head.weight: expected one array with model/embedding.weight"):
         training.restore(tmp_path / "untied", fresh, rng=False)
 
 
@@ -244,7 +244,7 @@ def test_extra_state_is_kept_and_non_persistent_buffers_are_not(tmp_path: Path) 
     assert (fresh[1].calls, fresh[0].calls) == ({"n": 5}, {"n": 0})
     assert fresh[1].cache[0] == 0 and fresh[1].kept[0] == 9
     tc.save(tmp_path / "bare", {"model": {k: v for k, v in tree["model"].items() if "extra" not in k}})
-    with pytest.raises(tc.MismatchError, match="model/0._extra_state"):
+    with pytest.raises(tc.MismatchError, match=r"model/0._extra_state"):
         training.restore(tmp_path / "bare", fresh, rng=False)
 
 
@@ -288,7 +288,7 @@ def test_several_models_and_optimizers_go_by_name(tmp_path: Path) -> None:
         assert same_tensors(again[name].state_dict(), optimizers[name].state_dict())
     with pytest.raises(tc.TreeError, match="a dict of names"):
         training.state(list(models.values()))
-    with pytest.raises(tc.MismatchError, match="param_groups/other: .*as many optimizers"):
+    with pytest.raises(tc.MismatchError, match=r"param_groups/other: .*as many optimizers"):
         training.restore(tmp_path / "c", fresh, {"other": again["generator"]})
 
 
@@ -308,7 +308,7 @@ def test_parts_of_one_model_are_a_list(tmp_path: Path) -> None:
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     with pytest.raises(tc.TreeError, match="parameters of the model that is given"):
         training.state(net(), torch.optim.SGD(net().parameters(), lr=0.1))
-    with pytest.raises(tc.TreeError, match="model: expected a torch.nn"):
+    with pytest.raises(tc.TreeError, match=r"model: expected a torch\.nn"):
         training.state({"w": torch.ones(2)}["w"])  # type: ignore[arg-type]
 
 
@@ -439,7 +439,7 @@ def test_several_schedulers_go_by_position_or_name(tmp_path: Path) -> None:
     for name, one in schedules.items():
         found, expected = again[name].state_dict(), one.state_dict()
         assert same_tensors(found, expected)
-    with pytest.raises(tc.MismatchError, match="scheduler: .*'steps'"):
+    with pytest.raises(tc.MismatchError, match=r"scheduler: .*'steps'"):
         training.restore(tmp_path / "c", model, optimizer, scheduler={"warm": again["warm"]})
 
 

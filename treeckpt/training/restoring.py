@@ -7,6 +7,7 @@ extra states, loader, schedulers and generators take what they are given. Ranks 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
     """Leaves of models, optimizers and extra that were filled."""
     nbytes: int
     """Bytes of arrays that were asked for."""
+    seconds: float
     missing: tuple[str, ...]
     """Wanted, not in the checkpoint; they stay as they were."""
     unexpected: tuple[str, ...]
@@ -59,7 +61,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
     """As it was saved, or the tree that was given, filled."""
 
     def __str__(self) -> str:
-        rows = [f"restored {self.path}  {self.loaded} leaves, {human_bytes(self.nbytes)}"]
+        rows = [f"restored {self.path}  {self.loaded} leaves, {human_bytes(self.nbytes)} in {self.seconds:.3f} s"]
         rows += [f"  missing     {path}" for path in self.missing]
         rows += [f"  ignored     {path}" for path in self.ignored]
         return "\n".join(rows + [f"  unexpected  {path}" for path in self.unexpected])
@@ -136,6 +138,7 @@ class _Restore:
         cast: bool,
         world_changed: Policy | Mapping[str, Policy],
     ) -> None:
+        self.began = time.perf_counter()
         self.source, self.comm, self.model = source, comm, model
         self.strict, self.partial, self.cast = strict, partial, cast
         self.world_changed: Policy | Mapping[str, Policy] = world_changed
@@ -347,6 +350,7 @@ class _Restore:
             self.source.step,
             filled.loaded,
             filled.nbytes,
+            time.perf_counter() - self.began,
             tuple(self.missing),
             tuple(self.unexpected),
             tuple(made),
