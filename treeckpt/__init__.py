@@ -8,6 +8,9 @@
 Importing it, reading an index and the command line import no torch.
 """
 
+import importlib
+from typing import Any
+
 from .api import abstract, inspect, load, load_into, prewarm, rebuild_index, save, save_async, verify
 from .core import policy
 from .core.errors import (
@@ -66,3 +69,10 @@ __all__ = [
     "save_async",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`treeckpt.training`, loaded when it is first asked for: it imports torch."""
+    if name == "training":
+        return importlib.import_module(f"{__name__}.training")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from .agreeing import Busy, SaveOptions
 from .background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
 from .core.errors import CheckpointError, CheckpointExists, CorruptError, TreeckptError
@@ -24,6 +26,7 @@ from .loading import MEMORY, LoadOptions, load_into_tree, load_tree
 from .pending import Pending
 from .reports import LoadReport, Problem, SaveReport, VerifyReport
 from .saving import save_tree
+from .stateful import expand
 
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
 
@@ -61,7 +64,8 @@ def save(
         path: a directory, made if need be; its name is the checkpoint's.
         tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
-            `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself.
+            `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself. An object with
+            `state_dict` and `load_state_dict` stands for what the first gives.
         step: of training, kept in the index.
         comm: how ranks talk; by default over torch.distributed's default group, if that is up.
         custom_metadata: values kept in the index.
@@ -81,6 +85,8 @@ def save(
     options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
     comm = comm or default_comm()
     with _without_cycles():
+        if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is not None:
+            tree = expanded.tree
         return save_tree(open_store(path), tree, comm, options, custom_metadata or {}, standing_of(comm))
 
 
@@ -129,11 +135,14 @@ def save_async(
     """
     shard_bytes = max_shard_bytes or 1 << 62
     options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, shard_bytes, namespace, busy)
+    comm = comm or default_comm()
     with _without_cycles():
+        if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is not None:
+            tree = expanded.tree
         return save_async_tree(
             open_store(path),
             tree,
-            comm or default_comm(),
+            comm,
             options,
             custom_metadata or {},
             staging=staging,
@@ -150,8 +159,11 @@ def prewarm(tree: Any, *, writer: WriterKind = "process", comm: Comm | None = No
     Raises:
         TreeckptError: the tree cannot be saved.
     """
+    comm = comm or default_comm()
     with _without_cycles():
-        prewarm_tree(tree, comm or default_comm(), writer=writer)
+        if (expanded := expand(tree, rank=comm.rank, namespace="")) is not None:
+            tree = expanded.tree
+        prewarm_tree(tree, comm, writer=writer)
 
 
 def load(
@@ -208,8 +220,11 @@ def load(
     options = LoadOptions(
         _globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read, memory
     )
+    comm = comm or default_comm()
     with _opened(path) as store, _without_cycles():
-        tree, report = load_tree(store, like, comm or default_comm(), options)
+        if like is not None and (expanded := expand(like, rank=comm.rank, namespace=namespace)) is not None:
+            like = expanded.tree
+        tree, report = load_tree(store, like, comm, options)
     if on_report is not None:
         on_report(report)
     return tree
@@ -235,14 +250,27 @@ def load_into(
     Every check comes before the first byte is written. With `verify=True` that includes the checksums, at the price
     of reading twice, the second time from the page cache where there is room; `verify="stream"` checks each block
     before its bytes are put in place, in one pass, and a changed byte then leaves the tree partly filled.
+    Objects with `load_state_dict` are given their state after all else.
 
     See `load` for the arguments and errors.
     """
     options = LoadOptions(
         _globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory
     )
+    comm = comm or default_comm()
     with _opened(path) as store, _without_cycles():
-        return load_into_tree(store, tree, comm or default_comm(), options)
+        if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
+            return load_into_tree(store, tree, comm, options)
+
+        def as_saved(at: str) -> Any:
+            return load_tree(
+                store,
+                None,
+                comm,
+                msgspec.structs.replace(options, select=(at,) if at else None, copy=False, read="each"),
+            )[0]
+
+        return expanded.restore(as_saved, lambda target: load_into_tree(store, target, comm, options))
 
 
 def _globs(select: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -118,7 +118,6 @@ RECORD = np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")])[0]
         np.dtype([("a", "i4")]),
         np.dtype(("f4", (2,))),
         np.dtype("O"),
-        collections.Counter("aab"),
         [1, {"k": (Custom(),)}],
         {1, Custom},
     ],
@@ -277,3 +276,8 @@ def test_paths_of_another_system_come_back_pure():
 
 def test_an_array_spec_leaves_out_its_defaults():
     assert msgspec.json.encode(ArraySpec((2,), "float32")) == b'{"shape":[2],"dtype":"float32"}'
+
+
+def test_a_counter_comes_back_as_one():
+    found = decode_value(encode_value(collections.Counter({3: 2, "a": -1}), ""), "")
+    assert type(found) is collections.Counter and found == {3: 2, "a": -1}

@@ -14,11 +14,13 @@ __all__ = ["launch"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def launch(phase: str, world: int, directory: Path, *, timeout: float = 90.0) -> dict[str, str]:
+def launch(
+    phase: str, world: int, directory: Path, *, timeout: float = 90.0, worker: str = "tests.multirank.worker"
+) -> dict[str, str]:
     """What each case came to, by name: empty if it passed on all ranks, else the errors. `""` has the ranks' output."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)),
-        *("-m", "tests.multirank.worker", phase, str(directory)),
+        *("-m", worker, phase, str(directory)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     process = subprocess.Popen(

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -26,11 +27,12 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 import treeckpt as tc
+from treeckpt import training
 
 from .data import batch, read_text
 from .layouts import Placed, place
 from .model import ModelConfig, build_model
-from .state import Tree, digests, materialise, optimizer_tree, restore
+from .state import Tree, digests
 from .tasks import RANKS, Digests, Outcome, Resume, Resumed, Saved, Task, Train, Trained, checkpoint_path, outcome_path
 
 __all__ = ["Trainer", "main"]
@@ -53,28 +55,28 @@ class Trainer:
         self.model = self.placed.model
         # fused: with foreach, the first step under DTensor takes 3 s, and 1 s so (torch 2.13, 4 ranks, 2 cores)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
-        materialise(self.optimizer)
         self.step = 0
         self.losses = torch.full((task.stop,), torch.nan, dtype=torch.float64)
 
     def tree(self) -> Tree:
         """The state as a tree; its tensors are the live ones."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": optimizer_tree(self.model, self.optimizer),
+        extra = {
             "step": self.step,
             "losses": self.losses,
-            "rng": torch.get_rng_state(),
+            "rng": torch.get_rng_state(),  # every rank's stands alike, so that any number of ranks can take it up
             "config": dataclasses.asdict(self.config),
             "data": {"seed": self.seed, "rows": ROWS},
         }
+        return training.state(self.model, self.optimizer, rng=False, extra=extra)
 
-    def adopt(self, tree: Tree) -> None:
-        """Goes on from a loaded tree."""
-        restore(self.model, self.optimizer, tree)
-        self.step, self.seed = tree["step"], tree["data"]["seed"]
-        self.losses.copy_(tree["losses"])
-        torch.set_rng_state(tree["rng"])
+    def restore(self, path: Path) -> training.RestoreReport:
+        """Goes on from a checkpoint of any layout: parameters are filled in place, AdamW gets its moments."""
+        report = training.restore(path, self.model, self.optimizer, rng=False)
+        extra = report.extra
+        self.step, self.seed = extra["step"], extra["data"]["seed"]
+        self.losses.copy_(extra["losses"])
+        torch.set_rng_state(extra["rng"])
+        return report
 
     def advance(self) -> None:
         """One step of training; the loss is that of the whole global batch, on every rank."""
@@ -119,8 +121,7 @@ def save(trainer: Trainer, run: str) -> Saved:
 def run_resume(task: Resume) -> Resumed:
     """Loads the last checkpoint into this layout, compares, and trains on."""
     trainer = Trainer(task, ModelConfig(), read_text())
-    load = load_anew if dist.is_initialized() else load_in_place
-    report = load(trainer, task)
+    report = trainer.restore(checkpoint_path(task.run, task.step))
     found = {task.step: digests(trainer.tree())}
     for step in task.earlier:
         found[step] = digests(tc.load(checkpoint_path(task.run, step)))
@@ -130,22 +131,6 @@ def run_resume(task: Resume) -> Resumed:
     by_step: dict[int, tuple[Digests, ...]] = {step: tuple(rank[step] for rank in everywhere) for step in found}
     losses = tuple(trainer.losses[task.step :].tolist())
     return Resumed(sum(from_all(report.nbytes)), max(from_all(report.seconds)), by_step, losses)
-
-
-def load_anew(trainer: Trainer, task: Resume) -> tc.LoadReport:
-    """`tc.load`: a new tree, laid out like this one."""
-    reports: list[tc.LoadReport] = []
-    path = checkpoint_path(task.run, task.step)
-    trainer.adopt(tc.load(path, like=trainer.tree(), on_report=reports.append))
-    return reports[0]
-
-
-def load_in_place(trainer: Trainer, task: Resume) -> tc.LoadReport:
-    """`tc.load_into`: fills the tensors that are there."""
-    tree = trainer.tree()
-    report = tc.load_into(checkpoint_path(task.run, task.step), tree)
-    trainer.adopt(tree)
-    return report
 
 
 # ranks ------------------------------------------------------------------------------------------------------------

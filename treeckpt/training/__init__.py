@@ -1,5 +1,17 @@
-"""Training state and checkpoints."""
+"""Training state that does not know how it was parallelised: models, optimizers, schedulers, loaders, generators.
 
+    import treeckpt as tc
+
+    tc.save(path, tc.training.state(model, optimizer, scheduler=scheduler, loader=loader), step=step)
+    report = tc.training.restore(path, model, optimizer, scheduler=scheduler, loader=loader)
+
+What is saved under one parallelism is restored into any other. It imports torch; `import treeckpt` alone does not.
+"""
+
+from .capture import state
 from .guard import Guard, guard
+from .hfai import load, save
+from .ranks import Merge, Policy
+from .restoring import RestoreReport, restore
 
-__all__ = ["Guard", "guard"]
+__all__ = ["Guard", "Merge", "Policy", "RestoreReport", "guard", "load", "restore", "save", "state"]

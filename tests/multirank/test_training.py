@@ -1,0 +1,65 @@
+"""Real processes under torchrun: training goes on with the same losses after every change of arrangement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from treeckpt import training
+
+from .launch import launch
+from .layouts import bits
+from .training_jobs import arrange, arrangements, close, get_losses, train, whole_state
+from .training_state_cases import PHASES, Loader
+
+Results = dict[str, dict[str, str]]
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
+    return tmp_path_factory.mktemp("training"), {}
+
+
+def _phase(shared: tuple[Path, Results], phase: str) -> tuple[Path, dict[str, str]]:
+    """Runs a phase, and those before it, if that has not happened yet."""
+    directory, results = shared
+    for name, (world, _) in PHASES.items():
+        if name not in results:
+            results[name] = launch(name, world, directory, timeout=200, worker="tests.multirank.training_worker")
+        if name == phase:
+            break
+    return directory, results[phase]
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("phase", "case"), [(phase, case) for phase, (_, cases) in PHASES.items() for case in cases])
+def test_ranks(shared: tuple[Path, Results], phase: str, case: str) -> None:
+    _, results = _phase(shared, phase)
+    if case not in results:
+        pytest.fail(f"did not run; the ranks said:\n{results['']}", pytrace=False)
+    if results[case]:
+        pytest.fail(results[case], pytrace=False)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("phase", PHASES)
+def test_launch_ends_well(shared: tuple[Path, Results], phase: str) -> None:
+    _, results = _phase(shared, phase)
+    assert not results[""]
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("source", arrangements(4))
+def test_training_goes_on_in_one_process(shared: tuple[Path, Results], source: str) -> None:
+    directory, _ = _phase(shared, "four train")
+    job, loader = arrange("plain", 1, seed=2), Loader()
+    training.restore(
+        directory / f"job {source}", *job.given, scheduler=job.scheduler, loader=loader, world_changed="take"
+    )
+    oracle, state = torch.load(directory / f"job {source}.pt"), whole_state(job)
+    assert set(state) == set(oracle)
+    assert all(bits(state[name]) == bits(oracle[name]) for name in oracle)
+    assert loader.position == 100
+    close(train(job, 3, 3), get_losses(directory / f"job {source}.json"), source)

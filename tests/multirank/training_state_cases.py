@@ -1,0 +1,284 @@
+"""Training states under every arrangement, restored into every other one, and trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import treeckpt as tc
+from treeckpt import training
+
+from .layouts import bits, mesh_of
+from .registry import Case, Rank
+from .training_jobs import Net, arrange, arrangements, close, get_losses, put_losses, train, whole_state
+
+__all__ = ["PHASES"]
+
+PHASES: dict[str, tuple[int, dict[str, Case]]] = {"four train": (4, {}), "two train": (2, {})}
+
+
+def case(phase: str) -> Callable[[Case], Case]:
+    def register(function: Case) -> Case:
+        PHASES[phase][1][function.__name__.replace("_", " ")] = function
+        return function
+
+    return register
+
+
+@dataclasses.dataclass
+class Loader:
+    """Gives row numbers; each rank has a stream of its own."""
+
+    position: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@case("four train")
+def every_arrangement_is_saved(here: Rank) -> None:
+    for name in arrangements(4):
+        job = arrange(name, 4)
+        train(job, 0, 3)
+        loader = Loader(100 + here.rank)
+        torch.manual_seed(40 + here.rank)
+        tc.save(
+            here.directory / f"job {name}",
+            training.state(*job.given, scheduler=job.scheduler, loader=loader, extra={"step": 3}),
+            step=3,
+        )
+        oracle = whole_state(job)
+        losses = train(job, 3, 3)
+        if here.rank == 0:
+            torch.save(oracle, here.directory / f"job {name}.pt")
+            put_losses(here.directory / f"job {name}.json", losses)
+    dist.barrier()
+    expected = get_losses(here.directory / "job plain.json")
+    for name in arrangements(4):
+        close(get_losses(here.directory / f"job {name}.json"), expected, name)
+
+
+@case("four train")
+def arrangements_save_the_same_tree(here: Rank) -> None:
+    paths = {name: set(tc.inspect(here.directory / f"job {name}").by_path) for name in arrangements(4)}
+    assert paths["plain"] == paths["ddp"] == paths["fsdp"] == paths["hsdp"] == paths["fsdp tp"]
+    assert {"model/up.weight", "optimizer/up.weight/exp_avg", "param_groups/of/up.bias"} <= paths["plain"]
+
+
+@case("four train")
+def training_goes_on_from_every_arrangement_in_every_other_one(here: Rank) -> None:
+    _restore_all(here, arrangements(4), world_changed="error")
+
+
+@case("two train")
+def training_goes_on_with_fewer_ranks(here: Rank) -> None:
+    _restore_all(here, arrangements(4), world_changed="take")
+
+
+def _restore_all(here: Rank, sources: list[str], **options: Any) -> None:
+    for source in sources:
+        oracle = torch.load(here.directory / f"job {source}.pt")
+        expected = get_losses(here.directory / f"job {source}.json")
+        for target in arrangements(here.world):
+            job, loader = arrange(target, here.world, seed=9), Loader()
+            report = training.restore(
+                here.directory / f"job {source}", *job.given, scheduler=job.scheduler, loader=loader, **options
+            )
+            assert (report.step, report.missing, report.unexpected) == (3, (), ())
+            assert report.extra == {"step": 3} and loader.position == 100 + here.rank
+            state = whole_state(job)
+            assert set(state) == set(oracle) and "up.weight:exp_avg_sq" in state
+            for name in oracle:
+                assert bits(state[name]) == bits(oracle[name]), f"{source} -> {target}: {name}"
+            assert torch.initial_seed() == 40 + here.rank
+            close(train(job, 3, 3), expected, f"{source} -> {target}")
+
+
+@case("four train")
+def a_deferred_model_takes_its_shards(here: Rank) -> None:
+    for source in ("plain", "fsdp tp"):
+        for target in ("fsdp", "hsdp", "fsdp tp"):
+            job = arrange(target, 4, meta=True)
+            report = training.restore(here.directory / f"job {source}", *job.given, scheduler=job.scheduler, rng=False)
+            assert "model/up.weight" in report.materialised
+            assert all(isinstance(p, DTensor) and not p.is_meta for p in job.model.parameters())
+            close(train(job, 3, 3), get_losses(here.directory / f"job {source}.json"), f"{source} -> meta {target}")
+
+
+@case("four train")
+def restoring_keeps_parameters_and_their_memory(here: Rank) -> None:
+    job = arrange("fsdp", 4, seed=3)
+    train(job, 0, 1)
+    parameters = list(job.model.parameters())
+    addresses = [p.to_local().data_ptr() for p in parameters]
+    moments = [job.optimizer.state[p]["exp_avg"] for p in parameters]
+    training.restore(here.directory / "job plain", *job.given, scheduler=job.scheduler, rng=False)
+    assert all(a is b for a, b in zip(parameters, job.model.parameters(), strict=True))
+    assert addresses == [p.to_local().data_ptr() for p in parameters]
+    assert all(m is job.optimizer.state[p]["exp_avg"] for m, p in zip(moments, parameters, strict=True))
+
+
+@case("four train")
+def a_tree_in_memory_is_restored_without_a_checkpoint(here: Rank) -> None:
+    first, second = arrange("fsdp tp", 4), arrange("fsdp tp", 4, seed=5)
+    train(first, 0, 2)
+    tree = training.state(*first.given, scheduler=first.scheduler, buffers="per_rank")
+    training.restore(tree, *second.given, scheduler=second.scheduler)
+    expected, found = whole_state(first), whole_state(second)
+    assert set(found) == set(expected) and all(bits(found[name]) == bits(expected[name]) for name in expected)
+    assert train(second, 2, 2) == train(first, 2, 2)
+    try:
+        training.restore(tree, *arrange("plain", 4).given, rng=False)
+    except tc.LayoutError as error:
+        assert "that this rank holds" in error.expected
+    else:
+        raise AssertionError("a rank has no more than its shard of the tree")
+
+
+class Batches(nn.Module):
+    """Batch statistics that differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+
+@case("four train")
+def batch_statistics_are_those_of_the_first_rank_or_of_each(here: Rank) -> None:
+    for mode in ("replicated", "per_rank"):
+        for wrapped in (True, False):
+            model: nn.Module = Batches()
+            model.norm.running_mean.fill_(here.rank)
+            module = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False) if wrapped else model
+            path = here.directory / f"{mode} statistics {wrapped}"
+            # DDP broadcasts buffers when it is made
+            model.norm.running_mean.fill_(here.rank)
+            if mode == "replicated" and not wrapped:
+                _refuses(lambda p=path, m=module: tc.save(p, training.state(m, buffers="replicated")), "running_mean")
+                continue
+            tc.save(path, training.state(module, buffers=mode))
+            fresh = Batches()
+            training.restore(path, fresh)
+            assert fresh.norm.running_mean.tolist() == [here.rank if mode == "per_rank" else 0] * 3
+
+
+def _refuses(act: Callable[[], object], *words: str) -> None:
+    try:
+        act()
+    except tc.TreeckptError as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"nothing was refused, of {words}")
+
+
+@case("two train")
+def own_state_follows_the_policy_when_the_world_changed(here: Rank) -> None:
+    path = here.directory / "job ddp"
+
+    def merge(states: list[Any], rank: int, world: int) -> Any:
+        assert (len(states), world) == (4, 2)
+        return {"position": sum(state["position"] for state in states[rank::world])}
+
+    def restore(**options: Any) -> Loader:
+        job, loader = arrange("ddp", 2), Loader()
+        training.restore(path, *job.given, scheduler=job.scheduler, loader=loader, **options)
+        return loader
+
+    _refuses(restore, "world of 4", "world_changed")
+    assert restore(world_changed="take").position == 100 + here.rank
+    loader = restore(world_changed={"loader": merge, "rng": "take"})
+    assert loader.position == (100 + here.rank) + (102 + here.rank)
+    assert torch.initial_seed() == 40 + here.rank
+    _refuses(lambda: restore(world_changed={"loader": merge}), "rng")
+    _refuses(lambda: restore(rng=False), "loader")
+    _refuses(lambda: restore(world_changed="guess"), "guess")
+    _refuses(lambda: training.restore(here.directory / "per_rank statistics True", Batches(), rng=False), "buffers")
+
+
+def _stage(full: Net, rank: int) -> nn.Module:
+    """Half of the model, under the names that the whole gives its parts."""
+    stage = nn.Module()
+    for name in (("up",), ("norm", "down"))[rank]:
+        stage.add_module(name, getattr(full, name))
+    return stage
+
+
+@case("two train")
+def pipeline_stages_are_parts_of_one_state(here: Rank) -> None:
+    job = arrange("plain", 2)
+    stage = _stage(job.model, here.rank)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
+    job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=0.01)
+    for one in (optimizer, job.optimizer):
+        for parameter in (stage if one is optimizer else job.model).parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        one.step()
+        break
+    path = here.directory / "stages"
+    tc.save(path, training.state([stage], [optimizer]))
+    fresh = _stage(Net().double(), here.rank)
+    again = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    _refuses(lambda: training.restore(path, [fresh], [again]), "not here", "partial")
+    training.restore(path, [fresh], [again], partial=True)
+    for (name, a), b in zip(stage.named_parameters(), fresh.parameters(), strict=True):
+        assert bits(a) == bits(b), name
+        assert bits(optimizer.state[a]["exp_avg"]) == bits(again.state[b]["exp_avg"]), name
+    assert again.param_groups[0]["lr"] == 0.01
+    whole = Net().double()
+    all_of_it = torch.optim.AdamW(whole.parameters())
+    report = training.restore(path, whole, all_of_it, rng=False, strict=False)
+    assert report.missing == ("model/seen",)
+    assert set(tc.inspect(path).by_path) >= {"optimizer/up.weight/exp_avg", "optimizer/down.weight/exp_avg"}
+    part = dict(stage.named_parameters())
+    for name, parameter in whole.named_parameters():
+        if name in part:
+            assert bits(parameter) == bits(part[name])
+
+
+@case("two train")
+def optimizer_state_that_is_split_over_ranks_is_one(here: Rank) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    job = arrange("ddp", 2)
+    job.optimizer = ZeroRedundancyOptimizer(job.model.parameters(), torch.optim.AdamW, lr=0.02)
+    job.scheduler = torch.optim.lr_scheduler.LambdaLR(job.optimizer, lambda step: 0.9**step)
+    train(job, 0, 2)
+    tc.save(here.directory / "zero", training.state(*job.given, scheduler=job.scheduler))
+    expected = train(job, 2, 2)
+    plain = arrange("plain", 2, seed=4)
+    plain.optimizer = torch.optim.AdamW(plain.model.parameters(), lr=0.5)
+    plain.scheduler = torch.optim.lr_scheduler.LambdaLR(plain.optimizer, lambda step: 0.9**step)
+    training.restore(here.directory / "zero", *plain.given, scheduler=plain.scheduler)
+    close(train(plain, 2, 2), expected, "zero -> plain")
+    again = arrange("ddp", 2, seed=4)
+    again.optimizer = ZeroRedundancyOptimizer(again.model.parameters(), torch.optim.AdamW, lr=0.5)
+    again.scheduler = torch.optim.lr_scheduler.LambdaLR(again.optimizer, lambda step: 0.9**step)
+    training.restore(here.directory / "zero", *again.given, scheduler=again.scheduler)
+    close(train(again, 2, 2), expected, "zero -> zero")
+
+
+@case("two train")
+def a_group_of_ranks_saves_in_the_shape_of_hfai(here: Rank) -> None:
+    job = arrange("ddp", 2)
+    train(job, 0, 1)
+    training.save(here.directory / "hfai", job.model, job.optimizer, {"epoch": 2, "own": tc.PerRank(here.rank)})
+    fresh = arrange("plain", 2, seed=7)
+    found = training.load(here.directory / "hfai", fresh.model, fresh.optimizer)
+    assert (found["epoch"], found["own"]) == (2, here.rank)
+    expected, state = whole_state(job), whole_state(fresh)
+    assert all(bits(state[name]) == bits(expected[name]) for name in expected)
+    group = dist.new_group([1])
+    if here.rank == 1:
+        training.save(here.directory / "one", Net(), None, {"epoch": 5}, group)
+        assert training.load(here.directory / "one", group=group)["epoch"] == 5
+    dist.barrier()
+    assert mesh_of(2).size() == 2

@@ -1,0 +1,100 @@
+"""Hyper-parameters belong to parameters: neither their order nor the split into groups matters, where it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import treeckpt as tc
+from treeckpt.training.groups import Group, labels_of, match_groups, tree_of_groups
+from treeckpt.training.names import key_path
+from treeckpt.training.schedules import from_groups, to_groups
+from treeckpt.training.values import is_same
+
+NAMES = [f"p{i}" for i in range(6)]
+VALUES = st.fixed_dictionaries({"lr": st.sampled_from([0.1, 0.2]), "betas": st.sampled_from([(0.9, 0.99), (0.5, 0.9)])})
+
+
+@st.composite
+def splits(draw: st.DrawFn, of: dict[str, Any] | None = None) -> list[Group]:
+    """Parameters in any order and split; `of` says what the values of each are."""
+    order = draw(st.permutations(NAMES))
+    cuts = sorted(draw(st.sets(st.integers(1, 5), max_size=3)))
+    runs = [order[a:b] for a, b in zip([0, *cuts], [*cuts, 6], strict=True)]
+    if of is None:
+        return [Group(tuple((n,) for n in run), draw(VALUES)) for run in runs]
+    finer: list[Group] = []
+    for run in runs:
+        values = {str(of[n]): of[n] for n in run}.values()
+        finer += [Group(tuple((n,) for n in run if of[n] == value), dict(value)) for value in values]
+    return finer
+
+
+def _values_of(groups: list[Group]) -> dict[str, Any]:
+    return {key_path(member): group.values for group in groups for member in group.members}
+
+
+@given(saved=splits(), data=st.data())
+def test_each_parameter_gets_its_values_under_any_order_and_split(saved: list[Group], data: st.DataObject) -> None:
+    expected = _values_of(saved)
+    live = data.draw(splits(of=expected))
+    tree = tree_of_groups(saved)
+    taken = match_groups(live, tree["of"], tree["values"], path="param_groups", same=is_same)
+    for group, values in zip(live, taken, strict=True):
+        assert all(expected[key_path(member)] == values for member in group.members)
+
+
+@given(saved=splits(), live=splits())
+def test_groups_that_join_different_values_are_refused(saved: list[Group], live: list[Group]) -> None:
+    expected, tree = _values_of(saved), tree_of_groups(saved)
+    alike = all(len({tuple(sorted(expected[key_path(m)].items())) for m in group.members}) == 1 for group in live)
+    try:
+        match_groups(live, tree["of"], tree["values"], path="param_groups", same=is_same)
+    except tc.MismatchError as error:
+        assert not alike and error.path in ("param_groups/lr", "param_groups/betas")
+    else:
+        assert alike
+
+
+@given(st.permutations(NAMES), st.permutations(NAMES))
+def test_what_is_saved_does_not_depend_on_the_order_of_parameters(one: list[str], other: list[str]) -> None:
+    trees = [tree_of_groups([Group(tuple((n,) for n in order), {"lr": 0.1})]) for order in (one, other)]
+    assert trees[0] == trees[1] and list(trees[0]["of"]) == list(trees[1]["of"])
+
+
+def test_a_group_is_labelled_by_its_name_or_its_first_parameter() -> None:
+    groups = [Group((("b",), ("a",)), {"lr": 1}), Group((("c",),), {"name": "rest"}), Group((), {})]
+    assert labels_of(groups) == ["a", "rest", "empty 2"]
+    with pytest.raises(tc.TreeError, match="'rest' twice"):
+        labels_of([*groups, Group((), {"name": "rest"})])
+
+
+def test_a_value_of_another_type_is_another_value() -> None:
+    assert not is_same(1, 1.0) and not is_same(True, 1) and not is_same((1,), [1]) and is_same((0.9, 1), (0.9, 1))
+
+
+def test_a_hyper_parameter_that_only_some_had_is_refused() -> None:
+    tree = tree_of_groups([Group((("a",),), {"lr": 1, "extra": 2}), Group((("b",),), {"lr": 1})])
+    with pytest.raises(tc.MismatchError, match=r"param_groups/extra: .*no such hyper-parameter for b"):
+        match_groups([Group((("a",), ("b",)), {})], tree["of"], tree["values"], path="param_groups", same=is_same)
+
+
+@given(saved=splits(), data=st.data())
+def test_schedules_follow_the_groups(saved: list[Group], data: st.DataObject) -> None:
+    state = {"last_epoch": 3, "_schedulers": [{"base_lrs": [group.values["lr"] for group in saved]}], "gamma": [1]}
+    live = data.draw(splits(of=_values_of(saved)))
+    tree = tree_of_groups(saved)
+    found = from_groups(to_groups(state, labels_of(saved)), live, tree["of"], path="scheduler", same=is_same)
+    expected = [{"base_lrs": [group.values["lr"] for group in live]}]
+    assert found == {"last_epoch": 3, "_schedulers": expected, "gamma": [1]}
+
+
+def test_a_schedule_for_joined_groups_is_refused_where_they_differed() -> None:
+    groups = [Group((("a",),), {}), Group((("b",),), {})]
+    state = to_groups({"base_lrs": [0.1, 0.2]}, labels_of(groups))
+    of = tree_of_groups(groups)["of"]
+    with pytest.raises(tc.MismatchError, match=r"scheduler/base_lrs: .*0.1 for a, found 0.2 for b"):
+        from_groups(state, [Group((("a",), ("b",)), {})], of, path="scheduler", same=is_same)

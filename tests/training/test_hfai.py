@@ -1,0 +1,115 @@
+"""The interface of hfai.checkpoint, without its faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import treeckpt as tc
+from treeckpt.training import load, save
+
+from .jobs import net, run, same_tensors, stepped
+
+
+def _job(seed: int, **order: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net(seed, **order)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def test_a_model_an_optimizer_and_others(tmp_path: Path) -> None:
+    model, optimizer = _job(0)
+    stepped(model, optimizer)
+    save(tmp_path / "c", model, optimizer, {"epoch": 3, "acc": torch.tensor([0.5]), "__version__": "mine"})
+    state = load(tmp_path / "c")
+    assert (state["epoch"], state["__version__"], state["acc"].tolist()) == (3, "mine", [0.5])
+    fresh, again = _job(1)
+    fresh.load_state_dict(state["model"])
+    again.load_state_dict(state["optimizer"])
+    torch.manual_seed(3)
+    expected = run(model, optimizer, 2)
+    torch.manual_seed(3)
+    assert run(fresh, again, 2) == expected
+
+
+def test_in_place_the_order_of_parameters_does_not_matter(tmp_path: Path) -> None:
+    model, optimizer = _job(0)
+    stepped(model, optimizer)
+    save(tmp_path / "c", model, optimizer)
+    fresh, again = _job(1, order=("last", "norm", "first"))
+    state = load(tmp_path / "c", fresh, again)
+    assert set(state) == {"model", "optimizer"} and same_tensors(dict(state["model"]), dict(model.state_dict()))
+    torch.manual_seed(3)
+    expected = run(model, optimizer, 2)
+    torch.manual_seed(3)
+    assert run(fresh, again, 2) == expected
+
+
+def test_lists_of_models_and_optimizers(tmp_path: Path) -> None:
+    jobs = [_job(0), _job(1)]
+    for job in jobs:
+        stepped(*job)
+    models, optimizers = [list(each) for each in zip(*jobs, strict=True)]
+    save(tmp_path / "c", models, optimizers)
+    state = load(tmp_path / "c", nthreads=0)
+    for i, (model, optimizer) in enumerate(jobs):
+        assert same_tensors(state["model"][i], dict(model.state_dict()))
+        _fresh, again = _job(7)
+        again.load_state_dict(state["optimizer"][i])
+        assert same_tensors(again.state_dict(), optimizer.state_dict())
+    save(tmp_path / "c", models[:1], None)
+    assert "optimizer" not in load(tmp_path / "c") and isinstance(load(tmp_path / "c")["model"], dict)
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ([("a", 1)], "others: expected a dict or None, found list"),
+        ({"model": 1}, "model: "),
+        ({"optimizer": 1}, "optimizer: "),
+    ],
+)
+def test_others_are_a_dict_without_the_names_that_are_taken(tmp_path: Path, others: Any, words: str) -> None:
+    with pytest.raises(tc.TreeError, match=words):
+        save(tmp_path / "c", net(), None, others)
+    assert not (tmp_path / "c").exists()
+
+
+def test_buffers_are_kept_non_persistent_ones_are_not_and_views_cost_what_they_show(tmp_path: Path) -> None:
+    model = net()
+    model.register_buffer("cache", torch.zeros(3), persistent=False)
+    model.register_buffer("window", torch.zeros(1 << 20)[:10])
+    model.register_parameter("turned", nn.Parameter(torch.arange(6.0).view(2, 3).t()))
+    report = save(tmp_path / "c", model)
+    assert report.nbytes < 2000
+    state = load(tmp_path / "c")["model"]
+    assert "cache" not in state and state["turned"].tolist() == model.turned.tolist()
+    assert int(state["norm.num_batches_tracked"]) == 0
+
+
+def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+    save(tmp_path / "c", net())
+    with pytest.raises(tc.MismatchError, match="nthreads"):
+        load(tmp_path / "c", nthreads=-1)
+    with pytest.raises(tc.MismatchError, match="optimizer: expected its model"):
+        load(tmp_path / "c", None, torch.optim.SGD(net().parameters()))
+    with pytest.raises(tc.TreeError, match="group: expected a ProcessGroup"):
+        save(tmp_path / "c", net(), group="world")
+    tc.save(tmp_path / "other", {"a": 1})
+    with pytest.raises(tc.MismatchError, match=r"what training.save wrote"):
+        load(tmp_path / "other")
+
+
+def test_torch_distributed_is_not_needed(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch\nfrom treeckpt.training import load, save\n"
+        f"save({str(tmp_path / 'c')!r}, torch.nn.Linear(2, 2), None, {{'epoch': 1}})\n"
+        f"assert load({str(tmp_path / 'c')!r})['epoch'] == 1\n"
+        "assert not torch.distributed.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)

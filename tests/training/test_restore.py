@@ -1,0 +1,510 @@
+"""What `state` gives is what `restore` takes: training goes on to the last bit, or an error says why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import treeckpt as tc
+from treeckpt import training
+
+from .jobs import net, run, same_tensors, stepped
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_torch_goes_on_to_the_last_bit(tmp_path: Path, name: str) -> None:
+    model = net()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    stepped(model, optimizer, 3)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    expected = run(model, optimizer, 3)
+    fresh = net(1)
+    again = OPTIMIZERS[name](fresh.parameters())
+    report = training.restore(tmp_path / "c", fresh, again)
+    assert (report.missing, report.unexpected, report.ignored) == ((), (), ())
+    assert run(fresh, again, 3) == expected
+    assert same_tensors(fresh.state_dict(), model.state_dict())
+    assert same_tensors(again.state_dict(), optimizer.state_dict())
+
+
+def test_lazily_created_moments_come_as_they_were_saved(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    stepped(model, optimizer)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    fresh = net(1)
+    again = torch.optim.Adam(fresh.parameters())
+    assert not again.state
+    training.restore(tmp_path / "c", fresh, again)
+    for old, new in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert same_tensors(dict(optimizer.state[old]), dict(again.state[new]))
+
+
+def test_reordered_parameters_resume_bit_exactly(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    stepped(model, optimizer)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    expected = run(model, optimizer, 3)
+    fresh = net(1, order=("last", "first", "norm"))
+    again = torch.optim.AdamW(reversed(list(fresh.parameters())), lr=0.5)
+    training.restore(tmp_path / "c", fresh, again)
+    assert run(fresh, again, 3) == expected
+
+
+def test_groups_may_be_split_and_joined_where_that_has_one_meaning(tmp_path: Path) -> None:
+    model = net()
+    first, norm, last = model.children()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [*first.parameters(), *norm.parameters()]},
+            {"params": last.parameters(), "role": "head", "lr": 0.5},
+        ],
+        lr=0.01,
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run(model, optimizer, 2, scheduler=schedule)
+    tc.save(tmp_path / "c", training.state(model, optimizer, scheduler=schedule))
+    expected = run(model, optimizer, 3, scheduler=schedule)
+    fresh = net(1)
+    first, norm, last = fresh.children()
+    parts = [last.parameters(), norm.parameters(), first.parameters()]
+    again = torch.optim.AdamW([{"params": part} for part in parts])
+    renewed = torch.optim.lr_scheduler.ExponentialLR(again, 0.5)
+    training.restore(tmp_path / "c", fresh, again, scheduler=renewed)
+    assert [group.get("role") for group in again.param_groups] == ["head", None, None]
+    assert renewed.base_lrs == [0.5, 0.01, 0.01]
+    assert run(fresh, again, 3, scheduler=renewed) == expected
+    joined = torch.optim.AdamW(fresh.parameters())
+    before = fresh.state_dict()["first.weight"].clone()
+    with pytest.raises(tc.MismatchError, match=r"param_groups/.*one value for the parameters of a group"):
+        training.restore(tmp_path / "c", fresh, joined)
+    assert torch.equal(before, fresh.state_dict()["first.weight"])
+
+
+def _saved(tmp_path: Path, drop: Callable[[dict[str, Any]], None]) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    stepped(model, optimizer)
+    tree = training.state(model, optimizer)
+    drop(tree)
+    tc.save(tmp_path / "c", tree)
+
+
+def _job(seed: int = 1, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net(seed)
+    optimizer = torch.optim.Adam(model.parameters())
+    stepped(model, optimizer, steps)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+def test_a_missing_moment_is_an_error(tmp_path: Path, steps: int) -> None:
+    _saved(tmp_path, lambda tree: tree["optimizer"]["last.weight"].pop("exp_avg_sq"))
+    model, optimizer = _job(steps=steps)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(tc.MismatchError, match=r"^optimizer/last.weight/exp_avg_sq: .*1 missing in the checkpoint"):
+        training.restore(tmp_path / "c", model, optimizer)
+    assert same_tensors(model.state_dict(), before) and bool(optimizer.state) == bool(steps)
+    report = training.restore(tmp_path / "c", model, optimizer, strict=False)
+    assert report.missing == ("optimizer/last.weight/exp_avg_sq",)
+
+
+@pytest.mark.parametrize(
+    ("drop", "words"),
+    [
+        (lambda t: (t["optimizer"].pop("last.bias"), t["param_groups"]["of"].pop("last.bias")), "optimizer/last.bias"),
+        (lambda t: t["model"].pop("norm.weight"), "model/norm.weight"),
+        (lambda t: t["param_groups"]["values"]["first.bias"].pop("eps"), "param_groups/values/eps"),
+        (lambda t: t.pop("rng"), "rng: .*rng=False"),
+        (lambda t: (t.pop("optimizer"), t.pop("param_groups")), "optimizer: .*optimizer=None"),
+        (lambda t: t.pop("model"), "with `model` at its root"),
+        (lambda t: t["model"].update({"more": torch.ones(1)}), "1 not here: model/more"),
+        (lambda t: t["optimizer"]["last.bias"].update(more=torch.ones(1)), None),
+        (lambda t: t["model"].update({"last.bias": torch.ones(9)}), r"model/last.bias: .*shape \(3,\).*\(9,\)"),
+        (lambda t: t["model"].update({"last.bias": torch.ones(3).double()}), "model/last.bias: .*float32.*float64"),
+        (lambda t: t["model"].update({"last.bias": 3}), "model/last.bias: expected a tensor, found a value"),
+    ],
+)
+def test_every_difference_is_named_before_anything_changes(tmp_path: Path, drop: Any, words: str | None) -> None:
+    _saved(tmp_path, drop)
+    model, optimizer = _job()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    if words is None:  # more state than this optimizer makes is kept: other versions make it
+        training.restore(tmp_path / "c", model, optimizer)
+        assert "more" in optimizer.state[model.last.bias]
+        return
+    with pytest.raises(tc.MismatchError, match=words):
+        training.restore(tmp_path / "c", model, optimizer)
+    assert same_tensors(model.state_dict(), before) and not optimizer.state
+
+
+def test_a_parameter_without_state_is_told_from_a_missing_one(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    tc.save(tmp_path / "unstepped", training.state(model, optimizer))
+    training.restore(tmp_path / "unstepped", *(job := _job()))
+    assert not job[1].state
+    with pytest.raises(tc.MismatchError, match=r"optimizer/first.weight/exp_avg"):
+        training.restore(tmp_path / "unstepped", *_job(steps=1))
+
+
+def test_freshly_frozen_parameters_need_no_state(tmp_path: Path) -> None:
+    _saved(tmp_path, lambda tree: None)
+    model = net(1)
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+    report = training.restore(tmp_path / "c", model, optimizer)
+    assert report.ignored == ("optimizer/first.bias", "optimizer/first.weight") and report.unexpected == ()
+    model.first.requires_grad_(True)  # trains again, in no optimizer
+    with pytest.raises(tc.MismatchError, match="not here: optimizer/first"):
+        training.restore(tmp_path / "c", model, optimizer)
+
+
+def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path) -> None:
+    def tied(seed: int, *, tie: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"embedding": nn.Embedding(50, 8), "head": nn.Linear(8, 50, bias=False)})
+        if tie:
+            model["head"].weight = model["embedding"].weight
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        model["head"](model["embedding"](torch.arange(4))).square().sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = tied(0)
+    report = tc.save(tmp_path / "c", training.state(model, optimizer, rng=False))
+    assert report.nbytes < 50 * 8 * 4 * 3 + 100
+    fresh, again = tied(1)
+    training.restore(tmp_path / "c", fresh, again, rng=False)
+    assert fresh["head"].weight is fresh["embedding"].weight
+    assert torch.equal(fresh["head"].weight, model["head"].weight)
+    assert same_tensors(again.state_dict()["state"], optimizer.state_dict()["state"])
+    with pytest.raises(tc.MismatchError, match=r"optimizer/head.weight"):
+        training.restore(tmp_path / "c", *tied(1, tie=False), rng=False)
+    tc.save(tmp_path / "untied", training.state(tied(2, tie=False)[0], rng=False))
+    with pytest.raises(tc.MismatchError, match=r"model/head.weight: expected one array with model/embedding.weight"):
+        training.restore(tmp_path / "untied", fresh, rng=False)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.register_buffer("kept", torch.zeros(3))
+        self.calls = {"n": 0}
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "tables": torch.arange(3)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert torch.equal(state["tables"], torch.arange(3))
+        self.calls = state["calls"]
+
+
+def test_extra_state_is_kept_and_non_persistent_buffers_are_not(tmp_path: Path) -> None:
+    model = nn.Sequential(Counting(), Counting())
+    model[1].calls["n"], model[1].cache[0], model[1].kept[0] = 5, 7, 9
+    tree = training.state(model)
+    assert "1._extra_state" in tree["model"] and "1.cache" not in tree["model"]
+    tc.save(tmp_path / "c", tree)
+    fresh = nn.Sequential(Counting(), Counting())
+    training.restore(tmp_path / "c", fresh)
+    assert (fresh[1].calls, fresh[0].calls) == ({"n": 5}, {"n": 0})
+    assert fresh[1].cache[0] == 0 and fresh[1].kept[0] == 9
+    tc.save(tmp_path / "bare", {"model": {k: v for k, v in tree["model"].items() if "extra" not in k}})
+    with pytest.raises(tc.MismatchError, match=r"model/0._extra_state"):
+        training.restore(tmp_path / "bare", fresh, rng=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_wrappers_leave_no_trace_in_names() -> None:
+    plain = net()
+    wrapped = net()
+    wrapped.first = checkpoint_wrapper(wrapped.first)
+    wrapped.last = torch.compile(wrapped.last)
+    whole = nn.DataParallel(torch.compile(wrapped))
+    assert list(training.state(whole)["model"]) == list(training.state(plain)["model"])
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    assert set(training.state(whole, optimizer)["optimizer"]) == {name for name, _ in plain.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_restoring_into_a_wrapped_model(tmp_path: Path) -> None:
+    _saved(tmp_path, lambda tree: None)
+    model = net(1)
+    model.first = checkpoint_wrapper(model.first)
+    compiled = torch.compile(model)
+    optimizer = torch.optim.Adam(compiled.parameters())
+    training.restore(tmp_path / "c", compiled, optimizer)
+    saved = tc.load(tmp_path / "c")
+    assert torch.equal(model.first.weight, saved["model"]["first.weight"])
+    assert torch.equal(optimizer.state[model.last.bias]["exp_avg"], saved["optimizer"]["last.bias"]["exp_avg"])
+
+
+def test_several_models_and_optimizers_go_by_name(tmp_path: Path) -> None:
+    models = {"generator": net(0), "discriminator": net(1)}
+    optimizers = {name: torch.optim.Adam(model.parameters(), lr=0.01) for name, model in models.items()}
+    for name in models:
+        stepped(models[name], optimizers[name])
+    tc.save(tmp_path / "c", training.state(models, optimizers))
+    assert "optimizer/generator/generator/first.weight/exp_avg" in tc.inspect(tmp_path / "c").by_path
+    fresh = {"discriminator": net(5), "generator": net(6)}
+    again = {name: torch.optim.Adam(fresh[name].parameters()) for name in ("generator", "discriminator")}
+    training.restore(tmp_path / "c", fresh, again)
+    for name in models:
+        assert same_tensors(fresh[name].state_dict(), models[name].state_dict())
+        assert same_tensors(again[name].state_dict(), optimizers[name].state_dict())
+    with pytest.raises(tc.TreeError, match="a dict of names"):
+        training.state(list(models.values()))
+    with pytest.raises(tc.MismatchError, match=r"param_groups/other: .*as many optimizers"):
+        training.restore(tmp_path / "c", fresh, {"other": again["generator"]})
+
+
+def test_parts_of_one_model_are_a_list(tmp_path: Path) -> None:
+    whole = net()
+    parts = [nn.ModuleDict({"first": whole.first}), nn.ModuleDict({"norm": whole.norm, "last": whole.last})]
+    optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in parts]
+    for optimizer in optimizers:
+        stepped(whole, optimizer)
+    tc.save(tmp_path / "c", training.state(parts, optimizers))
+    fresh, again = _job()
+    training.restore(tmp_path / "c", fresh, again)
+    assert same_tensors(fresh.state_dict(), whole.state_dict())
+    assert torch.equal(again.state[fresh.first.bias]["exp_avg"], optimizers[0].state[whole.first.bias]["exp_avg"])
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    with pytest.raises(tc.TreeError, match="parameters of the model that is given"):
+        training.state(net(), torch.optim.SGD(net().parameters(), lr=0.1))
+    with pytest.raises(tc.TreeError, match=r"model: expected a torch\.nn"):
+        training.state({"w": torch.ones(2)}["w"])  # type: ignore[arg-type]
+
+
+def test_lbfgs_refuses_another_order_of_parameters(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    stepped(model, optimizer)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    fresh = net(1)
+    with pytest.raises(tc.MismatchError, match="param_groups/order"):
+        training.restore(tmp_path / "c", fresh, torch.optim.LBFGS(reversed(list(fresh.parameters()))))
+
+
+class Global(torch.optim.SGD):
+    """Keeps a number that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_state_of_no_parameter_is_kept(tmp_path: Path) -> None:
+    model = net()
+    optimizer = Global(model.parameters(), lr=0.1)
+    stepped(model, optimizer, 3)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    fresh = net(1)
+    again = Global(fresh.parameters(), lr=0.1)
+    training.restore(tmp_path / "c", fresh, again)
+    assert again.state["steps"] == 3
+
+
+def test_values_of_groups_keep_their_types_and_custom_keys(tmp_path: Path) -> None:
+    model = net()
+    rate = torch.tensor(0.25)
+    optimizer = torch.optim.Adam(
+        [{"params": model.parameters(), "tag": ("a", 1), "when": None, "decay": {"from": 2}}], lr=rate, foreach=False
+    )
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    fresh = net(1)
+    live = torch.tensor(0.5)
+    again = torch.optim.Adam(fresh.parameters(), lr=live, foreach=False)
+    training.restore(tmp_path / "c", fresh, again)
+    group = again.param_groups[0]
+    assert (group["tag"], group["when"], group["decay"]) == (("a", 1), None, {"from": 2})
+    assert group["lr"] is live and live == 0.25, "compiled code holds the tensor"
+    kept = torch.optim.Adam(fresh.parameters(), lr=0.125)
+    training.restore(tmp_path / "c", fresh, kept, keep=("lr", "foreach"))
+    assert kept.param_groups[0]["lr"] == 0.125
+
+
+def test_parameters_stay_the_objects_and_the_memory_that_others_refer_to(tmp_path: Path) -> None:
+    _saved(tmp_path, lambda tree: None)
+    model, optimizer = _job(steps=1)
+    before = [(id(p), p.data_ptr(), id(optimizer.state[p]["exp_avg"])) for p in model.parameters()]
+    training.restore(tmp_path / "c", model, optimizer)
+    assert before == [(id(p), p.data_ptr(), id(optimizer.state[p]["exp_avg"])) for p in model.parameters()]
+    assert all(p is q for p, q in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
+
+
+def test_generators_go_on_where_they_stood(tmp_path: Path) -> None:
+    import random
+
+    model = net()
+    tc.save(tmp_path / "c", training.state(model))
+    draws = [(random.random(), np.random.rand(), float(torch.rand(()))) for _ in range(3)]
+    training.restore(tmp_path / "c", net(9))
+    assert draws == [(random.random(), np.random.rand(), float(torch.rand(()))) for _ in range(3)]
+
+
+class Loader:
+    """Gives each number once, from a queue that grows and shrinks."""
+
+    def __init__(self) -> None:
+        self.at, self.queue = 0, []
+
+    def take(self) -> int:
+        self.at += 1
+        if self.at % 3 == 0:
+            self.queue.append(self.at)
+        return self.at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "queue": self.queue}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.queue = state["at"], list(state["queue"])
+
+
+def test_a_loader_neither_skips_nor_repeats_after_a_resume(tmp_path: Path) -> None:
+    loader = Loader()
+    seen = [loader.take() for _ in range(7)]
+    tc.save(tmp_path / "c", training.state(net(), loader=loader))
+    again = Loader()
+    training.restore(tmp_path / "c", net(), loader=again)
+    assert seen + [again.take() for _ in range(3)] == list(range(1, 11)) and again.queue == [3, 6, 9]
+
+
+def test_extra_comes_back_or_is_filled(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    ema = torch.arange(3.0)
+    tc.save(tmp_path / "c", training.state(net(), extra={"step": 4, "ema": ema, "scaler": scaler, "loader": Loader()}))
+    extra = training.restore(tmp_path / "c", net()).extra
+    assert extra["step"] == 4 and torch.equal(extra["ema"], ema) and extra["scaler"]["scale"] == 8.0
+    into = {"step": 0, "ema": torch.zeros(3), "scaler": torch.amp.GradScaler("cpu"), "loader": Loader()}
+    address = into["ema"].data_ptr()
+    training.restore(tmp_path / "c", net(), extra=into)
+    assert into["step"] == 4 and into["ema"].data_ptr() == address and torch.equal(into["ema"], ema)
+    assert into["scaler"].get_scale() == 8.0 and isinstance(into["loader"], Loader)
+
+
+def test_several_schedulers_go_by_position_or_name(tmp_path: Path) -> None:
+    model, optimizer = _job(steps=1)
+    schedule = torch.optim.lr_scheduler
+
+    def make(one: torch.optim.Optimizer) -> dict[str, Any]:
+        parts = [schedule.LinearLR(one, total_iters=3), schedule.CosineAnnealingLR(one, 9)]
+        return {"warm": schedule.SequentialLR(one, parts, [3]), "steps": schedule.MultiStepLR(one, [2, 5, 5])}
+
+    schedules = make(optimizer)
+    for _ in range(3):
+        run(model, optimizer, 1)
+        for one in schedules.values():
+            one.step()
+    tc.save(tmp_path / "c", training.state(model, optimizer, scheduler=schedules))
+    again = make(optimizer)
+    training.restore(tmp_path / "c", model, optimizer, scheduler=again)
+    for name, one in schedules.items():
+        found, expected = again[name].state_dict(), one.state_dict()
+        assert same_tensors(found, expected)
+    with pytest.raises(tc.MismatchError, match=r"scheduler: .*'steps'"):
+        training.restore(tmp_path / "c", model, optimizer, scheduler={"warm": again["warm"]})
+
+
+def test_deferred_models_materialise_in_place(tmp_path: Path) -> None:
+    _saved(tmp_path, lambda tree: None)
+    expected, expected_optimizer = _job()
+    training.restore(tmp_path / "c", expected, expected_optimizer)
+    losses = run(expected, expected_optimizer, 2)
+    with torch.device("meta"):
+        model = net(1)
+    optimizer = torch.optim.Adam(model.parameters())
+    report = training.restore(tmp_path / "c", model, optimizer)
+    assert set(report.materialised) == {f"model/{name}" for name in model.state_dict()}
+    assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
+    assert run(model, optimizer, 2) == losses
+
+
+_PEAK = """
+import sys, torch, treeckpt as tc
+from torch import nn
+def memory(name):  # of this process alone: ru_maxrss outlives exec
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
+path, deferred = sys.argv[1], sys.argv[2] == "meta"
+with torch.device("meta" if deferred else "cpu"):
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+from treeckpt import training
+before = memory("VmRSS")
+training.restore(path, model, rng=False)
+assert not any(p.is_meta for p in model.parameters())
+print(memory("VmHWM") - before)
+"""
+
+
+def test_a_deferred_model_needs_its_own_size_and_no_more(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+    size = sum(p.nbytes for p in model.parameters())
+    tc.save(tmp_path / "c", training.state(model, rng=False))
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(tmp_path / "c"), "meta"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    peak = int(done.stdout)
+    assert size <= peak + (8 << 20) and peak < size + (64 << 20), f"{peak / size:.2f} of the model"
+
+
+def test_a_tree_that_was_loaded_is_restored_too(tmp_path: Path) -> None:
+    _saved(tmp_path, lambda tree: None)
+    one, two = _job(1), _job(2)
+    training.restore(tmp_path / "c", *one)
+    training.restore(tc.load(tmp_path / "c"), *two)
+    assert same_tensors(one[0].state_dict(), two[0].state_dict())
+    assert same_tensors(one[1].state_dict(), two[1].state_dict())
+    three = _job(3)
+    training.restore(training.state(*one), *three)
+    assert same_tensors(one[1].state_dict(), three[1].state_dict())
+    assert three[0].first.weight.data_ptr() != one[0].first.weight.data_ptr()
+
+
+def test_casting_is_asked_for(tmp_path: Path) -> None:
+    _saved(tmp_path, lambda tree: None)
+    model = net(1).double()
+    with pytest.raises(tc.MismatchError, match=r"model/first.weight: .*float64.*cast=True"):
+        training.restore(tmp_path / "c", model)
+    training.restore(tmp_path / "c", model, cast=True)
+    assert torch.equal(model.first.weight.float(), tc.load(tmp_path / "c")["model"]["first.weight"])

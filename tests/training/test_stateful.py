@@ -1,0 +1,103 @@
+"""Objects with `state_dict` and `load_state_dict`, anywhere in a tree."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import treeckpt as tc
+
+
+class Counter:
+    def __init__(self, n: int = 0, *, array: bool = False) -> None:
+        self.n, self.array, self.loads = n, torch.full((3,), float(n)) if array else None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n, "seen": list(range(self.n))} | ({} if self.array is None else {"array": self.array})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n, self.loads = state["n"], self.loads + 1
+        assert state["seen"] == list(range(self.n))
+
+
+@dataclasses.dataclass
+class Box:
+    inside: Any
+
+
+def _tree(n: int) -> dict[str, Any]:
+    return {
+        "list": [Counter(n), 1],
+        "tuple": (Counter(n), torch.full((2,), float(n))),
+        "box": Box(Counter(n)),
+        "own": tc.PerRank({"loader": Counter(n)}),
+        "model": nn.Linear(2, 2),
+        "step": n,
+    }
+
+
+def test_they_are_saved_as_their_states_and_take_them_back(tmp_path: Path) -> None:
+    tree = _tree(4)
+    tc.save(tmp_path / "c", tree)
+    into = _tree(1)
+    objects = [into["list"][0], into["tuple"][0], into["box"].inside, into["own"].value["loader"]]
+    weight = into["model"].weight
+    tc.load_into(tmp_path / "c", into)
+    assert [(one.n, one.loads) for one in objects] == [(4, 1)] * 4
+    assert into["list"][0] is objects[0] and into["box"].inside is objects[2], "the objects stay"
+    assert into["model"].weight is weight and torch.equal(weight, tree["model"].weight)
+    assert into["step"] == 4 and into["tuple"][1].tolist() == [4.0, 4.0]
+
+
+def test_without_like_they_come_as_states(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"a": Counter(2), "b": collections.OrderedDict(model=nn.Linear(2, 1))})
+    found = tc.load(tmp_path / "c")
+    assert found["a"] == {"n": 2, "seen": [0, 1]} and set(found["b"]["model"]) == {"weight", "bias"}
+
+
+def test_a_new_tree_has_states_in_their_places(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"a": Counter(2, array=True)})
+    counter = Counter(2)
+    counter.array = torch.zeros(3)
+    found = tc.load(tmp_path / "c", {"a": counter})
+    assert found["a"]["array"].tolist() == [2.0] * 3 and counter.loads == 0 and counter.array.tolist() == [0.0] * 3
+
+
+def test_a_tree_may_be_such_an_object(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", Counter(3))
+    tc.load_into(tmp_path / "c", counter := Counter())
+    assert counter.n == 3
+
+
+def test_nothing_is_loaded_into_any_of_them_where_one_does_not_fit(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"a": Counter(3), "model": nn.Linear(2, 2)})
+    into = {"a": Counter(1), "model": nn.Linear(3, 2)}
+    before = into["model"].weight.clone()
+    with pytest.raises(tc.MismatchError, match="model/weight"):
+        tc.load_into(tmp_path / "c", into)
+    assert into["a"].loads == 0 and torch.equal(before, into["model"].weight)
+    with pytest.raises(tc.MismatchError, match="b: expected the state of a Counter, found nothing"):
+        tc.load_into(tmp_path / "c", {"b": Counter(1)})
+
+
+def test_a_fresh_optimizer_is_sent_to_restore(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    tc.save(tmp_path / "c", {"optimizer": optimizer})
+    with pytest.raises(tc.MismatchError, match=r"optimizer: .*training.restore"):
+        tc.load_into(tmp_path / "c", {"optimizer": torch.optim.Adam(nn.Linear(2, 2).parameters())})
+    tc.load_into(tmp_path / "c", {"optimizer": optimizer})
+
+
+def test_an_unexpected_key_is_still_found(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"a": Counter(3), "more": 1})
+    with pytest.raises(tc.MismatchError, match="not asked for: more"):
+        tc.load_into(tmp_path / "c", {"a": Counter(1)})

@@ -1,0 +1,119 @@
+"""Which hyper-parameters does each parameter train under, whatever groups an optimizer has them in?
+
+An optimizer keeps groups of parameters by position. What is saved is `of`, parameter -> label of its group, and
+`values`, label -> hyper-parameters; a label is the group's own `name`, or else its first parameter by name, so that
+it stays the same from step to step and ranks that hold different parameters put theirs side by side. A live group
+takes each hyper-parameter that all of its parameters agree on: their order is free, and a group may be split or
+joined where that has one meaning. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..core.errors import MismatchError, TreeError
+from .names import Key, key_path
+
+__all__ = ["Group", "agreed", "labels_of", "match_groups", "tree_of_groups"]
+
+
+class Group(msgspec.Struct, frozen=True):
+    """One group of an optimizer: its parameters by name, and its other entries."""
+
+    members: tuple[Key, ...]
+    values: dict[str, Any]
+
+
+Same = Callable[[Any, Any], bool]
+
+
+def labels_of(groups: Sequence[Group]) -> list[str]:
+    """The label of each group.
+
+    Raises:
+        TreeError: two groups have one name.
+    """
+    labels: list[str] = []
+    for position, group in enumerate(groups):
+        name = group.values.get("name")
+        first = key_path(min(group.members)) if group.members else f"empty {position}"
+        label = name if isinstance(name, str) else first
+        if label in labels:
+            raise TreeError(
+                f"param_groups/{position}",
+                expected="a name of its own for each group of an optimizer",
+                found=f"{label!r} twice",
+                hint="Rename the group, or leave its name out",
+            )
+        labels.append(label)
+    return labels
+
+
+def tree_of_groups(groups: Sequence[Group]) -> dict[str, Any]:
+    """`of` and `values` of an optimizer's groups."""
+    labels = labels_of(groups)
+    of = {key_path(member): label for group, label in zip(groups, labels, strict=True) for member in group.members}
+    values = {label: group.values for group, label in zip(groups, labels, strict=True)}
+    return {"of": {name: of[name] for name in sorted(of)}, "values": values}
+
+
+def agreed(members: Sequence[Key], found: Sequence[Any], path: str, same: Same) -> Any:
+    """The one value that was saved for the parameters of a live group.
+
+    Raises:
+        MismatchError: they were saved with different ones.
+    """
+    for member, value in zip(members, found, strict=True):
+        if not same(found[0], value):
+            raise MismatchError(
+                f"{path}",
+                expected=f"one value for the parameters of a group, as {found[0]!r:.60} for {key_path(members[0])}",
+                found=f"{value!r:.60} for {key_path(member)}",
+                hint="Split the optimizer's parameters into groups as they were when this was saved",
+            )
+    return found[0]
+
+
+def match_groups(
+    groups: Sequence[Group],
+    of: Mapping[str, str],
+    values: Mapping[str, Mapping[str, Any]],
+    *,
+    path: str,
+    same: Same,
+    keep: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """What each live group takes from the saved ones; parameters that were in none have no say.
+
+    Args:
+        same: whether two values are one: of the same type, too.
+        keep: hyper-parameters that no group takes.
+
+    Raises:
+        MismatchError: parameters of one live group were saved with different values, or only some with a value.
+    """
+    taken: list[dict[str, Any]] = []
+    for group in groups:
+        members = [member for member in group.members if key_path(member) in of]
+        labels = [of[key_path(member)] for member in members]
+        found: dict[str, Any] = {}
+        names = dict.fromkeys(name for label in dict.fromkeys(labels) for name in values[label])
+        for name in names:
+            if name != "name" and name not in keep:
+                entries = [values[label].get(name, _ABSENT) for label in labels]
+                found[name] = agreed(members, entries, f"{path}/{name}", same)
+        taken.append(found)
+    return taken
+
+
+class _Absent:
+    """Stands for a hyper-parameter that a group did not have."""
+
+    def __repr__(self) -> str:
+        return "no such hyper-parameter"
+
+
+_ABSENT = _Absent()

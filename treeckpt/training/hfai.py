@@ -1,0 +1,194 @@
+"""`save` and `load` in the shape of hfai.checkpoint: models, optimizers and a dict of others, in one call each.
+
+    from treeckpt.training import load, save     # instead of hfai.checkpoint
+
+    save(path, model, optimizer, {"epoch": 3})
+    state = load(path, model, optimizer)          # in place, whatever the order of parameters is now
+    state = load(path)                            # or state dicts, for load_state_dict
+
+Ranks that hold the same split large tensors by bytes, buffers are written once, and without torch.distributed one
+process does it all. What is on disk is a training state as `training.state` gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import api
+from ..core.errors import MismatchError, TreeError
+from ..core.tree import PerRank
+from ..io.comm import Comm, TorchComm, default_comm
+from ..reports import SaveReport
+from .capture import state, ties_of
+from .modules import collect
+from .names import key_path, parse_key
+from .optimizers import survey
+from .restoring import restore
+
+__all__ = ["load", "save"]
+
+_RESERVED = ("model", "optimizer")
+
+
+def save(
+    path: Any,
+    model: Any,
+    optimizer: Any = None,
+    others: Mapping[str, Any] | None = None,
+    group: Any = None,
+    *,
+    step: int | None = None,
+    overwrite: bool = True,
+) -> SaveReport:
+    """Saves models, optimizers and other state; call it on every rank of the group.
+
+    Args:
+        path: a directory; what stands there is replaced once the new one is complete.
+        model: a module or a list of several.
+        optimizer: an optimizer or a list of several.
+        others: whatever else, by name; "model" and "optimizer" are taken. Under `treeckpt.PerRank` each rank's own.
+        group: a process group; None for all ranks, or for a single process without torch.distributed.
+
+    Raises:
+        TreeError: `others` is no dict, or has a name that is taken.
+    """
+    if others is not None and not isinstance(others, Mapping):
+        raise TreeError("others", expected="a dict or None", found=type(others).__qualname__)
+    taken = [name for name in _RESERVED if others is not None and name in others]
+    if taken:
+        raise TreeError(
+            taken[0], expected="another name in others", found="one that `load` returns something else under"
+        )
+    models, optimizers = _by_position(model), _by_position(optimizer)
+    tree = state(models, optimizers, rng=False, extra=dict(others or {}))
+    tree["order"] = _order(models, optimizers)
+    return api.save(path, tree, step=step, overwrite=overwrite, comm=_comm_of(group))
+
+
+def load(
+    path: Any,
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    nthreads: int = 8,
+    group: Any = None,
+    map_location: Any = None,
+) -> dict[str, Any]:
+    """What `save` was given: {"model": ..., "optimizer": ..., and the others by their names}.
+
+    Args:
+        model: a module, or a list as in `save`: it is filled in place, and its entry in the result is its state dict.
+        optimizer: likewise; parameters are matched by name, in any order.
+        nthreads: of no effect: each rank reads the ranges that it needs.
+        map_location: a device for what is not filled in place.
+
+    Returns:
+        Without `model`, state dicts of whole tensors for `load_state_dict`, an optimizer's numbered in the order of
+        parameters in which it was saved. A list of one is returned as that one.
+
+    Raises:
+        MismatchError: models or optimizers are not those that were saved.
+    """
+    if nthreads < 0:
+        raise MismatchError("nthreads", expected="0 or more", found=f"{nthreads}")
+    comm = _comm_of(group)
+    if model is None:
+        if optimizer is not None:
+            raise MismatchError("optimizer", expected="its model, too", found="an optimizer alone")
+        return _as_state_dicts(path, comm, map_location)
+    models, optimizers = _by_position(model), _by_position(optimizer)
+    report = restore(path, models, optimizers, rng=False, comm=comm, world_changed={"extra": "take"})
+    found = {"model": _unwrapped([m.state_dict() for m in models.values()])}
+    if optimizers is not None:
+        found["optimizer"] = _unwrapped([o.state_dict() for o in optimizers.values()])
+    return {**found, **_plain(report.extra or {})}
+
+
+def _by_position(given: Any) -> Any:
+    if given is None:
+        return None
+    several = list(given) if isinstance(given, Sequence) else [given]
+    return {str(position): one for position, one in enumerate(several)}
+
+
+def _unwrapped(several: list[Any]) -> Any:
+    return several[0] if len(several) == 1 else several
+
+
+def _order(models: Any, optimizers: Any) -> dict[str, list[list[str]]]:
+    """By optimizer the names of the parameters of each group, in their order."""
+    lives = survey(optimizers, ties_of(collect(models)))
+    return {live.prefix[0]: [[key_path(key) for key in group.members] for group in live.groups] for live in lives}
+
+
+def _comm_of(group: Any) -> Comm:
+    """The ranks of a process group, as a world of their own."""
+    if group is None:
+        return default_comm()
+    import torch.distributed as dist
+
+    if not isinstance(group, dist.ProcessGroup):
+        raise TreeError("group", expected="a ProcessGroup or None", found=type(group).__qualname__)
+    if dist.get_world_size(group) == dist.get_world_size():
+        return default_comm()
+    store: Any = dist.distributed_c10d._get_default_store()
+    ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+    return TorchComm(store.clone(), dist.get_rank(group), dist.get_world_size(group), prefix=f"treeckpt/group {ranks}")
+
+
+# as state dicts -------------------------------------------------------------------------------------------------------
+
+
+def _as_state_dicts(path: Any, comm: Comm, map_location: Any) -> dict[str, Any]:
+    device = None if map_location is None else str(map_location)
+    tree = api.load(path, comm=comm, per_rank="take", device=device)
+    if not isinstance(tree, dict) or not {"model", "order"} <= set(tree):
+        raise MismatchError(
+            str(path),
+            expected="what training.save wrote",
+            found="another tree",
+            hint="Use treeckpt.training.restore, or treeckpt.load",
+        )
+    found: dict[str, Any] = {"model": _unwrapped(_in_order(tree["model"]))}
+    if "optimizer" in tree:
+        names = sorted(tree["order"], key=int)
+        several = [
+            _numbered(tree["optimizer"][name], tree["param_groups"][name], tree["order"][name]) for name in names
+        ]
+        found["optimizer"] = _unwrapped(several)
+    return {**found, **_plain(tree.get("extra", {}))}
+
+
+def _in_order(models: dict[str, Any]) -> list[Any]:
+    return [_plain(models[name]) for name in sorted(models, key=int)]
+
+
+def _plain(tree: dict[str, Any]) -> dict[str, Any]:
+    """What each rank has of its own, without the mark."""
+    return {key: value.value if isinstance(value, PerRank) else value for key, value in tree.items()}
+
+
+def _numbered(moments: dict[str, Any], groups: dict[str, Any], order: list[list[str]]) -> dict[str, Any]:
+    """An optimizer's state dict as torch numbers it."""
+    numbers: dict[str, int] = {}
+    for name in (name for group in order for name in group):
+        numbers[name] = len(numbers)
+    by_group: list[dict[str, Any]] = []
+    for group in order:
+        values = groups["values"][groups["of"][group[0]]] if group else {}
+        by_group.append({**values, "params": [numbers[name] for name in group]})
+    found: dict[int, Any] = {}
+    for name, number in numbers.items():
+        node: Any = moments
+        for step in parse_key(name):
+            node = node.get(step, {})
+        if node:
+            found[number] = {key: _detached(value) for key, value in node.items()}
+    return {"state": found, "param_groups": by_group}
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

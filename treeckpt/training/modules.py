@@ -1,0 +1,192 @@
+"""What does a model hold, under which names, and how does a model without memory get some?
+
+The content is what `state_dict` gives, hooks and `get_extra_state` included and non-persistent buffers not, under
+names without the steps of wrappers. A buffer that is no DTensor has a copy on every rank, and these may differ
+(batch statistics do): the first rank of the model's process groups speaks for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from ..core.errors import TreeError
+from ..leaves.dtensor import is_dtensor
+from .names import Key, key_path, strip_hops
+
+__all__ = ["Entry", "Modules", "collect", "materialise", "named", "owns_buffers", "settle_shards"]
+
+Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+
+_HOPS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+}
+"""Wrappers by class, and the step that each adds to names."""
+
+_FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+
+
+class Entry(msgspec.Struct):
+    """One entry of a model's state dict."""
+
+    key: Key
+    kind: str
+    """"parameter", "buffer" or "extra" (what `get_extra_state` gave)."""
+    value: Any
+    module: nn.Module
+    """Where it is registered."""
+    name: str
+    """Its name there."""
+    owned: bool = True
+    """Whether this rank is the one that saves it, where ranks may differ."""
+
+
+def named(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
+    """(prefix, object) of one object, of the parts of one (a sequence), or of several by name (a dict).
+
+    Raises:
+        TreeError: something of another class.
+    """
+    if isinstance(given, Mapping):
+        pairs: list[tuple[Key, Any]] = [((str(name),), part) for name, part in given.items()]
+    elif isinstance(given, Sequence):
+        pairs = [((), part) for part in given]
+    else:
+        pairs = [((), given)]
+    for key, part in pairs:
+        if not isinstance(part, kind):
+            raise TreeError(
+                "/".join((what, *key)),
+                expected=f"a {kind.__module__}.{kind.__qualname__}, a list of its parts, or a dict of several",
+                found=f"{type(part).__module__}.{type(part).__qualname__}",
+            )
+    return pairs
+
+
+def collect(model: Modules) -> list[Entry]:
+    """Everything that a model's state dict holds; parameters and buffers are the live objects.
+
+    Raises:
+        TreeError: flat parameters, whose names are lost.
+    """
+    entries: list[Entry] = []
+    for prefix, module in named(model, nn.Module, "model"):
+        entries += _collect_one(module, prefix)
+    return entries
+
+
+def _collect_one(root: nn.Module, prefix: Key) -> Iterator[Entry]:
+    hops, modules = _scan(root)
+    owned = owns_buffers(root)
+    for raw, value in root.state_dict(keep_vars=True).items():
+        name = strip_hops(raw, hops)
+        parent, _, last = name.rpartition(".")
+        module = modules.get(parent, root)
+        extra = last == _EXTRA_STATE_KEY_SUFFIX or not isinstance(value, Tensor)
+        kind = "extra" if extra else "parameter" if isinstance(value, nn.Parameter) else "buffer"
+        yield Entry((*prefix, name), kind, value, module, last, owned or kind != "buffer" or is_dtensor(value))
+
+
+def _scan(root: nn.Module) -> tuple[dict[str, list[str]], dict[str, nn.Module]]:
+    """The hops of wrappers, and the modules below them, by clean name."""
+    hops: dict[str, list[str]] = {}
+    modules: dict[str, nn.Module] = {}
+
+    def walk(module: nn.Module, name: str) -> None:
+        hop = _hop_of(module, name)
+        if hop is not None:
+            hops.setdefault(name, []).append(hop)
+            walk(getattr(module, hop), name)
+            return
+        modules[name] = module
+        for step, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{name}.{step}" if name else step)
+
+    walk(root, "")
+    return hops, modules
+
+
+def _hop_of(module: nn.Module, name: str) -> str | None:
+    for kind in type(module).__mro__:
+        full = f"{kind.__module__}.{kind.__qualname__}"
+        if full == _FLAT:
+            raise TreeError(
+                f"model/{name}",
+                expected="a module whose parameters have names",
+                found="FullyShardedDataParallel, which joins them into flat ones",
+                hint="Use fully_shard (FSDP2), or save FSDP.state_dict_type(..., SHARDED_STATE_DICT) with tc.save",
+            )
+        if full in _HOPS:
+            return _HOPS[full]
+    return None
+
+
+def owns_buffers(root: nn.Module) -> bool:
+    """Whether this rank comes first in every process group that the model's parameters or wrappers are laid over."""
+    for module in root.modules():
+        group = getattr(module, "process_group", None)
+        if group is not None and f"{type(module).__module__}" == "torch.nn.parallel.distributed" and group.rank() > 0:
+            return False
+    meshes = {parameter.device_mesh for parameter in root.parameters() if is_dtensor(parameter)}  # type: ignore[attr-defined]
+    for mesh in meshes:
+        place = mesh.get_coordinate()
+        if place is None or any(place):
+            return False
+    return True
+
+
+# without memory -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def materialise(entries: Sequence[Entry], device: str | torch.device | None) -> list[str]:
+    """Gives memory, of this rank's part only, to what stands on the meta device; returns the paths.
+
+    A parameter stays the same object, so an optimizer that was built before goes on with it.
+
+    Args:
+        device: for plain tensors, by default torch's default device; a DTensor goes to its mesh's.
+    """
+    made: dict[int, Tensor] = {}
+    touched: dict[int, nn.Module] = {}
+    paths: list[str] = []
+    for entry in entries:
+        if entry.kind == "extra" or not entry.value.is_meta:
+            continue
+        old = entry.value
+        if id(old) not in made:
+            where = old.device_mesh.device_type if is_dtensor(old) else device or torch.get_default_device()
+            new = torch.empty_like(old, device=where)
+            made[id(old)] = _swapped(old, new)
+        if entry.kind == "buffer":
+            entry.module._buffers[entry.name] = made[id(old)]
+        entry.value = made[id(old)]
+        touched[id(entry.module)] = entry.module
+        paths.append(f"model/{key_path(entry.key)}")
+    return paths
+
+
+def _swapped(old: Tensor, new: Tensor) -> Tensor:
+    if not isinstance(old, nn.Parameter):
+        return new
+    torch.utils.swap_tensors(old, nn.Parameter(new, requires_grad=old.requires_grad))
+    return old
+
+
+def settle_shards(model: Modules) -> None:
+    """Has FSDP2 look at its parameters again: it pads uneven shards, and keeps references to their memory."""
+    for _, root in named(model, nn.Module, "model"):
+        for module in root.modules():
+            state = getattr(module, "_get_fsdp_state", None)
+            for group in state()._fsdp_param_groups if state is not None else ():
+                for shard in group.fsdp_params:
+                    shard.reset_sharded_param()

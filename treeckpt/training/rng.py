@@ -1,0 +1,58 @@
+"""Where do the random number generators of this process stand, and how are they put there again?
+
+torch's CPU generator, that of the current CUDA device where CUDA is in use, numpy's global one and Python's. Each
+rank has its own; generators that a program made itself belong into `extra`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.errors import MismatchError
+
+__all__ = ["capture_rng", "check_rng", "set_rng"]
+
+
+def capture_rng() -> dict[str, Any]:
+    """The state of every generator, as a tree of arrays and values."""
+    version, words, gauss = random.getstate()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": {"version": version, "state": np.array(words, np.uint64), "gauss": gauss},
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def check_rng(state: Any) -> None:
+    """Refuses what is not the state of generators, before any is set.
+
+    Raises:
+        MismatchError: naming what is wrong.
+    """
+    if not isinstance(state, Mapping) or not {"torch", "numpy", "python"} <= set(state):
+        found = f"{sorted(state)}" if isinstance(state, Mapping) else type(state).__name__
+        raise MismatchError("rng", expected="states of torch, numpy and python", found=found)
+    if not isinstance(state["torch"], torch.Tensor) or state["torch"].dtype is not torch.uint8:
+        raise MismatchError("rng/torch", expected="a tensor of bytes", found=f"{type(state['torch']).__name__}")
+
+
+def set_rng(state: Mapping[str, Any]) -> list[str]:
+    """Puts the generators where `capture_rng` found them; returns the paths of those that are not here."""
+    python = state["python"]
+    random.setstate((int(python["version"]), tuple(int(word) for word in python["state"]), python["gauss"]))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" not in state:
+        return []
+    if not torch.cuda.is_available():
+        return ["rng/cuda"]
+    torch.cuda.set_rng_state(state["cuda"].cpu())
+    return []

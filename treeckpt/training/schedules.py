@@ -1,0 +1,69 @@
+"""How does a scheduler's state fit an optimizer whose groups stand in another order, or are split otherwise?
+
+torch's schedulers keep lists with one entry per group of their optimizer. Such a list becomes
+`{"by_group": {label: entry}}` with the labels of `training.groups`, and comes back as a list in the order of the live
+groups. All else in the state is kept as it is. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..core.errors import MismatchError
+from .groups import Group, Same, agreed
+from .names import key_path
+
+__all__ = ["PER_GROUP", "from_groups", "to_groups"]
+
+PER_GROUP = frozenset(
+    ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums", "_last_momentum")
+)
+"""The entries of torch's schedulers that have one value per group."""
+
+_MARK = "by_group"
+
+
+def to_groups(state: Any, labels: Sequence[str]) -> Any:
+    """A scheduler's state with its lists of one entry per group keyed by the groups' labels."""
+    if isinstance(state, list):
+        return [to_groups(item, labels) for item in state]
+    if type(state) is not dict:
+        return state
+    found: dict[Any, Any] = {}
+    for key, value in state.items():
+        if key in PER_GROUP and isinstance(value, list) and len(value) == len(labels):
+            found[key] = {_MARK: dict(zip(labels, value, strict=True))}
+        else:
+            found[key] = to_groups(value, labels)
+    return found
+
+
+def from_groups(state: Any, groups: Sequence[Group], of: Mapping[str, str], *, path: str, same: Same) -> Any:
+    """The state for a scheduler of an optimizer with these groups; the inverse of `to_groups`.
+
+    Args:
+        of: parameter -> label, as saved.
+
+    Raises:
+        MismatchError: the parameters of one live group were saved with different entries.
+    """
+    if isinstance(state, list):
+        return [from_groups(item, groups, of, path=f"{path}/{i}", same=same) for i, item in enumerate(state)]
+    if type(state) is not dict:
+        return state
+    if set(state) == {_MARK}:
+        return [_entry(group, state[_MARK], of, path, same) for group in groups]
+    return {k: from_groups(value, groups, of, path=f"{path}/{k}", same=same) for k, value in state.items()}
+
+
+def _entry(group: Group, entries: Mapping[str, Any], of: Mapping[str, str], path: str, same: Same) -> Any:
+    members = [member for member in group.members if of.get(key_path(member)) in entries]
+    if not members:
+        raise MismatchError(
+            path,
+            expected="an entry for each group of the live optimizer",
+            found=f"entries of the groups {', '.join(map(repr, entries))} only",
+            hint="Give the optimizer parameters that were trained when this was saved, or leave the scheduler out",
+        )
+    return agreed(members, [entries[of[key_path(member)]] for member in members], path, same)

@@ -1,0 +1,47 @@
+"""Are two hyper-parameters one, and how does a live group take a saved one?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ..core.errors import TreeError
+from ..core.tree import flatten
+from ..leaves.registry import encode
+
+__all__ = ["is_same", "taken"]
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two values are alike, type and all; Python's comparison takes 1, 1.0 and True for the same."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        both = isinstance(a, Tensor) and isinstance(b, Tensor)
+        return both and a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu()))
+    if type(a) is not type(b):
+        return False
+    try:
+        (first, left), (second, right) = flatten(a), flatten(b)
+        if not left or left[0][1] is not a:  # containers
+            pairs = zip(left, right, strict=False)
+            return first == second and all(is_same(x, y) for (_, x), (_, y) in pairs)
+        return msgspec.json.encode(encode(a, "", allow_pickle=False)) == msgspec.json.encode(
+            encode(b, "", allow_pickle=False)
+        )
+    except TreeError:
+        return bool(a == b)
+
+
+def taken(live: Any, saved: Any) -> Any:
+    """What a group holds after it took a saved value: a live tensor stays the object that compiled code knows."""
+    if not isinstance(live, Tensor) or isinstance(saved, bool) or not isinstance(saved, (Tensor, int, float)):
+        return saved
+    if isinstance(saved, Tensor) and saved.shape != live.shape:
+        return saved
+    with torch.no_grad():
+        live.copy_(torch.as_tensor(saved))
+    return live
