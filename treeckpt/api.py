@@ -14,7 +14,7 @@ from .core.records import Index
 from .core.tree import flatten, replace_leaves
 from .filling import Verify
 from .io.codec import read_index, read_timings, rebuild_from_shards
-from .io.comm import Comm, default_comm
+from .io.comm import as_comm, global_rank
 from .io.record import Recorder
 from .io.shards import open_shard, read_header, verify_shard
 from .io.store import Store, open_store
@@ -25,6 +25,7 @@ from .saving import SaveOptions, save_tree
 __all__ = ["abstract", "inspect", "load", "load_into", "rebuild_index", "save", "verify"]
 
 Path = str | os.PathLike[str] | Store
+AnyComm = Any  # a Comm, a torch.distributed process group, or None for the default one
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def save(
     tree: Any,
     *,
     step: int | None = None,
-    comm: Comm | None = None,
+    comm: AnyComm = None,
     custom_metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
@@ -60,7 +61,8 @@ def save(
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
             `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself.
         step: of training, kept in the index.
-        comm: how ranks talk; by default over torch.distributed's default group, if that is up.
+        comm: which ranks save: a process group of torch.distributed (they talk over its Store, without a collective),
+            or a `Comm`; by default the default group, if that is up.
         custom_metadata: values kept in the index.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         verify_replicas: compares all replicated arrays, not only values and arrays of up to 64 KiB.
@@ -77,7 +79,7 @@ def save(
     """
     options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
     with _without_cycles():
-        return save_tree(open_store(path), tree, comm or default_comm(), options, custom_metadata or {})
+        return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {})
 
 
 def load(
@@ -93,7 +95,7 @@ def load(
     copy: bool = False,
     mmap: bool = False,
     allow_pickle: bool = False,
-    comm: Comm | None = None,
+    comm: AnyComm = None,
     namespace: str = "",
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
@@ -127,7 +129,7 @@ def load(
     """
     options = LoadOptions(_globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace)
     with _opened(path) as store, _without_cycles():
-        tree, report = load_tree(store, like, comm or default_comm(), options)
+        tree, report = load_tree(store, like, as_comm(comm), options)
     if on_report is not None:
         on_report(report)
     return tree
@@ -143,7 +145,7 @@ def load_into(
     verify: Verify = True,
     per_rank: Literal["error", "take"] = "error",
     allow_pickle: bool = False,
-    comm: Comm | None = None,
+    comm: AnyComm = None,
     namespace: str = "",
 ) -> LoadReport:
     """Fills the arrays of a tree in place, and puts values where their containers can change.
@@ -156,7 +158,7 @@ def load_into(
     """
     options = LoadOptions(_globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace)
     with _opened(path) as store, _without_cycles():
-        return load_into_tree(store, tree, comm or default_comm(), options)
+        return load_into_tree(store, tree, as_comm(comm), options)
 
 
 def _globs(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -255,15 +257,16 @@ def _rebuild_index(store: Store, replace: bool) -> Index:
     return index
 
 
-def abstract(tree: Any, *, comm: Comm | None = None, namespace: str = "") -> Any:
+def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
     """The tree with an `ArraySpec` in the place of each array: a target for `load` that holds no data.
 
     Of a DTensor it also says which regions this rank holds.
     """
     from .leaves.registry import abstract_of
 
-    rank = (comm or default_comm()).rank
-    _, leaves = flatten(tree, rank=rank, namespace=namespace)
-    specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]
+    comm = as_comm(comm)
+    here = global_rank(comm)
+    _, leaves = flatten(tree, rank=comm.rank, namespace=namespace)
+    specs = [abstract_of(leaf, path, here) for path, leaf in leaves]
     new = (leaf if spec is None else spec for (_, leaf), spec in zip(leaves, specs, strict=True))
     return replace_leaves(tree, new, namespace=namespace)

@@ -22,7 +22,7 @@ from .core.structure import PerRankNode, Structure, rank_key
 from .core.tree import flatten, graft, own_child, replace_leaves, unflatten
 from .filling import Filling, Slot, Verify
 from .io.codec import read_index
-from .io.comm import Comm
+from .io.comm import Comm, global_rank
 from .io.record import Recorder
 from .io.store import Store
 from .leaves.base import Target
@@ -51,7 +51,7 @@ class _Load:
     """One load on one rank."""
 
     def __init__(self, store: Store, comm: Comm, options: LoadOptions) -> None:
-        self.options, self.rank = options, comm.rank
+        self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
         self.recorder = Recorder(comm.rank)
         self.index = read_index(store)
         self.source_rank = comm.rank % self.index.world
@@ -318,18 +318,18 @@ def _slot(
     base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
     # leaves that are one object in like, and one array in the checkpoint, stay one object
     if (id(wanted), base) not in ties:
-        spec = abstract_of(wanted, path, job.rank) if views else None
+        spec = abstract_of(wanted, path, job.here) if views else None
         ties[id(wanted), base] = job.array(path, leaf, spec, lambda: make(wanted, path))
     return ties[id(wanted), base]
 
 
 def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    job, rank = _Load(store, comm, options), comm.rank
+    job, here = _Load(store, comm, options), global_rank(comm)
     if like is None:
         tree = _as_saved(job)
     else:
-        slots = _match(job, like, lambda wanted, path: like_of(wanted, path, rank, options.device), views=True)
+        slots = _match(job, like, lambda wanted, path: like_of(wanted, path, here, options.device), views=True)
         job.filling.run(options.verify, mapped=options.mmap)
         tree = replace_leaves(like, iter([slot.leaf for slot in slots]), namespace=options.namespace)
     return tree, job.report()
@@ -338,7 +338,7 @@ def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> t
 def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
     job, rank = _Load(store, comm, options), comm.rank
-    slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, rank), views=False)
+    slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, job.here), views=False)
     _, before = flatten(tree, rank=rank, namespace=options.namespace)
     # what is equal already stays the very object, so that only real changes need a container that can change
     kept = [old if _is_same(old, slot.leaf) else slot.leaf for (_, old), slot in zip(before, slots, strict=True)]

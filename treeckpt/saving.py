@@ -47,7 +47,7 @@ from .core.shard import ShardHeader, block_count, parse_shard_name, shard_name
 from .core.spec import Value, encode_value
 from .faults import Fault, fault_of, raise_faults, silent_faults
 from .io.codec import read_index
-from .io.comm import Comm
+from .io.comm import Comm, members_of
 from .io.engine import SaveFile, entries_of, run_save
 from .io.record import Recorder
 from .io.rounds import Round
@@ -132,6 +132,7 @@ class _Save:
                 rank=self.comm.rank,
                 allow_pickle=self.options.allow_pickle,
                 namespace=self.options.namespace,
+                members=members_of(self.comm),
             )
             self.values = self.brought.values
         except Exception as error:
@@ -248,7 +249,7 @@ class _Save:
             return self._fault(error), ()
 
     def _write(self) -> tuple[FileRow, ...]:
-        manifest = self._manifest() if self.comm.rank == 0 else None
+        manifest = encode_manifest(self._index(None, FileTable())) if self.comm.rank == 0 else None
         files = [
             SaveFile(file, self._name(file), self._header(file, manifest if file.part == 0 else None))
             for file in self.plans.own.files
@@ -282,9 +283,6 @@ class _Save:
     def _pieces(self, number: int) -> Any:
         assert self.brought is not None, "faults were raised before"
         return self.brought.sources[self.plans.leaf(number).path].pieces
-
-    def _manifest(self) -> str:
-        return encode_manifest(self._index(None, FileTable()))
 
     def _index(self, placed: Any, files: FileTable) -> Index:
         return build_index(
