@@ -38,6 +38,7 @@ NAMES = [
     "load_into",
     "rebuild_index",
     "save",
+    "trees",
     "verify",
 ]
 

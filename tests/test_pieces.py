@@ -73,7 +73,7 @@ def test_the_same_pieces_twice_are_one_array() -> None:
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "fewer offsets": (tc.Sharded([FULL, FULL], FULL.shape, [(0, 0, 0)]), tc.LayoutError, "2 pieces, 1 offsets"),
     "no piece": (tc.Sharded([], FULL.shape, []), tc.LayoutError, "of size 0 if the rank holds nothing"),
-    "flat of three dimensions": (tc.Sharded([FULL[:2], FULL[2:]], FULL.shape, [0, (2, 0, 0)]), tc.LayoutError, "a 1-D piece"),
+    "not flat": (tc.Sharded([FULL[:2], FULL[2:]], FULL.shape, [0, (2, 0, 0)]), tc.LayoutError, "a 1-D piece"),
     "dtypes": (
         tc.Sharded([FULL[:2], FULL[2:].int()], FULL.shape, [(0, 0, 0), (2, 0, 0)]), tc.LayoutError, "of one dtype",
     ),

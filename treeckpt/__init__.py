@@ -8,6 +8,7 @@
 Importing it, reading an index and the command line import no torch.
 """
 
+from . import trees
 from .api import abstract, inspect, load, load_into, rebuild_index, save, verify
 from .core.errors import (
     CheckpointError,
@@ -56,5 +57,6 @@ __all__ = [
     "load_into",
     "rebuild_index",
     "save",
+    "trees",
     "verify",
 ]
