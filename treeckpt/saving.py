@@ -225,8 +225,9 @@ class _Save:
         try:
             told = {rank: _decode(message, type=Told) for rank, message in heard.items() if message}
             self.values = {path: value for tale in reversed(told.values()) for path, value in tale.values.items()}
+            joined = None if self.terms.known else join(self.hellos, told, self.comm.size)  # shapes before contents
             compare({rank: tale.contents for rank, tale in told.items()})
-            return Joined((), None if self.terms.known else join(self.hellos, told, self.comm.size))
+            return Joined((), joined)
         except Exception as error:
             return Joined((self._fault(error, common=True),), None)
 

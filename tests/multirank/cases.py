@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from . import layout_cases, rank_cases, talk_cases, training_cases
-from .registry import PHASES, Rank, of
+from . import layout_cases, layout_groups, layout_trees, rank_cases, talk_cases, training_cases
+from .registry import PHASES, WHOLE, Rank, of
 
-__all__ = ["PHASES", "Rank", "layout_cases", "of", "rank_cases", "talk_cases", "training_cases"]
+__all__ = [
+    "PHASES",
+    "WHOLE",
+    "Rank",
+    "layout_cases",
+    "layout_groups",
+    "layout_trees",
+    "of",
+    "rank_cases",
+    "talk_cases",
+    "training_cases",
+]

@@ -14,7 +14,7 @@ __all__ = ["launch"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def launch(phase: str, world: int, directory: Path, *, timeout: float = 60.0) -> dict[str, str]:
+def launch(phase: str, world: int, directory: Path, *, timeout: float = 200.0) -> dict[str, str]:
     """What each case came to, by name: empty if it passed on all ranks, else the errors. `""` has the ranks' output."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)),

@@ -42,8 +42,8 @@ def same_structure(found: Any, expected: Any, *, rank: int, namespace: str = "")
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
-def _name(node: Any, rank: int) -> str:
-    spec = None if _is_plain(node) else abstract_of(node, "", rank)
+def _name(node: Any, path: str, rank: int) -> str:
+    spec = None if _is_plain(node) else abstract_of(node, path, rank)
     return "array" if spec is not None else type(node).__name__
 
 
@@ -56,7 +56,7 @@ def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, 
     if ours is None and theirs is None:
         return _compare_leaves(found, expected, path, lines, rank)
     if ours is None or theirs is None or type(found) is not type(expected):
-        lines.append(f"{path or '<root>'}: {_name(found, rank)} instead of {_name(expected, rank)}")
+        lines.append(f"{path or '<root>'}: {_name(found, path, rank)} instead of {_name(expected, path, rank)}")
         return None
     have, wanted = (dict(zip(t.keys, t.children, strict=True)) for t in (ours, theirs))
     order = [key for key in have if key in wanted], [key for key in wanted if key in have]
@@ -79,7 +79,7 @@ def _compare_leaves(found: Any, expected: Any, path: str, lines: list[str], rank
     ours, theirs = abstract_of(found, path, rank), abstract_of(expected, path, rank)
     if ours is None or theirs is None:
         if (ours is None) != (theirs is None) or type(found) is not type(expected):
-            lines.append(f"{path or '<root>'}: {_name(found, rank)} instead of {_name(expected, rank)}")
+            lines.append(f"{path or '<root>'}: {_name(found, path, rank)} instead of {_name(expected, path, rank)}")
         return
     for what, text in _facts(ours).items():
         if text != (other := _facts(theirs)[what]):

@@ -100,7 +100,6 @@ class _Gather:
     def _join(self, digests: Sequence[bytes], heard: Sequence[bytes]) -> Plenum:
         told = [msgspec.msgpack.decode(data, type=Told) for data in heard]
         self.values = {path: value for tale in reversed(told) for path, value in tale.values.items()}
-        compare({rank: tale.contents for rank, tale in enumerate(told)})
         groups: dict[bytes, list[int]] = {}
         for rank, digest in enumerate(digests):
             groups.setdefault(digest, []).append(rank)
@@ -109,7 +108,9 @@ class _Gather:
             inventory = told[ranks[0]].inventory
             assert inventory is not None, "every rank told its own"
             classes.append(RankClass(encode_runs(ranks), inventory))
-        return unify(classes, self.wire.size)
+        plenum = unify(classes, self.wire.size)  # shapes before contents
+        compare({rank: tale.contents for rank, tale in enumerate(told)})
+        return plenum
 
     def move(self, plenum: Plenum, limit: int) -> None:
         """Makes the arrays on the receivers and brings every element there."""

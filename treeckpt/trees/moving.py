@@ -32,9 +32,9 @@ def copied_value(leaf: object, path: str) -> object:
     return decode(encode(leaf, path, allow_pickle=False), path, allow_pickle=False)
 
 
-def _is_same(old: object, new: object) -> bool:
+def _is_same(old: object, new: object, path: str) -> bool:
     """Whether two values are stored alike; Python's own comparison takes 1, 1.0 and True for the same."""
-    stored = [msgspec.json.encode(encode(value, "", allow_pickle=False)) for value in (old, new)]
+    stored = [msgspec.json.encode(encode(value, path, allow_pickle=False)) for value in (old, new)]
     return stored[0] == stored[1]
 
 
@@ -148,7 +148,7 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
             raise MismatchError(path, expected=words[0], found=words[1])
         if target is None or source is None:
             value = given[path]
-            new.append(leaf if _is_same(leaf, value) else copied_value(value, path))
+            new.append(leaf if _is_same(leaf, value, path) else copied_value(value, path))
             continue
         new.append(leaf)
         if id(leaf) not in copies:

@@ -78,7 +78,7 @@ def _rebuilt(leaf: Any, spec: ArraySpec, arrays: list[Any]) -> Any:
         from torch.distributed.tensor import DTensor
 
         return _dressed(DTensor(arrays[0], leaf._spec, requires_grad=False), spec)
-    return _dressed(arrays[0], spec)
+    return _dressed(arrays[0].detach(), spec)  # an object of its own: the memory may be another leaf's too
 
 
 def _local_specs(leaf: Sharded) -> Iterable[tuple[Any, ArraySpec]]:
@@ -94,7 +94,6 @@ def _dressed(tensor: Any, spec: ArraySpec) -> Any:
 
     if spec.kind == "parameter":
         return Parameter(tensor, requires_grad=spec.requires_grad)
-    tensor = tensor.detach()  # an object of its own: the memory may be another leaf's too
     if spec.kind == "buffer":
         return Buffer(tensor.requires_grad_(spec.requires_grad))
     return tensor.requires_grad_() if spec.requires_grad else tensor
