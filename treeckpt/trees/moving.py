@@ -18,7 +18,7 @@ from ..core.region import intersect, subtract
 from ..core.spec import ArraySpec
 from ..core.tree import flatten, graft, replace_leaves
 from ..leaves.base import HostArray, Piece, Source, Target, TargetPiece
-from ..leaves.registry import decode, encode, library_of, like_of, source_of, target_of
+from ..leaves.registry import abstract_of, decode, encode, library_of, like_of, source_of, target_of
 
 __all__ = ["check_dtype", "check_held", "copied_value", "copy_into", "distribute_local", "empty_like", "fill"]
 
@@ -60,6 +60,8 @@ def distribute_local(tree: Any, like: Any, *, rank: int, device: str | None, nam
 def _placed(leaf: object, given: object, path: str, rank: int, device: str | None) -> object:
     source = source_of(given, path, rank)
     if source is None:
+        if abstract_of(leaf, path, rank) is not None:
+            raise MismatchError(path, expected="an array", found="a value in the tree", hint="Put a value into like")
         return copied_value(given, path)
     target = like_of(leaf, path, rank, device)
     if target is None:
