@@ -43,6 +43,7 @@ NAMES = [
     "rebuild_index",
     "save",
     "save_async",
+    "trees",
     "verify",
 ]
 

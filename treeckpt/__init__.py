@@ -11,6 +11,7 @@ Importing it, reading an index and the command line import no torch.
 import importlib
 from typing import Any
 
+from . import trees
 from .api import abstract, inspect, load, load_into, prewarm, rebuild_index, save, save_async, verify
 from .core import policy
 from .core.errors import (
@@ -67,6 +68,7 @@ __all__ = [
     "rebuild_index",
     "save",
     "save_async",
+    "trees",
     "verify",
 ]
 

@@ -40,7 +40,7 @@ from .core.inventory import Plenum, digest_of
 from .core.spec import Value, encode_value
 from .faults import Fault, fault_of, ours, raise_faults, silent_faults
 from .io.codec import read_index
-from .io.comm import Comm
+from .io.comm import Comm, members_of
 from .io.record import Recorder
 from .io.rounds import Round
 from .io.store import Store
@@ -167,7 +167,11 @@ class _Agreement:
         try:
             self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
             self.brought = bring(
-                tree, rank=self.comm.rank, allow_pickle=self.options.allow_pickle, namespace=self.options.namespace
+                tree,
+                rank=self.comm.rank,
+                members=members_of(self.comm),
+                allow_pickle=self.options.allow_pickle,
+                namespace=self.options.namespace,
             )
             self.values = self.brought.values
         except Exception as error:
@@ -274,8 +278,9 @@ class _Agreement:
         try:
             told = {rank: _decode(message, type=Told) for rank, message in heard.items() if message}
             self.values = {path: value for tale in reversed(told.values()) for path, value in tale.values.items()}
+            joined = None if self.terms.known else join(self.hellos, told, self.comm.size)  # shapes before contents
             compare({rank: tale.contents for rank, tale in told.items()})
-            return Joined((), None if self.terms.known else join(self.hellos, told, self.comm.size))
+            return Joined((), joined)
         except Exception as error:
             return Joined((self._fault(error, common=True),), None)
 

@@ -9,7 +9,7 @@ import xxhash
 
 from .core.errors import CheckpointError, MismatchError
 from .core.events import Span
-from .core.inventory import Inventory, Plenum, RankClass, unify
+from .core.inventory import Inventory, Plenum, RankClass, check_apart, unify
 from .core.runs import encode_runs
 from .core.spec import Value
 from .faults import Fault
@@ -168,6 +168,7 @@ def compare(contents: Mapping[int, Mapping[str, bytes]]) -> None:
 
     Raises:
         MismatchError: naming the leaf and the ranks.
+        LayoutError: pieces that overlap in part.
     """
     seen: dict[str, tuple[int, bytes]] = {}
     for rank, digests in contents.items():
@@ -175,11 +176,12 @@ def compare(contents: Mapping[int, Mapping[str, bytes]]) -> None:
             first, expected = seen.setdefault(path, (rank, digest))
             if digest != expected:
                 raise MismatchError(
-                    path,
+                    path.replace("\0", "@", 1).replace("\0", "+", 1),
                     expected=f"the same content on every rank that holds it, as on rank {first}",
                     found=f"another on rank {rank}",
                     hint="Wrap what each rank has of its own in tc.PerRank; if they should be equal, find out why not",
                 )
+    check_apart([(first, path) for path, (first, _) in seen.items()])
 
 
 def is_known(hellos: Mapping[int, Hello], key: str) -> bool:

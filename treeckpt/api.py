@@ -18,7 +18,7 @@ from .core.records import Index
 from .core.tree import flatten, replace_leaves
 from .filling import Verify
 from .io.codec import read_index, read_timings, rebuild_from_shards
-from .io.comm import Comm, default_comm
+from .io.comm import as_comm, global_rank
 from .io.record import Recorder
 from .io.shards import open_shard, read_header, verify_shard
 from .io.store import Store, open_store
@@ -31,6 +31,7 @@ from .stateful import expand
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
 
 Path = str | os.PathLike[str] | Store
+AnyComm = Any  # a Comm, a torch.distributed process group, or None for the default one
 
 
 @contextlib.contextmanager
@@ -50,7 +51,7 @@ def save(
     tree: Any,
     *,
     step: int | None = None,
-    comm: Comm | None = None,
+    comm: AnyComm = None,
     custom_metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
@@ -67,7 +68,8 @@ def save(
             `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself. An object with
             `state_dict` and `load_state_dict` stands for what the first gives.
         step: of training, kept in the index.
-        comm: how ranks talk; by default over torch.distributed's default group, if that is up.
+        comm: which ranks save: a process group of torch.distributed (they talk over its Store, without a collective),
+            or a `Comm`; by default the default group, if that is up.
         custom_metadata: values kept in the index.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         verify_replicas: compares all replicated arrays, not only values and arrays of up to 64 KiB.
@@ -83,7 +85,7 @@ def save(
         RankError: ranks failed or fell silent; raised on every rank.
     """
     options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
-    comm = comm or default_comm()
+    comm = as_comm(comm)
     with _without_cycles():
         if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is not None:
             tree = expanded.tree
@@ -95,7 +97,7 @@ def save_async(
     tree: Any,
     *,
     step: int | None = None,
-    comm: Comm | None = None,
+    comm: AnyComm = None,
     custom_metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
@@ -135,7 +137,7 @@ def save_async(
     """
     shard_bytes = max_shard_bytes or 1 << 62
     options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, shard_bytes, namespace, busy)
-    comm = comm or default_comm()
+    comm = as_comm(comm)
     with _without_cycles():
         if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is not None:
             tree = expanded.tree
@@ -151,7 +153,7 @@ def save_async(
         )
 
 
-def prewarm(tree: Any, *, writer: WriterKind = "process", comm: Comm | None = None) -> None:
+def prewarm(tree: Any, *, writer: WriterKind = "process", comm: AnyComm = None) -> None:
     """Makes ready for saving trees like this one in the background, so that the first save takes no longer than others.
 
     Starts the writer, makes the plans, and has the system provide the memory for staging. Call it on every rank.
@@ -159,7 +161,7 @@ def prewarm(tree: Any, *, writer: WriterKind = "process", comm: Comm | None = No
     Raises:
         TreeckptError: the tree cannot be saved.
     """
-    comm = comm or default_comm()
+    comm = as_comm(comm)
     with _without_cycles():
         if (expanded := expand(tree, rank=comm.rank, namespace="")) is not None:
             tree = expanded.tree
@@ -181,7 +183,7 @@ def load(
     read: Literal["each", "once"] = "each",
     memory: int = MEMORY,
     allow_pickle: bool = False,
-    comm: Comm | None = None,
+    comm: AnyComm = None,
     namespace: str = "",
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
@@ -220,7 +222,7 @@ def load(
     options = LoadOptions(
         _globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read, memory
     )
-    comm = comm or default_comm()
+    comm = as_comm(comm)
     with _opened(path) as store, _without_cycles():
         if like is not None and (expanded := expand(like, rank=comm.rank, namespace=namespace)) is not None:
             like = expanded.tree
@@ -242,7 +244,7 @@ def load_into(
     read: Literal["each", "once"] = "each",
     memory: int = MEMORY,
     allow_pickle: bool = False,
-    comm: Comm | None = None,
+    comm: AnyComm = None,
     namespace: str = "",
 ) -> LoadReport:
     """Fills the arrays of a tree in place, and puts values where their containers can change.
@@ -257,7 +259,7 @@ def load_into(
     options = LoadOptions(
         _globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory
     )
-    comm = comm or default_comm()
+    comm = as_comm(comm)
     with _opened(path) as store, _without_cycles():
         if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
             return load_into_tree(store, tree, comm, options)
@@ -369,15 +371,16 @@ def _rebuild_index(store: Store, replace: bool) -> Index:
     return index
 
 
-def abstract(tree: Any, *, comm: Comm | None = None, namespace: str = "") -> Any:
+def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
     """The tree with an `ArraySpec` in the place of each array: a target for `load` that holds no data.
 
     Of a DTensor it also says which regions this rank holds.
     """
     from .leaves.registry import abstract_of
 
-    rank = (comm or default_comm()).rank
-    _, leaves = flatten(tree, rank=rank, namespace=namespace)
-    specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]
+    comm = as_comm(comm)
+    here = global_rank(comm)
+    _, leaves = flatten(tree, rank=comm.rank, namespace=namespace)
+    specs = [abstract_of(leaf, path, here) for path, leaf in leaves]
     new = (leaf if spec is None else spec for (_, leaf), spec in zip(leaves, specs, strict=True))
     return replace_leaves(tree, new, namespace=namespace)

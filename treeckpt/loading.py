@@ -22,7 +22,7 @@ from .core.structure import PerRankNode, Structure, rank_key
 from .core.tree import flatten, graft, own_child, replace_leaves, unflatten
 from .filling import Filling, Means, Slot, Verify
 from .io.codec import read_index
-from .io.comm import Comm
+from .io.comm import Comm, global_rank
 from .io.record import Recorder
 from .io.relay import Relay, open_relay, together
 from .io.slabs import Slabs
@@ -62,7 +62,7 @@ class _Load:
     """One load on one rank."""
 
     def __init__(self, store: Store, comm: Comm, options: LoadOptions) -> None:
-        self.options, self.rank = options, comm.rank
+        self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
         self.recorder = Recorder(comm.rank)
         self.index = read_index(store)
         self.source_rank = comm.rank % self.index.world
@@ -341,19 +341,19 @@ def _slot(
     # leaves that are one object in like, and one array in the checkpoint, stay one object
     slot = ties.get((id(wanted), base))
     if slot is None:
-        spec = abstract_of(wanted, path, job.rank) if views else None
+        spec = abstract_of(wanted, path, job.here) if views else None
         slot = ties[id(wanted), base] = job.array(path, leaf, spec, make, wanted)
     return slot
 
 
 def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    relay, rank = _relay(comm, options), comm.rank
+    relay, here = _relay(comm, options), global_rank(comm)
     with together(relay):
         job = _Load(store, comm, options)
 
         def make(wanted: Any, path: str) -> Target | None:
-            return like_of(wanted, path, rank, options.device, take=job.take)
+            return like_of(wanted, path, here, options.device, take=job.take)
 
         build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True)[1])
     job.filling.run(options.verify, Means(options.memory, mapped=options.mmap, relay=relay))
@@ -366,10 +366,10 @@ def _as_like(job: _Load, like: object, slots: Sequence[Slot]) -> Callable[[], ob
 
 def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
-    relay, rank = _relay(comm, options), comm.rank
+    relay, here = _relay(comm, options), global_rank(comm)
     with together(relay):
         job = _Load(store, comm, options)
-        before, slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, rank), views=False)
+        before, slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, here), views=False)
         # what is equal already stays the very object, so that only real changes need a container that can change
         kept = [old if _is_same(old, slot.leaf) else slot.leaf for (_, old), slot in zip(before, slots, strict=True)]
         new = tree

@@ -32,7 +32,7 @@ from .core.policy import All, Best, Last, Policy
 from .finding import Finder
 from .inflight import Flights, Sweeper
 from .io.channel import Channel
-from .io.comm import Comm, default_comm
+from .io.comm import Comm, as_comm
 from .io.leases import hold_lease
 from .io.runs import RunStore
 from .io.store import Store
@@ -79,7 +79,7 @@ class Manager:
         _check_options(options, background=background)
         self._run, self._policies = Run(run), _policies(keep)
         self._finder = Finder(self._run)
-        self._saving_comm = comm or default_comm()
+        self._saving_comm = as_comm(comm)
         self._comm = Channel(self._saving_comm, "manager")
         self._restorer = Restorer(self._run, self._finder, self._comm, self._saving_comm)
         self._pace = Pace(self._saving_comm, every=every, seconds=seconds)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from . import background_cases, layout_cases, rank_cases, relay_cases, talk_cases, training_cases
-from .registry import PHASES, Case, Rank, of
+from . import (
+    background_cases,
+    layout_cases,
+    layout_groups,
+    layout_trees,
+    rank_cases,
+    relay_cases,
+    talk_cases,
+    training_cases,
+)
+from .registry import PHASES, WHOLE, Case, Rank, of
 
 __all__ = [
     "PHASES",
+    "WHOLE",
     "Case",
     "Rank",
     "background_cases",
     "layout_cases",
+    "layout_groups",
+    "layout_trees",
     "of",
     "rank_cases",
     "relay_cases",

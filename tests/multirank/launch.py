@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def launch(
-    phase: str, world: int, directory: Path, *, timeout: float = 90.0, worker: str = "tests.multirank.worker"
+    phase: str, world: int, directory: Path, *, timeout: float = 200.0, worker: str = "tests.multirank.worker"
 ) -> dict[str, str]:
     """What each case came to, by name: empty if it passed on all ranks, else the errors. `""` has the ranks' output."""
     command = [

@@ -12,89 +12,138 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import treeckpt as tc
 
-from .layouts import DIFFERENT_KEYS, build, difference, distribute, layouts_of, mesh_of, seeded
+from .layout_models import MODELS_OF_DIFFERENT_KEYS, NOT_ON_META, build_model, models_of
+from .layouts import DIFFERENT_KEYS as ARRAYS_OF_DIFFERENT_KEYS
+from .layouts import build, difference, distribute, layouts_of, locals_of, mesh_of, seeded
 from .registry import Rank, case
 
-__all__ = ["check_load"]
+__all__ = ["check_load", "make"]
+
+DIFFERENT_KEYS = (*ARRAYS_OF_DIFFERENT_KEYS, *MODELS_OF_DIFFERENT_KEYS)
 
 
 # layouts into layouts -------------------------------------------------------------------------------------------------
+VARIANTS = ("load", "load_into", "load for meta tensors", "load for specs")
+
+
+def make(layout: str, rank: int, world: int, **fill: Any) -> dict[str, Any]:
+    """The tree of one rank under a layout of the arrays, or of a model."""
+    return (
+        build_model(layout, rank, world, **fill) if layout in models_of(world) else build(layout, rank, world, **fill)
+    )
+
+
 def check_load(path: Path, layout: str, rank: int, world: int, variant: int) -> None:
-    """Loads a checkpoint of the shared arrays into a layout, in one of four ways, and compares with the oracle."""
-    expected = build(layout, rank, world)
+    """Loads a checkpoint into a layout of the same arrays, in one of four ways, and compares with the oracle."""
+    expected = make(layout, rank, world)
     strict = layout not in DIFFERENT_KEYS
+    if layout in NOT_ON_META and variant == 2:
+        variant = 0
     if variant == 0:
-        found = tc.load(path, build(layout, rank, world, fill=0), strict=strict)
+        found = tc.load(path, make(layout, rank, world, fill=0), strict=strict)
     elif variant == 1:
-        found = build(layout, rank, world, fill=255)
+        found = make(layout, rank, world, fill=255)
         tc.load_into(path, found, strict=strict)
     elif variant == 2:
-        found = tc.load(path, build(layout, rank, world, device="meta"), strict=strict)
+        found = tc.load(path, make(layout, rank, world, device="meta"), strict=strict)
     else:
         specs = tc.abstract(expected)
         assert all(isinstance(spec, tc.ArraySpec) for spec in specs.values())
         found = tc.load(path, specs, strict=strict)
-        expected = {name: _local(leaf) for name, leaf in expected.items()}
-        found = {name: leaf.reshape(-1) for name, leaf in found.items()}
+        expected = {name: _in_a_row(leaf) for name, leaf in expected.items()}
+        found = {name: leaf.detach().reshape(-1) for name, leaf in found.items()}
     text = difference(found, expected)
-    assert not text, f"{path.name} into {layout} (variant {variant}): {text}"
+    assert not text, f"{path.name} into {layout} ({VARIANTS[variant]}): {text}"
 
 
-def _local(leaf: Any) -> torch.Tensor:
-    local = leaf.to_local() if isinstance(leaf, DTensor) else leaf.local if isinstance(leaf, tc.Sharded) else leaf
-    return local.reshape(-1)
+def _in_a_row(leaf: Any) -> torch.Tensor:
+    parts = [local.detach().reshape(-1) for local in locals_of(leaf)]
+    return torch.cat(parts) if parts else torch.empty(0)
 
 
-def _load_all(here: Rank, worlds: tuple[int, ...]) -> None:
-    """Every third pair: each layout is met as a source, as a target, and in each of the four ways, several times."""
+def load_all(here: Rank, worlds: tuple[int, ...], *, step: int) -> None:
+    """Every so many pairs: each layout is met as a source, as a target, and in each of the four ways, several times."""
     for world in worlds:
-        for n, source in enumerate(layouts_of(world)):
-            for m, layout in enumerate(layouts_of(here.world)):
-                if (n + m) % 3 == 0:
-                    check_load(here.directory / f"{world} {source}", layout, here.rank, here.world, (n + m // 3) % 4)
+        for family in (layouts_of, models_of):
+            for n, source in enumerate(family(world)):
+                for m, layout in enumerate(family(here.world)):
+                    if (n + m) % step == 0:
+                        path = here.directory / f"{world} {source}"
+                        check_load(path, layout, here.rank, here.world, (n + m // step) % 4)
 
 
-def _save_all(here: Rank) -> None:
-    for layout in layouts_of(here.world):
+def save_all(here: Rank) -> None:
+    """Each layout, each element of each array once."""
+    for layout in (*layouts_of(here.world), *models_of(here.world)):
         path = here.directory / f"{here.world} {layout}"
-        tc.save(path, build(layout, here.rank, here.world))
+        tree = make(layout, here.rank, here.world)
+        tc.save(path, tree)
         if here.rank == 0:
             assert tc.verify(path).ok
-            unique = sum(tensor.nbytes for tensor in build("plain", 0, 1).values())
+            plain = build_model("model", 0, 1) if layout in models_of(here.world) else build("plain", 0, 1)
+            unique = sum(tensor.nbytes for tensor in plain.values())
             on_disk = sum(file.stat().st_size for file in path.iterdir())
             assert on_disk <= 1.01 * unique + here.world * (64 << 10), f"{layout}: {on_disk} bytes for {unique}"
             nbytes = tc.inspect(path).nbytes
             assert nbytes == unique, f"{layout}: {nbytes} bytes of arrays for {unique}"
 
 
+@case("eight")
 @case("four")
+@case("two")
+@case("three")
+@case("whole eight")
+@case("whole four")
+@case("whole three")
 def every_layout_is_saved(here: Rank) -> None:
-    _save_all(here)
+    save_all(here)
+
+
+@case("eight")
+def layouts_of_eight_ranks_load_into_others_of_eight(here: Rank) -> None:
+    load_all(here, (8,), step=13)
 
 
 @case("four")
 def layouts_load_into_others_of_the_same_world(here: Rank) -> None:
-    _load_all(here, (4,))
+    load_all(here, (4,), step=7)
+
+
+@case("four")
+def layouts_of_eight_ranks_load_into_those_of_four(here: Rank) -> None:
+    load_all(here, (8,), step=11)
 
 
 @case("three")
-def layouts_of_four_ranks_load_into_those_of_three(here: Rank) -> None:
-    _load_all(here, (4,))
+def layouts_of_eight_and_four_ranks_load_into_those_of_three(here: Rank) -> None:
+    load_all(here, (8, 4), step=13)
 
 
 @case("two")
 def layouts_of_four_ranks_load_into_those_of_two(here: Rank) -> None:
-    _load_all(here, (4,))
-
-
-@case("two")
-def every_layout_of_two_ranks_is_saved(here: Rank) -> None:
-    _save_all(here)
+    load_all(here, (4,), step=7)
 
 
 @case("four again")
 def layouts_of_one_and_two_ranks_load_into_those_of_four(here: Rank) -> None:
-    _load_all(here, (1, 2))
+    load_all(here, (1, 2), step=7)
+
+
+@case("eight again")
+def layouts_of_one_three_and_four_ranks_load_into_those_of_eight(here: Rank) -> None:
+    load_all(here, (1, 3, 4), step=17)
+
+
+@case("whole eight")
+@case("whole four")
+@case("whole three")
+def every_layout_loads_into_every_other_of_as_many_or_fewer_ranks(here: Rank) -> None:
+    load_all(here, tuple(world for world in (8, 4, 3) if world >= here.world), step=1)
+
+
+@case("whole eight again")
+def every_layout_loads_into_every_other_of_more_ranks(here: Rank) -> None:
+    load_all(here, (4, 3, 1), step=1)
 
 
 # kinds of tensors -----------------------------------------------------------------------------------------------------

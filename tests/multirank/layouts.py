@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -22,6 +23,7 @@ __all__ = [
     "distribute",
     "full_arrays",
     "layouts_of",
+    "locals_of",
     "mesh_of",
     "seeded",
 ]
@@ -201,18 +203,21 @@ def difference(found: Any, expected: Any) -> str:
 def _leaf_difference(name: str, found: Any, expected: Any) -> str:
     if type(found) is not type(expected):
         return f"{name}: {type(found).__name__} instead of {type(expected).__name__}"
-    if isinstance(found, tc.Sharded):
-        if found.offset != expected.offset:
-            return f"{name}: offset {found.offset} instead of {expected.offset}"
-        found, expected = found.local, expected.local
+    if isinstance(found, tc.Sharded) and found.offset != expected.offset:
+        return f"{name}: offset {found.offset} instead of {expected.offset}"
     if isinstance(found, DTensor):
-        if (found.placements, found.shape, found.requires_grad) != (
-            expected.placements,
-            expected.shape,
-            expected.requires_grad,
-        ):
-            return f"{name}: {found.placements} of {found.shape} instead of {expected.placements} of {expected.shape}"
-        found, expected = found.to_local(), expected.to_local()
-    if bits(found) != bits(expected):
+        facts = [(leaf.placements, leaf.shape, leaf.requires_grad) for leaf in (found, expected)]
+        if facts[0] != facts[1]:
+            return f"{name}: {facts[0]} instead of {facts[1]}"
+    if [bits(local) for local in locals_of(found)] != [bits(local) for local in locals_of(expected)]:
         return f"{name}: {found} instead of {expected}"
     return ""
+
+
+def locals_of(leaf: Any) -> list[torch.Tensor]:
+    """The plain tensors that one rank has of a leaf."""
+    if isinstance(leaf, tc.Sharded):
+        return list(leaf.locals)
+    if isinstance(leaf, ShardedTensor):
+        return [shard.tensor for shard in leaf.local_shards()]
+    return [leaf.to_local() if isinstance(leaf, DTensor) else leaf]

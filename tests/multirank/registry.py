@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["PHASES", "Case", "Rank", "case", "of"]
+__all__ = ["PHASES", "WHOLE", "Case", "Phases", "Rank", "case", "of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,17 +19,22 @@ class Rank:
 
 
 Case = Callable[[Rank], None]
-PHASES: dict[str, tuple[int, dict[str, Case]]] = {
+Phases = dict[str, tuple[int, dict[str, Case]]]
+PHASES: Phases = {
+    "eight": (8, {}),
     "four": (4, {}),
     "two": (2, {}),
     "three": (3, {}),
     "four again": (4, {}),
     "background": (4, {}),
+    "eight again": (8, {}),
 }
+WHOLE: Phases = {f"whole {name}": (PHASES[name][0], {}) for name in ("eight", "four", "three", "eight again")}
+"""The slow ones: every pair of layouts."""
 
 
 def of(phase: str) -> dict[str, Case]:
-    return PHASES[phase][1]
+    return (PHASES | WHOLE)[phase][1]
 
 
 def case(phase: str) -> Callable[[Case], Case]:

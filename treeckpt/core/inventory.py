@@ -19,11 +19,22 @@ from .dtypes import dtype_of
 from .errors import LayoutError, MismatchError
 from .layout import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated
 from .records import View
+from .region import Region, intersect
 from .runs import Runs, decode_runs, encode_runs
 from .spec import ArraySpec
 from .structure import Structure, merge, paths_of, widen_ranks
 
-__all__ = ["Inventory", "LeafSpec", "Plenum", "RankClass", "array_leaves", "digest_of", "unify"]
+__all__ = [
+    "Inventory",
+    "LeafSpec",
+    "Plenum",
+    "RankClass",
+    "array_leaves",
+    "check_apart",
+    "digest_of",
+    "piece_key",
+    "unify",
+]
 
 
 class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -235,3 +246,48 @@ def array_leaves(plenum: Plenum) -> list[tuple[int, ArrayLeaf]]:
         align = dtype.itemsize // dtype.parts
         found.append((number, ArrayLeaf(leaf.path, leaf.spec.shape, dtype.itemsize, layout, align, leaf.per_rank)))
     return found
+
+
+_MARK = "\0"
+"""Between a path and a region; no path that can be typed has one."""
+
+
+def piece_key(path: str, region: Region) -> str:
+    """The name under which the content of a piece is compared with that of its replicas."""
+    return f"{path}{_MARK}{','.join(map(str, region.offset))}{_MARK}{','.join(map(str, region.shape))}"
+
+
+def _piece_of(key: str) -> tuple[str, Region] | None:
+    path, *numbers = key.rsplit(_MARK, 2)
+    if len(numbers) != 2:
+        return None
+    offset, shape = (tuple(int(n) for n in text.split(",") if n) for text in numbers)
+    return path, Region(offset, shape)
+
+
+def check_apart(keys: Sequence[tuple[int, str]]) -> None:
+    """Refuses pieces of one array that overlap in part: their contents can not be compared.
+
+    Args:
+        keys: ranks, and `piece_key`s of what they hold; other keys are passed over.
+
+    Raises:
+        LayoutError: naming both pieces and their ranks.
+    """
+    holders: dict[str, dict[Region, int]] = {}
+    for rank, key in keys:
+        if (piece := _piece_of(key)) is not None and piece[1].size:
+            holders.setdefault(piece[0], {}).setdefault(piece[1], rank)
+    for path, pieces in holders.items():
+        active: list[Region] = []
+        for region in sorted(pieces):
+            active = [r for r in active if not r.shape or r.offset[0] + r.shape[0] > region.offset[0]]
+            if (other := next((r for r in active if intersect(r, region) is not None), None)) is not None:
+                raise LayoutError(
+                    path,
+                    expected="pieces that are equal or apart, so that replicas can be compared",
+                    found=f"offset {other.offset}, shape {other.shape} on rank {pieces[other]} and "
+                    f"offset {region.offset}, shape {region.shape} on rank {pieces[region]}",
+                    hint="Check the offsets; without verify_replicas what starts first is written",
+                )
+            active.append(region)

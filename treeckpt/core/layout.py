@@ -35,6 +35,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "StridedShard",
+    "among",
     "cells_of",
     "check_layout",
     "check_placements",
@@ -311,6 +312,23 @@ def local_shape(layout: MeshLayout, shape: Sequence[int], rank: int) -> tuple[in
     return tuple(
         sum(length for _, length in _held_intervals(layout, size, dim, position)) for dim, size in enumerate(shape)
     )
+
+
+@lru_cache(maxsize=4096)
+def among(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) -> Layout:
+    """A layout as a group of ranks sees it: rank members[i] is called i, and what other ranks hold is left out.
+
+    It stays a mesh where the group holds the whole mesh; of a part of one, each member's regions are listed.
+    """
+    number = {rank: i for i, rank in enumerate(members)}
+    if isinstance(layout, BoxLayout):
+        return BoxLayout(tuple((number[rank], region) for rank, region in layout.pieces if rank in number))
+    ranks = mesh_ranks(layout.mesh).tolist()
+    if all(rank in number for rank in ranks):
+        mesh = Mesh(layout.mesh.shape, encode_runs([number[rank] for rank in ranks]), layout.mesh.names)
+        return MeshLayout(mesh, layout.placements)
+    here = [rank for rank in ranks if rank in number]
+    return BoxLayout(tuple((number[rank], held.region) for rank in here for held in held_by(layout, shape, rank)))
 
 
 def cells_of(layout: MeshLayout, shape: Sequence[int], dim: int) -> Cells:

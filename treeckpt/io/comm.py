@@ -16,7 +16,18 @@ from typing import Any, Protocol
 
 from ..core.errors import RankError
 
-__all__ = ["Comm", "SoloComm", "ThreadComm", "TorchComm", "default_comm", "thread_comms"]
+__all__ = [
+    "Comm",
+    "SoloComm",
+    "ThreadComm",
+    "TorchComm",
+    "as_comm",
+    "comm_of",
+    "default_comm",
+    "global_rank",
+    "members_of",
+    "thread_comms",
+]
 
 TIMEOUT = 600.0
 """Seconds to wait for other ranks, unless told otherwise."""
@@ -120,10 +131,21 @@ class TorchComm:
     Args:
         store: any torch.distributed Store; the default group's is cloned by `default_comm`.
         timeout: seconds.
+        prefix: of all keys, which keeps comms on one store apart.
+        members: the global rank of each rank, where these are some ranks of the default group only.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, *, timeout: float = TIMEOUT, prefix: str = "treeckpt") -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        timeout: float = TIMEOUT,
+        prefix: str = "treeckpt",
+        members: tuple[int, ...] | None = None,
+    ) -> None:
+        self.rank, self.size, self.timeout, self.members = rank, size, timeout, members
         self.memory: dict[str, Any] = {}
         self._store, self._prefix = store, prefix
 
@@ -174,19 +196,87 @@ def default_comm() -> Comm:
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return _SOLO
+    return _kept().world
+
+
+def comm_of(group: Any) -> Comm:
+    """The comm of a process group of torch.distributed, of any ranks: with it these ranks alone save and load.
+
+    It talks over the default group's Store under a prefix of its own; the group itself is only asked for its name and
+    its ranks, so no collective is issued. Rank i of the comm is rank i of the group.
+
+    Args:
+        group: as `dist.new_group` or `DeviceMesh.get_group` give it; None is the default group.
+
+    Raises:
+        RankError: this rank is not part of the group.
+    """
+    import torch.distributed as dist
+
+    if group is None or group is dist.group.WORLD:
+        return default_comm()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        rank = dist.get_rank()
+        raise RankError(
+            "comm",
+            ranks={rank: "not part of the group"},
+            expected="a process group that this rank is part of",
+            hint="Call save and load on the ranks of the group only",
+        )
+    members = tuple(dist.get_process_group_ranks(group))
+    kept = _kept()
+    key = f"treeckpt/{group.group_name}/{','.join(map(str, members))}"
+    if key not in kept.groups:
+        kept.groups[key] = TorchComm(
+            kept.store, dist.get_rank(group), len(members), timeout=kept.world.timeout, prefix=key, members=members
+        )
+    return kept.groups[key]
+
+
+def as_comm(comm: Any) -> Comm:
+    """What the `comm` of a public function stands for: a comm itself, a process group, or None for the default."""
+    if comm is None:
+        return default_comm()
+    return comm if hasattr(comm, "post") else comm_of(comm)
+
+
+def members_of(comm: Comm) -> tuple[int, ...] | None:
+    """The global rank of each of a comm's ranks; None where they are the same."""
+    return getattr(comm, "members", None)
+
+
+def global_rank(comm: Comm) -> int:
+    """This rank's number in the default process group, by which DTensors and ShardedTensors name ranks."""
+    members = members_of(comm)
+    return comm.rank if members is None else members[comm.rank]
+
+
+class _Kept:
+    """The comms over one default Store: that of all ranks, and those of groups, by prefix."""
+
+    def __init__(self, original: Any, rank: int, size: int) -> None:
+        self.original, self.store = original, _clone(original)
+        self.world = TorchComm(self.store, rank, size)
+        self.groups: dict[str, TorchComm] = {}
+
+
+_COMMS: dict[int, _Kept] = {}
+"""Of the default process group, which is itself a global of torch's."""
+
+
+def _kept() -> _Kept:
+    import torch.distributed as dist
+
     store: Any = dist.distributed_c10d._get_default_store()
     kept = _COMMS.get(id(store))
-    if kept is None or kept[0] is not store:
+    if kept is None or kept.original is not store:
         _COMMS.clear()
-        kept = (store, TorchComm(_clone(store), dist.get_rank(), dist.get_world_size()))
-        _COMMS[id(store)] = kept
-    return kept[1]
+        kept = _COMMS[id(store)] = _Kept(store, dist.get_rank(), dist.get_world_size())
+    return kept
 
 
 _SOLO = SoloComm()
 """The one comm of a process that is alone: it keeps plans, and the writer, from save to save."""
-_COMMS: dict[int, tuple[Any, TorchComm]] = {}
-"""The one comm of the default process group, which is itself a global of torch's."""
 
 
 def _clone(store: Any) -> Any:

@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 
 from ..core.dtypes import dtype_of
-from ..core.inventory import Inventory, LeafSpec
-from ..core.layout import MeshLayout, Replicate
+from ..core.inventory import Inventory, LeafSpec, piece_key
+from ..core.layout import MeshLayout, Replicate, among
 from ..core.records import View
 from ..core.region import c_strides
 from ..core.spec import Value
@@ -38,8 +38,18 @@ class Brought(msgspec.Struct, frozen=True):
     """Values under `PerRank`."""
 
 
-def bring(tree: object, *, rank: int, allow_pickle: bool = False, namespace: str = "") -> Brought:
+def bring(
+    tree: object,
+    *,
+    rank: int,
+    allow_pickle: bool = False,
+    namespace: str = "",
+    members: tuple[int, ...] | None = None,
+) -> Brought:
     """Takes a tree apart and describes its leaves.
+
+    Args:
+        members: where a group of ranks saves, the global rank of each: distributed arrays name ranks by these.
 
     Raises:
         TreeError, LayoutError: naming the leaf that cannot be saved.
@@ -51,17 +61,20 @@ def bring(tree: object, *, rank: int, allow_pickle: bool = False, namespace: str
     own_values: dict[str, Value] = {}
     specs: list[LeafSpec] = []
     unplaced: dict[Any, str] = {}
+    here = rank if members is None else members[rank]
     for path, leaf in leaves:
         own = "~rank" in path and mark in path.split("/")
         if own:
             path = "/".join("~rank*" if step == mark else step for step in path.split("/"))
-        source = source_of(leaf, path, rank)
+        source = source_of(leaf, path, here)
         if source is None:
             (own_values if own else values)[path] = encode(leaf, path, allow_pickle=allow_pickle)
             specs.append(LeafSpec(path, None, per_rank=() if own else None))
         else:
             sources[path] = source
             layout, first = source.layout, None
+            if layout is not None and members is not None:
+                layout = among(layout, source.spec.shape, members)
             if source.storage is None:  # memory tells no ties here: the same object is one still
                 first = unplaced.setdefault((_identity(leaf), own), path)
             if first not in (None, path):
@@ -73,7 +86,7 @@ def bring(tree: object, *, rank: int, allow_pickle: bool = False, namespace: str
 
 def _identity(leaf: Any) -> object:
     """Equal for leaves that are one array by being one object."""
-    return (id(leaf.local), leaf.global_shape, leaf.offset) if isinstance(leaf, Sharded) else id(leaf)
+    return leaf.identity if isinstance(leaf, Sharded) else id(leaf)
 
 
 def _with_aliases(specs: list[LeafSpec], sources: dict[str, Source]) -> Iterable[LeafSpec]:
@@ -190,7 +203,7 @@ def content_digests(brought: Brought, *, every: bool) -> dict[str, bytes]:
                 found[spec.path] = _hash_piece(source.pieces[0], itemsize)
         elif every:  # which pieces other ranks hold too is not known here
             for piece in source.pieces:
-                found[f"{spec.path}@{','.join(map(str, piece.region.offset))}"] = _hash_piece(piece, itemsize)
+                found[piece_key(spec.path, piece.region)] = _hash_piece(piece, itemsize)
     return found
 
 

@@ -20,6 +20,7 @@ from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sh
 __all__ = ["abstract_of", "decode", "encode", "library_of", "like_of", "new_array", "resolve", "source_of", "target_of"]
 
 _ADAPTERS = {"torch": "torch", "numpy": "numpy"}
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
 
 
 @lru_cache(maxsize=8)
@@ -31,6 +32,8 @@ def _load(name: str) -> Adapter:
 def _adapter(kind: type) -> Adapter | None:
     for base in kind.__mro__:
         name = base.__module__.partition(".")[0]
+        if base.__module__.startswith(_SHARDED_TENSOR):
+            return _load("sharded_tensor")
         if name in _ADAPTERS:
             return _load(_ADAPTERS[name])
     return None
@@ -60,12 +63,13 @@ def source_of(leaf: object, path: str, rank: int) -> Source | None:
 
 
 def _inner(leaf: Sharded, path: str) -> Adapter:
-    adapter = _adapter(type(leaf.local))
-    if adapter is None:
+    adapters = [_adapter(type(local)) for local in leaf.locals] or [_load("numpy")]
+    adapter = adapters[0]
+    if adapter is None or any(other is not adapter for other in adapters):
         raise TreeError(
             path,
-            expected="an array in Sharded",
-            found=f"{type(leaf.local).__name__}",
+            expected="an array in Sharded, or several of one library",
+            found=", ".join(type(local).__name__ for local in leaf.locals),
             hint="Values are no pieces; wrap what each rank has of its own in tc.PerRank",
         )
     return adapter

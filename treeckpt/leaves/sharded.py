@@ -1,7 +1,7 @@
-"""Explicit pieces: a local array together with where it stands in a global one, whatever cut it.
+"""Explicit pieces: local arrays together with where they stand in a global one, whatever cut it.
 
 What Paddle calls local shape + global offset; and, with an integer offset, a ZeRO-style flat range of the global
-array's elements in C order.
+array's elements in C order. A rank may hold one piece or several of them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -20,30 +20,60 @@ from ..core.region import Region, flat_regions
 from ..core.spec import ArraySpec
 from .base import Adapter, Flat, Piece, Source, Take, Target, TargetPiece
 
-__all__ = ["Sharded", "sharded_abstract", "sharded_like", "sharded_source", "sharded_target"]
+__all__ = ["Sharded", "sharded_abstract", "sharded_like", "sharded_source", "sharded_target", "with_locals"]
+
+Offset = int | tuple[int, ...]
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sharded:
-    """One rank's piece of a global array.
+    """One rank's part of a global array: a piece, or several.
+
+        tc.Sharded(rows, (1000, 64), (250, 0))             # a box that starts at row 250
+        tc.Sharded(flat, (1000, 64), 12_345)               # a flat range of elements, in C order
+        tc.Sharded([a, b], (1000, 64), [(0, 0), (500, 0)])  # several pieces, each a box or a flat range
 
     Args:
-        local: the piece, any array that can be a leaf.
+        local: the piece, any array that can be a leaf; or a list of them, all of one dtype. A rank that holds nothing
+            gives an empty flat piece: `tc.Sharded(torch.empty(0), shape, 0)`.
         global_shape: of the whole array.
-        offset: where the piece starts: one integer per dimension, or, for a flat 1-D `local`, the position of its
-            first element among all elements in C order.
+        offset: where the piece starts: one integer per dimension, or, for a flat 1-D piece, the position of its
+            first element among all elements in C order. For several pieces a list with as many of these.
+
+    Pieces of all ranks together cover the array. Equal pieces are replicas; where pieces overlap in part, that which
+    starts first is written.
     """
 
     __treeckpt_leaf__: ClassVar[bool] = True
 
     local: Any
     global_shape: tuple[int, ...]
-    offset: int | tuple[int, ...]
+    offset: Any
 
     def __post_init__(self) -> None:
-        offset, index = self.offset, operator.index
+        index = operator.index
         object.__setattr__(self, "global_shape", tuple(map(index, self.global_shape)))
-        object.__setattr__(self, "offset", tuple(map(index, offset)) if isinstance(offset, Sequence) else index(offset))
+        if isinstance(self.local, (list, tuple)) and isinstance(self.offset, Sequence):
+            object.__setattr__(self, "local", tuple(self.local))
+            object.__setattr__(self, "offset", tuple(map(_offset, self.offset)))
+        else:
+            object.__setattr__(self, "offset", _offset(self.offset))
+
+    @property
+    def several(self) -> bool:
+        """Whether `local` and `offset` list pieces."""
+        return isinstance(self.local, tuple) and isinstance(self.offset, tuple)
+
+    @property
+    def locals(self) -> tuple[Any, ...]:
+        """The pieces' arrays."""
+        return self.local if self.several else (self.local,)
+
+    @property
+    def offsets(self) -> tuple[Offset, ...]:
+        """The pieces' offsets."""
+        return self.offset if self.several else (self.offset,)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,11 +82,25 @@ class Sharded:
 
     @property
     def dtype(self) -> Any:
-        return self.local.dtype
+        return self.locals[0].dtype
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for leaves that are one array by being made of the same objects."""
+        return (*map(id, self.locals), self.global_shape, self.offset)
 
 
-def _regions(leaf: Sharded, local: Sequence[int], path: str) -> tuple[Region, ...]:
-    shape, offset = leaf.global_shape, leaf.offset
+def _offset(offset: Any) -> Offset:
+    return tuple(map(operator.index, offset)) if isinstance(offset, Sequence) else operator.index(offset)
+
+
+def with_locals(leaf: Sharded, made: Sequence[Any]) -> Sharded:
+    """The same pieces of the same array, with other memory."""
+    return Sharded(tuple(made) if leaf.several else made[0], leaf.global_shape, leaf.offset)
+
+
+def _regions(leaf: Sharded, offset: Offset, local: Sequence[int], path: str) -> tuple[Region, ...]:
+    shape = leaf.global_shape
     whole = Region.whole(shape)
     if isinstance(offset, int):
         if len(local) == 1 and offset >= 0 and offset + local[0] <= math.prod(shape):
@@ -75,57 +119,86 @@ def _regions(leaf: Sharded, local: Sequence[int], path: str) -> tuple[Region, ..
     )
 
 
-def _spread(leaf: Sharded, data: Any, local: tuple[int, ...], path: str) -> list[tuple[Region, Any]]:
-    regions = _regions(leaf, local, path)
-    if not isinstance(leaf.offset, int):
-        return [(regions[0], data)]
-    at = 0
-    spread: list[tuple[Region, Any]] = []
-    for region in regions:
-        spread.append((region, Flat(data, at, region.shape)))
-        at += region.size
-    return spread
+def _each(leaf: Sharded, path: str, act: Callable[[Any], _T | None]) -> list[_T] | None:
+    """What each piece gives; None if one of them is not the adapter's."""
+    if not leaf.locals or len(leaf.locals) != len(leaf.offsets):
+        raise LayoutError(
+            path,
+            expected="an offset for each piece, and one piece at least, of size 0 if the rank holds nothing",
+            found=f"{len(leaf.locals)} pieces, {len(leaf.offsets)} offsets",
+            hint="Pass tc.Sharded lists of equal length, or one array and one offset",
+        )
+    found = [act(local) for local in leaf.locals]
+    made = [one for one in found if one is not None]
+    return made if len(made) == len(found) else None
+
+
+def _spec(leaf: Sharded, specs: Sequence[ArraySpec], path: str) -> ArraySpec:
+    """Of the whole array, from those of the pieces."""
+    for spec in specs:
+        if spec.dtype != specs[0].dtype:
+            raise LayoutError(path, expected=f"pieces of one dtype, as {specs[0].dtype}", found=f"{spec.dtype}")
+    return msgspec.structs.replace(specs[0], shape=leaf.global_shape)
+
+
+def _spread(leaf: Sharded, parts: Sequence[tuple[Any, ArraySpec]], path: str) -> Iterator[tuple[Region, Any]]:
+    """Regions of the whole array, and the memory of each."""
+    for offset, (data, spec) in zip(leaf.offsets, parts, strict=True):
+        regions = _regions(leaf, offset, spec.shape, path)
+        at = 0
+        for region in regions:
+            yield region, Flat(data, at, region.shape) if isinstance(offset, int) else data
+            at += region.size
 
 
 def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Source:
-    """Describes a piece that is to be saved.
+    """Describes pieces that are to be saved.
 
     Raises:
-        LayoutError: the piece does not lie inside the global shape, or `local` is distributed itself.
+        LayoutError: a piece does not lie inside the global shape, or is distributed itself.
     """
-    inner = adapter.source(leaf.local, path, rank)
-    if inner is None or inner.layout is not None:
-        raise LayoutError(path, expected="a plain array in Sharded", found=f"{type(leaf.local).__name__}")
-    pieces = _spread(leaf, inner.pieces[0].data, inner.spec.shape, path)
-    spec = msgspec.structs.replace(inner.spec, shape=leaf.global_shape)
-    layout = BoxLayout(tuple((rank, region) for region, _ in pieces))
-    return Source(spec, layout, [Piece(region, data) for region, data in pieces], inner.storage)
+    inner = _each(leaf, path, lambda local: adapter.source(local, path, rank))
+    if inner is None or any(source.layout is not None for source in inner):
+        raise _no_array(leaf, path)
+    spec = _spec(leaf, [source.spec for source in inner], path)
+    pieces = [Piece(*part) for part in _spread(leaf, [(s.pieces[0].data, s.spec) for s in inner], path)]
+    layout = BoxLayout(tuple((rank, piece.region) for piece in pieces))
+    return Source(spec, layout, pieces, inner[0].storage if len(inner) == 1 else None)
+
+
+def _no_array(leaf: Sharded, path: str) -> LayoutError:
+    kinds = ", ".join(dict.fromkeys(type(local).__name__ for local in leaf.locals))
+    return LayoutError(path, expected="a plain array in Sharded", found=kinds)
 
 
 def sharded_abstract(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArraySpec | None:
-    """What the whole array is, and which regions of it the piece is."""
-    inner = adapter.abstract(leaf.local, path, rank)
+    """What the whole array is, and which regions of it the pieces are."""
+    inner = _each(leaf, path, lambda local: adapter.abstract(local, path, rank))
     if inner is None:
         return None
-    return msgspec.structs.replace(inner, shape=leaf.global_shape, regions=_regions(leaf, inner.shape, path))
+    regions = [_regions(leaf, offset, spec.shape, path) for offset, spec in zip(leaf.offsets, inner, strict=True)]
+    return msgspec.structs.replace(_spec(leaf, inner, path), regions=tuple(r for part in regions for r in part))
 
 
-def _as_target(leaf: Sharded, inner: Target, path: str) -> Target:
-    pieces = _spread(leaf, inner.pieces[0].data, inner.spec.shape, path)
-    spec = msgspec.structs.replace(inner.spec, shape=leaf.global_shape)
-    made = Sharded(inner.leaf, leaf.global_shape, leaf.offset)
-    return Target(spec, made, [TargetPiece(region, data) for region, data in pieces])
+def _as_target(leaf: Sharded, inner: list[Target] | None, path: str) -> Target | None:
+    if inner is None:
+        return None
+    if any(len(target.pieces) != 1 or target.pieces[0].region.shape != target.spec.shape for target in inner):
+        raise _no_array(leaf, path)
+    spec = _spec(leaf, [target.spec for target in inner], path)
+    made = with_locals(leaf, [target.leaf for target in inner])
+    parts = [(target.pieces[0].data, target.spec) for target in inner]
+    return Target(spec, made, [TargetPiece(*part) for part in _spread(leaf, parts, path)])
 
 
 def sharded_target(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Target | None:
-    """Describes a piece that is to be filled in place."""
-    inner = adapter.target(leaf.local, path, rank)
-    return None if inner is None else _as_target(leaf, inner, path)
+    """Describes pieces that are to be filled in place."""
+    return _as_target(leaf, _each(leaf, path, lambda local: adapter.target(local, path, rank)), path)
 
 
 def sharded_like(
     leaf: Sharded, path: str, rank: int, device: str | None, adapter: Adapter, *, take: Take | None = None
 ) -> Target | None:
-    """A new piece of the same shape and place."""
-    inner = adapter.like(leaf.local, path, rank, device, take=take)
-    return None if inner is None else _as_target(leaf, inner, path)
+    """New pieces of the same shapes and places."""
+    made = _each(leaf, path, lambda local: adapter.like(local, path, rank, device, take=take))
+    return _as_target(leaf, made, path)

@@ -18,7 +18,7 @@ from ..core.errors import MismatchError
 from ..core.structure import PerRankNode
 from ..core.tree import PerRank
 from ..filling import Verify
-from ..io.comm import Comm, default_comm
+from ..io.comm import Comm, as_comm
 from ..leaves.torch import dtype_name
 from ..reports import human_bytes
 from ..stateful import is_stateful
@@ -114,7 +114,7 @@ def restore(
         MismatchError: what is here is not what was saved, named by its path.
         TreeError: an optimizer with parameters that are not the model's.
     """
-    comm = comm or default_comm()
+    comm = as_comm(comm)
     found = open_source(source, comm, Options(cast, verify, allow_pickle))
     job = _Restore(found, comm, model, optimizer, strict, partial, cast, world_changed)
     job.plan_model()

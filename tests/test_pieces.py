@@ -1,0 +1,170 @@
+"""Explicit pieces: several on a rank, boxes and flat ranges mixed, and what is wrong with some; groups of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import treeckpt as tc
+from tests.world import errors_of, on_ranks
+from treeckpt.core.layout import BoxLayout, Mesh, MeshLayout, Replicate, Shard, among, held_by
+from treeckpt.core.region import Region
+from treeckpt.core.runs import encode_runs
+
+FULL = torch.arange(60.0).reshape(5, 4, 3)
+
+
+def _box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    return FULL[Region(offset, shape).slices()].clone()
+
+
+def _parts(rank: int) -> tc.Sharded:
+    """Two ranks: boxes and flat ranges, several each, in no order."""
+    flat = FULL.reshape(-1)
+    if rank == 0:
+        return tc.Sharded([flat[48:].clone(), _box((0, 0, 0), (2, 4, 3))], (5, 4, 3), [48, (0, 0, 0)])
+    return tc.Sharded(
+        [_box((2, 0, 0), (1, 4, 3)), flat[41:48].clone(), flat[36:41].clone()], (5, 4, 3), [(2, 0, 0), 41, 36]
+    )
+
+
+def _blank(leaf: tc.Sharded) -> tc.Sharded:
+    return tc.Sharded([torch.zeros_like(local) for local in leaf.locals], leaf.global_shape, leaf.offset)
+
+
+def _equal(a: tc.Sharded, b: tc.Sharded) -> bool:
+    return a.offset == b.offset and all(torch.equal(x, y) for x, y in zip(a.locals, b.locals, strict=True))
+
+
+def test_a_rank_may_hold_several_pieces() -> None:
+    store = tc.MemoryStore()
+    assert not any(errors_of(on_ranks(2, lambda comm: tc.save(store, {"w": _parts(comm.rank)}, comm=comm))))
+    assert torch.equal(tc.load(store)["w"], FULL)
+    assert tc.inspect(store).nbytes == FULL.nbytes, "each element once"
+    for rank in (0, 1):
+        expected, into = _parts(rank), _blank(_parts(rank))
+        assert _equal(tc.load(store, {"w": _blank(expected)})["w"], expected)
+        tc.load_into(store, {"w": into})
+        assert _equal(into, expected)
+        held = tc.load(store, tc.abstract({"w": expected}))["w"]
+        assert held.numel() == sum(local.numel() for local in expected.locals)
+
+
+def test_a_list_of_one_piece_and_arrays_of_numpy() -> None:
+    store, full = tc.MemoryStore(), FULL.numpy()
+    tc.save(store, {"w": tc.Sharded([full], full.shape, [(0, 0, 0)]), "v": tc.Sharded([full[:2], full[2:]], full.shape, [(0, 0, 0), (2, 0, 0)])})  # fmt: skip  # noqa: E501
+    loaded = tc.load(store)
+    assert all(np.array_equal(loaded[name], full) for name in "wv")
+
+
+def test_the_same_pieces_twice_are_one_array() -> None:
+    store, pieces = tc.MemoryStore(), [FULL[:2].clone(), FULL[2:].clone()]
+    offsets = [(0, 0, 0), (2, 0, 0)]
+    tc.save(store, {"a": tc.Sharded(pieces, FULL.shape, offsets), "b": tc.Sharded(pieces, FULL.shape, offsets)})
+    loaded = tc.load(store)
+    assert loaded["a"] is loaded["b"] and tc.inspect(store).nbytes == FULL.nbytes
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "fewer offsets": (tc.Sharded([FULL, FULL], FULL.shape, [(0, 0, 0)]), tc.LayoutError, "2 pieces, 1 offsets"),
+    "no piece": (tc.Sharded([], FULL.shape, []), tc.LayoutError, "of size 0 if the rank holds nothing"),
+    "not flat": (tc.Sharded([FULL[:2], FULL[2:]], FULL.shape, [0, (2, 0, 0)]), tc.LayoutError, "a 1-D piece"),
+    "dtypes": (
+        tc.Sharded([FULL[:2], FULL[2:].int()], FULL.shape, [(0, 0, 0), (2, 0, 0)]), tc.LayoutError, "of one dtype",
+    ),
+    "two libraries": (
+        tc.Sharded([FULL[:2], FULL[2:].numpy()], FULL.shape, [(0, 0, 0), (2, 0, 0)]), tc.TreeError, "of one library",
+    ),
+    "one outside": (tc.Sharded([FULL, FULL[:1]], FULL.shape, [(0, 0, 0), (5, 0, 0)]), tc.LayoutError, "inside shape"),
+    "pieces in pieces": (
+        tc.Sharded([tc.Sharded(FULL, FULL.shape, 0)], FULL.shape, [(0, 0, 0)]), tc.TreeError, "an array in Sharded",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_pieces_are_named(name: str) -> None:
+    leaf, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text) as caught:
+        tc.save(tc.MemoryStore(), {"a": [leaf]})
+    assert caught.value.path == "a/0"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_any_flat_range_of_any_small_array_is_exact() -> None:
+    """Every range of every array of up to three dimensions: 1-D memory of one rank, the rest that of another."""
+    for shape in itertools.chain(*(itertools.product((1, 2, 3), repeat=n) for n in (1, 2, 3))):
+        full = np.arange(math.prod(shape)).reshape(shape)
+        flat, n = full.reshape(-1), full.size
+        for start, stop in itertools.combinations(range(n + 1), 2):
+            store = tc.MemoryStore()
+            around = tc.Sharded([flat[:start], flat[start:stop], flat[stop:]], shape, [0, start, stop])
+            tc.save(store, {"w": around})
+            assert np.array_equal(tc.load(store)["w"], full), (shape, start, stop)
+            found = tc.load(store, {"w": tc.Sharded(np.zeros(stop - start, full.dtype), shape, start)})["w"]
+            assert np.array_equal(found.local, flat[start:stop]), (shape, start, stop)
+
+
+# replicas of pieces --------------------------------------------------------------------------------------------------
+def test_equal_pieces_that_differ_in_content_are_named_when_asked() -> None:
+    def save(comm: Any, **options: Any) -> None:
+        rows = FULL[2:].clone() if comm.rank else FULL[:2].clone()
+        if comm.rank == 3:
+            rows[1, 2, 1] += 1
+        leaf = tc.Sharded(rows, FULL.shape, (2 if comm.rank else 0, 0, 0))
+        tc.save(tc.MemoryStore() if options else store, {"w": [leaf]}, comm=comm, **options)
+
+    store = tc.MemoryStore()
+    assert not any(errors_of(on_ranks(4, save)))
+    for error in errors_of(on_ranks(4, lambda comm: save(comm, verify_replicas=True))):
+        assert isinstance(error, tc.MismatchError)
+        assert error.path == "w/0@2,0,0+3,4,3"
+        assert "rank 1" in str(error) and "rank 3" in str(error)
+
+
+def test_pieces_that_overlap_in_part_are_written_once_and_refused_where_replicas_are_compared() -> None:
+    def leaf(rank: int) -> tc.Sharded:
+        low, high = (0, 4) if rank == 0 else (3, 5)
+        return tc.Sharded(FULL[low:high].clone(), FULL.shape, (low, 0, 0))
+
+    stores = [tc.MemoryStore(), tc.MemoryStore()]
+    assert not any(errors_of(on_ranks(2, lambda comm: tc.save(stores[0], {"w": leaf(comm.rank)}, comm=comm))))
+    assert torch.equal(tc.load(stores[0])["w"], FULL) and tc.inspect(stores[0]).nbytes == FULL.nbytes
+    for error in errors_of(
+        on_ranks(2, lambda comm: tc.save(stores[1], {"w": leaf(comm.rank)}, comm=comm, verify_replicas=True))
+    ):
+        assert isinstance(error, tc.LayoutError)
+        assert error.path == "w"
+        assert "on rank 0" in error.found and "on rank 1" in error.found
+    assert not stores[1].files
+
+
+def test_pieces_that_start_at_one_offset_and_differ_in_shape_are_not_taken_for_replicas() -> None:
+    def leaf(rank: int) -> tc.Sharded:
+        return tc.Sharded(FULL[:, : 1 + 3 * rank].clone(), FULL.shape, (0, 0, 0))
+
+    for error in errors_of(
+        on_ranks(2, lambda comm: tc.save(tc.MemoryStore(), {"w": leaf(comm.rank)}, comm=comm, verify_replicas=True))
+    ):
+        assert isinstance(error, tc.LayoutError) and "equal or apart" in error.expected
+
+
+# groups of ranks -----------------------------------------------------------------------------------------------------
+def test_a_group_sees_a_mesh_of_its_own_ranks_as_a_mesh() -> None:
+    layout = MeshLayout(Mesh((2, 2), encode_runs([4, 6, 5, 7]), ("a", "b")), (Replicate(), Shard(0)))
+    seen = among(layout, (8, 3), (7, 6, 5, 4))
+    assert isinstance(seen, MeshLayout) and seen.mesh.names == ("a", "b")
+    for rank, number in {7: 0, 6: 1, 5: 2, 4: 3}.items():
+        assert held_by(seen, (8, 3), number) == held_by(layout, (8, 3), rank)
+
+
+def test_a_group_sees_its_part_of_a_larger_mesh_as_pieces() -> None:
+    layout = MeshLayout(Mesh((2, 2), encode_runs([0, 1, 2, 3])), (Replicate(), Shard(1)))
+    seen = among(layout, (4, 6), (9, 2, 3))
+    assert seen == BoxLayout(((1, Region((0, 0), (4, 3))), (2, Region((0, 3), (4, 3)))))
+    pieces = BoxLayout(((5, Region((0,), (1,))), (2, Region((1,), (1,)))))
+    assert among(pieces, (2,), (1, 2)) == BoxLayout(((1, Region((1,), (1,))),))

@@ -1,0 +1,154 @@
+"""Whole trees out of any layout and back, between threads as ranks: only the wire is not that of real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import treeckpt as tc
+from tests.test_reshard import Case, bits, cases, on_ranks
+from treeckpt.core.region import Region
+from treeckpt.io.comm import ThreadComm
+from treeckpt.trees import gathering, packing, sending
+from treeckpt.trees.wire import Transfer
+
+
+class ThreadWire:
+    """A wire over a board of messages, each of which has a number of its own."""
+
+    members = None
+
+    def __init__(self, comm: ThreadComm) -> None:
+        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._step = 0
+        self._pairs: dict[tuple[int, int], int] = {}
+        self.moved = 0
+
+    def _wait(self, key: str) -> bytes:
+        found = self._comm.wait([key], 20)[0]
+        assert found is not None, f"rank {self.rank} waits for {key}"
+        return found
+
+    def tell(self, data: bytes) -> list[bytes]:
+        self._step += 1
+        self._comm.post(f"tell {self._step} {self.rank}", data)
+        return [self._wait(f"tell {self._step} {rank}") for rank in range(self.size)]
+
+    def broadcast(self, data: np.ndarray, source: int) -> None:
+        self._step += 1
+        if self.rank == source:
+            self._comm.post(f"broadcast {self._step}", data.tobytes())
+        else:
+            data[:] = np.frombuffer(self._wait(f"broadcast {self._step}"), np.uint8)
+        self.moved += data.nbytes
+
+    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        for other, data in sends:
+            self._comm.post(self._number(self.rank, other), data.tobytes())
+            self.moved += data.nbytes
+        for other, data in receives:
+            data[:] = np.frombuffer(self._wait(self._number(other, self.rank)), np.uint8)
+
+    def _number(self, sender: int, receiver: int) -> str:
+        count = self._pairs[sender, receiver] = self._pairs.get((sender, receiver), 0) + 1
+        return f"{sender} to {receiver}: {count}"
+
+
+def _whole(case: Case) -> dict[Any, Any]:
+    return {n: array.full() for n, array in enumerate(case.arrays)}
+
+
+@settings(deadline=None)
+@given(cases(), st.sampled_from([1, 64, 1 << 20]), st.data())
+def test_any_layout_is_gathered_whole_on_any_ranks(case: Case, limit: int, data: st.DataObject) -> None:
+    """Uneven, strided, flat and listed pieces, replicas, arrays that one rank has: as the save's plan has them."""
+    chosen = data.draw(st.one_of(st.none(), st.lists(st.integers(0, case.before - 1), max_size=3)))
+
+    def act(comm: ThreadComm) -> None:
+        tree, before = case.tree(comm.rank, saved=True), case.tree(comm.rank, saved=True)
+        wire = ThreadWire(comm)
+        found = gathering.gather(tree, wire=wire, ranks=chosen, device=None, limit=limit, namespace="")
+        assert found["values"] == list(case.values) and found["none"] == (None, {}, [])
+        own = found["own"].value
+        assert own["rank"] == comm.rank and torch.equal(own["state"], torch.arange(case.own[comm.rank]))
+        for number, full in _whole(case).items():
+            for leaf in found["layers"][number].values():
+                if chosen is None or comm.rank in chosen:
+                    assert bits(leaf) == bits(full), f"array {number} on rank {comm.rank}"
+                else:
+                    assert isinstance(leaf, tc.ArraySpec) and leaf.shape == tuple(full.shape)
+        for number, leaves in before["layers"].items():
+            for name, leaf in leaves.items():
+                assert bits(tree["layers"][number][name]) == bits(leaf), "the input is as it was"
+
+    on_ranks(case.before, act)
+
+
+@settings(deadline=None)
+@given(cases(), st.sampled_from([1, 64, 1 << 20]), st.data())
+def test_one_rank_distributes_over_any_layout(case: Case, limit: int, data: st.DataObject) -> None:
+    source = data.draw(st.integers(0, case.after - 1))
+
+    def act(comm: ThreadComm) -> None:
+        expected = case.tree(comm.rank, saved=False)["layers"]
+        like = case.tree(comm.rank, saved=False)["layers"]
+        whole = {number: dict.fromkeys(("w", "tied"), full) for number, full in _whole(case).items()}
+        found = sending.distribute(
+            whole if comm.rank == source else None, like, wire=ThreadWire(comm), source=source, device=None,
+            limit=limit, namespace="",
+        )  # fmt: skip
+        assert list(found) == list(expected)
+        for number, leaves in expected.items():
+            for name, leaf in leaves.items():
+                assert type(found[number][name]) is type(leaf) and bits(found[number][name]) == bits(leaf)
+            assert len({id(leaf) for leaf in found[number].values()}) == 1, "ties"
+
+    on_ranks(case.after, act)
+
+
+def test_replicas_are_not_sent_again_and_each_element_is_sent_once() -> None:
+    full = torch.arange(4000.0).reshape(40, 100)
+
+    def act(comm: ThreadComm) -> int:
+        low = 10 * comm.rank
+        tree = {"replica": full, "rows": tc.Sharded(full[low : low + 10].clone(), full.shape, (low, 0))}
+        wire = ThreadWire(comm)
+        found = gathering.gather(tree, wire=wire, ranks=[2], device=None, limit=1 << 20, namespace="")
+        assert comm.rank != 2 or torch.equal(found["rows"], full)
+        return wire.moved
+
+    moved = on_ranks(4, act)
+    assert moved[2] == 0 and sum(moved) == full.nbytes * 3 // 4, moved
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([1, 2, 4, 8, 16])), max_size=8), st.integers(1, 200))
+def test_buckets_hold_every_entry_once_in_order_aligned_and_within_their_limit(
+    sizes: list[tuple[int, int]], limit: int
+) -> None:
+    entries = [packing.Entry(n, Region((0,), (size,)), itemsize) for n, (size, itemsize) in enumerate(sizes)]
+    buckets = list(packing.pack_entries(entries, limit))
+    packed = [entry for bucket in buckets for entry, _ in bucket.entries]
+    assert packed == [entry for entry in entries if entry.nbytes]
+    for bucket in buckets:
+        ends = [0]
+        for entry, at in bucket.entries:
+            assert at >= ends[-1] and at % 16 == 0
+            ends.append(at + entry.nbytes)
+        assert ends[-1] <= bucket.nbytes and (ends[-1] <= limit or len(bucket.entries) == 1)
+
+
+@pytest.mark.parametrize("world", [2, 5])
+def test_a_rank_that_fails_to_begin_is_named_on_all(world: int) -> None:
+    def act(comm: ThreadComm) -> tc.RankError:
+        tree = {"w": object() if comm.rank == 1 else 5}
+        with pytest.raises(tc.RankError, match="rank 1: TreeError: w: expected an array") as caught:
+            gathering.gather(tree, wire=ThreadWire(comm), ranks=None, device=None, limit=1, namespace="")
+        return caught.value
+
+    assert all(list(error.ranks) == [1] for error in on_ranks(world, act))

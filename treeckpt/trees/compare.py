@@ -1,0 +1,92 @@
+"""Do two trees have the same structure, and if not, where do they differ?
+
+Both are walked side by side: containers by kind and keys, arrays by shape, dtype, kind and layout (which regions this
+rank holds), values by type. Contents are not compared.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import msgspec
+
+from ..core.containers import PerRank, take
+from ..core.spec import ArraySpec
+from ..core.structure import key_text
+from ..leaves.registry import abstract_of
+
+__all__ = ["Sameness", "same_structure"]
+
+
+class Sameness(msgspec.Struct, frozen=True):
+    """Whether two trees have the same structure: true in a condition, and as text says what differs."""
+
+    differences: tuple[str, ...]
+    """A line each, `path: what instead of what`, in the order of the expected tree."""
+
+    def __bool__(self) -> bool:
+        return not self.differences
+
+    def __str__(self) -> str:
+        return "\n".join(self.differences) or "the same structure"
+
+
+def same_structure(found: Any, expected: Any, *, rank: int, namespace: str = "") -> Sameness:
+    """Compares two trees; see `treeckpt.trees.same_structure`."""
+    lines: list[str] = []
+    _compare(found, expected, "", lines, rank, namespace)
+    return Sameness(tuple(lines))
+
+
+_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
+
+
+def _name(node: Any, path: str, rank: int) -> str:
+    spec = None if _is_plain(node) else abstract_of(node, path, rank)
+    return "array" if spec is not None else type(node).__name__
+
+
+def _is_plain(node: Any) -> bool:
+    return node is None or isinstance(node, (bool, int, float, str, bytes))
+
+
+def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, namespace: str) -> None:
+    ours, theirs = take(found, path, namespace, rank), take(expected, path, namespace, rank)
+    if ours is None and theirs is None:
+        return _compare_leaves(found, expected, path, lines, rank)
+    if ours is None or theirs is None or type(found) is not type(expected):
+        lines.append(f"{path or '<root>'}: {_name(found, path, rank)} instead of {_name(expected, path, rank)}")
+        return None
+    have, wanted = (dict(zip(t.keys, t.children, strict=True)) for t in (ours, theirs))
+    order = [key for key in have if key in wanted], [key for key in wanted if key in have]
+    if order[0] != order[1] and isinstance(found, _MAPPINGS):
+        lines.append(f"{path or '<root>'}: keys in the order {order[0]!r:.80} instead of {order[1]!r:.80}")
+    maximum = getattr(found, "maxlen", None), getattr(expected, "maxlen", None)
+    if isinstance(found, collections.deque) and maximum[0] != maximum[1]:
+        lines.append(f"{path or '<root>'}: maxlen {maximum[0]} instead of {maximum[1]}")
+    for key in (*wanted, *(key for key in have if key not in wanted)):
+        text = "~rank*" if type(found) is PerRank else key_text(key)
+        below = f"{path}/{text}" if path else text
+        if key not in have or key not in wanted:
+            lines.append(f"{below}: {'missing' if key in wanted else 'unexpected'}")
+        else:
+            _compare(have[key], wanted[key], below, lines, rank, namespace)
+    return None
+
+
+def _compare_leaves(found: Any, expected: Any, path: str, lines: list[str], rank: int) -> None:
+    ours, theirs = abstract_of(found, path, rank), abstract_of(expected, path, rank)
+    if ours is None or theirs is None:
+        if (ours is None) != (theirs is None) or type(found) is not type(expected):
+            lines.append(f"{path or '<root>'}: {_name(found, path, rank)} instead of {_name(expected, path, rank)}")
+        return
+    for what, text in _facts(ours).items():
+        if text != (other := _facts(theirs)[what]):
+            lines.append(f"{path or '<root>'}: {what} {text} instead of {other}")
+
+
+def _facts(spec: ArraySpec) -> dict[str, str]:
+    kind = spec.kind + (" that requires grad" if spec.requires_grad else "")
+    held = "all" if spec.regions is None else ", ".join(f"{r.shape} at {r.offset}" for r in spec.regions) or "nothing"
+    return {"shape": str(spec.shape), "dtype": spec.dtype, "kind": kind, "pieces": held}

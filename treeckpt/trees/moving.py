@@ -1,0 +1,232 @@
+"""Trees into other memory on this rank: copies on the host, new arrays, copies into arrays that are there.
+
+Arrays are taken apart by their libraries' adapters, so every kind of leaf is treated alike: what a rank holds is a list
+of regions with memory. Nothing here talks to other ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..core.errors import LayoutError, MismatchError
+from ..core.region import intersect, subtract
+from ..core.spec import ArraySpec
+from ..core.tree import flatten, graft, replace_leaves
+from ..leaves.base import HostArray, Piece, Source, Target, TargetPiece
+from ..leaves.registry import abstract_of, decode, encode, library_of, like_of, source_of, target_of
+
+__all__ = ["check_dtype", "check_held", "copied_value", "copy_into", "distribute_local", "empty_like", "fill"]
+
+
+def copied_value(leaf: object, path: str) -> object:
+    """A value that shares nothing with the leaf.
+
+    Raises:
+        TreeError: no kind of value that is known, so none that can be copied for sure.
+    """
+    return decode(encode(leaf, path, allow_pickle=False), path, allow_pickle=False)
+
+
+def _is_same(old: object, new: object, path: str) -> bool:
+    """Whether two values are stored alike; Python's own comparison takes 1, 1.0 and True for the same."""
+    stored = [msgspec.json.encode(encode(value, path, allow_pickle=False)) for value in (old, new)]
+    return stored[0] == stored[1]
+
+
+def distribute_local(tree: Any, like: Any, *, rank: int, device: str | None, namespace: str) -> Any:
+    """`treeckpt.trees.distribute` where every rank has the tree."""
+    given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
+    made: dict[tuple[int, int], object] = {}
+
+    def new(path: str, leaf: object) -> object:
+        if leaf is ...:
+            return leaf
+        if path not in given:
+            raise MismatchError(path, expected="a leaf of the tree", found="none", hint="Put `...` there in like")
+        key = id(leaf), id(given[path])
+        if key not in made:
+            made[key] = _placed(leaf, given[path], path, rank, device)
+        return made[key]
+
+    _, leaves = flatten(like, rank=rank, namespace=namespace)
+    return replace_leaves(like, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
+
+
+def _placed(leaf: object, given: object, path: str, rank: int, device: str | None) -> object:
+    source = source_of(given, path, rank)
+    if source is None:
+        if abstract_of(leaf, path, rank) is not None:
+            raise MismatchError(path, expected="an array", found="a value in the tree", hint="Put a value into like")
+        return copied_value(given, path)
+    target = like_of(leaf, path, rank, device)
+    if target is None:
+        raise MismatchError(path, expected="a value", found="an array", hint="Put an array or an ArraySpec into like")
+    check_held(target, source, path)
+    check_dtype(target.spec.dtype, source.spec.dtype, path)
+    fill(target.pieces, source.pieces)
+    return target.leaf
+
+
+def empty_like(tree: Any, *, rank: int, device: str | None, namespace: str) -> Any:
+    """See `treeckpt.trees.empty_like`."""
+    made: dict[int, Any] = {}
+
+    def new(path: str, leaf: object) -> object:
+        if id(leaf) not in made:
+            target = like_of(leaf, path, rank, device)
+            made[id(leaf)] = copied_value(leaf, path) if target is None else target.leaf
+        return made[id(leaf)]
+
+    _, leaves = flatten(tree, rank=rank, namespace=namespace)
+    return replace_leaves(tree, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
+
+
+def fill(pieces: Sequence[TargetPiece], parts: Sequence[Piece]) -> None:
+    """Copies what local pieces hold into the pieces of a target; `check_held` first."""
+    for piece in pieces:
+        for part in parts:
+            if (common := intersect(piece.region, part.region)) is not None:
+                data = part.data.read(common.relative_to(part.region).slices())
+                piece.data.write(common.relative_to(piece.region).slices(), data)
+
+
+def check_held(target: Target, source: Source, path: str) -> None:
+    """Refuses a copy of what is not here.
+
+    Raises:
+        MismatchError: of shape.
+        LayoutError: the target asks for elements that this rank's part of the source lacks.
+    """
+    if target.spec.shape != source.spec.shape:
+        raise MismatchError(path, expected=f"shape {target.spec.shape}", found=f"{source.spec.shape}")
+    for piece in target.pieces:
+        gaps = (piece.region,) if piece.region.size else ()
+        for part in source.pieces:
+            gaps = tuple(rest for gap in gaps for rest in subtract(gap, part.region))
+        if gaps:
+            raise LayoutError(
+                path,
+                expected="all elements of the target in what this rank holds of the source",
+                found=f"none at offset {gaps[0].offset}, shape {gaps[0].shape}",
+                hint="treeckpt.trees.gather brings them here, distribute with src= sends them",
+            )
+
+
+class _Cast:
+    """A target of another dtype than the source."""
+
+    def __init__(self, inner: Any, spec: ArraySpec, given: str) -> None:
+        self.inner, self.spec, self.given = inner, spec, given
+
+    def write(self, box: tuple[slice, ...], data: np.ndarray) -> None:
+        self.inner.write(box, library_of(self.spec).cast(data, self.given, self.spec.dtype))
+
+
+class _Copy(msgspec.Struct, frozen=True):
+    """What one array is to take, from where."""
+
+    target: Target
+    source: Source
+    range: tuple[int, int] | None
+    """The target's memory, where it is known."""
+
+
+def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) -> None:
+    """See `treeckpt.trees.copy_into`."""
+    given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
+    _, before = flatten(into, rank=rank, namespace=namespace)
+    _check_paths(given, [path for path, _ in before])
+    new: list[object] = []
+    copies: dict[int, _Copy] = {}
+    for path, leaf in before:
+        target, source = target_of(leaf, path, rank), source_of(given[path], path, rank)
+        if (target is None) != (source is None):
+            words = ("a value", "an array") if target is None else ("an array", "a value")
+            raise MismatchError(path, expected=words[0], found=words[1])
+        if target is None or source is None:
+            value = given[path]
+            new.append(leaf if _is_same(leaf, value, path) else copied_value(value, path))
+            continue
+        new.append(leaf)
+        if id(leaf) not in copies:
+            storage = getattr(source_of(leaf, path, rank), "storage", None)
+            place = None if storage is None else (storage.address, storage.address + storage.nbytes)
+            copies[id(leaf)] = _Copy(_matched(target, source, path, cast), source, place)
+    stuck = _stuck(into, before, new, namespace)
+    if stuck:
+        raise MismatchError(
+            stuck[0][0],
+            expected="a value that is the same, or in a container that can change",
+            found=f"{stuck[0][1]!r:.60}",
+            hint="Put it into a dict, a list or a dataclass that is not frozen",
+        )
+    for copy in _apart(list(copies.values())):
+        fill(copy.target.pieces, copy.source.pieces)
+    graft(into, replace_leaves(into, iter(new), namespace=namespace), namespace=namespace)
+
+
+def _stuck(into: Any, before: list[tuple[str, object]], new: list[object], namespace: str) -> list[tuple[str, object]]:
+    """Values that would have to change inside a tuple: found on a copy of the containers."""
+    shadow = replace_leaves(into, iter([leaf for _, leaf in before]), namespace=namespace)
+    return graft(shadow, replace_leaves(into, iter(new), namespace=namespace), namespace=namespace)
+
+
+def _check_paths(given: dict[str, object], asked: list[str]) -> None:
+    missing = [path for path in asked if path not in given]
+    unexpected = sorted(given.keys() - set(asked))
+    if missing or unexpected:
+        raise MismatchError(
+            (missing or unexpected)[0],
+            expected="the same leaves in both trees",
+            found=f"{len(missing)} missing in the source, {len(unexpected)} of it not in the target",
+            hint="treeckpt.trees.same_structure lists the differences",
+        )
+
+
+def check_dtype(wanted: str, given: str, path: str) -> None:
+    """Raises:
+    MismatchError: the dtypes differ."""
+    if wanted != given:
+        raise MismatchError(path, expected=wanted, found=given, hint="Convert one of them first")
+
+
+def _matched(target: Target, source: Source, path: str, cast: bool) -> Target:
+    check_held(target, source, path)
+    wanted, given = target.spec.dtype, source.spec.dtype
+    if not cast or wanted == given:
+        check_dtype(wanted, given, path)
+        return target
+    pieces = [TargetPiece(piece.region, _Cast(piece.data, target.spec, given)) for piece in target.pieces]
+    return msgspec.structs.replace(target, pieces=pieces)
+
+
+def _apart(copies: list[_Copy]) -> list[_Copy]:
+    """The copies, with sources that a copy would overwrite set aside: trees may share memory, as in a swap."""
+    ranges = sorted(copy.range for copy in copies if copy.range is not None)
+    starts = [low for low, _ in ranges]
+    longest = max((high - low for low, high in ranges), default=0)
+
+    def shared(source: Source) -> bool:
+        if source.storage is None:
+            return False
+        low, high = source.storage.address, source.storage.address + source.storage.nbytes
+        near = ranges[bisect_left(starts, low - longest) : bisect_left(starts, high)]
+        return any(a < high and low < b for a, b in near)
+
+    return [
+        msgspec.structs.replace(copy, source=_set_aside(copy.source)) if shared(copy.source) else copy
+        for copy in copies
+    ]
+
+
+def _set_aside(source: Source) -> Source:
+    kept = [
+        Piece(p.region, HostArray(p.data.read(tuple(slice(0, n) for n in p.region.shape)).copy()))
+        for p in source.pieces
+    ]
+    return msgspec.structs.replace(source, pieces=kept)

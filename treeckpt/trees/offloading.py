@@ -1,0 +1,167 @@
+"""A copy of a tree on the host: each array's memory is made anew, and nothing of it is shared with the original.
+
+What holds the memory is rebuilt around it: a DTensor stays a DTensor of the same placements, pieces stay pieces, a
+Parameter a Parameter. With "pinned" or "shared" all arrays lie in one block, which costs one registration with the
+driver or one file descriptor however many leaves there are; it lives as long as any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+from ..core.spec import ArraySpec
+from ..core.tree import flatten, replace_leaves
+from ..leaves.registry import abstract_of
+from ..leaves.sharded import Sharded, with_locals
+from .moving import copied_value
+
+__all__ = ["Memory", "offload"]
+
+Memory = Literal["plain", "pinned", "shared"]
+
+ALIGN = 64
+"""Bytes to whose multiple each array starts in the block."""
+
+
+def offload(tree: Any, *, rank: int, memory: Memory, namespace: str) -> Any:
+    """See `treeckpt.trees.offload`."""
+    _, leaves = flatten(tree, rank=rank, namespace=namespace)
+    specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]  # refuses what can not be copied
+    parts = [_parts(leaf, path, rank) if spec else [] for (path, leaf), spec in zip(leaves, specs, strict=True)]
+    plain = {_key(array): array for arrays in parts for array in arrays}
+    allot = _allotter(memory, plain.values())
+    copies = {key: _copy(array, allot) for key, array in plain.items()}
+    made: dict[int, object] = {}
+    for (path, leaf), spec, arrays in zip(leaves, specs, parts, strict=True):
+        if id(leaf) not in made:
+            new = [copies[_key(array)] for array in arrays]
+            made[id(leaf)] = copied_value(leaf, path) if spec is None else _rebuilt(leaf, spec, new)
+    return replace_leaves(tree, iter([made[id(leaf)] for _, leaf in leaves]), namespace=namespace)
+
+
+def _is_sharded_tensor(leaf: object) -> bool:
+    return type(leaf).__name__ == "ShardedTensor"
+
+
+def _parts(leaf: Any, path: str, rank: int) -> list[Any]:
+    """The plain arrays that a leaf's memory is."""
+    if isinstance(leaf, ArraySpec):
+        return []
+    if isinstance(leaf, Sharded):
+        return [part for local in leaf.locals for part in _parts(local, path, rank)]
+    if isinstance(leaf, np.ndarray):
+        return [leaf]
+    from ..leaves.dtensor import is_dtensor, local_of
+
+    if _is_sharded_tensor(leaf):
+        return [shard.tensor for shard in leaf.local_shards()]
+    return [local_of(leaf, path, rank)[1] if is_dtensor(leaf) else leaf.detach()]
+
+
+def _rebuilt(leaf: Any, spec: ArraySpec, arrays: list[Any]) -> Any:
+    """The leaf around other memory: the inverse of `_parts`."""
+    if isinstance(leaf, ArraySpec):
+        return leaf
+    if isinstance(leaf, Sharded):
+        return with_locals(leaf, [_rebuilt(*pair, [a]) for pair, a in zip(_local_specs(leaf), arrays, strict=True)])
+    if isinstance(leaf, np.ndarray):
+        return arrays[0]
+    from ..leaves.dtensor import is_dtensor
+    from ..leaves.sharded_tensor import with_shards
+
+    if _is_sharded_tensor(leaf):
+        return with_shards(leaf, arrays)
+    if is_dtensor(leaf):
+        from torch.distributed.tensor import DTensor
+
+        return _dressed(DTensor(arrays[0], leaf._spec, requires_grad=False), spec)
+    return _dressed(arrays[0].detach(), spec)  # an object of its own: the memory may be another leaf's too
+
+
+def _local_specs(leaf: Sharded) -> Iterable[tuple[Any, ArraySpec]]:
+    for local in leaf.locals:
+        spec = abstract_of(local, "", 0)
+        assert spec is not None, "checked before"
+        yield local, spec
+
+
+def _dressed(tensor: Any, spec: ArraySpec) -> Any:
+    """The tensor as the kind that the spec says."""
+    from torch.nn import Buffer, Parameter
+
+    if spec.kind == "parameter":
+        return Parameter(tensor, requires_grad=spec.requires_grad)
+    if spec.kind == "buffer":
+        return Buffer(tensor.requires_grad_(spec.requires_grad))
+    return tensor.requires_grad_() if spec.requires_grad else tensor
+
+
+def _key(array: Any) -> Hashable:
+    """Equal for arrays that show the same elements of the same memory."""
+    if isinstance(array, np.ndarray):
+        if not array.size:
+            return id(array)
+        return (array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.str)
+    if array.is_meta or not array.numel():
+        return id(array)
+    view = array.is_conj(), array.is_neg()
+    return (array.data_ptr(), str(array.device), tuple(array.shape), array.stride(), array.dtype, view)
+
+
+Allot = Callable[[tuple[int, ...], Any], Any]
+"""Gives a dense array of a shape, of torch's or numpy's dtype."""
+
+
+def _copy(array: Any, allot: Allot) -> Any:
+    """The elements as they look: dense, in C order; on meta there are none to copy."""
+    if isinstance(array, np.ndarray):
+        new = allot(array.shape, array.dtype)
+        new[...] = array
+        return new
+    import torch
+
+    if array.is_meta:
+        return torch.empty(array.shape, dtype=array.dtype, device="meta")
+    return allot(tuple(array.shape), array.dtype).copy_(array)
+
+
+def _allotter(memory: Memory, arrays: Iterable[Any]) -> Allot:
+    if memory == "plain":
+        return _allot_plain
+    block, at = _block(memory, sum(_room(array.nbytes) for array in arrays)), 0
+
+    def allot(shape: tuple[int, ...], dtype: Any) -> Any:
+        nonlocal at
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        part = block[at : at + nbytes]
+        at += _room(nbytes)
+        if isinstance(dtype, np.dtype):
+            return part.numpy().view(dtype).reshape(shape)
+        return part.view(dtype).view(shape)
+
+    return allot
+
+
+def _allot_plain(shape: tuple[int, ...], dtype: Any) -> Any:
+    if isinstance(dtype, np.dtype):
+        return np.empty(shape, dtype)
+    import torch
+
+    return torch.empty(shape, dtype=dtype)
+
+
+def _room(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _block(memory: Memory, nbytes: int) -> Any:
+    """One stretch of bytes; pinned memory is plain memory where there is no accelerator to pin it for."""
+    import torch
+
+    if memory == "shared":
+        return torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+    pinned = memory == "pinned" and torch.cuda.is_available()
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)

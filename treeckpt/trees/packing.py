@@ -1,0 +1,80 @@
+"""Regions of many arrays as few stretches of bytes, so that a thousand leaves take a handful of messages.
+
+Who sends and who receives compute the same packing from the same list of entries; no headers travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from ..core.region import Region
+from ..leaves.base import HostArray, Piece, TargetPiece, raw_dtype
+from .moving import fill
+
+__all__ = ["BUCKET", "Bucket", "Entry", "bytes_of", "pack", "pack_entries", "unpack"]
+
+BUCKET = 64 << 20
+"""Bytes that a message holds, or a single region if that is larger."""
+ALIGN = 16
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A region of an array, which `number` names to both sides."""
+
+    number: int
+    region: Region
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.size * self.itemsize
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """Entries that travel in one message, and where each starts in it."""
+
+    entries: tuple[tuple[Entry, int], ...]
+    nbytes: int
+
+
+def pack_entries(entries: Sequence[Entry], limit: int) -> Iterator[Bucket]:
+    """Buckets of at most `limit` bytes, or of one entry, in order; entries without elements are left out."""
+    found: list[tuple[Entry, int]] = []
+    at = 0
+    for entry in entries:
+        if not entry.nbytes:
+            continue
+        if found and at + entry.nbytes > limit:
+            yield Bucket(tuple(found), at)
+            found, at = [], 0
+        found.append((entry, at))
+        at += -(-entry.nbytes // ALIGN) * ALIGN
+    if found:
+        yield Bucket(tuple(found), at)
+
+
+def _window(data: np.ndarray, entry: Entry, at: int) -> HostArray:
+    raw = data[at : at + entry.nbytes].view(raw_dtype(entry.itemsize))
+    return HostArray(raw.reshape(entry.region.shape))
+
+
+def pack(bucket: Bucket, parts: Callable[[int], Sequence[Piece]]) -> np.ndarray:
+    """The bytes of a bucket, out of the pieces that this rank holds of each array."""
+    data = np.zeros(bucket.nbytes, np.uint8)
+    for entry, at in bucket.entries:
+        fill([TargetPiece(entry.region, _window(data, entry, at))], parts(entry.number))
+    return data
+
+
+def unpack(data: np.ndarray, bucket: Bucket, pieces: Callable[[Entry], Sequence[TargetPiece]]) -> None:
+    """Puts the bytes of a bucket where they belong."""
+    for entry, at in bucket.entries:
+        fill(pieces(entry), [Piece(entry.region, _window(data, entry, at))])
+
+
+def bytes_of(bucket: Bucket) -> np.ndarray:
+    """Room for the bytes of a bucket."""
+    return np.empty(bucket.nbytes, np.uint8)

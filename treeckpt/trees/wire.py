@@ -1,0 +1,130 @@
+"""How the tree operations move bytes between ranks: the collectives of one torch.distributed process group.
+
+Ranks are counted within the group. Bytes are numpy arrays of uint8; a group whose backend moves only device memory
+(NCCL) gets them by way of its device. Without a process group, or in one of a single rank, there is nobody to talk to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..core.errors import RankError
+
+__all__ = ["SoloWire", "TorchWire", "Wire", "wire_of"]
+
+Transfer = tuple[int, np.ndarray]
+"""The other rank, and the bytes to be sent or filled."""
+
+
+class Wire(Protocol):
+    """One rank's way to the others. Every method is called by all ranks in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def members(self) -> tuple[int, ...] | None:
+        """The global rank of each rank; None where they are the same."""
+        ...
+
+    def tell(self, data: bytes) -> list[bytes]:
+        """Every rank's message, by rank."""
+        ...
+
+    def broadcast(self, data: np.ndarray, source: int) -> None:
+        """Fills `data` with that of rank `source`."""
+        ...
+
+    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        """Sends and receives; between two ranks in order."""
+        ...
+
+
+class SoloWire:
+    """One rank, alone."""
+
+    rank, size, members = 0, 1, None
+
+    def tell(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def broadcast(self, data: np.ndarray, source: int) -> None:
+        pass
+
+    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        assert not sends and not receives, "there is nobody else"
+
+
+class TorchWire:
+    """The ranks of a process group."""
+
+    def __init__(self, group: Any) -> None:
+        import torch.distributed as dist
+
+        self._dist, self._group = dist, group
+        self._ranks = tuple(dist.get_process_group_ranks(group))
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self.members = None if self._ranks == tuple(range(dist.get_world_size())) else self._ranks
+        self._device = str(dist.distributed_c10d._get_object_coll_device(group))
+
+    def tell(self, data: bytes) -> list[bytes]:
+        heard: list[Any] = [None] * self.size
+        self._dist.all_gather_object(heard, data, group=self._group)
+        return heard
+
+    def broadcast(self, data: np.ndarray, source: int) -> None:
+        tensor = self._tensor(data)
+        self._dist.broadcast(tensor, src=self._ranks[source], group=self._group)
+        if source != self.rank:
+            self._take(tensor, data)
+
+    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        dist = self._dist
+        filled = [(self._tensor(data), data) for _, data in receives]
+        calls = [
+            dist.P2POp(dist.isend, self._tensor(data), self._ranks[other], self._group) for other, data in sends
+        ] + [
+            dist.P2POp(dist.irecv, tensor, self._ranks[other], self._group)
+            for (other, _), (tensor, _) in zip(receives, filled, strict=True)
+        ]
+        for work in dist.batch_isend_irecv(calls) if calls else []:
+            work.wait()
+        for tensor, data in filled:
+            self._take(tensor, data)
+
+    def _tensor(self, data: np.ndarray) -> Any:
+        import torch
+
+        return torch.from_numpy(data).to(self._device)
+
+    def _take(self, tensor: Any, data: np.ndarray) -> None:
+        if self._device != "cpu":
+            data[:] = tensor.cpu().numpy()
+
+
+def wire_of(group: Any) -> Wire:
+    """The wire of a process group; None is the default group, or nobody where there is none.
+
+    Raises:
+        RankError: this rank is not part of the group.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return SoloWire()
+    if group is None:
+        group = dist.group.WORLD
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise RankError(
+            "group",
+            ranks={dist.get_rank(): "not part of the group"},
+            expected="a process group that this rank is part of",
+            hint="Call it on the ranks of the group only",
+        )
+    return TorchWire(group)
