@@ -10,11 +10,11 @@ import torch
 
 from treeckpt import bench
 from treeckpt.bench import raw, turns
-from treeckpt.bench.bars import judge
+from treeckpt.bench.bars import judge, judge_stays
 from treeckpt.bench.contenders import sync
 from treeckpt.bench.meter import Meter, cached_part, drop_cache, fill_cache
 from treeckpt.bench.plot import draw
-from treeckpt.bench.results import LIMITS, PHASES, Trial, summarize
+from treeckpt.bench.results import LIMITS, PHASES, Stay, Trial, summarize, summarize_stays
 from treeckpt.bench.states import SCENARIOS, bytes_equal, make_state, shapes_bytes, sum_bytes, touch
 from treeckpt.bench.turns import in_turns
 from treeckpt.cli import main as command_line
@@ -128,6 +128,41 @@ def test_every_bar_is_computed_from_a_full_run():
     assert {bar.state for bar in judge([])} == {"not measured"}
 
 
+def stay(contender: str, blocked: float = 1.0, **changes: Any) -> Stay:
+    fields: dict[str, Any] = {"scenario": "async", "contender": contender, "repetition": 1, "nbytes": 1000}
+    fields |= {"blocked": blocked, "durable": 2.0, "copy_rate": 1000.0, "interference": 0.1 * blocked}
+    return Stay(**{**fields, "gap": None, "idle_gap": None, **changes})
+
+
+def test_saves_in_the_background_are_judged_by_the_warm_ones():
+    first = [stay("treeckpt", 2.0, repetition=0, interference=0.9), stay("dcp thread", 9.0, repetition=0)]
+    warm = [stay("treeckpt"), stay("dcp thread", 4.0), stay("treeckpt lazy", 0.05), stay("torch_checkpointing", 1.5)]
+    ticks = [stay("treeckpt", scenario="async-tiny", copy_rate=None, interference=None, gap=0.002, idle_gap=0.001)]
+    rows = summarize_stays([*warm, *first, *ticks])
+    assert (rows[0].contender, rows[0].first, rows[0].blocked, rows[0].stall) == ("treeckpt", 2.0, 1.0, 1.0)
+    bars = judge_stays(rows)
+    assert {bar.state for bar in bars} == {"ok"}
+    assert [round(bar.figure or 0, 3) for bar in bars] == [4.0, 1.5, 2.0, 1.0, 0.05, 0.1, 4.0, 2.0]
+    assert {bar.state for bar in judge_stays([])} == {"not measured"}
+    slow = summarize_stays([stay("treeckpt", 3.0), stay("dcp thread", 4.0)])
+    assert {bar.state for bar in judge_stays(slow)} == {"short", "ok", "not measured"}
+
+
+@pytest.mark.parametrize("name", [pytest.param("async", marks=pytest.mark.slow), "async-tiny"])
+def test_saves_in_the_background_are_measured_beside_steps_or_ticks(name, tmp_path):
+    out = tmp_path / "out.json"
+    options = ["--scale", "0.002", "--repetitions", "1", "--only", name, "--dir", str(tmp_path), "--json", str(out)]
+    assert bench.main(options) == 0
+    found = json.loads(out.read_text())
+    names = {"treeckpt", "treeckpt lazy", "dcp thread", "dcp process"}
+    assert {(s["contender"], s["repetition"]) for s in found["stays"]} >= set(itertools.product(names, (0, 1)))
+    for one in found["stays"]:
+        assert 0 < one["blocked"] < one["durable"] and one["nbytes"] > 0
+        assert (one["gap"] is None) == (name == "async") == (one["interference"] is not None)
+    assert {row["contender"] for row in found["stay_rows"]} >= names
+    assert found["trials"] == found["rows"] == []
+
+
 def test_a_bar_that_is_missed_is_short():
     slow = [trial(limits={"W": 2000.0}), trial("dcp", seconds=2.9), trial("dcp-4", seconds=2.0)]
     states = {bar.text: bar.state for bar in judge(summarize(slow)) if bar.scenario == "gpt2"}
@@ -139,7 +174,7 @@ def test_a_bar_that_is_missed_is_short():
 def test_strict_fails_where_a_bar_is_missed(tmp_path, monkeypatch):
     for limit, code in ((1.0, 0), (1e9, 1)):
         trials = [trial(limits={"W": limit})]
-        monkeypatch.setattr(bench, "_run_scenarios", lambda *_, trials=trials: trials)
+        monkeypatch.setattr(bench, "_run_scenarios", lambda *_, trials=trials: (trials, []))
         assert bench.main(["--strict", "--scale", "0.01", "--only", "gpt2", "--dir", str(tmp_path)]) == code
 
 

@@ -14,20 +14,21 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from .core.chunks import BoxChunks
+from .core.chunks import BoxChunks, WholeChunk
 from .core.dtypes import dtype_of
 from .core.errors import CorruptError, FormatError
 from .core.plan import Chunk, Run, Want, plan_load, plan_runs
-from .core.records import AliasRecord, ArrayRecord, Index, Leaf
+from .core.records import AliasRecord, ArrayRecord, Index, Leaf, LeafRecord
 from .core.region import Region
 from .core.spec import ArraySpec
+from .dealing import SMALL, Dealer, Few
 from .io.intake import Landed, Reading, list_landings, list_readings, read_limit, run_map, run_readings
 from .io.record import Recorder
 from .io.relay import Part, Relay, together
 from .io.residency import cache_room
 from .io.shards import Shards
 from .io.store import Store
-from .leaves.base import HostArray, Target, TargetPiece, raw_dtype
+from .leaves.base import HostArray, HostMemory, Target, TargetPiece, raw_dtype
 from .leaves.registry import library_of
 
 __all__ = ["Filling", "Means", "Slot", "Verify"]
@@ -86,6 +87,7 @@ class Filling:
         self._wants: list[Want] = []
         self._pieces: list[TargetPiece] = []
         self._paths: list[str] = []
+        self._small: list[Few] = []
         self._after: list[Callable[[], None]] = []
 
     def claim(self, path: str, leaf: Leaf) -> None:
@@ -95,7 +97,7 @@ class Filling:
             CorruptError: more than all the shards that are there.
         """
         spec = leaf.spec
-        if spec is None or isinstance(leaf.record, AliasRecord):
+        if spec is None or type(leaf.record) is AliasRecord:
             return
         if self._sizes is None:
             self._sizes = self.store.sizes()
@@ -125,23 +127,31 @@ class Filling:
         record = leaf.record
         if not math.prod(spec.shape) or (isinstance(record, AliasRecord) and record.view is not None):
             return None
-        chunks = self.index.chunks_of(leaf, rank=self.source_rank)
-        if len(chunks) != 1:
-            return None
+        chunk = self._only_chunk(leaf)
         dtype = dtype_of(spec.dtype)
         # what was read may begin at any block, so an element's alignment follows from its place in the stream
-        if chunks[0].start % (dtype.itemsize // dtype.parts):
+        if chunk is None or chunk.start % (dtype.itemsize // dtype.parts):
             return None
         slot = Slot()
         nbytes = math.prod(spec.shape) * dtype.itemsize
-        self._landings.append(_Landing(slot, spec, path, chunks[0].rank, chunks[0].start, nbytes))
+        self._landings.append(_Landing(slot, spec, path, chunk.rank, chunk.start, nbytes))
         self.nbytes += nbytes
         return slot
+
+    def _only_chunk(self, leaf: Leaf) -> WholeChunk | Chunk | None:
+        """The chunk that is all of an array, None if there are several."""
+        record = leaf.record
+        if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):
+            return record.chunks  # nearly all there is: spared a list
+        chunks = self.index.chunks_of(leaf, rank=self.source_rank)
+        return chunks[0] if len(chunks) == 1 else None
 
     def want(self, path: str, leaf: Leaf, target: Target) -> Slot:
         """Wants a target's regions copied to it."""
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
+        if self._want_small(path, leaf.record, target, spec):
+            return Slot(target.leaf)
         pieces = list(target.pieces)
         if target.spec.dtype != spec.dtype:
             pieces = [TargetPiece(p.region, _Casting(p.data, target.spec, spec.dtype)) for p in pieces]
@@ -154,6 +164,31 @@ class Filling:
             for piece in pieces:
                 self._want_piece(path, leaf, piece, itemsize)
         return Slot(target.leaf)
+
+    def _want_small(self, path: str, record: LeafRecord, target: Target, spec: ArraySpec) -> bool:
+        """Wants a small array whole, from the one chunk that holds it, where nothing but bytes has to be moved."""
+        if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk) or len(target.pieces) != 1:
+            return False
+        [piece] = target.pieces
+        memory = piece.data
+        if not isinstance(memory, HostMemory) or target.spec.dtype != spec.dtype or memory.shape != spec.shape:
+            return False
+        nbytes = math.prod(spec.shape) * memory.itemsize
+        if nbytes > SMALL:
+            return False
+        self.nbytes += nbytes
+        self._small.append(Few(path, record.chunks.rank, record.chunks.start, nbytes, memory))
+        return True
+
+    def _join_small(self, borders: dict[int, Sequence[int]]) -> None:
+        """Small arrays that lie together are wanted as one stretch of bytes."""
+        small, self._small = self._small, []
+        for run in plan_runs([(few.rank, few.start, few.nbytes) for few in small], borders=borders):
+            stretch = Region((0,), (run.stop - run.start,))
+            members = [small[i] for i in run.members]
+            self._wants.append(Want(stretch, 1, (Chunk(stretch, run.rank, run.start),)))
+            self._pieces.append(TargetPiece(stretch, Dealer(run.start, members)))
+            self._paths.append(members[0].path)
 
     def _want_piece(self, path: str, leaf: Leaf, piece: TargetPiece, itemsize: int) -> None:
         if not piece.region.size:
@@ -199,6 +234,7 @@ class Filling:
         shards = Shards(self.store, self.index, self.recorder, verify=verify is not False)
         if means.mapped:
             self._map(shards)
+        self._join_small(self._borders())
         parts = self._parts(means.relay)
         with together(means.relay):
             work = [(part.members, self._readings(shards, part.wants, read_limit(means.memory))) for part in parts]

@@ -54,6 +54,10 @@ class LoadOptions(msgspec.Struct, frozen=True):
     memory: int = MEMORY
 
 
+_Make = Callable[[Any, str], Target | None]
+"""Gives the target of a wanted leaf at a path."""
+
+
 class _Load:
     """One load on one rank."""
 
@@ -112,17 +116,18 @@ class _Load:
         assert isinstance(record, ValueRecord), "arrays are read, not decoded"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
-    def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Callable[[], Target | None]) -> Slot:
-        """Wants an array: as a view of what is read where that is possible, else in a target of its own."""
+    def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: _Make, wanted: object) -> Slot:
+        """Wants an array: as a view of what is read where that is possible, else in the target that `make` makes."""
         self.loaded += 1
         self.filling.claim(path, leaf)
         if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
-            self.check(path, leaf, spec)
+            if spec is not leaf.spec:
+                self.check(path, leaf, spec)
             if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
                 slot = self.filling.land(path, leaf, spec)
                 if slot is not None:
                     return slot
-        target = make()
+        target = make(wanted, path)
         if target is None:
             raise MismatchError(
                 path,
@@ -133,6 +138,10 @@ class _Load:
             )
         self.check(path, leaf, target.spec)
         return self.filling.want(path, leaf, target)
+
+    def new(self, spec: Any, path: str) -> Target:
+        """A new array where the options put it."""
+        return new_array(spec, path, self.options.device, take=self.take)
 
     def _on_host(self, spec: ArraySpec) -> bool:
         device = self.options.device
@@ -240,8 +249,9 @@ def _as_saved(job: _Load) -> Callable[[], object]:
 def _array_as_saved(job: _Load, leaf: Leaf, saved: ArraySpec) -> Slot:
     device = job.options.device
     spec = saved if device == "original" else msgspec.structs.replace(saved, device=None) if saved.device else saved
+
     # without torch new_array says so; a view would fail later, and less clearly
-    return job.array(leaf.path, leaf, spec, lambda: new_array(spec, leaf.path, device, take=job.take))
+    return job.array(leaf.path, leaf, spec, job.new, spec)
 
 
 def _is_tied(leaf: Leaf, job: _Load) -> bool:
@@ -278,9 +288,8 @@ def _own_structure(structure: Structure, job: _Load) -> Structure:
 # with like -------------------------------------------------------------------------------------------------------
 
 
-def _plain(path: str, rank: int) -> str:
-    """A path of a live tree as the index has it."""
-    mark = rank_key(rank)
+def _plain(path: str, mark: str) -> str:
+    """A path of a live tree as the index has it; `mark` is the step into this rank's own."""
     if mark not in path:
         return path
     return "/".join("~rank*" if step == mark else step for step in path.split("/"))
@@ -290,16 +299,14 @@ def _is_array_like(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-_Make = Callable[[object, str], Target | None]
-
-
-def _match(job: _Load, like: object, make: _Make, *, views: bool) -> list[Slot]:
-    """Slots for the leaves of a tree like this, in its order; arrays are wanted, not yet read."""
+def _match(job: _Load, like: object, make: _Make, *, views: bool) -> tuple[list[tuple[str, object]], list[Slot]]:
+    """The leaves of a tree like this, and slots for them, in its order; arrays are wanted, not yet read."""
     _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     asked: set[str] = set()
     pairs: list[tuple[object, str, Leaf | None]] = []
+    mark = rank_key(job.rank)
     for text, wanted in leaves:
-        path = _plain(text, job.rank)
+        path = _plain(text, mark)
         asked.add(path)
         leaf = None
         if wanted is not ... and job.selected(path):
@@ -309,7 +316,7 @@ def _match(job: _Load, like: object, make: _Make, *, views: bool) -> list[Slot]:
         pairs.append((wanted, path, leaf))
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], Slot] = {}
-    return [
+    return leaves, [
         Slot(wanted) if leaf is None else _slot(job, wanted, path, leaf, make, ties, views)
         for wanted, path, leaf in pairs
     ]
@@ -332,10 +339,11 @@ def _slot(
     record = leaf.record
     base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
     # leaves that are one object in like, and one array in the checkpoint, stay one object
-    if (id(wanted), base) not in ties:
+    slot = ties.get((id(wanted), base))
+    if slot is None:
         spec = abstract_of(wanted, path, job.rank) if views else None
-        ties[id(wanted), base] = job.array(path, leaf, spec, lambda: make(wanted, path))
-    return ties[id(wanted), base]
+        slot = ties[id(wanted), base] = job.array(path, leaf, spec, make, wanted)
+    return slot
 
 
 def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
@@ -344,10 +352,10 @@ def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> t
     with together(relay):
         job = _Load(store, comm, options)
 
-        def make(wanted: object, path: str) -> Target | None:
+        def make(wanted: Any, path: str) -> Target | None:
             return like_of(wanted, path, rank, options.device, take=job.take)
 
-        build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True))
+        build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True)[1])
     job.filling.run(options.verify, Means(options.memory, mapped=options.mmap, relay=relay))
     return build(), job.report()
 
@@ -361,14 +369,16 @@ def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions)
     relay, rank = _relay(comm, options), comm.rank
     with together(relay):
         job = _Load(store, comm, options)
-        slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, rank), views=False)
-        _, before = flatten(tree, rank=rank, namespace=options.namespace)
+        before, slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, rank), views=False)
         # what is equal already stays the very object, so that only real changes need a container that can change
         kept = [old if _is_same(old, slot.leaf) else slot.leaf for (_, old), slot in zip(before, slots, strict=True)]
-        new = replace_leaves(tree, iter(kept), namespace=options.namespace)
-        _check_graft(tree, before, new, options)
+        new = tree
+        if any(old is not leaf for (_, old), leaf in zip(before, kept, strict=True)):
+            new = replace_leaves(tree, iter(kept), namespace=options.namespace)
+            _check_graft(tree, before, new, options)
     job.filling.run(options.verify, Means(options.memory, relay=relay), in_place=True)
-    graft(tree, new, namespace=options.namespace)
+    if new is not tree:
+        graft(tree, new, namespace=options.namespace)
     return job.report()
 
 
@@ -378,7 +388,7 @@ def _relay(comm: Comm, options: LoadOptions) -> Relay | None:
 
 def _is_same(old: object, new: object) -> bool:
     """Whether two values are stored alike; Python's own comparison takes 1, 1.0 and True for the same."""
-    if old is new:
+    if old is new or (type(old) is type(new) and type(old) in (int, bool, str) and old == new):
         return True
     if _is_array_like(old) or _is_array_like(new):
         return False

@@ -8,6 +8,7 @@ bandwidth. What lies on a device, or is lazily transformed, is copied by its own
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,14 +19,12 @@ import numpy as np
 from .core.plan import FilePlan, SavePlan, Write
 from .io.arena import area_offsets
 from .io.engine import feed
-from .leaves.base import HostArray, Piece
+from .leaves.base import HostArray, HostMemory, Piece
 
 __all__ = ["pinning", "stage", "start_after"]
 
 SMALL = 32 << 10
-"""Bytes below which arrays are gathered before they are copied."""
-BATCH = 1 << 20
-"""Bytes that are gathered at most."""
+"""Bytes below which arrays are copied by address: more, and what numpy takes to begin with is nothing."""
 LARGE = 1 << 20
 """Bytes from which threads share the copying."""
 STRIDE = 16 << 20
@@ -63,6 +62,10 @@ class _Area:
 
     def __init__(self, memory: np.ndarray, later: list[Stretch] | None) -> None:
         self._memory, self._later, self._at = memory, later, 0
+
+    def copy(self, memory: HostMemory, nbytes: int) -> None:
+        """Appends a small array."""
+        self.feed(memory.array)
 
     def feed(self, data: np.ndarray) -> None:
         """Appends the elements of an array, in C order."""
@@ -103,29 +106,16 @@ def _stage_file(
     later: list[Stretch],
     waits: list[Callable[[], None]],
 ) -> None:
-    # entries follow each other without holes: runs of small ones are gathered, and put down by one copy
-    small: list[bytes] = []
-    start = at = 0
+    address = area.ctypes.data
+    at = 0  # entries follow each other without holes
     for write in file.writes:
         held = pieces(write.leaf)
         data: Any = held[0].data if held else None
-        if write.nbytes < SMALL and type(data) is HostArray and len(held) == 1:
-            box = write.region
-            if box != held[0].region:
-                small.append(data.array[box.relative_to(held[0].region).slices()].tobytes())
-            else:
-                small.append(data.array.tobytes())
+        if write.nbytes < SMALL and type(data) is HostMemory and len(held) == 1 and write.region == held[0].region:
+            ctypes.memmove(address + at, data.address, write.nbytes)
         else:
-            area[start:at] = np.frombuffer(b"".join(small), np.uint8)
-            small.clear()
             _stage_one(write, held, area[at : at + write.nbytes], later, waits)
-            start = at + write.nbytes
         at += write.nbytes
-        if at - start > BATCH:
-            area[start:at] = np.frombuffer(b"".join(small), np.uint8)
-            small.clear()
-            start = at
-    area[start:at] = np.frombuffer(b"".join(small), np.uint8)
 
 
 def _stage_one(
@@ -141,7 +131,7 @@ def _stage_one(
     copy_to: Any = getattr(piece.data, "copy_to", None)
     if copy_to is None:
         # what is read to be copied is gone after that, so it is not kept for later
-        feed(_Area(target, later if isinstance(piece.data, HostArray) else None), write.region, pieces)
+        feed(_Area(target, later if isinstance(piece.data, (HostArray, HostMemory)) else None), write, pieces)
     elif (wait := copy_to(write.region.relative_to(piece.region).slices(), target)) is not None:
         waits.append(wait)
 

@@ -5,9 +5,10 @@ import pytest
 
 from tests.core.saves import small
 from treeckpt.core.check import check_index
+from treeckpt.core.chunks import WholeChunk
 from treeckpt.core.errors import FormatError
 from treeckpt.core.index import encode_manifest
-from treeckpt.core.records import Index
+from treeckpt.core.records import ArrayRecord, Index
 
 
 def test_a_good_index_passes():
@@ -30,3 +31,20 @@ def test_errors_name_the_leaf_or_the_file():
     with pytest.raises(FormatError) as caught:
         check_index(msgspec.structs.replace(index, leaves=broken), "run/index.json")
     assert caught.value.path == "grid"
+
+
+def test_a_bad_record_is_found_among_good_ones_that_are_alike():
+    index = small().index
+    for leaf in index.entries:
+        if not isinstance(leaf.record, ArrayRecord):
+            continue
+        for change in (
+            {"spec": len(index.specs)},
+            {"layout": len(index.layouts)},
+            {"chunks": WholeChunk(index.world, 0)},
+        ):
+            broken = list(index.leaves)
+            broken[leaf.number] = msgspec.structs.replace(leaf.record, **change)
+            with pytest.raises(FormatError) as caught:
+                check_index(msgspec.structs.replace(index, leaves=tuple(broken)), "index.json")
+            assert caught.value.path == leaf.path

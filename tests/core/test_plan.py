@@ -13,7 +13,7 @@ from tests.strategies import array_leaves, box_layouts, flat_layouts, layouts, r
 from treeckpt.core.assign import ArrayLeaf, assign
 from treeckpt.core.chunks import chunks_in, encode_chunks
 from treeckpt.core.layout import held_by
-from treeckpt.core.plan import Chunk, Want, place, plan_load, plan_save, tiles
+from treeckpt.core.plan import Chunk, PlacedWhole, Want, place, plan_load, plan_save, tiles
 from treeckpt.core.region import Region, byte_runs
 from treeckpt.core.runs import decode_runs
 
@@ -53,6 +53,14 @@ def test_files_have_no_holes_and_respect_the_limit(case, limit):
         assert plan.files, "a rank without data writes an empty shard"
 
 
+def owned(leaf, at):
+    return [(at.rank, Region.whole(leaf.shape))] if isinstance(at, PlacedWhole) else pieces_of(at.owners)
+
+
+def starts_of(at):
+    return [at.start] if isinstance(at, PlacedWhole) else at.starts.tolist()
+
+
 @given(SAVES, LIMITS)
 def test_the_coordinator_places_every_chunk_where_its_rank_does(case, limit):
     world, leaves = case
@@ -73,8 +81,8 @@ def test_the_coordinator_places_every_chunk_where_its_rank_does(case, limit):
         if leaf.per_rank is not None:
             owners = [(rank, Region.whole(leaf.shape)) for rank in decode_runs(leaf.per_rank).tolist()]
         else:
-            owners = pieces_of(at.owners)
-        for (rank, region), start in zip(owners, at.starts.tolist(), strict=True):
+            owners = owned(leaf, at)
+        for (rank, region), start in zip(owners, starts_of(at), strict=True):
             theirs[number, rank, region] = start
     assert theirs == mine
 
@@ -267,7 +275,7 @@ def test_chunks_of_the_index_are_the_placed_ones_and_a_region_finds_its_own(case
         if leaf.per_rank is not None:
             continue
         encoded = encode_chunks(leaf.shape, at)
-        pieces = zip(pieces_of(at.owners), at.starts.tolist(), strict=True)
+        pieces = zip(owned(leaf, at), starts_of(at), strict=True)
         every = [Chunk(region, rank, start) for (rank, region), start in pieces]
         assert chunks_in(encoded, leaf.shape) == every
         region = data.draw(regions(leaf.shape))

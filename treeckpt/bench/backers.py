@@ -102,10 +102,13 @@ class TorchCheckpointing:
     def prewarm(self, state: State) -> None:
         """Its own function for that."""
         self._manager.prewarm_staging({"state": state})
+        self._manager._prewarm_staging_future.result()  # its first save would wait for it
 
     def start(self, directory: Path, state: State) -> Wait:
-        """One item."""
+        """One item; its lock is held while it still copies."""
         found: Any = self._manager.save(str(directory / "step"), {"state": state})
+        with self._manager.lock():
+            pass
 
         def wait() -> None:
             found.result()

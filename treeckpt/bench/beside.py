@@ -63,7 +63,7 @@ class _Trainer:
         self._a = torch.rand(256, 256)
         begin = time.perf_counter()
         for _ in range(20):
-            self._a @ self._a
+            torch.mm(self._a, self._a)
         self._products = max(1, round(STEP * 20 / (time.perf_counter() - begin)))
         self.idle = statistics.median(self.step() for _ in range(25))
 
@@ -71,7 +71,7 @@ class _Trainer:
         """Seconds."""
         begin = time.perf_counter()
         for _ in range(self._products):
-            self._a @ self._a
+            torch.mm(self._a, self._a)
         return time.perf_counter() - begin
 
 

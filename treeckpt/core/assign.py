@@ -53,7 +53,7 @@ MIN_QUOTA = 1 << 20
 """Bytes below which it does not pay to have one more replica write."""
 
 
-class ArrayLeaf(msgspec.Struct, frozen=True):
+class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     """An array to be placed: what planning needs to know of it."""
 
     path: str

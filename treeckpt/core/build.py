@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from .chunks import Chunks, NoChunks, encode_chunks
+from .chunks import NoChunks, encode_chunks
 from .inventory import LeafSpec, Plenum
 from .layout import BoxLayout, Layout
-from .plan import Placed
+from .plan import Placed, PlacedWhole
 from .records import (
     AliasRecord,
     ArrayRecord,
@@ -36,7 +36,7 @@ class _Table:
         self._met: dict[int, int] = {}
 
     def number(self, thing: object) -> int:
-        # most leaves share the very object: its hash, which covers a whole mesh, is taken once
+        # of an object that was met before the hash, which covers a whole mesh, is not taken again
         number = self._met.get(id(thing))
         if number is None:
             number = self._met[id(thing)] = self.numbers.setdefault(thing, len(self.numbers))
@@ -45,7 +45,7 @@ class _Table:
 
 def build_index(
     plenum: Plenum,
-    placed: Mapping[int, Placed] | None,
+    placed: Mapping[int, Placed | PlacedWhole] | None,
     files: FileTable,
     *,
     values: Mapping[str, Value],
@@ -64,20 +64,27 @@ def build_index(
     """
     specs, layouts = _Table(), _Table()
     numbers = {leaf.path: n for n, leaf in enumerate(plenum.leaves) if leaf.per_rank is None}
+    # most leaves share the very spec and layout: what has been met is known by its identity, without hashing it
+    blanks: dict[tuple[int, int], ArrayRecord] = {}
     records: list[LeafRecord] = []
     for n, leaf in enumerate(plenum.leaves):
         if leaf.spec is None:
             records.append(_value_record(leaf, values, own_values))
-            continue
-        spec = specs.number(leaf.spec)
-        at = placed[n] if placed is not None and leaf.alias_of is None else None
-        if leaf.alias_of is not None:
-            records.append(AliasRecord(spec, _base(plenum, numbers, n, leaf), leaf.view))
+        elif leaf.alias_of is not None:
+            records.append(AliasRecord(specs.number(leaf.spec), _base(plenum, numbers, n, leaf), leaf.view))
         elif leaf.per_rank is not None:
-            records.append(PerRankArrays(spec, encode_runs(at.starts) if at is not None else ()))
+            at = placed[n] if placed is not None else None
+            records.append(
+                PerRankArrays(specs.number(leaf.spec), encode_runs(at.starts) if isinstance(at, Placed) else ())
+            )
         else:
-            chunks: Chunks = encode_chunks(leaf.spec.shape, at) if at is not None else NoChunks()
-            records.append(ArrayRecord(spec, _layout_number(leaf.layout, layouts), chunks))
+            blank = blanks.get((id(leaf.spec), id(leaf.layout)))
+            if blank is None:
+                blank = ArrayRecord(specs.number(leaf.spec), _layout_number(leaf.layout, layouts), NoChunks())
+                blanks[id(leaf.spec), id(leaf.layout)] = blank
+            if placed is not None:
+                blank = ArrayRecord(blank.spec, blank.layout, encode_chunks(leaf.spec.shape, placed[n]))
+            records.append(blank)
     return Index(
         save_id=save_id,
         step=step,

@@ -15,11 +15,10 @@ from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
 from .dtypes import dtype_of
 from .errors import FormatError, TreeckptError
 from .layout import BoxLayout, Layout, StridedShard, check_placements
-from .records import AliasRecord, ArrayRecord, Index, LeafRecord, PerRankArrays, PerRankValues, ValueRecord
+from .records import AliasRecord, ArrayRecord, Index, PerRankArrays, PerRankValues, ValueRecord
 from .runs import Runs, check_rising, check_runs, decode_runs, length_of
 from .shard import MAX_HEADER, MAX_NBYTES, MAX_NDIM, MAX_WORLD, SAVE_ID
 from .spec import ArraySpec
-from .structure import paths_of
 
 __all__ = ["check_index"]
 
@@ -45,18 +44,26 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     for layout in index.layouts:
         _check_layout(layout, index.world, name)
     try:
-        paths = paths_of(index.structure)
+        paths = index.paths
     except TreeckptError as error:
         raise FormatError(name, expected="a tree's structure", found=str(error)[:200]) from error
     if len(paths) != len(index.leaves):
         raise FormatError(name, expected=f"{len(paths)} leaves", found=f"{len(index.leaves)}")
-    if len(set(paths)) != len(paths):
+    # almost never do two paths have the same text, as the groups of ranks under `PerRank` do
+    if len({path for path, _ in paths}) != len(paths) and len(set(paths)) != len(paths):
         raise FormatError(name, expected="a path of its own for each leaf", found="two leaves that share one")
     groups = [ranks for _, ranks in paths]
+    fits: set[tuple[int, int]] = set()  # most leaves repeat a few pairs of spec and layout
     for (path, ranks), record in zip(paths, index.leaves, strict=True):
         if ranks is not None:
             check_runs(ranks, path=path, low=0, high=index.world)
-        _check_record(index, path, ranks, record, manifest)
+        if isinstance(record, ArrayRecord):
+            if ranks is not None or (record.spec, record.layout) not in fits:
+                _check_fit(index, path, ranks, record)
+                fits.add((record.spec, record.layout))
+            _check_chunks(index, path, record, manifest)
+        else:
+            _check_record(index, path, ranks, record, manifest)
         if isinstance(record, AliasRecord):
             _check_alias(index, path, groups, ranks, record)
 
@@ -101,7 +108,13 @@ def _check_layout(layout: Layout, world: int, name: str) -> None:
             raise FormatError(name, expected="a factor of the size of a mesh", found=f"{placement!r:.80}")
 
 
-def _check_record(index: Index, path: str, ranks: Runs | None, record: LeafRecord, manifest: bool) -> None:
+def _check_record(
+    index: Index,
+    path: str,
+    ranks: Runs | None,
+    record: ValueRecord | PerRankValues | AliasRecord | PerRankArrays,
+    manifest: bool,
+) -> None:
     if isinstance(record, ValueRecord):
         if ranks is not None:
             raise FormatError(path, expected="one value per rank", found="one for all")
@@ -110,36 +123,43 @@ def _check_record(index: Index, path: str, ranks: Runs | None, record: LeafRecor
         if ranks is None or len(record.values) != length_of(ranks):
             raise FormatError(path, expected="one value per rank", found=f"{len(record.values)}")
         return
-    if not 0 <= record.spec < len(index.specs):
-        raise FormatError(path, expected=f"one of {len(index.specs)} specs", found=f"number {record.spec}")
+    _check_number(index, path, record.spec)
     if isinstance(record, PerRankArrays):
         if ranks is None:
             raise FormatError(path, expected="a leaf under PerRank", found="another")
         if not manifest or record.start:
             check_runs(record.start, length=length_of(ranks), path=path, low=0, high=MAX_NBYTES)
-    elif isinstance(record, ArrayRecord):
-        if ranks is not None:
-            raise FormatError(path, expected="one array per rank", found="one for all")
-        _check_array(index, path, record, index.specs[record.spec].shape, manifest)
 
 
-def _check_array(index: Index, path: str, record: ArrayRecord, shape: tuple[int, ...], manifest: bool) -> None:
+def _check_number(index: Index, path: str, spec: int) -> None:
+    if not 0 <= spec < len(index.specs):
+        raise FormatError(path, expected=f"one of {len(index.specs)} specs", found=f"number {spec}")
+
+
+def _check_fit(index: Index, path: str, ranks: Runs | None, record: ArrayRecord) -> None:
+    """Whether an array's spec and layout are there and fit each other."""
+    _check_number(index, path, record.spec)
+    if ranks is not None:
+        raise FormatError(path, expected="one array per rank", found="one for all")
     if not -1 <= record.layout < len(index.layouts):
         raise FormatError(path, expected=f"one of {len(index.layouts)} layouts", found=f"number {record.layout}")
     layout = index.layouts[record.layout] if record.layout >= 0 else None
     if layout is not None and not isinstance(layout, BoxLayout):
         try:
-            check_placements(layout, shape, path)
+            check_placements(layout, index.specs[record.spec].shape, path)
         except TreeckptError as error:
             raise FormatError(path, expected=error.expected, found=error.found) from error
+
+
+def _check_chunks(index: Index, path: str, record: ArrayRecord, manifest: bool) -> None:
     chunks = record.chunks
     if isinstance(chunks, WholeChunk):
         if not 0 <= chunks.rank < index.world or not 0 <= chunks.start < MAX_NBYTES:
             raise FormatError(path, expected="a chunk of a rank", found=f"{chunks!r:.80}")
     elif isinstance(chunks, GridChunks):
-        _check_grid(index, path, chunks, shape)
+        _check_grid(index, path, chunks, index.specs[record.spec].shape)
     elif isinstance(chunks, BoxChunks):
-        _check_boxes(index, path, chunks, shape)
+        _check_boxes(index, path, chunks, index.specs[record.spec].shape)
     elif not manifest:
         assert isinstance(chunks, NoChunks), "the last of the union"
         raise FormatError(path, expected="chunks", found="none")

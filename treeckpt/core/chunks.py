@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from .assign import Boxes, Grid, as_grid
-from .plan import Chunk, Placed
+from .plan import Chunk, Placed, PlacedWhole
 from .region import Region
 from .runs import Runs, decode_runs, encode_runs, value_at
 
@@ -117,8 +117,10 @@ def _box_chunks(chunks: BoxChunks, region: Region | None) -> list[Chunk]:
     ]
 
 
-def encode_chunks(shape: tuple[int, ...], placed: Placed) -> Chunks:
+def encode_chunks(shape: tuple[int, ...], placed: Placed | PlacedWhole) -> Chunks:
     """The columns of an array's chunks: one chunk, a grid where the regions make one, else boxes."""
+    if isinstance(placed, PlacedWhole):
+        return WholeChunk(placed.rank, placed.start)
     owners, starts = placed.owners, placed.starts
     if isinstance(owners, Boxes):
         pieces = owners.pieces

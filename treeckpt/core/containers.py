@@ -90,11 +90,10 @@ class Taken(msgspec.Struct):
 
 def _take_dict(tree: Any, path: str) -> Taken:
     keys = list(tree)
-    encoded = tuple(_encode_key(key, path) for key in keys)
     if type(tree) is dict:
-        return Taken(lambda c: DictNode(encoded, c), keys, list(tree.values()))
+        return Taken(lambda c: DictNode(_encode_keys(keys, path), c), keys, list(tree.values()))
     if type(tree) is collections.OrderedDict:
-        return Taken(lambda c: OrderedDictNode(encoded, c), keys, list(tree.values()))
+        return Taken(lambda c: OrderedDictNode(_encode_keys(keys, path), c), keys, list(tree.values()))
     factory = tree.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
     if factory is not None and FACTORIES.get(name or "") is not factory:
@@ -104,12 +103,14 @@ def _take_dict(tree: Any, path: str) -> Taken:
             found=f"{factory!r:.80}",
             hint="A function cannot be stored; save dict(...) of it instead",
         )
-    return Taken(lambda c: DefaultDictNode(name, encoded, c), keys, list(tree.values()))
+    return Taken(lambda c: DefaultDictNode(name, _encode_keys(keys, path), c), keys, list(tree.values()))
+
+
+def _encode_keys(keys: Sequence[object], path: str) -> tuple[Value, ...]:
+    return tuple([key if type(key) is str and key.isascii() else _encode_key(key, path) for key in keys])
 
 
 def _encode_key(key: object, path: str) -> Value:
-    if type(key) is str and key.isascii():
-        return key
     key_text(key, path)  # refuses those that have no text
     return encode_value(key, path)
 
@@ -149,14 +150,13 @@ def _take_custom(tree: Any, path: str, namespace: str) -> Taken | None:
             found=f"names {keys!r:.80}",
             hint="Look at the flatten function that was registered with optree",
         )
-    encoded = tuple(_encode_key(key, path) for key in keys)
-    return Taken(lambda c: CustomNode(name, aux, encoded, c), keys, children)
+    return Taken(lambda c: CustomNode(name, aux, _encode_keys(keys, path), c), keys, children)
 
 
 def take(tree: Any, path: str, namespace: str, rank: int) -> Taken | None:
     """Takes one container apart; None for a leaf."""
     kind = type(tree)
-    if kind in (dict, collections.OrderedDict, collections.defaultdict):
+    if kind is dict or kind is collections.OrderedDict or kind is collections.defaultdict:
         return _take_dict(tree, path)
     if kind is list:
         return Taken(ListNode, range(len(tree)), tree)

@@ -82,15 +82,14 @@ def _decode_body(body: bytes, name: str, *, manifest: bool = False) -> Index:
 
 def encode_manifest(index: Index) -> str:
     """What the coordinator's shard carries: the index without chunks and files."""
-    bare = tuple(
-        ArrayRecord(r.spec, r.layout, NoChunks())
-        if isinstance(r, ArrayRecord)
-        else PerRankArrays(r.spec, ())
-        if isinstance(r, PerRankArrays)
-        else r
-        for r in index.leaves
-    )
+    bare = tuple([_without_chunks(record) for record in index.leaves])
     return msgspec.json.encode(msgspec.structs.replace(index, leaves=bare, files=FileTable())).decode()
+
+
+def _without_chunks(record: LeafRecord) -> LeafRecord:
+    if isinstance(record, ArrayRecord) and not isinstance(record.chunks, NoChunks):
+        return ArrayRecord(record.spec, record.layout, NoChunks())
+    return PerRankArrays(record.spec, ()) if isinstance(record, PerRankArrays) else record
 
 
 def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) -> Index:

@@ -26,7 +26,7 @@ from .structure import Structure, merge, paths_of, widen_ranks
 __all__ = ["Inventory", "LeafSpec", "Plenum", "RankClass", "array_leaves", "digest_of", "unify"]
 
 
-class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
+class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One leaf as one rank, or all, see it."""
 
     path: str
@@ -86,8 +86,11 @@ def unify(classes: Sequence[RankClass], world: int) -> Plenum:
         for group, ranks in zip(classes[1:], kin[1:], strict=True):
             structure = merge(structure, widen_ranks(group.inventory.structure, ranks))
         leaves = _joined(structure, classes, kin)
+    checked: set[int] = set()
     for leaf in leaves:
-        _check_ranks(leaf, world)
+        if id(leaf.layout) not in checked:  # most leaves share the very object
+            checked.add(id(leaf.layout))
+            _check_ranks(leaf, world)
     return Plenum(world, structure, tuple(leaves))
 
 

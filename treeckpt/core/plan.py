@@ -1,8 +1,7 @@
 """What each rank writes where, and what a load reads from where. Pure data in, pure data out.
 
-`plan_save` gives one rank's files; `place` gives every rank's offsets at once, for the index. Both put entries in one
-order: first those whose bytes fill whole pages, then whole cache lines, then by descending alignment, so that without
-holes everything is aligned as far as it can be. `plan_load` intersects what is wanted with what is stored, cuts the
+`plan_save` gives one rank's files; `place`, of `core.placing`, gives every rank's offsets at once, for the index. Both
+put entries in the one order of that module. `plan_load` intersects what is wanted with what is stored, cuts the
 intersections into tiles of bounded span, sorts them by file and offset, and joins neighbours into blocks, each read at
 once.
 """
@@ -14,9 +13,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from .assign import ArrayLeaf, Boxes, Owners, Share, lone_writer, owners_of, writes_of
+from .assign import ArrayLeaf, Boxes, Share, writes_of
+from .placing import CLASSES, Placed, PlacedWhole, lone_pieces, order_class, place
 from .region import ByteRuns, Region, byte_runs, c_strides, coalesce, intersect
-from .runs import decode_runs
 
 __all__ = [
     "READ_LIMIT",
@@ -26,6 +25,7 @@ __all__ = [
     "FilePlan",
     "LoadPlan",
     "Placed",
+    "PlacedWhole",
     "Run",
     "SavePlan",
     "Want",
@@ -36,14 +36,10 @@ __all__ = [
     "plan_save",
 ]
 
-PAGE = 4096
-LINE = 64
 READ_LIMIT = 8 << 20
 """Bytes of one read, at most (a single row that is longer excepted)."""
 READ_GAP = 64 << 10
 """Unneeded bytes between two needed ones that cost less to read than a second request does."""
-
-_CLASSES = 7  # pages, lines, then alignments 16, 8, 4, 2, 1
 
 
 class Write(msgspec.Struct, frozen=True, gc=False):
@@ -76,28 +72,19 @@ class SavePlan(msgspec.Struct, frozen=True):
         return sum(file.nbytes for file in self.files)
 
 
-def _order_class(nbytes: int, align: int) -> int:
-    if nbytes % PAGE == 0:
-        return 0
-    if nbytes % LINE == 0:
-        return 1
-    return 7 - min(align & -align, 16).bit_length()
-
-
 def plan_save(
     leaves: Sequence[ArrayLeaf], shares: Sequence[Share | Boxes], rank: int, *, max_shard_bytes: int = 1 << 62
 ) -> SavePlan:
     """What `rank` writes: entries by alignment, in files of at most `max_shard_bytes` (a larger entry alone)."""
-    classes: list[list[tuple[int, Region, int]]] = [[] for _ in range(_CLASSES)]
-    for i, (leaf, share) in enumerate(zip(leaves, shares, strict=True)):
-        lone = _lone_piece(leaf, share)
+    classes: list[list[tuple[int, Region, int]]] = [[] for _ in range(CLASSES)]
+    for i, (leaf, lone) in enumerate(zip(leaves, lone_pieces(leaves, shares), strict=True)):
         if lone is not None:
             if lone.rank == rank:
-                classes[lone.order].append((i, Region.whole(leaf.shape), lone.nbytes))
+                classes[lone.order].append((i, lone.region, lone.nbytes))
             continue
-        for region in writes_of(leaf, share, rank):
+        for region in writes_of(leaf, shares[i], rank):
             nbytes = region.size * leaf.itemsize
-            classes[_order_class(nbytes, leaf.align or leaf.itemsize)].append((i, region, nbytes))
+            classes[order_class(nbytes, leaf.align or leaf.itemsize)].append((i, region, nbytes))
     files: list[FilePlan] = []
     writes: list[Write] = []
     stream = at = 0
@@ -110,127 +97,6 @@ def plan_save(
     if writes or not files:
         files.append(FilePlan(len(files), stream, at, tuple(writes)))
     return SavePlan(rank, tuple(files))
-
-
-class Placed(msgspec.Struct, frozen=True):
-    """One array's chunks: who wrote them and where each starts in its writer's stream of data bytes.
-
-    For a leaf that each rank has of its own: one number per rank, in the order of the ranks.
-    """
-
-    owners: Owners
-    starts: np.ndarray
-
-
-def place(leaves: Sequence[ArrayLeaf], shares: Sequence[Share | Boxes], world: int) -> tuple[list[Placed], np.ndarray]:
-    """Where every rank's `plan_save` puts every chunk, without making those plans one by one.
-
-    Two passes over the leaves, vectorised over ranks: the first sums bytes per rank and order class, the second hands
-    out offsets.
-
-    Returns:
-        (the chunks of each array, bytes that each rank writes: int64[world]).
-    """
-    pieces = [_lone_piece(leaf, share) or _pieces(leaf, share) for leaf, share in zip(leaves, shares, strict=True)]
-    # plain integers for the arrays that one rank writes whole: a vector of one costs ten times as much
-    lone = [[0] * world for _ in range(_CLASSES)]
-    totals = np.zeros((_CLASSES, world), np.int64)
-    for piece in pieces:
-        if isinstance(piece, _Lone):
-            lone[piece.order][piece.rank] += piece.nbytes
-        else:
-            np.add.at(totals, (piece.orders, piece.ranks), piece.sizes)
-    totals += np.array(lone, np.int64)
-    # within a class of a rank, chunks follow the order of the leaves, lone or not: a mixture is counted in vectors
-    if any(isinstance(piece, _Many) for piece in pieces):
-        return _place_mixed(leaves, pieces, totals), totals.sum(0)
-    at = (np.cumsum(totals, axis=0) - totals).tolist()
-    placed: list[Placed] = []
-    for leaf, piece in zip(leaves, pieces, strict=True):
-        assert isinstance(piece, _Lone), "there are no others"
-        start = at[piece.order][piece.rank]
-        at[piece.order][piece.rank] = start + piece.nbytes
-        placed.append(Placed(Boxes(((piece.rank, Region.whole(leaf.shape)),)), np.array([start], np.int64)))
-    return placed, totals.sum(0)
-
-
-def _place_mixed(leaves: Sequence[ArrayLeaf], pieces: Sequence[_Lone | _Many], totals: np.ndarray) -> list[Placed]:
-    at = np.cumsum(totals, axis=0) - totals
-    placed: list[Placed] = []
-    for leaf, piece in zip(leaves, pieces, strict=True):
-        if isinstance(piece, _Lone):
-            start = int(at[piece.order, piece.rank])
-            at[piece.order, piece.rank] += piece.nbytes
-            placed.append(Placed(Boxes(((piece.rank, Region.whole(leaf.shape)),)), np.array([start], np.int64)))
-        else:
-            placed.append(Placed(piece.owners, _hand_out(at, piece.ranks, piece.orders, piece.sizes)))
-    return placed
-
-
-class _Lone(msgspec.Struct, frozen=True, gc=False):
-    """An array that one rank writes whole: by far the most common kind, spared the vectors."""
-
-    rank: int
-    order: int
-    nbytes: int
-
-
-class _Many(msgspec.Struct, frozen=True):
-    """Chunks of an array in row-major order: who writes each, its order class, its bytes."""
-
-    ranks: np.ndarray
-    owners: Owners
-    orders: np.ndarray
-    sizes: np.ndarray
-
-
-def _lone_piece(leaf: ArrayLeaf, share: Share | Boxes) -> _Lone | None:
-    if leaf.per_rank is not None or isinstance(share, Boxes) or share.cuts:
-        return None
-    if (rank := lone_writer(leaf.layout, share.writers[0])) is None:
-        return None
-    nbytes = leaf.nbytes
-    return _Lone(rank, _order_class(nbytes, leaf.align or leaf.itemsize), nbytes)
-
-
-def _hand_out(at: np.ndarray, ranks: np.ndarray, classes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Offsets for the chunks of one array; a rank's second chunk in a class comes after its first."""
-    slots = classes * at.shape[1] + ranks
-    flat = at.reshape(-1)
-    if np.bincount(ranks).max(initial=0) <= 1:
-        starts = flat[slots]
-        flat[slots] += sizes
-        return starts
-    order = np.argsort(slots, kind="stable")
-    sums = np.cumsum(sizes[order])
-    before = sums - sizes[order]
-    opens = np.flatnonzero(np.diff(slots[order], prepend=-1))
-    lengths = np.diff(np.append(opens, len(slots)))
-    within = before - np.repeat(before[opens], lengths)
-    starts = np.empty(len(slots), np.int64)
-    starts[order] = flat[slots[order]] + within
-    np.add.at(flat, slots, sizes)
-    return starts
-
-
-def _pieces(leaf: ArrayLeaf, share: Share | Boxes) -> _Many:
-    if leaf.per_rank is not None:
-        ranks = decode_runs(leaf.per_rank)
-        sizes = np.full(len(ranks), leaf.nbytes, np.int64)
-        owners: Owners = Boxes(())
-    else:
-        owners = owners_of(leaf, share)
-        if isinstance(owners, Boxes):
-            ranks = np.array([rank for rank, _ in owners.pieces], np.int64)
-            sizes = np.array([region.size for _, region in owners.pieces], np.int64) * leaf.itemsize
-        else:
-            ranks = owners.ranks
-            sizes = np.full(1, leaf.itemsize, np.int64)
-            for first, last in zip(owners.starts, owners.stops, strict=True):
-                sizes = (sizes[:, None] * (last - first)).reshape(-1)
-    loose = _order_class(1, leaf.align or leaf.itemsize)
-    orders = np.where(sizes % PAGE == 0, 0, np.where(sizes % LINE == 0, 1, loose))
-    return _Many(ranks, owners, orders, sizes)
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):

@@ -46,7 +46,7 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     strides: tuple[int, ...]
 
 
-class ArrayRecord(msgspec.Struct, frozen=True, tag="a", array_like=True):
+class ArrayRecord(msgspec.Struct, frozen=True, tag="a", array_like=True, gc=False):
     """An array: its spec's and its layout's number (-1: listed pieces), and its chunks."""
 
     spec: int
@@ -62,7 +62,7 @@ class AliasRecord(msgspec.Struct, frozen=True, tag="t", array_like=True):
     view: View | None = None
 
 
-class ValueRecord(msgspec.Struct, frozen=True, tag="v", array_like=True):
+class ValueRecord(msgspec.Struct, frozen=True, tag="v", array_like=True, gc=False):
     """A Python value."""
 
     value: Value
@@ -108,7 +108,7 @@ class File(msgspec.Struct, frozen=True):
     header: int
 
 
-class Leaf(msgspec.Struct, frozen=True):
+class Leaf(msgspec.Struct, frozen=True, gc=False):
     """A leaf of the index as a reader wants it. `ranks` is set under `PerRank`, where `~rank*` stands in the path."""
 
     number: int
@@ -137,10 +137,15 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """The user's own."""
 
     @cached_property
+    def paths(self) -> list[tuple[str, Runs | None]]:
+        """Each leaf's path, in the tree's order; under a `PerRank` with the ranks it stands for."""
+        return paths_of(self.structure)
+
+    @cached_property
     def entries(self) -> tuple[Leaf, ...]:
         """Every leaf with its path, in the tree's order."""
         found: list[Leaf] = []
-        for number, ((path, ranks), record) in enumerate(zip(paths_of(self.structure), self.leaves, strict=True)):
+        for number, ((path, ranks), record) in enumerate(zip(self.paths, self.leaves, strict=True)):
             spec = None if isinstance(record, (ValueRecord, PerRankValues)) else self.specs[record.spec]
             found.append(Leaf(number, path, record, ranks, spec))
         return tuple(found)
@@ -150,7 +155,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         """Leaves by path; several only under `PerRank`, one for each group of ranks."""
         found: dict[str, tuple[Leaf, ...]] = {}
         for leaf in self.entries:
-            found[leaf.path] = (*found.get(leaf.path, ()), leaf)
+            found[leaf.path] = (leaf,) if leaf.ranks is None else (*found.get(leaf.path, ()), leaf)
         return found
 
     @cached_property

@@ -165,8 +165,8 @@ def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str
         )
 
 
-def _entry_name(entry: Entry) -> str:
-    if not entry.region.is_whole(entry.shape):
+def _entry_name(entry: Entry, whole: bool) -> str:
+    if not whole:
         return f"{entry.path}@{','.join(map(str, entry.region.offset))}"
     # an @ of the user's own, and safetensors' reserved name, must not read as ours
     return entry.path + "@" if "@" in entry.path or entry.path == "__metadata__" else entry.path
@@ -178,9 +178,11 @@ def encode_header(header: ShardHeader) -> bytes:
     logical: dict[str, str] = {}
     tensors: dict[str, _Tensor] = {}
     for entry in header.entries:
-        name, dtype = _entry_name(entry), dtype_of(entry.dtype)
-        shape = entry.region.shape
-        if not entry.region.is_whole(entry.shape):
+        region, dtype = entry.region, dtype_of(entry.dtype)
+        whole = region.is_whole(entry.shape)
+        name = _entry_name(entry, whole)
+        shape = region.shape
+        if not whole:
             partial[name] = entry.shape
         if dtype.parts > 1:
             shape = (*shape, dtype.parts)
@@ -325,8 +327,8 @@ def _decode_entry(name: str, tensor: _Tensor, shape: tuple[int, ...] | None, log
     if stop - start != math.prod(local) * dtype.itemsize:
         raise ValueError(f"{name[:80]!r} has {stop - start} bytes for shape {local} of {dtype.name}")
     entry = Entry(path, dtype.name, shape, region, start, stop - start)
-    if _entry_name(entry) != name:
-        raise ValueError(f"{name[:80]!r} is not how {_entry_name(entry)[:80]!r} is named")
+    if (right := _entry_name(entry, region.is_whole(shape))) != name:
+        raise ValueError(f"{name[:80]!r} is not how {right[:80]!r} is named")
     return entry
 
 

@@ -156,6 +156,8 @@ def key_text(key: object, path: str = "") -> str:
     kind = type(key)
     if kind is str:
         text: str = key  # pyright: ignore[reportAssignmentType]
+        if text.isidentifier():  # most keys: no mark, no number, valid Unicode
+            return text
         if not text.isascii():
             _check_unicode(text, path)
         if "~" in text or "/" in text:
@@ -211,7 +213,7 @@ def _unescape(step: str) -> str:
 def keys_of(node: Node, path: str) -> Sequence[object]:
     """The keys of a node's children: dict keys, field names or positions."""
     if isinstance(node, (DictNode, OrderedDictNode, DefaultDictNode, CustomNode)):
-        return [decode_value(key, path) if isinstance(key, Typed) else key for key in node.keys]
+        return [decode_value(key, path) if type(key) is Typed else key for key in node.keys]
     if isinstance(node, (NamedTupleNode, StructSequenceNode, DataclassNode)):
         return node.fields
     return range(len(node.children))
@@ -239,7 +241,10 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
         if len(keys) != len(node.children):
             raise FormatError(path, expected=f"{len(keys)} children", found=f"{len(node.children)}")
         for key, child in zip(keys, node.children, strict=True):
-            walk(child, prefix + key_text(key, path), ranks, depth + 1)
+            if child is None and depth < MAX_DEPTH:  # nearly all there is: spared a call
+                found.append((prefix + key_text(key, path), ranks))
+            else:
+                walk(child, prefix + key_text(key, path), ranks, depth + 1)
 
     walk(structure, "", None, 0)
     return found
@@ -318,4 +323,6 @@ def widen_ranks(structure: Structure, ranks: Runs) -> Structure:
         return None
     if isinstance(structure, PerRankNode):
         return PerRankNode((ranks,), tuple(widen_ranks(child, ranks) for child in structure.children))
-    return msgspec.structs.replace(structure, children=tuple(widen_ranks(child, ranks) for child in structure.children))
+    children = tuple([None if child is None else widen_ranks(child, ranks) for child in structure.children])
+    # most trees hold no `PerRank`, and then nothing is made anew
+    return structure if children == structure.children else msgspec.structs.replace(structure, children=children)

@@ -69,17 +69,21 @@ def _walk(
             found="a deeper one",
             hint="Look for a container that holds itself",
         )
-    taken = None if is_common_leaf(type(tree)) else take(tree, path, namespace, rank)
+    taken = take(tree, path, namespace, rank)
     if taken is None:
         leaves.append((path, tree))
         return None
     prefix = path + "/" if depth else ""
-    text = rank_key if type(tree) is PerRank else key_text
-    children = tuple(
-        _walk(child, prefix + text(key), leaves, rank, namespace, depth + 1)  # pyright: ignore[reportArgumentType]
-        for key, child in zip(taken.keys, taken.children, strict=True)
-    )
-    return taken.build(children)
+    own = type(tree) is PerRank
+    children: list[Structure] = []
+    for key, child in zip(taken.keys, taken.children, strict=True):
+        below = prefix + (rank_key(rank) if own else key_text(key, path))
+        if is_common_leaf(type(child)) and depth < MAX_DEPTH:  # nearly all there is: spared a call
+            leaves.append((below, child))
+            children.append(None)
+        else:
+            children.append(_walk(child, below, leaves, rank, namespace, depth + 1))
+    return taken.build(tuple(children))
 
 
 def unflatten(
@@ -103,7 +107,8 @@ def unflatten(
             return PerRank(build(own_child(node, rank, path), prefix + rank_key(rank), depth + 1))
         keys = keys_of(node, path)
         children = [
-            build(child, prefix + key_text(key), depth + 1) for key, child in zip(keys, node.children, strict=True)
+            next(leaves) if child is None else build(child, prefix + key_text(key), depth + 1)
+            for key, child in zip(keys, node.children, strict=True)
         ]
         return _assemble(node, keys, children, path, resolve, namespace)
 
@@ -204,7 +209,7 @@ def replace_leaves(tree: object, leaves: Iterator[object], *, namespace: str = "
         taken = take(node, "", namespace, 0)
         if taken is None:
             return next(leaves)
-        children = [build(child) for child in taken.children]
+        children = [next(leaves) if is_common_leaf(type(child)) else build(child) for child in taken.children]
         return _rebuilt(node, taken.keys, children, namespace)
 
     return build(tree)

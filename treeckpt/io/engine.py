@@ -7,6 +7,7 @@ written last, with the checksums.
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
@@ -17,10 +18,10 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from ..core.plan import FilePlan
+from ..core.plan import FilePlan, Write
 from ..core.region import Region
 from ..core.shard import BLOCK, Entry, ShardHeader, block_count, encode_header, hash_block, with_hashes
-from ..leaves.base import HostArray, Piece, Readable
+from ..leaves.base import HostArray, HostMemory, Piece, Readable
 from .record import Recorder
 from .store import PAGE, Store, Writer, aligned_buffer
 
@@ -30,12 +31,18 @@ BUFFER = 8 << 20
 """Bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
 BUFFERS = 4
 WRITERS = 2
+SMALL = 64 << 10
+"""Bytes up to which an array is copied by address: more, and what numpy takes to begin with is nothing."""
 
 
 class Sink(Protocol):
     """Takes arrays one after the other, each in C order: a file, or memory."""
 
     def feed(self, data: np.ndarray) -> None: ...
+
+    def copy(self, memory: HostMemory, nbytes: int) -> None:
+        """Takes a small array, all of it."""
+        ...
 
 
 class _Pipe:
@@ -50,6 +57,14 @@ class _Pipe:
         self._take()
         self._at = 0  # bytes in the buffer
         self._start = 0  # where the buffer goes in the data area
+
+    def copy(self, memory: HostMemory, nbytes: int) -> None:
+        """Appends a small array."""
+        if nbytes >= BUFFER - self._at:
+            self.feed(memory.array)
+            return
+        ctypes.memmove(self._address + self._at, memory.address, nbytes)
+        self._at += nbytes
 
     def feed(self, data: np.ndarray) -> None:
         """Appends the elements of an array, in C order."""
@@ -96,6 +111,7 @@ class _Pipe:
     def _take(self) -> None:
         self._buffer: memoryview = self._ring.get()
         self._bytes = np.frombuffer(self._buffer, np.uint8)
+        self._address = self._bytes.ctypes.data
 
     def _send(self, block: memoryview, nbytes: int, ring: queue.Queue[Any] | None) -> None:
         self._pending.append(self._submit(block, nbytes, self._start, ring))
@@ -200,7 +216,7 @@ def _save_file(
             try:
                 start = recorder.now()
                 for write in file.plan.writes:
-                    _feed(pipe, write.region, pieces(write.leaf))
+                    feed(pipe, write, pieces(write.leaf))
                 pipe.finish()
             finally:
                 pipe.drain()
@@ -216,18 +232,19 @@ def _save_file(
     return base, file.plan.nbytes
 
 
-def _feed(pipe: Sink, region: Region, pieces: Sequence[Piece]) -> None:
+def feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
+    """Gives a sink the bytes of an entry, from the piece that holds it."""
+    region = write.region
     piece = pieces[0] if len(pieces) == 1 else _holder(region, pieces)
-    if piece is None or not region.size:
+    if piece is None or not write.nbytes:
         return
-    if isinstance(piece.data, HostArray):
+    if isinstance(piece.data, HostMemory) and write.nbytes <= SMALL and region == piece.region:
+        pipe.copy(piece.data, write.nbytes)
+    elif isinstance(piece.data, (HostArray, HostMemory)):
         array = piece.data.array
         pipe.feed(array if region == piece.region else array[region.relative_to(piece.region).slices()])
     else:
         _feed_rows(pipe, region.relative_to(piece.region), piece.data)
-
-
-feed = _feed
 
 
 def _holder(region: Region, pieces: Sequence[Piece]) -> Piece | None:

@@ -6,6 +6,7 @@ source or target is a list of pieces: a region of the global array, and somethin
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ __all__ = [
     "Box",
     "Flat",
     "HostArray",
+    "HostMemory",
     "Piece",
     "Readable",
     "Source",
@@ -72,6 +74,40 @@ class HostArray(msgspec.Struct, frozen=True, gc=False):
         self.array[box] = data
 
 
+class HostMemory(msgspec.Struct, frozen=True, gc=False):
+    """A whole array in C order, known by its address: bytes are copied from and to it without making a numpy array.
+
+    Most leaves of an optimizer are of a few bytes, and making an array for each takes longer than all else.
+    """
+
+    address: int
+    """Of the first element; there is at least one."""
+    shape: tuple[int, ...]
+    itemsize: int
+    owner: Any
+    """Keeps the memory where it is."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        data = (self.address, False)
+        return {"version": 3, "shape": self.shape, "typestr": raw_dtype(self.itemsize).str, "data": data}
+
+    @property
+    def array(self) -> np.ndarray:
+        """The same memory for numpy, of raw dtype."""
+        return np.asarray(self)
+
+    def tobytes(self) -> bytes:
+        """A copy of all of it."""
+        return ctypes.string_at(self.address, math.prod(self.shape) * self.itemsize)
+
+    def read(self, box: Box) -> np.ndarray:
+        return self.array[box]
+
+    def write(self, box: Box, data: np.ndarray) -> None:
+        self.array[box] = data
+
+
 class Flat:
     """A stretch of a 1-D array seen as a box of a global one."""
 
@@ -88,7 +124,7 @@ class Flat:
     def write(self, box: Box, data: np.ndarray) -> None:
         whole = self._all()
         whole[box] = data
-        if not isinstance(self.data, HostArray):  # what was read is a copy: put it back
+        if not isinstance(self.data, (HostArray, HostMemory)):  # what was read is a copy: put it back
             self.data.write((slice(self.start, self.start + whole.size),), whole.reshape(-1))
 
 

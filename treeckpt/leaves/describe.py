@@ -17,7 +17,7 @@ from ..core.region import c_strides
 from ..core.spec import Value
 from ..core.structure import rank_key
 from ..core.tree import flatten
-from .base import Piece, Source
+from .base import HostMemory, Piece, Source
 from .registry import encode, source_of
 from .sharded import Sharded
 
@@ -93,14 +93,16 @@ def _with_aliases(specs: list[LeafSpec], sources: dict[str, Source]) -> Iterable
 
 def _overlapping(specs: list[LeafSpec], sources: dict[str, Source]) -> list[list[LeafSpec]]:
     """Groups of leaves whose memory overlaps, found by sorting addresses."""
-    stored = [spec for spec in specs if spec.spec is not None and sources[spec.path].storage is not None]
-    if len(stored) < 2:
+    arrays = zip([spec for spec in specs if spec.spec is not None], sources.values(), strict=True)
+    found = [(spec, source.storage) for spec, source in arrays if source.storage is not None]
+    if len(found) < 2:
         return []
-    ends = np.array([_extent(spec, sources) for spec in stored], np.int64)
-    order = np.lexsort((np.arange(len(stored)), ends[:, 0]))
-    ends = ends[order]
-    reach = np.maximum.accumulate(ends[:, 1])
-    meets = np.flatnonzero(ends[1:, 0] < reach[:-1]) + 1
+    stored = [spec for spec, _ in found]
+    starts = np.array([storage.address for _, storage in found], np.int64)
+    stops = starts + np.array([storage.nbytes for _, storage in found], np.int64)
+    order = np.argsort(starts, kind="stable")
+    starts, reach = starts[order], np.maximum.accumulate(stops[order])
+    meets = np.flatnonzero(starts[1:] < reach[:-1]) + 1
     groups: list[list[LeafSpec]] = []
     before = -1
     for at in meets.tolist():
@@ -202,6 +204,8 @@ def _is_replica(source: Source) -> bool:
 
 def _hash_piece(piece: Piece, itemsize: int) -> bytes:
     shape = piece.region.shape
+    if isinstance(piece.data, HostMemory) and piece.region.size * itemsize <= SMALL:
+        return xxhash.xxh3_128_digest(piece.data.tobytes())
     box = tuple(slice(0, n) for n in shape)
     if piece.region.size * itemsize <= SMALL or not box:
         return xxhash.xxh3_128_digest(np.ascontiguousarray(piece.data.read(box)).data)

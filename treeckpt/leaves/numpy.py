@@ -14,6 +14,7 @@ from ..core.spec import ArraySpec, Typed
 from .base import (
     Box,
     HostArray,
+    HostMemory,
     Piece,
     Source,
     Storage,
@@ -76,6 +77,11 @@ def _spec(array: np.ndarray, path: str) -> ArraySpec:
     return ArraySpec(array.shape, dtype_name(array.dtype, path), kind="numpy")
 
 
+def _memory(array: np.ndarray) -> HostMemory:
+    """The memory of an array; all of it in C order, if the array is."""
+    return HostMemory(array.__array_interface__["data"][0], array.shape, array.itemsize, array)
+
+
 def source(leaf: Any, path: str, rank: int) -> Source | None:
     """Describes an array that is to be saved."""
     if not isinstance(leaf, np.ndarray):
@@ -84,12 +90,15 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
     whole = Region.whole(leaf.shape)
     if leaf.dtype.byteorder == ">":
         return Source(spec, None, (Piece(whole, _Swapped(leaf)),))
-    raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
     storage = None
     if leaf.size and all(step >= 0 and step % leaf.itemsize == 0 for step in leaf.strides):
         strides = None if leaf.flags.c_contiguous else tuple(step // leaf.itemsize for step in leaf.strides)
         nbytes = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.strides, strict=True)) + leaf.itemsize
-        storage = Storage(leaf.__array_interface__["data"][0], nbytes, strides)
+        memory = _memory(leaf)
+        storage = Storage(memory.address, nbytes, strides)
+        if strides is None:
+            return Source(spec, None, (Piece(whole, memory),), storage)
+    raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
     return Source(spec, None, (Piece(whole, HostArray(raw)),), storage)
 
 
@@ -111,8 +120,11 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
             found=f"{leaf.dtype.str} of strides {leaf.strides}{read_only}",
             hint="Use load(path, like=tree), which makes new arrays",
         )
+    whole = Region.whole(leaf.shape)
+    if leaf.size and leaf.flags.c_contiguous:
+        return Target(spec, leaf, (TargetPiece(whole, _memory(leaf)),))
     raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
-    return Target(spec, leaf, (TargetPiece(Region.whole(leaf.shape), HostArray(raw)),))
+    return Target(spec, leaf, (TargetPiece(whole, HostArray(raw)),))
 
 
 def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
@@ -139,6 +151,8 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None =
     shape = local_shape_of(spec)
     nbytes = math.prod(shape) * dtype.itemsize
     array = np.ndarray(shape, dtype.numpy, take(nbytes)) if take and nbytes else np.empty(shape, dtype.numpy)
+    if spec.regions is None and array.size:
+        return Target(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
     raw = array.view(raw_dtype(dtype.itemsize))
     return Target(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
 

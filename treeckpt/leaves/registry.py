@@ -22,6 +22,7 @@ __all__ = ["abstract_of", "decode", "encode", "library_of", "like_of", "new_arra
 _ADAPTERS = {"torch": "torch", "numpy": "numpy"}
 
 
+@lru_cache(maxsize=8)
 def _load(name: str) -> Adapter:
     return cast(Adapter, importlib.import_module(f"{__package__}.{name}"))
 
@@ -72,12 +73,13 @@ def _inner(leaf: Sharded, path: str) -> Adapter:
 
 def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
     """What an array is, without its data; None for a value."""
+    if (adapter := _adapter(type(leaf))) is not None:
+        return adapter.abstract(leaf, path, rank)
     if isinstance(leaf, ArraySpec):
         return leaf
     if isinstance(leaf, Sharded):
         return sharded_abstract(leaf, path, rank, _inner(leaf, path))
-    adapter = _adapter(type(leaf))
-    return adapter.abstract(leaf, path, rank) if adapter is not None else None
+    return None
 
 
 def library_of(spec: ArraySpec) -> Adapter:
@@ -87,10 +89,11 @@ def library_of(spec: ArraySpec) -> Adapter:
 
 def target_of(leaf: object, path: str, rank: int) -> Target | None:
     """An array to be filled in place; None for a leaf that is a value."""
+    if (adapter := _adapter(type(leaf))) is not None:
+        return adapter.target(leaf, path, rank)
     if isinstance(leaf, Sharded):
         return sharded_target(leaf, path, rank, _inner(leaf, path))
-    adapter = _adapter(type(leaf))
-    return adapter.target(leaf, path, rank) if adapter is not None else None
+    return None
 
 
 def like_of(leaf: object, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:

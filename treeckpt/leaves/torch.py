@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.nn import Buffer, Parameter, UninitializedBuffer, UninitializedParameter
 
-from ..core.dtypes import dtype_of
 from ..core.errors import FormatError, MismatchError, TreeError
 from ..core.layout import MeshLayout, held_by, local_shape
 from ..core.region import Region
@@ -24,6 +23,7 @@ from ..core.spec import ArraySpec, Typed
 from .base import (
     Box,
     HostArray,
+    HostMemory,
     Piece,
     Source,
     Storage,
@@ -35,6 +35,7 @@ from .base import (
     overlaps_itself,
     raw_dtype,
 )
+from .common import COMMON, PLAIN, describe, dtype_name, is_common, kind_of, memory_of
 from .cuda import copy_aside
 from .dtensor import is_dtensor, layout_of, local_of
 
@@ -53,16 +54,6 @@ __all__ = [
 ]
 
 _RAW = {size: raw_dtype(size).str for size in (1, 2, 4, 8, 16)}
-
-
-@lru_cache(maxsize=256)
-def dtype_name(dtype: torch.dtype) -> str:
-    """Our name for a torch dtype: its own, without the module.
-
-    Raises:
-        FormatError: a dtype that cannot be stored (quantised ones).
-    """
-    return dtype_of(str(dtype).removeprefix("torch.")).name
 
 
 @lru_cache(maxsize=256)
@@ -132,19 +123,12 @@ def _signed(size: int) -> np.dtype[Any]:
     return np.dtype("<c16") if size == 16 else np.dtype(f"<i{size}") if size > 1 else np.dtype("u1")
 
 
-def _data(tensor: torch.Tensor) -> HostArray | DeviceArray:
+def _data(tensor: torch.Tensor) -> HostMemory | HostArray | DeviceArray:
+    if is_common(tensor) and (memory := memory_of(tensor, describe(tensor))) is not None:
+        return memory
     if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
         return HostArray(_raw(tensor))
     return DeviceArray(tensor)
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    if type(tensor) is not torch.Tensor and isinstance(tensor, Parameter):
-        return "parameter"
-    return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"  # what isinstance asks
-
-
-_PLAIN = (torch.Tensor, Parameter)
 
 
 def _check(leaf: torch.Tensor, path: str) -> None:
@@ -159,7 +143,7 @@ def _check(leaf: torch.Tensor, path: str) -> None:
         reason = f"a tensor of layout {leaf.layout}"
     elif leaf.is_quantized:
         reason = f"a quantised tensor ({leaf.dtype})"
-    elif kind not in _PLAIN and not is_dtensor(leaf):
+    elif kind not in PLAIN and not is_dtensor(leaf):
         reason = f"the tensor subclass {kind.__module__}.{kind.__qualname__}"
     if reason is not None:
         raise TreeError(
@@ -181,16 +165,20 @@ def _check(leaf: torch.Tensor, path: str) -> None:
 
 def _spec(leaf: torch.Tensor) -> ArraySpec:
     device = None if leaf.is_cpu or leaf.is_meta else str(leaf.device)
-    return ArraySpec(tuple(leaf.shape), dtype_name(leaf.dtype), None, device, leaf.requires_grad, _kind(leaf))
+    return ArraySpec(tuple(leaf.shape), dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf))
 
 
 def source(leaf: Any, path: str, rank: int) -> Source | None:
     """Describes a tensor that is to be saved."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    common = leaf.layout is torch.strided and leaf.dtype in _COMMON and not leaf.is_nested
-    if type(leaf) not in _PLAIN or not common:
-        _check(leaf, path)
+    if is_common(leaf):
+        common = describe(leaf)
+        if (memory := memory_of(leaf, common)) is not None:
+            return Source(
+                common.spec, None, (Piece(common.whole, memory),), Storage(memory.address, common.nbytes, None)
+            )
+    _check(leaf, path)
     if leaf.is_meta:
         raise TreeError(
             path,
@@ -199,7 +187,7 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
             hint="Materialise the module before saving (to_empty, then load or initialise)",
         )
     spec = _spec(leaf)
-    if type(leaf) not in _PLAIN and is_dtensor(leaf):
+    if type(leaf) not in PLAIN and is_dtensor(leaf):
         layout, local = local_of(leaf, path, rank)
         held = held_by(layout, spec.shape, rank)
         storage = _storage(local, path)
@@ -209,9 +197,8 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
     return Source(spec, None, (Piece(Region.whole(spec.shape), _data(tensor)),), storage)
 
 
-_COMMON = frozenset(
-    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
-)
+_NUMPY = {name: np.dtype(name) for name in ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")}
+"""The common dtypes that numpy has too."""
 
 
 def _box(start: tuple[int, ...], region: Region) -> Box:
@@ -247,6 +234,8 @@ def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
     """What the tensor is, without its data; of a DTensor also which regions this rank holds."""
     if not isinstance(leaf, torch.Tensor):
         return None
+    if is_common(leaf):
+        return describe(leaf).spec
     _check(leaf, path)
     spec = _spec(leaf)
     if not is_dtensor(leaf):
@@ -262,6 +251,10 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
     """Describes a tensor that is to be filled in place."""
     if not isinstance(leaf, torch.Tensor):
         return None
+    if is_common(leaf):
+        common = describe(leaf)
+        if (memory := memory_of(leaf, common)) is not None:
+            return Target(common.spec, leaf, (TargetPiece(common.whole, memory),))
     _check(leaf, path)
     if leaf.device.type == "meta":
         raise MismatchError(
@@ -352,12 +345,14 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None =
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
     """A tensor that shows `memory` from byte `offset` on, without a copy."""
+    if (known := _NUMPY.get(spec.dtype)) is not None:  # half the time of frombuffer and view
+        return _dress(torch.from_numpy(np.ndarray(spec.shape, known, memory, offset)), spec)
     tensor = _shown(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
     return _dress(tensor if tensor.shape == spec.shape else tensor.view(spec.shape), spec)
 
 
 def _shown(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
-    if dtype in _COMMON:
+    if dtype in COMMON:
         return torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size * dtype.itemsize, offset=offset).view(dtype)
 
