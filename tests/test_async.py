@@ -501,19 +501,33 @@ def test_a_rank_whose_writer_fails_is_named_on_all_ranks(tmp_path: Path, culprit
     end(comms)
 
 
+class _Mute:
+    """A comm that loses what its rank says on a save once that is agreed on."""
+
+    def __init__(self, inner: Comm) -> None:
+        self.rank, self.size, self.memory, self.timeout = inner.rank, inner.size, inner.memory, inner.timeout
+        self.wait, self.drop, self._post = inner.wait, inner.drop, inner.post
+
+    def post(self, key: str, data: bytes) -> None:
+        if len(key.partition("/")[0]) < 16:
+            self._post(key, data)
+
+
 def test_a_rank_that_never_reports_is_named(tmp_path: Path) -> None:
     comms = thread_comms(2, timeout=20)
 
     def act(comm: Comm) -> Any:
-        store = slow(tmp_path / "c") if comm.rank else tmp_path / "c"
-        return tc.save_async(store, small_tree(comm.rank, 2), comm=comm, timeout=0.7).result(60)
+        tc.save_async(tmp_path / "before", small_tree(comm.rank, 2, seed=1), comm=comm).result(60)
+        mute: Any = _Mute(comm) if comm.rank else comm
+        return tc.save_async(tmp_path / "c", small_tree(comm.rank, 2), comm=mute, timeout=3.0).result(60)
 
     start = time.monotonic()
     errors = errors_of(on_ranks(comms, act))
-    assert time.monotonic() - start < 30
-    assert all(isinstance(error, tc.RankError) for error in errors)
-    assert list(errors[0].ranks) == [1] and "silent" in str(errors[0])  # pyright: ignore
+    assert time.monotonic() - start < 40
+    for error in errors:
+        assert isinstance(error, tc.RankError) and error.ranks == {1: "silent for 3 s"}
     assert INDEX_NAME not in os.listdir(tmp_path / "c")
+    assert_holds(tmp_path / "before", seed=1)
     end(comms)
 
 

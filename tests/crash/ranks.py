@@ -22,7 +22,7 @@ from tests.world import small_tree
 from treeckpt.io.comm import TorchComm, default_comm
 
 WORLD = 2
-LIMIT = 2.0
+LIMIT = 3.0
 """Seconds after which a rank counts as silent."""
 
 

@@ -239,16 +239,17 @@ def test_a_writer_that_hangs_is_given_up_on(tmp_path: Path) -> None:
 CASES = [
     (culprit, phase)
     for culprit, phases in (
-        (1, ["before", "staged", "create", "commit"]),
+        (1, ["before", "create", "commit"]),
         (0, ["before", "staged", "write", "commit", "publish"]),
     )
     for phase in phases
 ]
 
 
+@pytest.mark.timeout(240)
 def test_a_rank_killed_in_any_phase_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.crash.ranks", str(tmp_path), json.dumps(CASES)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=115, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=220, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(row["culprit"], row["phase"]) for row in rows] == CASES
