@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from treeckpt.io import arena as arena_module
 from treeckpt.io.arena import Arena, ArenaPool, area_offsets, map_arena
-from treeckpt.io.store import PAGE
+from treeckpt.io.buffers import PAGE
 from treeckpt.io.writer import Channel, WriterGone
 
 

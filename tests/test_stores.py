@@ -14,8 +14,9 @@ import pytest
 
 import treeckpt as tc
 from treeckpt.io import store as store_module
+from treeckpt.io.buffers import aligned_buffer
 from treeckpt.io.reader import LocalReader
-from treeckpt.io.store import LocalStore, MemoryStore, Store, aligned_buffer, open_store
+from treeckpt.io.store import LocalStore, MemoryStore, Store, open_store
 
 SIZES = [0, 1, 4095, 4096, 4097, 3 * (1 << 20) + 5]
 MEMORY_DISK = Path("/dev/shm")
@@ -408,7 +409,7 @@ def test_new_directories_are_synced_up_to_the_first_that_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(store_module, "_sync_directory", synced.append)
+    monkeypatch.setattr(store_module, "sync_directory", synced.append)
     LocalStore(tmp_path / "a" / "b").prepare()
     assert set(synced) >= {tmp_path, tmp_path / "a"}
 

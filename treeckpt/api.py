@@ -22,7 +22,8 @@ from .io.comm import as_comm, global_rank
 from .io.record import Recorder
 from .io.shards import open_shard, read_header, verify_shard
 from .io.store import Store, open_store
-from .loading import MEMORY, LoadOptions, load_into_tree, load_tree
+from .loading import load_into_tree, load_tree
+from .lookup import MEMORY, LoadOptions
 from .pending import Pending
 from .reports import LoadReport, Problem, SaveReport, VerifyReport
 from .saving import save_tree

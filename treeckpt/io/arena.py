@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from .store import PAGE
+from .buffers import PAGE
 
 __all__ = ["Arena", "ArenaPool", "Lease", "area_offsets", "map_arena"]
 

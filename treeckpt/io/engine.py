@@ -22,8 +22,9 @@ from ..core.plan import FilePlan, Write
 from ..core.region import Region
 from ..core.shard import BLOCK, Entry, ShardHeader, block_count, encode_header, hash_block, with_hashes
 from ..leaves.base import HostArray, HostMemory, Piece, Readable
+from .buffers import PAGE, aligned_buffer
 from .record import Recorder
-from .store import PAGE, Store, Writer, aligned_buffer
+from .store import Store, Writer
 
 __all__ = ["BUFFER", "SaveFile", "Sink", "entries_of", "feed", "run_save"]
 

@@ -19,9 +19,9 @@ from ..core.plan import READ_LIMIT, Block, Copy, LoadPlan, Run
 from ..core.region import c_strides
 from ..core.shard import BLOCK
 from ..leaves.base import TargetPiece, raw_dtype
+from .buffers import PAGE, aligned_buffer
 from .engine import BUFFER
 from .shards import Shards, Stretch, stretch_of
-from .store import PAGE, aligned_buffer
 
 __all__ = ["Landed", "Reading", "list_landings", "list_readings", "read_limit", "ring_of", "run_map", "run_readings"]
 

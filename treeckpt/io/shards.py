@@ -8,8 +8,9 @@ from ..core.errors import CorruptError
 from ..core.extents import extents_in
 from ..core.records import File, Index
 from ..core.shard import ShardHeader, block_count, decode_header, hash_block, header_nbytes
+from .buffers import PAGE, aligned_buffer
 from .record import Recorder
-from .store import PAGE, Store, aligned_buffer
+from .store import Store
 
 __all__ = ["Opened", "Shards", "Stretch", "open_shard", "read_header", "read_stretch", "stretch_of", "verify_shard"]
 

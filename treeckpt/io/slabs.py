@@ -6,7 +6,7 @@ small to be given huge pages one by one, so they share slabs; a slab is freed wi
 
 from __future__ import annotations
 
-from .store import aligned_buffer
+from .buffers import aligned_buffer
 
 __all__ = ["Slabs"]
 

@@ -17,23 +17,10 @@ from pathlib import Path
 from typing import Protocol
 
 from ..core.errors import CheckpointError, CheckpointExists, CorruptError
+from .diskfile import LocalWriter, sync_directory
 from .reader import LocalReader, open_regular
 
-__all__ = ["PAGE", "LocalStore", "MemoryStore", "Store", "Writer", "aligned_buffer", "open_store"]
-
-PAGE = 4096
-HUGE = 2 << 20
-
-
-def aligned_buffer(nbytes: int, *, huge: bool = False) -> memoryview:
-    """Zeroed, page-aligned memory of its own; in huge pages if asked: page faults are half of a load otherwise."""
-    # private: huge pages are mostly switched off for shared memory, which is what mmap makes by itself
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, max(nbytes, PAGE), **private)
-    if huge and nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)[:nbytes]
+__all__ = ["LocalStore", "MemoryStore", "Store", "Writer", "open_store"]
 
 
 class Writer(Protocol):
@@ -142,7 +129,7 @@ class LocalStore:
             missing.append(missing[-1].parent)
         self._directory.mkdir(parents=True, exist_ok=True)
         for directory in missing:  # a new name is durable once its parent is
-            _sync_directory(directory)
+            sync_directory(directory)
 
     def sizes(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -192,7 +179,7 @@ class LocalStore:
             self._readers.clear()
 
     def create(self, name: str, nbytes: int) -> Writer:
-        return _LocalWriter(self._directory / name, nbytes)
+        return LocalWriter(self._directory / name, nbytes)
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
         temporary = self._directory / f".{name}.{secrets.token_hex(8)}.tmp"
@@ -212,7 +199,7 @@ class LocalStore:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
-        _sync_directory(self._directory)
+        sync_directory(self._directory)
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -239,84 +226,6 @@ def _too_short(label: str, offset: int, nbytes: int, found: int) -> CorruptError
         found=f"{found} before the end of the file",
         hint="The file was cut short; restore it from a copy",
     )
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-class _LocalWriter:
-    """A new file, written past the page cache where that is possible."""
-
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self._path, self._nbytes = path, nbytes
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._direct = hasattr(os, "O_DIRECT")
-        try:
-            self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            self._direct = False
-            self._fd = os.open(path, flags, 0o644)
-        self._open = True
-        if nbytes and hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(self._fd, 0, nbytes)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                    self.abort()
-                    raise
-
-    def write(self, offset: int, data: memoryview) -> None:
-        if self._direct and len(data) % PAGE:
-            # the file's odd end: the block is a page longer in memory, and the file is cut to size at commit
-            padded = aligned_buffer(-(-len(data) // PAGE) * PAGE)
-            padded[: len(data)] = data
-            data = padded
-        written = 0
-        while written < len(data):
-            try:
-                count = os.pwrite(self._fd, data[written:], offset + written)
-                if not count:
-                    raise OSError(errno.EIO, f"the disk wrote nothing of {len(data) - written} bytes", str(self._path))
-                written += count
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
-                    raise
-                self._leave_direct()
-
-    def _leave_direct(self) -> None:
-        """Some file systems take O_DIRECT at open and refuse it at the first write."""
-        import fcntl
-
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self._direct = False
-
-    def commit(self) -> None:
-        os.ftruncate(self._fd, self._nbytes)
-        os.fsync(self._fd)
-        if not self._direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        self._close()
-        _sync_directory(self._path.parent)
-
-    def abort(self) -> None:
-        if self._open:
-            self._close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-
-    def _close(self) -> None:
-        self._open = False
-        os.close(self._fd)
 
 
 class MemoryStore:

@@ -1,0 +1,211 @@
+"""One load's view of a checkpoint: which saved leaf is wanted where, and may it go there?
+
+Finds leaves by path and rank, decodes values, and asks for arrays to be read; compares keys, shapes and dtypes before
+any memory is touched.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from .core.errors import MismatchError
+from .core.records import Leaf, PerRankValues, ValueRecord
+from .core.runs import decode_runs
+from .core.spec import ArraySpec
+from .filling import Filling, Slot, Verify
+from .io.codec import read_index
+from .io.comm import Comm, global_rank
+from .io.record import Recorder
+from .io.slabs import Slabs
+from .io.store import Store
+from .leaves.base import Target
+from .leaves.registry import decode, new_array
+from .reports import LoadReport
+
+__all__ = ["MEMORY", "Load", "LoadOptions", "Make"]
+
+MEMORY = 64 << 20
+"""Bytes of buffers that a load may take, unless told otherwise."""
+
+
+class LoadOptions(msgspec.Struct, frozen=True):
+    """The knobs of a load; see `treeckpt.load`."""
+
+    select: tuple[str, ...] | None = None
+    strict: bool = True
+    cast: bool = False
+    device: str | None = None
+    verify: Verify = True
+    per_rank: Literal["error", "take"] = "error"
+    copy: bool = False
+    mmap: bool = False
+    allow_pickle: bool = False
+    namespace: str = ""
+    read: Literal["each", "once"] = "each"
+    memory: int = MEMORY
+
+
+Make = Callable[[Any, str], Target | None]
+"""Gives the target of a wanted leaf at a path."""
+
+
+class Load:
+    """One load on one rank."""
+
+    def __init__(self, store: Store, comm: Comm, options: LoadOptions) -> None:
+        self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
+        self.recorder = Recorder(comm.rank)
+        self.index = read_index(store)
+        self.source_rank = comm.rank % self.index.world
+        self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
+        self.world = comm.size
+        self.take = None if options.copy else Slabs().take
+        """Memory for new arrays; with `copy` each has its own."""
+        self.filling = Filling(store, self.index, self.source_rank, self.recorder)
+        self.loaded = 0
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+
+    def selected(self, path: str) -> bool:
+        """Whether `select` asks for a path, itself or something above it."""
+        select = self.options.select
+        if select is None:
+            return True
+        return any(fnmatch.fnmatchcase(path, g) or path.startswith(g.rstrip("/") + "/") for g in select)
+
+    def find(self, path: str) -> Leaf | None:
+        """The saved leaf at a path; under `PerRank` the one of the rank that is wanted."""
+        found = self.index.by_path.get(path)
+        if found is None:
+            return None
+        if found[0].ranks is None:
+            return found[0]
+        if self.refuse_own and self.selected(path):
+            raise MismatchError(
+                path,
+                expected=f"state of one rank of {self.world}",
+                found=f"state saved by a world of {self.index.world}",
+                hint="The world size changed: leave this leaf out with `...` in like, or pass per_rank='take'",
+            )
+        for leaf in found:
+            if self.source_rank in decode_runs(leaf.ranks or ()):
+                return leaf
+        raise MismatchError(
+            path,
+            expected=f"state of rank {self.source_rank}",
+            found="state of other ranks only",
+            hint="Leave this leaf out with `...` in like",
+        )
+
+    def value(self, leaf: Leaf, path: str) -> object:
+        """A saved value."""
+        record = leaf.record
+        self.loaded += 1
+        if isinstance(record, PerRankValues):
+            position = int(np.flatnonzero(decode_runs(leaf.ranks or ()) == self.source_rank)[0])
+            return decode(record.values[position], path, allow_pickle=self.options.allow_pickle)
+        assert isinstance(record, ValueRecord), "arrays are read, not decoded"
+        return decode(record.value, path, allow_pickle=self.options.allow_pickle)
+
+    def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Make, wanted: object) -> Slot:
+        """Wants an array: as a view of what is read where that is possible, else in the target that `make` makes."""
+        self.loaded += 1
+        self.filling.claim(path, leaf)
+        if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
+            if spec is not leaf.spec:
+                self.check(path, leaf, spec)
+            if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
+                slot = self.filling.land(path, leaf, spec)
+                if slot is not None:
+                    return slot
+        target = make(wanted, path)
+        if target is None:
+            raise MismatchError(
+                path,
+                expected="a value",
+                found=f"an array in the checkpoint, {leaf.spec and leaf.spec.dtype} of shape "
+                f"{leaf.spec and leaf.spec.shape}",
+                hint="Put an array, a tc.ArraySpec or `...` there in like",
+            )
+        self.check(path, leaf, target.spec)
+        return self.filling.want(path, leaf, target)
+
+    def new(self, spec: Any, path: str) -> Target:
+        """A new array where the options put it."""
+        return new_array(spec, path, self.options.device, take=self.take)
+
+    def _on_host(self, spec: ArraySpec) -> bool:
+        device = self.options.device
+        if device == "original":
+            return spec.device is None
+        return device == "cpu" or (device is None and spec.device is None)
+
+    def check(self, path: str, leaf: Leaf, wanted: ArraySpec) -> None:
+        """Compares what is wanted with what was saved.
+
+        Raises:
+            MismatchError: of shape or dtype.
+        """
+        saved = leaf.spec
+        assert saved is not None, "values are decoded, not read"
+        if wanted.shape != saved.shape:
+            raise MismatchError(
+                path,
+                expected=f"shape {wanted.shape}",
+                found=f"{saved.shape} in the checkpoint",
+                hint="Ask for the saved shape, or leave the leaf out with `...`",
+            )
+        if wanted.dtype != saved.dtype and not self.options.cast:
+            raise MismatchError(
+                path,
+                expected=wanted.dtype,
+                found=f"{saved.dtype} in the checkpoint",
+                hint="Pass cast=True to convert",
+            )
+
+    def check_keys(self, asked: set[str], left_out: Sequence[str]) -> None:
+        """Compares what was asked for with what is there.
+
+        Args:
+            left_out: paths of `...` in like, each of which stands for all that was saved below it.
+
+        Raises:
+            MismatchError: under `strict`, naming what is missing and what is unexpected.
+        """
+        below = tuple(f"{path}/" if path else "" for path in left_out)
+        self.unexpected = [
+            path
+            for path in self.index.by_path
+            if path not in asked and not path.startswith(below) and self.selected(path)
+        ]
+        if self.options.strict and (self.missing or self.unexpected):
+            texts = [_some("missing in the checkpoint", self.missing), _some("not asked for", self.unexpected)]
+            raise MismatchError(
+                (self.missing or self.unexpected)[0],
+                expected="the leaves of like and of the checkpoint to be the same",
+                found="; ".join(text for text in texts if text),
+                hint="Pass strict=False to load what both have, or `...` in like for what you do not want",
+            )
+
+    def report(self) -> LoadReport:
+        return LoadReport(
+            self.filling.store.url,
+            self.filling.nbytes,
+            self.filling.read_nbytes,
+            self.loaded,
+            tuple(self.missing),
+            tuple(self.unexpected),
+            self.recorder.seconds,
+        )
+
+
+def _some(what: str, paths: Sequence[str]) -> str:
+    if not paths:
+        return ""
+    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    return f"{len(paths)} {what}: {', '.join(paths[:5])}{more}"
