@@ -135,3 +135,31 @@ def a_changed_byte_fails_the_load_of_every_rank(here: Rank) -> None:
     with pytest.raises(tc.TreeckptError):
         tc.load_into(path, target, read="once", strict=False)
     assert all(bool((leaf == 9).all()) for leaf in target.values()), "checked before the first byte is written"
+
+
+@case("four")
+def a_model_and_its_optimizer_are_restored_by_reading_once(here: Rank) -> None:
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(here.rank)
+        model = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.BatchNorm1d(400), torch.nn.Linear(400, 300))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.BatchNorm1d(400), torch.nn.Linear(400, 300))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.randn(4, 300, generator=seeded())).sum().backward()
+    optimizer.step()
+    path = here.directory / "once trained"
+    tc.save(path, tc.training.state(model, optimizer, rng=False))
+    fresh, moments = make()
+    report = tc.training.restore(path, fresh, moments, rng=False, read="once")
+    for found, expected in ((fresh.state_dict(), model.state_dict()), (moments.state, optimizer.state)):
+        assert str(tc.abstract(list(found.values()))) == str(tc.abstract(list(expected.values())))
+    assert all(torch.equal(found, model.state_dict()[name]) for name, found in fresh.state_dict().items())
+    pairs = zip(moments.state.values(), optimizer.state.values(), strict=True)
+    assert all(torch.equal(found[name], expected[name]) for found, expected in pairs for name in expected)
+    assert report.nbytes <= _sum(report.read_nbytes) <= 1.1 * report.nbytes + (1 << 20)
+    other = torch.nn.Sequential(torch.nn.Linear(300, 400 + (here.rank == 1)))
+    with pytest.raises(tc.TreeckptError) as caught:
+        tc.training.restore(path, other, rng=False, read="once", strict=False)
+    assert isinstance(caught.value, tc.MismatchError if here.rank == 1 else tc.RankError), caught.value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from ..core.structure import PerRankNode
 from ..core.tree import PerRank
 from ..filling import Verify
 from ..io.comm import Comm, as_comm
+from ..io.relay import open_relay, together
 from ..leaves.torch import dtype_name
 from ..reports import human_bytes
 from ..stateful import is_stateful
@@ -46,6 +47,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
     """Leaves of models, optimizers and extra that were filled."""
     nbytes: int
     """Bytes of arrays that were asked for."""
+    read_nbytes: int
+    """Bytes of arrays that this rank read."""
     seconds: float
     missing: tuple[str, ...]
     """Wanted, not in the checkpoint; they stay as they were."""
@@ -81,6 +84,7 @@ def restore(
     cast: bool = False,
     keep: Sequence[str] = (),
     verify: Verify = True,
+    read: Literal[each, once] = "each",
     world_changed: Policy | Mapping[str, Policy] = "error",
     device: str | torch.device | None = None,
     allow_pickle: bool = False,
@@ -103,6 +107,8 @@ def restore(
         cast: converts dtypes instead of refusing them.
         keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",).
         verify: compares checksums of all that is read, as for `treeckpt.load_into`.
+        read: "once" lets the ranks of a host share the reading, as for `treeckpt.load`: replicas are read by one of
+            them and handed on. Every rank has to call.
         world_changed: what to do about state that each rank had of its own when their number changed: "error",
             "take" (that of rank modulo the old world), or `merge(states of all old ranks, rank, world)`; or a mapping
             with one of these for "rng", "loader", "buffers" and "extra" (the last two take no function).
@@ -115,12 +121,13 @@ def restore(
         TreeError: an optimizer with parameters that are not the model's.
     """
     comm = as_comm(comm)
-    found = open_source(source, comm, Options(cast, verify, allow_pickle))
-    job = _Restore(found, comm, model, optimizer, strict, partial, cast, world_changed)
-    job.plan_model()
-    job.plan_optimizer(tuple(keep))
-    job.plan_rest(scheduler, loader, rng, extra)
-    job.check_keys()
+    with together(open_relay(comm) if read == "once" else None):
+        found = open_source(source, comm, Options(cast, verify, allow_pickle, read))
+        job = _Restore(found, comm, model, optimizer, strict, partial, cast, world_changed)
+        job.plan_model()
+        job.plan_optimizer(tuple(keep))
+        job.plan_rest(scheduler, loader, rng, extra)
+        job.check_keys()
     return job.run(device)
 
 
@@ -350,6 +357,7 @@ class _Restore:
             self.source.step,
             filled.loaded,
             filled.nbytes,
+            filled.read_nbytes,
             time.perf_counter() - self.began,
             tuple(self.missing),
             tuple(self.unexpected),

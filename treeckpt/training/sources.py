@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -37,6 +37,7 @@ class Options(msgspec.Struct, frozen=True):
     cast: bool = False
     verify: Verify = True
     allow_pickle: bool = False
+    read: Literal["each", "once"] = "each"
 
 
 class Filled(msgspec.Struct, frozen=True):
@@ -130,6 +131,7 @@ class CheckpointSource:
             verify=self.options.verify,
             per_rank="take" if take else "error",
             allow_pickle=self.options.allow_pickle,
+            read=self.options.read,
             comm=self.comm,
         )
         return Filled(report.loaded, report.nbytes, report.read_nbytes)
