@@ -84,7 +84,7 @@ def restore(
     cast: bool = False,
     keep: Sequence[str] = (),
     verify: Verify = True,
-    read: Literal[each, once] = "each",
+    read: Literal["each", "once"] = "each",
     world_changed: Policy | Mapping[str, Policy] = "error",
     device: str | torch.device | None = None,
     allow_pickle: bool = False,
