@@ -93,7 +93,7 @@ def test_warm_files_are_in_the_page_cache(report):
 
 
 def test_a_run_computes_the_bars_of_its_scenarios(report):
-    assert report["format"] == "treeckpt.bench/1"
+    assert report["format"] == "treeckpt.bench/2"
     states = {(bar["scenario"], bar["text"]): bar["state"] for bar in report["bars"]}
     for (scenario, text), state in states.items():
         if scenario in ("gpt2", "tiny", "slice"):

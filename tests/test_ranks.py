@@ -465,3 +465,19 @@ def test_load_into_leaves_every_target_untouched_when_a_read_fails(saved: Memory
         with pytest.raises(tc.CheckpointError, match="injected"):
             tc.load_into(Faulty(saved, Switch(at)), target, per_rank="take")
         assert_equal(target, whole_tree(seed=9))
+
+
+def test_an_object_that_cannot_give_its_state_fails_the_save_of_every_rank(tmp_path: Path) -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise ValueError("no state to give")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    def act(comm: Any) -> Any:
+        return tc.save(tmp_path / "c", {"object": Broken() if comm.rank else 1}, comm=comm)
+
+    for error in errors_of(on_ranks(2, act)):
+        assert error is not None and "no state to give" in str(error), error
+    assert not (tmp_path / "c" / "index.json").exists()

@@ -47,6 +47,7 @@ from .io.store import Store
 from .leaves.base import Source
 from .leaves.describe import Brought, bring, content_digests
 from .plans import Plans, kept_plans, make_plans
+from .stateful import expand
 
 __all__ = ["Agreed", "Busy", "SaveOptions", "Standing", "agree"]
 
@@ -166,8 +167,9 @@ class _Agreement:
             return None
         try:
             self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
+            expanded = expand(tree, rank=self.comm.rank, namespace=self.options.namespace)
             self.brought = bring(
-                tree,
+                tree if expanded is None else expanded.tree,
                 rank=self.comm.rank,
                 members=members_of(self.comm),
                 allow_pickle=self.options.allow_pickle,

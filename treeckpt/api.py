@@ -88,8 +88,6 @@ def save(
     options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
     comm = as_comm(comm)
     with _without_cycles():
-        if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is not None:
-            tree = expanded.tree
         return save_tree(open_store(path), tree, comm, options, custom_metadata or {}, standing_of(comm))
 
 
@@ -140,8 +138,6 @@ def save_async(
     options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, shard_bytes, namespace, busy)
     comm = as_comm(comm)
     with _without_cycles():
-        if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is not None:
-            tree = expanded.tree
         return save_async_tree(
             open_store(path),
             tree,
@@ -164,8 +160,6 @@ def prewarm(tree: Any, *, writer: WriterKind = "process", comm: AnyComm = None) 
     """
     comm = as_comm(comm)
     with _without_cycles():
-        if (expanded := expand(tree, rank=comm.rank, namespace="")) is not None:
-            tree = expanded.tree
         prewarm_tree(tree, comm, writer=writer)
 
 

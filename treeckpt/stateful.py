@@ -15,7 +15,7 @@ import msgspec
 
 from .core.containers import is_common_leaf, take
 from .core.errors import MismatchError
-from .core.structure import key_text, rank_key
+from .core.structure import MAX_DEPTH, key_text, rank_key
 from .core.tree import PerRank, flatten, graft, replace_leaves
 
 __all__ = ["Expanded", "expand", "is_stateful"]
@@ -33,8 +33,10 @@ def _is_stateful(kind: type) -> bool:
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
-def _holds_any(tree: Any, namespace: str) -> bool:
+def _holds_any(tree: Any, namespace: str, depth: int = 0) -> bool:
     """Whether there is one such object; cheap for the trees without, which most are."""
+    if depth > MAX_DEPTH:
+        return False  # flattening says so
     kind = type(tree)
     if kind is dict:
         children: Any = tree.values()
@@ -46,7 +48,7 @@ def _holds_any(tree: Any, namespace: str) -> bool:
         children = taken.children
     else:
         return is_stateful(tree)
-    return any(_holds_any(child, namespace) for child in children)
+    return any(_holds_any(child, namespace, depth + 1) for child in children if not is_common_leaf(type(child)))
 
 
 class _Found(msgspec.Struct):
