@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", type=_positive, help="of the sizes (default: 1)")
     parser.add_argument("--repetitions", type=_count, metavar="N", help="of everything (default: 5)")
     parser.add_argument("--only", action="append", choices=NAMES, metavar="SCENARIO", help=f"of: {', '.join(NAMES)}")
+    parser.add_argument("--contender", action="append", metavar="NAME", help="only this one, as named in the table")
     parser.add_argument("--dir", type=Path, help="where to write (default: a new directory here, removed at the end)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all trials, medians and bars")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the medians: .svg, .png or .pdf")
@@ -113,7 +114,7 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
         return 2
     try:
         _check_space(directory, scenarios, scale)
-        trials, stays = _run_scenarios(scenarios, directory, scale, repetitions)
+        trials, stays = _run_scenarios(scenarios, directory, scale, repetitions, options.contender or ())
     except (BenchError, OSError) as error:
         fail(f"treeckpt bench: {error}")
         return 1
@@ -146,10 +147,10 @@ def _check_space(directory: Path, scenarios: Sequence[Scenario], scale: float) -
 
 
 def _run_scenarios(
-    scenarios: Sequence[Scenario], directory: Path, scale: float, repetitions: int
+    scenarios: Sequence[Scenario], directory: Path, scale: float, repetitions: int, names: Sequence[str]
 ) -> tuple[list[Trial], list[Stay]]:
     from .beside import run_beside
-    from .contenders import contenders_for
+    from .contenders import chosen, contenders_for
     from .ranks import run_ranks
     from .turns import run_alone, run_slice
 
@@ -164,16 +165,16 @@ def _run_scenarios(
         stays.append(stay)
         print(stay_line(stay, repetitions), file=sys.stderr, flush=True)
 
-    alone = contenders_for(1)
+    alone = chosen(contenders_for(1), names)
     for scenario in scenarios:
         if scenario.beside:
-            run_beside(scenario, directory, scale=scale, repetitions=repetitions, on_stay=on_stay)
+            run_beside(scenario, directory, scale=scale, repetitions=repetitions, on_stay=on_stay, names=names)
             print_stays(scenario.text, [row for row in summarize_stays(stays) if row.scenario == scenario.name])
             continue
         if scenario.ranks > 1:
-            run_ranks(scenario, directory, scale=scale, repetitions=repetitions, on_trials=on_trials)
+            run_ranks(scenario, directory, scale=scale, repetitions=repetitions, on_trials=on_trials, names=names)
         elif scenario.part > 1:
-            run_slice(scenario, directory, scale=scale, repetitions=repetitions, on_trials=on_trials)
+            run_slice(scenario, directory, scale=scale, repetitions=repetitions, on_trials=on_trials, names=names)
         else:
             run_alone(scenario, directory, alone, scale=scale, repetitions=repetitions, on_trials=on_trials)
         print_rows(scenario.text, [row for row in summarize(trials) if row.scenario == scenario.name])

@@ -12,7 +12,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from .backers import Backer, backers
+from .contenders import chosen
 from .meter import settle
+from .ranks import MARK, Task, run_job
 from .raw import LEAST, Raw
 from .results import Stay
 from .states import SCENARIOS, Scenario, make_state, shapes_bytes
@@ -33,26 +35,21 @@ STEP = 0.02
 """Seconds of a training step, about."""
 
 
-class Task(msgspec.Struct, frozen=True):
-    """What the process is told."""
-
-    scenario: str
-    directory: str
-    scale: float
-    repetitions: int
-
-
 def run_beside(
-    scenario: Scenario, directory: Path, *, scale: float, repetitions: int, on_stay: Callable[[Stay], None]
+    scenario: Scenario,
+    directory: Path,
+    *,
+    scale: float,
+    repetitions: int,
+    on_stay: Callable[[Stay], None],
+    names: Sequence[str] = (),
 ) -> None:
     """A scenario, in a process of its own.
 
     Raises:
         BenchError: it failed; the message ends with what it said.
     """
-    from .ranks import run_job
-
-    task = Task(scenario.name, str(directory.absolute()), scale, repetitions)
+    task = Task(scenario.name, str(directory.absolute()), scale, repetitions, tuple(names))
     run_job("treeckpt.bench.beside", task, ranks=1, on_line=lambda line: on_stay(msgspec.json.decode(line, type=Stay)))
 
 
@@ -172,10 +169,8 @@ class _Beside:
 
 def work(task: Task) -> None:
     """What the process does."""
-    from .ranks import MARK
-
     torch.set_num_threads(1)
-    here, them = _Beside(task), backers()
+    here, them = _Beside(task), chosen(backers(), task.names)
     for repetition, backer in in_turns(them, task.repetitions + 1):
         stay = here.stay(backer, repetition)
         print(MARK + msgspec.json.encode(stay).decode(), flush=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -22,7 +23,16 @@ import treeckpt
 from .meter import files_of
 from .states import State
 
-__all__ = ["Contender", "SliceReader", "Streamer", "contenders_for", "is_there", "slice_readers", "sync"]
+__all__ = ["Contender", "SliceReader", "Streamer", "chosen", "contenders_for", "is_there", "slice_readers", "sync"]
+
+
+class Named(Protocol):
+    """Something that is compared."""
+
+    name: str
+
+
+_Named = TypeVar("_Named", bound=Named)
 
 
 class Contender(Protocol):
@@ -190,6 +200,11 @@ def is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def chosen(found: Sequence[_Named], names: Sequence[str]) -> list[_Named]:
+    """Those whose name is, or begins with the word, one of the names; all if there are none."""
+    return [one for one in found if not names or {one.name, one.name.partition(" ")[0]} & set(names)]
 
 
 def contenders_for(ranks: int) -> list[Contender]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..demo.launch import started, worker_environment
-from .contenders import contenders_for
+from .contenders import chosen, contenders_for
 from .results import Trial
 from .states import SCENARIOS, Scenario, State, local_of, make_state, shapes_bytes
 from .turns import BenchError, OnTrials, Turns, in_turns
 
-__all__ = ["MARK", "run_job", "run_ranks"]
+__all__ = ["MARK", "Task", "run_job", "run_ranks"]
 
 MARK = "@trials "
 
@@ -35,15 +35,25 @@ class Task(msgspec.Struct, frozen=True):
     directory: str
     scale: float
     repetitions: int
+    names: tuple[str, ...] = ()
+    """Of contenders; all if there are none."""
 
 
-def run_ranks(scenario: Scenario, directory: Path, *, scale: float, repetitions: int, on_trials: OnTrials) -> None:
+def run_ranks(
+    scenario: Scenario,
+    directory: Path,
+    *,
+    scale: float,
+    repetitions: int,
+    on_trials: OnTrials,
+    names: Sequence[str] = (),
+) -> None:
     """A scenario of several processes.
 
     Raises:
         BenchError: they failed; the message ends with what they said.
     """
-    task = Task(scenario.name, str(directory.absolute()), scale, repetitions)
+    task = Task(scenario.name, str(directory.absolute()), scale, repetitions, tuple(names))
 
     def on_line(line: str) -> None:
         on_trials(msgspec.json.decode(line, type=list[Trial]))
@@ -101,7 +111,7 @@ def work(task: Task) -> None:
 
     state, target = make_state(shapes, rows), expected()
     turns = Turns(scenario, Path(task.directory), group, shapes_bytes(shapes))
-    for repetition, contender in in_turns(contenders_for(group.size), task.repetitions):
+    for repetition, contender in in_turns(chosen(contenders_for(group.size), task.names), task.repetitions):
         trials = turns.turn(contender, repetition, state, target, expected if repetition == 0 else None)
         if group.rank == 0:
             print(MARK + msgspec.json.encode(trials).decode(), flush=True)

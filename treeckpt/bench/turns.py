@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from .contenders import Contender, SliceReader, Streamer, slice_readers
+from .contenders import Contender, SliceReader, Streamer, chosen, slice_readers
 from .meter import Meter, Usage, cached_part, drop_cache, files_of, fill_cache, settle
 from .raw import LEAST, Raw
 from .results import Limit, Phase, Trial
@@ -251,7 +251,15 @@ def run_alone(
         on_trials(turns.turn(contender, repetition, state, target, expected))
 
 
-def run_slice(scenario: Scenario, directory: Path, *, scale: float, repetitions: int, on_trials: OnTrials) -> None:
+def run_slice(
+    scenario: Scenario,
+    directory: Path,
+    *,
+    scale: float,
+    repetitions: int,
+    on_trials: OnTrials,
+    names: Sequence[str] = (),
+) -> None:
     """Loads some of the rows of a leaf, cold: what counts is how much is read."""
     [(name, shape)] = scenario.shapes(scale).items()
     state = {name: make_leaf(shape, 0)}
@@ -259,7 +267,7 @@ def run_slice(scenario: Scenario, directory: Path, *, scale: float, repetitions:
     stop = start + max(1, shape[0] // scenario.part)
     turns = Turns(scenario, directory, Solo(), shapes_bytes({name: shape}))
     nbytes = shapes_bytes({name: (stop - start, *shape[1:])})
-    for repetition, contender in in_turns(slice_readers(), repetitions):
+    for repetition, contender in in_turns(chosen(slice_readers(), names), repetitions):
         place = turns.begin()
         contender.save(place, state)
         turns.limits("W")  # makes the file for the limit of the load
