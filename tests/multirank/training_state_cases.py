@@ -139,7 +139,7 @@ def a_tree_in_memory_is_restored_without_a_checkpoint(here: Rank) -> None:
     try:
         training.restore(tree, *arrange("plain", 4).given, rng=False)
     except tc.LayoutError as error:
-        assert "that this rank holds" in error.expected
+        assert "this rank holds" in error.expected
     else:
         raise AssertionError("a rank has no more than its shard of the tree")
 
