@@ -101,7 +101,7 @@ def every_layout_is_saved(here: Rank) -> None:
 
 @case("eight")
 def layouts_of_eight_ranks_load_into_others_of_eight(here: Rank) -> None:
-    load_all(here, (8,), step=13)
+    load_all(here, (8,), step=15)
 
 
 @case("four")
@@ -126,7 +126,7 @@ def layouts_of_four_ranks_load_into_those_of_two(here: Rank) -> None:
 
 @case("four again")
 def layouts_of_one_and_two_ranks_load_into_those_of_four(here: Rank) -> None:
-    load_all(here, (1, 2), step=7)
+    load_all(here, (1, 2), step=13)
 
 
 @case("eight again")

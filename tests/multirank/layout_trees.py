@@ -115,8 +115,9 @@ def a_tree_is_broadcast_as_it_is_in_few_messages(here: Rank) -> None:
     assert sequence() - before <= 4, f"{sequence() - before} collectives"
     assert (found is tree) == (here.rank == 3)
     assert tc.trees.same_structure(found, tree), str(tc.trees.same_structure(found, tree))
+    names = tc.trees.flatten_names(found)
     for name, leaf in tc.trees.flatten_names(tree).items():
-        other = tc.trees.flatten_names(found)[name]
+        other = names[name]
         assert (
             bits(other.resolve_conj()) == bits(leaf.resolve_conj()) if isinstance(leaf, torch.Tensor) else other == leaf
         )
