@@ -23,4 +23,4 @@ def test_steps_whose_names_end_alike_are_told_apart(tmp_path: Path) -> None:
             manager.save(step, {"w": np.full(2, step)})
     with tc.Manager(tmp_path) as manager:
         assert manager.latest() == 10
-        assert [manager.restore(step)["w"].tolist() for step in (0, 1, 10)] == [[0, 0], [1, 1], [10, 10]]
+        assert [manager.restore(step=step)["w"].tolist() for step in (0, 1, 10)] == [[0, 0], [1, 1], [10, 10]]
