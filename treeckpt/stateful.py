@@ -18,7 +18,7 @@ from .core.errors import MismatchError
 from .core.structure import MAX_DEPTH, key_text, rank_key
 from .core.tree import PerRank, flatten, graft, replace_leaves
 
-__all__ = ["Expanded", "expand", "is_stateful"]
+__all__ = ["Expanded", "expand", "holds_stateful", "is_stateful"]
 
 
 def is_stateful(value: object) -> bool:
@@ -33,7 +33,7 @@ def _is_stateful(kind: type) -> bool:
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
-def _holds_any(tree: Any, namespace: str, depth: int = 0) -> bool:
+def holds_stateful(tree: Any, namespace: str = "", depth: int = 0) -> bool:
     """Whether there is one such object; cheap for the trees without, which most are."""
     if depth > MAX_DEPTH:
         return False  # flattening says so
@@ -48,7 +48,7 @@ def _holds_any(tree: Any, namespace: str, depth: int = 0) -> bool:
         children = taken.children
     else:
         return is_stateful(tree)
-    return any(_holds_any(child, namespace, depth + 1) for child in children if not is_common_leaf(type(child)))
+    return any(holds_stateful(child, namespace, depth + 1) for child in children if not is_common_leaf(type(child)))
 
 
 class _Found(msgspec.Struct):
@@ -114,7 +114,7 @@ class Expanded:
 
 def expand(tree: object, *, rank: int = 0, namespace: str = "") -> Expanded | None:
     """The tree with states in the places of objects; None for a tree without such objects."""
-    return Expanded(tree, rank, namespace) if _holds_any(tree, namespace) else None
+    return Expanded(tree, rank, namespace) if holds_stateful(tree, namespace) else None
 
 
 def _in_index(path: str, rank: int) -> str:

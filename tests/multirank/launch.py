@@ -1,4 +1,4 @@
-"""Starts the ranks of a phase as torchrun does, and gathers what each case came to."""
+"""Starts the ranks of some phases with torchrun, and gathers what each case came to."""
 
 from __future__ import annotations
 
@@ -9,18 +9,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["launch"]
+from .registry import Phases
+
+__all__ = ["Results", "launch"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+Results = dict[str, dict[str, str]]
+
+
 def launch(
-    phase: str, world: int, directory: Path, *, timeout: float = 200.0, worker: str = "tests.multirank.worker"
-) -> dict[str, str]:
-    """What each case came to, by name: empty if it passed on all ranks, else the errors. `""` has the ranks' output."""
+    phases: Phases, directory: Path, *, timeout: float = 250.0, worker: str = "tests.multirank.worker"
+) -> Results:
+    """What each case of each phase came to, by name: empty if it passed on all ranks, else the errors.
+
+    `""` has the ranks' output, if they did not end well.
+    """
+    ranks = max(world for world, _ in phases.values())
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)),
-        *("-m", worker, phase, str(directory)),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *("-m", worker, str(directory), *phases),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     process = subprocess.Popen(
@@ -31,7 +40,12 @@ def launch(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output = process.communicate()[0].decode(errors="replace") + f"\nstopped after {timeout:g} s"
-    results: dict[str, str] = {"": "" if process.returncode == 0 else f"exit {process.returncode}\n{output}"}
+    end = "" if process.returncode == 0 else f"exit {process.returncode}\n{output}"
+    return {phase: _gathered(directory, phase, world, end) for phase, (world, _) in phases.items()}
+
+
+def _gathered(directory: Path, phase: str, world: int, end: str) -> dict[str, str]:
+    results = {"": end}
     for rank in range(world):
         path = directory / f"{phase}.{rank}.json"
         found: dict[str, str | None] = json.loads(path.read_text()) if path.exists() else {}

@@ -18,8 +18,11 @@ from .layouts import bits, build, difference, distribute, layouts_of, mesh_of, s
 from .registry import Rank, case
 
 
-def _makers(world: int) -> dict[str, Any]:
-    return dict.fromkeys(layouts_of(world), build) | dict.fromkeys(models_of(world), build_model)
+def _makers(world: int, *, every: bool) -> dict[str, Any]:
+    """What makes the tree of each layout; of each that only an even number of ranks has, if not `every`."""
+    makers = dict.fromkeys(layouts_of(world), build) | dict.fromkeys(models_of(world), build_model)
+    others = () if every else (*layouts_of(3), *models_of(3))
+    return {layout: make for layout, make in makers.items() if layout not in others}
 
 
 def _same(found: Any, expected: dict[str, torch.Tensor], where: str) -> None:
@@ -30,9 +33,29 @@ def _same(found: Any, expected: dict[str, torch.Tensor], where: str) -> None:
 
 
 @case("eight")
+def layouts_of_an_even_number_of_ranks_are_gathered_whole(here: Rank) -> None:
+    gather_all(here, every=False)
+
+
+@case("eight")
+def a_whole_tree_is_distributed_over_layouts_of_an_even_number_of_ranks(here: Rank) -> None:
+    distribute_all(here, every=False)
+
+
 @case("three")
+@case("whole eight")
 def every_layout_is_gathered_whole(here: Rank) -> None:
-    for n, (layout, make) in enumerate(_makers(here.world).items()):
+    gather_all(here, every=True)
+
+
+@case("three")
+@case("whole eight")
+def a_whole_tree_is_distributed_over_every_layout(here: Rank) -> None:
+    distribute_all(here, every=True)
+
+
+def gather_all(here: Rank, *, every: bool) -> None:
+    for n, (layout, make) in enumerate(_makers(here.world, every=every).items()):
         oracle = make("model" if make is build_model else "plain", 0, 1)
         tree = make(layout, here.rank, here.world)
         chosen = (None, [here.world - 1], [1, 2])[n % 3]
@@ -47,10 +70,8 @@ def every_layout_is_gathered_whole(here: Rank) -> None:
                 assert isinstance(spec, tc.ArraySpec) and spec.shape == tuple(oracle[name].shape), f"{layout}: {name}"
 
 
-@case("eight")
-@case("three")
-def a_whole_tree_is_distributed_over_every_layout(here: Rank) -> None:
-    for n, (layout, make) in enumerate(_makers(here.world).items()):
+def distribute_all(here: Rank, *, every: bool) -> None:
+    for n, (layout, make) in enumerate(_makers(here.world, every=every).items()):
         expected = make(layout, here.rank, here.world)
         source = (None, 0, here.world - 1)[n % 3]
         whole = make("model" if make is build_model else "plain", 0, 1) if source in (None, here.rank) else None
@@ -115,8 +136,9 @@ def a_tree_is_broadcast_as_it_is_in_few_messages(here: Rank) -> None:
     assert sequence() - before <= 4, f"{sequence() - before} collectives"
     assert (found is tree) == (here.rank == 3)
     assert tc.trees.same_structure(found, tree), str(tc.trees.same_structure(found, tree))
+    names = tc.trees.flatten_names(found)
     for name, leaf in tc.trees.flatten_names(tree).items():
-        other = tc.trees.flatten_names(found)[name]
+        other = names[name]
         assert (
             bits(other.resolve_conj()) == bits(leaf.resolve_conj()) if isinstance(leaf, torch.Tensor) else other == leaf
         )

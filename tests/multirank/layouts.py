@@ -21,6 +21,7 @@ __all__ = [
     "build",
     "difference",
     "distribute",
+    "forget_meshes",
     "full_arrays",
     "layouts_of",
     "locals_of",
@@ -58,6 +59,11 @@ def full_arrays(*, fill: int | None = None, device: str = "cpu") -> dict[str, to
 
 
 _MESHES: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def forget_meshes() -> None:
+    """Drops the meshes of a default process group that ends."""
+    _MESHES.clear()
 
 
 def mesh_of(*shape: int, first: int = 0) -> DeviceMesh:

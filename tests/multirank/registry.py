@@ -26,8 +26,8 @@ PHASES: Phases = {
     "two": (2, {}),
     "three": (3, {}),
     "four again": (4, {}),
-    "background": (4, {}),
     "eight again": (8, {}),
+    "background": (4, {}),
 }
 WHOLE: Phases = {f"whole {name}": (PHASES[name][0], {}) for name in ("eight", "four", "three", "eight again")}
 """The slow ones: every pair of layouts."""

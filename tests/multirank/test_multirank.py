@@ -1,7 +1,8 @@
 """Real processes under torchrun: every layout into every other one across world sizes, replicas, stages, agreement.
 
-Each phase is one launch that runs many cases; a test here shows what one case came to. Phases build on each other's
-checkpoints: four ranks save, three and two load and save, four load again, and this process is the world of one.
+Each phase is a world of its own size that runs many cases, all in one launch; a test here shows what one case came to.
+Phases build on each other's checkpoints: four ranks save, three and two load and save, four load again, and this
+process is the world of one.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ import torch
 import treeckpt as tc
 
 from .cases import PHASES
-from .launch import launch
+from .launch import Results, launch
 from .layout_alone import load_alone, save_alone
 from .layouts import bits
 from .training_cases import mlp, oracle_of
-
-Results = dict[str, dict[str, str]]
 
 
 @pytest.fixture(scope="session")
@@ -30,15 +29,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
 
 
 def _phase(shared: tuple[Path, Results], phase: str) -> tuple[Path, dict[str, str]]:
-    """Runs a phase, and those before it, if that has not happened yet."""
+    """What became of a phase; the first to ask has all of them run."""
     directory, results = shared
-    for name, (world, _) in PHASES.items():
-        if name not in results:
-            if name == "four again":
-                save_alone(directory)
-            results[name] = launch(name, world, directory)
-        if name == phase:
-            break
+    if not results:
+        save_alone(directory)
+        results |= launch(PHASES, directory)
     return directory, results[phase]
 
 

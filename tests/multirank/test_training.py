@@ -9,12 +9,10 @@ import torch
 
 from treeckpt import training
 
-from .launch import launch
+from .launch import Results, launch
 from .layouts import bits
 from .training_jobs import arrange, arrangements, close, get_losses, train, whole_state
 from .training_state_cases import PHASES, Loader
-
-Results = dict[str, dict[str, str]]
 
 
 @pytest.fixture(scope="session")
@@ -23,13 +21,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
 
 
 def _phase(shared: tuple[Path, Results], phase: str) -> tuple[Path, dict[str, str]]:
-    """Runs a phase, and those before it, if that has not happened yet."""
+    """What became of a phase; the first to ask has all of them run."""
     directory, results = shared
-    for name, (world, _) in PHASES.items():
-        if name not in results:
-            results[name] = launch(name, world, directory, timeout=200, worker="tests.multirank.training_worker")
-        if name == phase:
-            break
+    if not results:
+        results |= launch(PHASES, directory, worker="tests.multirank.training_worker")
     return directory, results[phase]
 
 

@@ -1,11 +1,15 @@
-"""One rank of a launch: runs the cases of a phase in order, and leaves what became of each as JSON.
+"""One rank of a launch: runs the cases of one phase after another, and leaves what became of each as JSON.
 
-python -m torch.distributed.run --standalone --nproc-per-node 4 -m tests.multirank.worker PHASE DIRECTORY
+python -m torch.distributed.run --standalone --nproc-per-node 8 -m tests.multirank.worker DIRECTORY PHASE...
+
+A phase of fewer ranks than the launch has is a default process group of the first ones, made for it and destroyed after
+it: to import torch in each process takes longer than most phases, so a process lives through many.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -18,35 +22,53 @@ import torch.distributed as dist
 from treeckpt.io.comm import TorchComm, default_comm
 
 from . import cases
+from .layouts import forget_meshes
 
 LIMIT = 20.0
 """Seconds: a rank that waits longer than this for another one waits for ever."""
 SLOW_LIMIT = 120.0
 """The same where a case loads hundreds of checkpoints, and ranks may drift apart."""
+PHASE_LIMIT = timedelta(seconds=600)
+"""How long the ranks that a phase has no use for wait until it ends."""
 
 
-def main(phase: str, directory: Path, found: Mapping[str, cases.Case] | None = None) -> int:
+def main(arguments: list[str], phases: cases.Phases | None = None) -> int:
     torch.set_num_threads(1)
-    limit = SLOW_LIMIT if phase in cases.WHOLE else LIMIT
-    dist.init_process_group("gloo", timeout=timedelta(seconds=limit))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    comm = default_comm()
-    assert isinstance(comm, TorchComm)
-    comm.timeout = limit
-    results: dict[str, str | None] = {}
-    for name, case in (cases.of(phase) if found is None else found).items():
-        error = None
-        try:
-            case(cases.Rank(rank, world, directory))
-        except BaseException:
-            error = f"rank {rank} of {world}: {traceback.format_exc()}"
-        results[name] = error
-        (directory / f"{phase}.{rank}.json").write_text(json.dumps(results))
-        dist.barrier()
-    dist.barrier()
-    dist.destroy_process_group()
+    known = cases.PHASES | cases.WHOLE if phases is None else phases
+    directory, rank = Path(arguments[0]), int(os.environ["RANK"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    for phase in arguments[1:]:
+        world, found = known[phase]
+        done = [f"{phase}/{other}" for other in range(world)]
+        if rank < world:
+            limit = SLOW_LIMIT if phase in cases.WHOLE else LIMIT
+            _run_phase(dist.PrefixStore(phase, store), cases.Rank(rank, world, directory), phase, found, limit)
+            store.set(done[rank], "")
+        store.wait(done, PHASE_LIMIT)
     return 0
 
 
+def _run_phase(store: dist.Store, here: cases.Rank, phase: str, found: Mapping[str, cases.Case], limit: float) -> None:
+    dist.init_process_group(
+        "gloo", store=store, rank=here.rank, world_size=here.world, timeout=timedelta(seconds=limit)
+    )
+    comm = default_comm()
+    assert isinstance(comm, TorchComm) and (comm.rank, comm.size) == (here.rank, here.world)
+    comm.timeout = limit
+    results: dict[str, str | None] = {}
+    for name, case in found.items():
+        error = None
+        try:
+            case(here)
+        except BaseException:
+            error = f"rank {here.rank} of {here.world}: {traceback.format_exc()}"
+        results[name] = error
+        (here.directory / f"{phase}.{here.rank}.json").write_text(json.dumps(results))
+        dist.barrier()
+    dist.barrier()
+    forget_meshes()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(main(sys.argv[1:]))

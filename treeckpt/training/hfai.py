@@ -20,7 +20,7 @@ import torch
 from .. import api
 from ..core.errors import MismatchError, TreeError
 from ..core.tree import PerRank
-from ..io.comm import Comm, TorchComm, default_comm
+from ..io.comm import Comm, comm_of, default_comm
 from ..reports import SaveReport
 from .capture import state, ties_of
 from .modules import collect
@@ -132,11 +132,7 @@ def _comm_of(group: Any) -> Comm:
 
     if not isinstance(group, dist.ProcessGroup):
         raise TreeError("group", expected="a ProcessGroup or None", found=type(group).__qualname__)
-    if dist.get_world_size(group) == dist.get_world_size():
-        return default_comm()
-    store: Any = dist.distributed_c10d._get_default_store()
-    ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
-    return TorchComm(store.clone(), dist.get_rank(group), dist.get_world_size(group), prefix=f"treeckpt/group {ranks}")
+    return comm_of(group)
 
 
 # as state dicts -------------------------------------------------------------------------------------------------------

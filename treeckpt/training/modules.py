@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.parameter import is_lazy
 
 from ..core.errors import TreeError
 from ..leaves.dtensor import is_dtensor
@@ -47,6 +48,8 @@ class Entry(msgspec.Struct):
     """Its name there."""
     owned: bool = True
     """Whether this rank is the one that saves it, where ranks may differ."""
+    live: bool = True
+    """Whether filling it fills the model: a hook of `state_dict` may make tensors of its own."""
 
 
 def named(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
@@ -85,14 +88,25 @@ def collect(model: Modules) -> list[Entry]:
 
 def _collect_one(root: nn.Module, prefix: Key) -> Iterator[Entry]:
     hops, modules = _scan(root)
-    owned = owns_buffers(root)
+    owned, ours = owns_buffers(root), [*root.parameters(), *root.buffers()]
+    identities = set(map(id, ours))
     for raw, value in root.state_dict(keep_vars=True).items():
         name = strip_hops(raw, hops)
         parent, _, last = name.rpartition(".")
         module = modules.get(parent, root)
         extra = last == _EXTRA_STATE_KEY_SUFFIX or not isinstance(value, Tensor)
         kind = "extra" if extra else "parameter" if isinstance(value, nn.Parameter) else "buffer"
-        yield Entry((*prefix, name), kind, value, module, last, owned or kind != "buffer" or is_dtensor(value))
+        live = extra or id(value) in identities or any(_shares(value, one) for one in ours)
+        yield Entry((*prefix, name), kind, value, module, last, owned or kind != "buffer" or is_dtensor(value), live)
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors show the same memory."""
+    return not is_lazy(b) and not a.is_meta and not b.is_meta and _address(a) == _address(b) != 0
+
+
+def _address(tensor: Any) -> int:
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).untyped_storage().data_ptr()
 
 
 def _scan(root: nn.Module) -> tuple[dict[str, list[str]], dict[str, nn.Module]]:

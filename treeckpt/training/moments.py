@@ -8,7 +8,7 @@ a moment which a checkpoint has lost is noticed even though nothing here asks fo
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -50,6 +50,7 @@ def build_state(
     *,
     path: str,
     leaves: Mapping[str, ArraySpec | None],
+    value: Callable[[str], Any],
     place: Place,
 ) -> dict[Any, Any]:
     """The state of one parameter, to be filled: what is there stays, what is not is made.
@@ -59,6 +60,7 @@ def build_state(
         here: the live state, which may be empty.
         path: where the state was saved.
         leaves: what was saved, by path.
+        value: gives what was saved at a path, if that is no array.
         place: what decides where numbers go.
     """
     found: dict[Any, Any] = {}
@@ -67,7 +69,7 @@ def build_state(
         if child is None and isinstance(here.get(key), Tensor) and leaves[paths[0]] is not None:
             found[key] = here[key]
         else:
-            made = (_leaf(parameter, str(key), leaves[p], place) for p in paths)
+            made = (_leaf(parameter, str(key), spec, place) if (spec := leaves[p]) else value(p) for p in paths)
             found[key] = unflatten(child, made, resolve=resolve)
     return found
 
@@ -76,9 +78,7 @@ def _join(path: str, below: str) -> str:
     return f"{path}/{below}" if below else path
 
 
-def _leaf(parameter: Tensor, name: str, spec: ArraySpec | None, place: Place) -> Any:
-    if spec is None:
-        return None
+def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: Place) -> Any:
     if spec.kind == "numpy":
         return np.empty(spec.shape, spec.dtype)
     dtype = torch_dtype(spec.dtype)
@@ -111,8 +111,9 @@ def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor
         collections.OrderedDict(),
         collections.OrderedDict(),
     )
+    step: Any = kind.step
     try:
-        kind.step(probe)
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(probe)  # without the hooks of all optimizers
     except Exception:  # a combination of hyper-parameters that only works elsewhere says nothing of moments
         return frozenset()
     return frozenset(probe.state.get(tiny, {}))

@@ -13,7 +13,6 @@ import msgspec
 from torch import Tensor
 
 from ..core.errors import MismatchError
-from ..core.spec import ArraySpec
 from ..core.structure import Structure, key_text, paths_of
 from .groups import Group, match_groups
 from .moments import Place, build_state, expected_moments
@@ -50,7 +49,7 @@ class OptimizerPlan(msgspec.Struct):
     moments: dict[Key, dict[Any, Any]] = {}
     """Once built: the state of each live parameter, to be filled."""
 
-    def build_moments(self, leaves: Mapping[str, ArraySpec | None]) -> dict[Key, dict[Any, Any]]:
+    def build_moments(self, source: Source) -> dict[Key, dict[Any, Any]]:
         """By saved key, the tensors to be filled; those that a fresh optimizer lacks are made."""
         found: dict[Key, dict[Any, Any]] = {}
         flags = {m: v for g, v in zip(self.live.groups, self.values, strict=True) for m in g.members}
@@ -59,7 +58,9 @@ class OptimizerPlan(msgspec.Struct):
             group = flags.get(key, {})
             place = Place(self.was_on_device[key], bool(group.get("capturable") or group.get("fused")))
             here = self.live.stateful.state.get(parameter, {})
-            built = build_state(parameter, structure, here, path=path, leaves=leaves, place=place)
+            built = build_state(
+                parameter, structure, here, path=path, leaves=source.leaves, value=source.value, place=place
+            )
             self.moments[key] = found[parse_key(path)[1:]] = built
         return found
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..core.errors import MismatchError
 from ..core.structure import PerRankNode
@@ -22,11 +23,11 @@ from ..io.comm import Comm, as_comm
 from ..io.relay import open_relay, together
 from ..leaves.torch import dtype_name
 from ..reports import human_bytes
-from ..stateful import is_stateful
 from .capture import live_of, ties_of
 from .modules import Entry, Modules, collect, materialise, settle_shards
 from .names import Key, key_path, put_in
 from .optimizers import Live, Optimizers, survey
+from .parts import compare_extra, loads_of
 from .plans import OptimizerPlan, apply_optimizers, plan_optimizers
 from .ranks import Policy, policy_of
 from .rng import check_rng, set_rng
@@ -191,7 +192,7 @@ class _Restore:
             self._check_entry(entry, path)
             self.wanted.append(entry)
         self._check_ties()
-        self._note_unexpected("model", asked)
+        self.unexpected += [path for path in leaves if path.startswith("model/") and path not in asked]
 
     def _is_there(self, keys: tuple[str, ...]) -> bool:
         return keys[-1] in children_of(descend(self.source.structure, keys[:-1]))
@@ -219,6 +220,20 @@ class _Restore:
             MismatchError: of kind, shape or dtype.
         """
         spec, live = self.source.leaves[path], entry.value
+        if is_lazy(live):
+            raise MismatchError(
+                path,
+                expected="a tensor with a shape",
+                found="a lazy one, which the first forward pass makes",
+                hint="Run the model once before",
+            )
+        if not entry.live:
+            raise MismatchError(
+                path,
+                expected="a parameter or buffer of the model",
+                found="a tensor that a hook of state_dict made",
+                hint="Load it with treeckpt.load, and hand it to the model's load_state_dict",
+            )
         if spec is None:
             raise MismatchError(path, expected="a tensor", found="a value in the checkpoint")
         if spec.shape != tuple(live.shape):
@@ -267,10 +282,11 @@ class _Restore:
             self._plan_schedulers(scheduler)
         if loader is not None and self._has("loader", "loader=..."):
             self.loader = self.source.own("loader", policy_of(self.world_changed, "loader"))
-            if is_stateful(loader):
-                self.last.append(lambda: loader.load_state_dict(self.loader))
+            self.last += loads_of(loader, self.loader, "loader")
         if extra is not None and self._has("extra", "extra=..."):
             self.extra, self.fill_extra = extra, True
+            found = compare_extra(extra, self.source, rank=self.comm.rank)
+            self.missing, self.unexpected = self.missing + found[0], self.unexpected + found[1]
         elif "extra" in self.parts:
             if any("~rank*" in path for path in self.source.leaves if path.startswith("extra")):
                 self._refuse_changed_world("extra", "extra")
@@ -315,9 +331,6 @@ class _Restore:
             raise MismatchError("scheduler", expected=f"schedulers {keys}", found=f"{saved_keys} in the checkpoint")
         for key in keys:
             plan_one(scheduler[key], saved[key], f"scheduler/{key}")
-
-    def _note_unexpected(self, part: str, asked: set[str]) -> None:
-        self.unexpected += [p for p in self.source.leaves if p.startswith(part + "/") and p not in asked]
 
     def check_keys(self) -> None:
         """Refuses what is only here, or only there.
@@ -378,7 +391,7 @@ class _Restore:
         if self.plans:
             target["optimizer"] = {}
             for plan in self.plans:
-                for key, moments in plan.build_moments(self.source.leaves).items():
+                for key, moments in plan.build_moments(self.source).items():
                     put_in(target["optimizer"], key, moments)
         if self.fill_extra:
             target["extra"] = self.extra

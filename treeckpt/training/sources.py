@@ -14,21 +14,30 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from .. import api
-from ..core.errors import LayoutError, MismatchError
-from ..core.records import AliasRecord
-from ..core.region import Region, intersect
+from ..core.errors import MismatchError
+from ..core.records import AliasRecord, ValueRecord
 from ..core.spec import ArraySpec
 from ..core.structure import Node, PerRankNode, Structure, keys_of, rank_key
 from ..core.tree import PerRank, flatten
 from ..filling import Verify
 from ..io.comm import Comm
-from ..leaves.base import Source as ArraySource
-from ..leaves.base import Target
-from ..leaves.registry import abstract_of, library_of, source_of, target_of
+from ..leaves.registry import abstract_of, decode, source_of
 from ..stateful import expand
+from ..trees.moving import put_leaves
 from .ranks import Policy, load_own
+from .values import is_same
 
-__all__ = ["CheckpointSource", "Filled", "Options", "Source", "TreeSource", "children_of", "descend", "open_source"]
+__all__ = [
+    "CheckpointSource",
+    "Filled",
+    "Options",
+    "Source",
+    "TreeSource",
+    "any_rank",
+    "children_of",
+    "descend",
+    "open_source",
+]
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -64,6 +73,10 @@ class Source(Protocol):
 
     def identity(self, path: str) -> object:
         """Equal for paths that are one array."""
+        ...
+
+    def value(self, path: str) -> Any:
+        """What was saved at a path where no array is."""
         ...
 
     def part(self, name: str) -> Any:
@@ -111,6 +124,11 @@ class CheckpointSource:
         record = leaf.record
         return record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
 
+    def value(self, path: str) -> Any:
+        record = self.index.by_path[path][0].record
+        assert isinstance(record, ValueRecord), "arrays are read, and what is a rank's own is loaded by its part"
+        return decode(record.value, path, allow_pickle=self.options.allow_pickle)
+
     def part(self, name: str) -> Any:
         tree = api.load(self.path, select=name, comm=self.comm, per_rank="take", **self._reading)
         return tree[name]
@@ -146,7 +164,7 @@ class TreeSource:
         self.comm, self.options = comm, options
         self.url, self.world, self.step = "tree", comm.size, None
         self.structure, leaves = flatten(self.tree, rank=comm.rank)
-        self._leaves = {_any_rank(path, comm.rank): leaf for path, leaf in leaves if leaf is not ...}
+        self._leaves = {any_rank(path, comm.rank): leaf for path, leaf in leaves if leaf is not ...}
 
     @cached_property
     def leaves(self) -> dict[str, ArraySpec | None]:
@@ -164,82 +182,30 @@ class TreeSource:
         state = self.tree[name]
         return state.value if isinstance(state, PerRank) else state
 
+    def value(self, path: str) -> Any:
+        return self._leaves[path]
+
     def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
         """Copies array by array; every check comes before the first."""
-        jobs: list[tuple[ArraySource, Target, str]] = []
-        _, wanted = flatten(target, rank=self.comm.rank)
-        for text, leaf in wanted:
-            path = _any_rank(text, self.comm.rank)
-            if leaf is ... or path not in self._leaves:
-                continue
-            place, source = target_of(leaf, path, self.comm.rank), source_of(self._leaves[path], path, self.comm.rank)
-            if place is not None and source is not None:
-                _check_copy(source, place, path, cast=self.options.cast)
-                jobs.append((source, place, path))
-        nbytes = sum(_copy(source, place) for source, place, _ in jobs)
-        _put_values(target, self.tree)
-        return Filled(len(wanted), nbytes, 0)
+        expanded = expand(target, rank=self.comm.rank)
+        return self._fill(target) if expanded is None else expanded.restore(lambda path: self.tree, self._fill)
+
+    def _fill(self, target: Any) -> Filled:
+        rank = self.comm.rank
+        _, wanted = flatten(target, rank=rank)
+        pairs = ((path, leaf, any_rank(path, rank)) for path, leaf in wanted)
+        given = {path: self._leaves[name] for path, leaf, name in pairs if leaf is not ... and name in self._leaves}
+        nbytes = put_leaves(
+            target, wanted, given, lambda old, new, _: old if is_same(old, new) else new, rank=rank,
+            cast=self.options.cast,
+        )  # fmt: skip
+        return Filled(len(given), nbytes, 0)
 
 
-def _any_rank(path: str, rank: int) -> str:
+def any_rank(path: str, rank: int) -> str:
+    """A path as `leaves` has it, with `~rank*` for a rank's own."""
     mark = rank_key(rank)
     return "/".join("~rank*" if step == mark else step for step in path.split("/")) if mark in path else path
-
-
-def _check_copy(source: ArraySource, place: Target, path: str, *, cast: bool) -> None:
-    if source.spec.shape != place.spec.shape:
-        raise MismatchError(path, expected=f"shape {place.spec.shape}", found=f"{source.spec.shape} in the tree")
-    if source.spec.dtype != place.spec.dtype and not cast:
-        raise MismatchError(
-            path,
-            expected=place.spec.dtype,
-            found=f"{source.spec.dtype} in the tree",
-            hint="Pass cast=True to convert",
-        )
-    for piece in place.pieces:
-        there = sum(overlap.size for part in source.pieces if (overlap := intersect(part.region, piece.region)))
-        if there < piece.region.size:
-            raise LayoutError(
-                path,
-                expected=f"all {piece.region.size} elements that this rank holds",
-                found=f"{there} of them in the tree on this rank",
-                hint="Save the tree and restore from the checkpoint: ranks do not talk here",
-            )
-
-
-def _copy(source: ArraySource, place: Target) -> int:
-    nbytes = 0
-    for piece in place.pieces:
-        for part in source.pieces:
-            both = intersect(part.region, piece.region)
-            if both is None:
-                continue
-            data = part.data.read(_box(both, part.region))
-            if source.spec.dtype != place.spec.dtype:
-                data = library_of(place.spec).cast(data, source.spec.dtype, place.spec.dtype)
-            piece.data.write(_box(both, piece.region), data)
-            nbytes += data.nbytes
-    return nbytes
-
-
-def _box(region: Region, inside: Region) -> tuple[slice, ...]:
-    return tuple(
-        slice(start - base, start - base + n)
-        for start, base, n in zip(region.offset, inside.offset, region.shape, strict=True)
-    )
-
-
-def _put_values(target: Any, tree: Any) -> None:
-    """Values of nested dicts and lists, by key; arrays have been copied."""
-    pairs: Any = target.items() if isinstance(target, dict) else enumerate(target) if isinstance(target, list) else ()
-    for key, old in list(pairs):
-        if old is ... or (isinstance(tree, Mapping) and key not in tree):
-            continue
-        new = tree[key]
-        if isinstance(old, (dict, list)):
-            _put_values(old, new)
-        elif not hasattr(old, "shape") and not isinstance(old, (PerRank, tuple)):
-            target[key] = new
 
 
 def open_source(given: Any, comm: Comm, options: Options) -> Source:

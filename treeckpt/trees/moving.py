@@ -7,12 +7,13 @@ of regions with memory. Nothing here talks to other ranks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from ..core.dtypes import dtype_of
 from ..core.errors import LayoutError, MismatchError
 from ..core.region import intersect, subtract
 from ..core.spec import ArraySpec
@@ -20,7 +21,16 @@ from ..core.tree import flatten, graft, replace_leaves
 from ..leaves.base import HostArray, Piece, Source, Target, TargetPiece
 from ..leaves.registry import abstract_of, decode, encode, library_of, like_of, source_of, target_of
 
-__all__ = ["check_dtype", "check_held", "copied_value", "copy_into", "distribute_local", "empty_like", "fill"]
+__all__ = [
+    "check_dtype",
+    "check_held",
+    "copied_value",
+    "copy_into",
+    "distribute_local",
+    "empty_like",
+    "fill",
+    "put_leaves",
+]
 
 
 def copied_value(leaf: object, path: str) -> object:
@@ -135,28 +145,73 @@ class _Copy(msgspec.Struct, frozen=True):
     range: tuple[int, int] | None
     """The target's memory, where it is known."""
 
+    @property
+    def nbytes(self) -> int:
+        itemsize = dtype_of(self.source.spec.dtype).itemsize
+        return sum(piece.region.size for piece in self.target.pieces) * itemsize
+
 
 def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) -> None:
     """See `treeckpt.trees.copy_into`."""
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     _, before = flatten(into, rank=rank, namespace=namespace)
     _check_paths(given, [path for path, _ in before])
+    put_leaves(
+        into,
+        before,
+        given,
+        lambda old, value, path: old if _is_same(old, value, path) else copied_value(value, path),
+        rank=rank,
+        cast=cast,
+        namespace=namespace,
+    )
+
+
+def put_leaves(
+    into: Any,
+    before: Sequence[tuple[str, object]],
+    given: Mapping[str, object],
+    value: Callable[[Any, Any, str], object],
+    *,
+    rank: int,
+    cast: bool,
+    namespace: str = "",
+) -> int:
+    """Copies arrays into those of a tree, and puts values; every check comes first.
+
+    Args:
+        before: the leaves of `into`.
+        given: what they take; those that are not in it stay.
+        value: (old, new, path) -> the value to put, `old` itself where they are alike.
+
+    Returns:
+        bytes of the arrays that were filled.
+    """
     new: list[object] = []
     copies: dict[int, _Copy] = {}
     for path, leaf in before:
+        if path not in given:
+            new.append(leaf)
+            continue
         target, source = target_of(leaf, path, rank), source_of(given[path], path, rank)
         if (target is None) != (source is None):
             words = ("a value", "an array") if target is None else ("an array", "a value")
             raise MismatchError(path, expected=words[0], found=words[1])
         if target is None or source is None:
-            value = given[path]
-            new.append(leaf if _is_same(leaf, value, path) else copied_value(value, path))
+            new.append(value(leaf, given[path], path))
             continue
         new.append(leaf)
         if id(leaf) not in copies:
             storage = getattr(source_of(leaf, path, rank), "storage", None)
             place = None if storage is None else (storage.address, storage.address + storage.nbytes)
             copies[id(leaf)] = _Copy(_matched(target, source, path, cast), source, place)
+    _put(into, before, new, list(copies.values()), namespace)
+    return sum(copy.nbytes for copy in copies.values())
+
+
+def _put(
+    into: Any, before: Sequence[tuple[str, object]], new: list[object], copies: list[_Copy], namespace: str
+) -> None:
     stuck = _stuck(into, before, new, namespace)
     if stuck:
         raise MismatchError(
@@ -165,12 +220,14 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
             found=f"{stuck[0][1]!r:.60}",
             hint="Put it into a dict, a list or a dataclass that is not frozen",
         )
-    for copy in _apart(list(copies.values())):
+    for copy in _apart(copies):
         fill(copy.target.pieces, copy.source.pieces)
     graft(into, replace_leaves(into, iter(new), namespace=namespace), namespace=namespace)
 
 
-def _stuck(into: Any, before: list[tuple[str, object]], new: list[object], namespace: str) -> list[tuple[str, object]]:
+def _stuck(
+    into: Any, before: Sequence[tuple[str, object]], new: list[object], namespace: str
+) -> list[tuple[str, object]]:
     """Values that would have to change inside a tuple: found on a copy of the containers."""
     shadow = replace_leaves(into, iter([leaf for _, leaf in before]), namespace=namespace)
     return graft(shadow, replace_leaves(into, iter(new), namespace=namespace), namespace=namespace)

@@ -1,0 +1,219 @@
+"""Uses that are rare and legal: each is restored in full, or refused by name, and never passed over."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import treeckpt as tc
+from treeckpt import training
+
+from .jobs import net, run, same_tensors, stepped
+
+SOURCES = ["checkpoint", "tree"]
+
+
+def _source(path: Path, kind: str, model: nn.Module, optimizer: Any = None, **parts: Any) -> Any:
+    """A checkpoint, or the same state as a tree in memory."""
+    if kind == "tree":
+        return training.state(model, optimizer, buffers="per_rank", **parts)
+    tc.save(path / "c", training.state(model, optimizer, **parts))
+    return path / "c"
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps every kind of thing as state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                count = self.state[p].get("count", 0) + 1
+                self.state[p] = {
+                    "count": count,
+                    "none": None,
+                    "tuple": (torch.full_like(p, count), 3, (count, "x")),
+                    "list": [1, torch.ones(3)],
+                    "nested": {"a": {"b": p.detach().clone()}, 1: 5},
+                    "numpy": np.arange(3.0),
+                    "empty": {},
+                    "ordered": collections.OrderedDict(a=torch.ones(2)),
+                }
+        return closure()
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_state_of_every_kind_comes_back_to_a_fresh_optimizer(tmp_path: Path, kind: str) -> None:
+    model, fresh = net(), net(1)
+    optimizer, again = Odd(model.parameters()), Odd(fresh.parameters())
+    stepped(model, optimizer)
+    training.restore(_source(tmp_path, kind, model, optimizer), fresh, again)
+    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert repr(again.state[q]) == repr(optimizer.state[p])
+
+
+class Position:
+    def __init__(self, n: int = 0) -> None:
+        self.n = n
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n = state["n"]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_each_of_several_loaders_takes_its_state(tmp_path: Path, kind: str) -> None:
+    source = _source(tmp_path, kind, net(), loader={"train": Position(5), "rest": [Position(6), 7]})
+    loader: dict[str, Any] = {"train": Position(), "rest": [Position(), 0]}
+    report = training.restore(source, net(), loader=loader)
+    assert (loader["train"].n, loader["rest"][0].n) == (5, 6)
+    assert report.loader["rest"][1] == 7, "what cannot take its state is in the report"
+    loader = {"train": Position(), "more": Position()}
+    with pytest.raises(tc.MismatchError, match="loader/more: expected the state of a Position"):
+        training.restore(source, net(), loader=loader)
+    assert loader["train"].n == 0
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_an_extra_that_lacks_something_or_has_more_is_an_error(tmp_path: Path, kind: str) -> None:
+    source = _source(tmp_path, kind, net(), extra={"a": torch.ones(2), "b": {"c": 3, "d": Position(4)}})
+    same: dict[str, Any] = {"a": torch.zeros(2), "b": {"c": 0, "d": Position()}}
+    training.restore(source, net(), extra=same)
+    assert same["a"].tolist() == [1, 1] and same["b"]["c"] == 3 and same["b"]["d"].n == 4
+    more = {"a": torch.zeros(2), "b": {"c": 0, "d": Position(), "e": 1}}
+    with pytest.raises(tc.MismatchError, match=r"extra/b/e: .*1 missing in the checkpoint"):
+        training.restore(source, net(), extra=more)
+    assert more["a"].tolist() == [0, 0]
+    with pytest.raises(tc.MismatchError, match=r"extra/b/c: .*not here"):
+        training.restore(source, net(), extra={"a": torch.zeros(2)})
+    report = training.restore(source, net(), extra=more, strict=False)
+    assert report.missing == ("extra/b/e",) and more["b"]["e"] == 1 and more["b"]["c"] == 3
+    training.restore(source, net(), extra={"a": torch.zeros(2), "b": ...})
+
+
+def test_a_value_in_a_tuple_is_not_passed_over(tmp_path: Path) -> None:
+    for kind in SOURCES:
+        source = _source(tmp_path, kind, net(), extra={"t": (torch.ones(2), 7)})
+        with pytest.raises(tc.MismatchError, match="extra/t/1"):
+            training.restore(source, net(), extra={"t": (torch.zeros(2), 0)})
+        training.restore(source, net(), extra={"t": (into := torch.zeros(2), 7)})
+        assert into.tolist() == [1, 1]
+
+
+class Hooked(nn.Linear):
+    """Its state dict has a tensor of its own making, which nothing but its own code can take back."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_state_dict_post_hook(_doubled)
+
+
+def _doubled(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].detach() * 2
+
+
+def test_a_tensor_of_a_state_dict_hook_is_refused_where_it_would_be_filled_in_vain(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", training.state(Hooked()))
+    with pytest.raises(tc.MismatchError, match=r"model/weight: .* a hook of state_dict made"):
+        training.restore(tmp_path / "c", Hooked())
+
+
+def test_a_tensor_of_a_hook_that_shows_the_parameter_is_filled(tmp_path: Path) -> None:
+    model, fresh = nn.Linear(3, 3), nn.Linear(3, 3)
+    for one in (model, fresh):
+        one.register_state_dict_post_hook(lambda m, state, *_: state.update(weight=state["weight"].detach().t()))
+    tc.save(tmp_path / "c", training.state(model))
+    training.restore(tmp_path / "c", fresh)
+    assert torch.equal(fresh.weight, model.weight)
+
+
+def test_lazy_parameters_are_named(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", training.state(nn.Linear(4, 3)))
+    with pytest.raises(tc.MismatchError, match=r"weight: .* a lazy one"):
+        training.restore(tmp_path / "c", nn.LazyLinear(3))
+    with pytest.raises(tc.TreeError, match=r"model/weight: .* not initialised yet"):
+        tc.save(tmp_path / "d", training.state(nn.LazyLinear(3)))
+
+
+def test_hooks_of_all_optimizers_do_not_hear_of_a_restore(tmp_path: Path) -> None:
+    model, fresh = net(), net(1)
+    optimizer = torch.optim.Adam(model.parameters())
+    stepped(model, optimizer)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    heard: list[Any] = []
+    hook = register_optimizer_step_pre_hook(lambda *args: heard.append(args))
+    try:
+        training.restore(tmp_path / "c", fresh, torch.optim.Adam(fresh.parameters()))
+    finally:
+        hook.remove()
+    assert not heard
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "chained": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.1, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "steps": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
+    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    "restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+}
+
+
+def _two_groups(model: nn.Module, names: tuple[str, str]) -> torch.optim.Optimizer:
+    rates = {"first": 0.02, "last": 0.003}
+    parts = {name: {"params": getattr(model, name).parameters(), "lr": rates[name]} for name in names}
+    return torch.optim.AdamW([parts[name] for name in names])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_go_on_with_their_groups_in_another_order(tmp_path: Path, name: str) -> None:
+    model, fresh = net(), net(1)
+    optimizer = _two_groups(model, ("first", "last"))
+    schedule = SCHEDULES[name](optimizer)
+    run(model, optimizer, 3, scheduler=schedule)
+    tc.save(tmp_path / "c", training.state(model, optimizer, scheduler=schedule))
+    again = _two_groups(fresh, ("last", "first"))
+    renewed = SCHEDULES[name](again)
+    training.restore(tmp_path / "c", fresh, again, scheduler=renewed)
+    for _ in range(8):
+        optimizer.step()
+        again.step()
+        schedule.step()
+        renewed.step()
+        assert [g["lr"] for g in again.param_groups] == [g["lr"] for g in reversed(optimizer.param_groups)]
+
+
+def test_parametrised_and_half_precision_models_come_back(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        nn.utils.parametrizations.weight_norm(model[0])
+        nn.utils.parametrizations.spectral_norm(model[1])
+        return model.bfloat16()
+
+    model, fresh = make(), make()
+    optimizer, again = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(fresh.parameters())
+    for p in model.parameters():
+        optimizer.state[p] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.randn(p.shape),
+            "exp_avg_sq": torch.rand(p.shape),
+        }
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    training.restore(tmp_path / "c", fresh, again)
+    assert same_tensors(fresh.state_dict(), model.state_dict())
+    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert same_tensors(again.state[q], optimizer.state[p]), "moments stay float32"
