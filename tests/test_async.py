@@ -201,7 +201,7 @@ def _resident() -> int:
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_fifty_saves_take_no_more_memory_than_five(tmp_path: Path, comm: Comm, writer: Any) -> None:
-    tree = {"w": torch.zeros(1_000_000), **{f"s{i}": torch.zeros(3) for i in range(200)}}
+    tree = {"w": torch.zeros(100_000), **{f"s{i}": torch.zeros(3) for i in range(200)}}
     resident = files = threads = 0
     for number in range(55):
         tc.save_async(tmp_path / "c", tree | {"n": number}, comm=comm, writer=writer, overwrite=True).result(60)
@@ -519,13 +519,13 @@ def test_a_rank_that_never_reports_is_named(tmp_path: Path) -> None:
     def act(comm: Comm) -> Any:
         tc.save_async(tmp_path / "before", small_tree(comm.rank, 2, seed=1), comm=comm).result(60)
         mute: Any = _Mute(comm) if comm.rank else comm
-        return tc.save_async(tmp_path / "c", small_tree(comm.rank, 2), comm=mute, timeout=3.0).result(60)
+        return tc.save_async(tmp_path / "c", small_tree(comm.rank, 2), comm=mute, timeout=2.0).result(60)
 
     start = time.monotonic()
     errors = errors_of(on_ranks(comms, act))
     assert time.monotonic() - start < 40
     for error in errors:
-        assert isinstance(error, tc.RankError) and error.ranks == {1: "silent for 3 s"}
+        assert isinstance(error, tc.RankError) and error.ranks == {1: "silent for 2 s"}
     assert INDEX_NAME not in os.listdir(tmp_path / "c")
     assert_holds(tmp_path / "before", seed=1)
     end(comms)
@@ -574,6 +574,8 @@ def test_the_interpreter_is_left_alone_while_twenty_thousand_leaves_are_saved(tm
         probe = Probe()
         assert pending.result(60) is not None
         longest.append((probe.stop()[0], idle))
+        if longest[-1][0] < 0.020 + idle:
+            break
     assert any(gap < 0.020 + idle for gap, idle in longest), longest
 
 
@@ -581,9 +583,9 @@ def test_twenty_thousand_leaves_need_few_descriptors(tmp_path: Path) -> None:
     code = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-import torch
+import numpy as np
 import treeckpt as tc
-tree = {{f"layers.{{i}}.w": torch.full((3,), float(i)) for i in range(20_000)}}
+tree = {{f"layers.{{i}}.w": np.full((3,), i, np.float32) for i in range(20_000)}}
 pending = [tc.save_async({str(tmp_path)!r} + f"/{{n}}", tree, writer=w) for n, w in enumerate(("process", "thread"))]
 for number, one in enumerate(pending):
     assert one.result(60).staged_nbytes == 240_000

@@ -86,7 +86,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--forever", action="store_true")
     options = parser.parse_args(arguments)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    # what gloo waits for a rank to connect to that is restarted at this moment; the next attempt finds it
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
     torch.set_num_threads(1)
     default_comm().timeout = 20.0  # pyright: ignore[reportAttributeAccessIssue]

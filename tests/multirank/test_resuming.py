@@ -70,7 +70,7 @@ def test_a_training_that_is_killed_twice_ends_as_if_it_never_was(tmp_path: Path)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("who", [[1], [0, 1]])
+@pytest.mark.parametrize("who", [[1], pytest.param([0, 1], marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_exit_well(tmp_path: Path, who: list[int]) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     with started(run, out, 0, "--forever") as process:
