@@ -18,6 +18,7 @@ from tests.background import Hooked, Probe, calls_of, content_of, gone, run_prog
 from tests.world import Faulty, Switch, assert_equal, assert_holds, errors_of, on_ranks, small_tree
 from treeckpt.core.index import INDEX_NAME
 from treeckpt.core.shard import parse_shard_name
+from treeckpt.io.arena import ArenaPool
 from treeckpt.io.comm import Comm, SoloComm, thread_comms
 from treeckpt.remote import modules_of
 from treeckpt.training.guard import guard
@@ -26,11 +27,27 @@ WRITERS = ["process", "thread"]
 
 
 @pytest.fixture
-def comm() -> Any:
+def fresh() -> Any:
     """A comm, and so a session, of the test's own; its writer ends with it."""
     made = SoloComm()
     yield made
     session(made).writer.end()
+
+
+@pytest.fixture(scope="module")
+def writer_of_all() -> Any:
+    made = SoloComm()
+    yield session(made).writer
+    session(made).writer.end()
+
+
+@pytest.fixture
+def comm(writer_of_all: Any) -> Any:
+    """A comm, session and arenas of the test's own, with a writer process that the test before may have started."""
+    made = SoloComm()
+    own = session(made)
+    own.writer, own.pool = writer_of_all, ArenaPool(closed=writer_of_all.detach)
+    return made
 
 
 # what a save holds ----------------------------------------------------------------------------------------------------
@@ -226,7 +243,8 @@ def test_the_arena_follows_the_tree(tmp_path: Path, comm: Comm) -> None:
     assert session(comm).pool.nbytes <= 2 << 20, "what is not needed any more is given back"
 
 
-def test_prewarm_makes_everything_ready(tmp_path: Path, comm: Comm) -> None:
+def test_prewarm_makes_everything_ready(tmp_path: Path, fresh: Comm) -> None:
+    comm = fresh
     tree = {"w": torch.ones(2_000_000), "n": 1}
     tc.prewarm(tree, comm=comm)
     pid, arenas = writer_pid(comm), session(comm).pool.nbytes
@@ -532,7 +550,8 @@ def test_a_rank_that_never_reports_is_named(tmp_path: Path) -> None:
 
 
 # the writer process ---------------------------------------------------------------------------------------------------
-def test_the_writer_imports_no_torch_and_gives_way(tmp_path: Path, comm: Comm) -> None:
+def test_the_writer_imports_no_torch_and_gives_way(tmp_path: Path, fresh: Comm) -> None:
+    comm = fresh
     tc.save_async(tmp_path / "c", {"w": torch.ones(5)}, comm=comm).result(60)
     process = session(comm).writer.process
     assert process is not None
