@@ -23,7 +23,7 @@ from treeckpt.io.store import Writer
 __all__ = ["Hooked", "Probe", "calls_of", "content_of", "gone", "run_program", "session", "until", "writer_pid"]
 
 ROOT = Path(__file__).parents[1]
-PAUSE = 0.4
+PAUSES = {"sleep": 0.2, "crawl": 0.4}
 """Seconds that a slow store takes for a call."""
 
 
@@ -33,7 +33,7 @@ class Hooked(tc.LocalStore):
     Args:
         log: gets a line for each call.
         at: counted from 0; None never.
-        act: "fail" raises, "kill" kills the process, "sleep" takes its time at each call.
+        act: "fail" raises, "kill" kills the process, "sleep" takes its time at each call, "crawl" more.
         after: once the call has taken effect.
     """
 
@@ -61,8 +61,7 @@ class Hooked(tc.LocalStore):
         now = self.at is not None and len(calls_of(self.log)) == self.at + 1
         if now and not self.after:
             self.happen(name)
-        if self.act == "sleep":
-            time.sleep(PAUSE)
+        time.sleep(PAUSES.get(self.act, 0.0))
         result = effect()
         if now and self.after:
             self.happen(name)

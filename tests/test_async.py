@@ -18,6 +18,7 @@ from tests.background import Hooked, Probe, calls_of, content_of, gone, run_prog
 from tests.world import Faulty, Switch, assert_equal, assert_holds, errors_of, on_ranks, small_tree
 from treeckpt.core.index import INDEX_NAME
 from treeckpt.core.shard import parse_shard_name
+from treeckpt.io.arena import ArenaPool
 from treeckpt.io.comm import Comm, SoloComm, thread_comms
 from treeckpt.remote import modules_of
 from treeckpt.training.guard import guard
@@ -26,11 +27,27 @@ WRITERS = ["process", "thread"]
 
 
 @pytest.fixture
-def comm() -> Any:
+def fresh() -> Any:
     """A comm, and so a session, of the test's own; its writer ends with it."""
     made = SoloComm()
     yield made
     session(made).writer.end()
+
+
+@pytest.fixture(scope="module")
+def writer_of_all() -> Any:
+    made = SoloComm()
+    yield session(made).writer
+    session(made).writer.end()
+
+
+@pytest.fixture
+def comm(writer_of_all: Any) -> Any:
+    """A comm, session and arenas of the test's own, with a writer process that the test before may have started."""
+    made = SoloComm()
+    own = session(made)
+    own.writer, own.pool = writer_of_all, ArenaPool(closed=writer_of_all.detach)
+    return made
 
 
 # what a save holds ----------------------------------------------------------------------------------------------------
@@ -201,7 +218,7 @@ def _resident() -> int:
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_fifty_saves_take_no_more_memory_than_five(tmp_path: Path, comm: Comm, writer: Any) -> None:
-    tree = {"w": torch.zeros(1_000_000), **{f"s{i}": torch.zeros(3) for i in range(200)}}
+    tree = {"w": torch.zeros(100_000), **{f"s{i}": torch.zeros(3) for i in range(200)}}
     resident = files = threads = 0
     for number in range(55):
         tc.save_async(tmp_path / "c", tree | {"n": number}, comm=comm, writer=writer, overwrite=True).result(60)
@@ -226,7 +243,8 @@ def test_the_arena_follows_the_tree(tmp_path: Path, comm: Comm) -> None:
     assert session(comm).pool.nbytes <= 2 << 20, "what is not needed any more is given back"
 
 
-def test_prewarm_makes_everything_ready(tmp_path: Path, comm: Comm) -> None:
+def test_prewarm_makes_everything_ready(tmp_path: Path, fresh: Comm) -> None:
+    comm = fresh
     tree = {"w": torch.ones(2_000_000), "n": 1}
     tc.prewarm(tree, comm=comm)
     pid, arenas = writer_pid(comm), session(comm).pool.nbytes
@@ -519,20 +537,21 @@ def test_a_rank_that_never_reports_is_named(tmp_path: Path) -> None:
     def act(comm: Comm) -> Any:
         tc.save_async(tmp_path / "before", small_tree(comm.rank, 2, seed=1), comm=comm).result(60)
         mute: Any = _Mute(comm) if comm.rank else comm
-        return tc.save_async(tmp_path / "c", small_tree(comm.rank, 2), comm=mute, timeout=3.0).result(60)
+        return tc.save_async(tmp_path / "c", small_tree(comm.rank, 2), comm=mute, timeout=2.0).result(60)
 
     start = time.monotonic()
     errors = errors_of(on_ranks(comms, act))
     assert time.monotonic() - start < 40
     for error in errors:
-        assert isinstance(error, tc.RankError) and error.ranks == {1: "silent for 3 s"}
+        assert isinstance(error, tc.RankError) and error.ranks == {1: "silent for 2 s"}
     assert INDEX_NAME not in os.listdir(tmp_path / "c")
     assert_holds(tmp_path / "before", seed=1)
     end(comms)
 
 
 # the writer process ---------------------------------------------------------------------------------------------------
-def test_the_writer_imports_no_torch_and_gives_way(tmp_path: Path, comm: Comm) -> None:
+def test_the_writer_imports_no_torch_and_gives_way(tmp_path: Path, fresh: Comm) -> None:
+    comm = fresh
     tc.save_async(tmp_path / "c", {"w": torch.ones(5)}, comm=comm).result(60)
     process = session(comm).writer.process
     assert process is not None
@@ -574,6 +593,8 @@ def test_the_interpreter_is_left_alone_while_twenty_thousand_leaves_are_saved(tm
         probe = Probe()
         assert pending.result(60) is not None
         longest.append((probe.stop()[0], idle))
+        if longest[-1][0] < 0.020 + idle:
+            break
     assert any(gap < 0.020 + idle for gap, idle in longest), longest
 
 
@@ -581,9 +602,9 @@ def test_twenty_thousand_leaves_need_few_descriptors(tmp_path: Path) -> None:
     code = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-import torch
+import numpy as np
 import treeckpt as tc
-tree = {{f"layers.{{i}}.w": torch.full((3,), float(i)) for i in range(20_000)}}
+tree = {{f"layers.{{i}}.w": np.full((3,), i, np.float32) for i in range(20_000)}}
 pending = [tc.save_async({str(tmp_path)!r} + f"/{{n}}", tree, writer=w) for n, w in enumerate(("process", "thread"))]
 for number, one in enumerate(pending):
     assert one.result(60).staged_nbytes == 240_000

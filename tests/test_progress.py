@@ -38,10 +38,15 @@ class Slow(tc.LocalStore):
         return Slow, (self.directory,)
 
 
+def records_in(path: Path) -> list[Progress]:
+    store = LocalStore(path)
+    return read_progress(store, store.sizes())
+
+
 def watch(path: Path, pending: Any) -> list[Progress]:
     seen: list[Progress] = []
     while not pending():
-        for record in read_progress(LocalStore(path)):
+        for record in records_in(path):
             if not seen or record != seen[-1]:
                 seen.append(record)
     return seen
@@ -103,7 +108,7 @@ def test_a_record_that_cannot_be_written_harms_no_save(tmp_path: Path, monkeypat
 def test_the_record_of_a_killed_writer_goes_with_its_save(tmp_path: Path) -> None:
     comm = SoloComm()
     pending = tc.save_async(Slow(tmp_path), TREE, comm=comm)
-    assert until(lambda: bool(read_progress(LocalStore(tmp_path))))
+    assert until(lambda: bool(records_in(tmp_path)))
     process = session(comm).writer.process
     assert process is not None
     os.kill(process.pid, 9)
@@ -125,7 +130,7 @@ def test_what_a_killed_save_left_is_harmless(tmp_path: Path) -> None:
     name = left_over(path)
     assert tc.verify(path).ok and tc.load(path) == {"n": 1}
     assert [info.status for info in catalog.scan(run)] == ["complete"]
-    assert [(r.rank, r.fraction) for r in read_progress(LocalStore(path))] == [(3, 0.5)]
+    assert [(r.rank, r.fraction) for r in records_in(path)] == [(3, 0.5)]
     (path / "index.json").unlink()
     assert tc.rebuild_index(path).save_id and name in os.listdir(path)
 
@@ -148,7 +153,7 @@ def test_what_is_no_record_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / progress_name(1, "1" * 16)).mkdir()
     record = encode_progress(Progress("2" * 16, 0, 1, None, "write", 0, 1, 1, 1))
     (tmp_path / progress_name(1, "3" * 16)).write_bytes(record)
-    assert read_progress(LocalStore(tmp_path)) == [] == read_progress(LocalStore(tmp_path / "none"))
+    assert records_in(tmp_path) == [] == records_in(tmp_path / "none")
 
 
 def test_a_hooked_store_travels() -> None:

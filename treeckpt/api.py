@@ -13,6 +13,7 @@ import msgspec
 from .agreeing import Busy, SaveOptions
 from .background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
 from .core.errors import CheckpointError, CheckpointExists, CorruptError, TreeckptError
+from .core.files import as_step
 from .core.index import INDEX_NAME, encode_index, rebuild
 from .core.records import Index
 from .core.tree import flatten, replace_leaves
@@ -45,6 +46,10 @@ def _without_cycles() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _step(step: int | None) -> int | None:
+    return None if step is None else as_step(step)
 
 
 def save(
@@ -85,7 +90,7 @@ def save(
         MismatchError: ranks contradict each other.
         RankError: ranks failed or fell silent; raised on every rank.
     """
-    options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
+    options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
     comm = as_comm(comm)
     with _without_cycles():
         return save_tree(open_store(path), tree, comm, options, custom_metadata or {}, standing_of(comm))
@@ -135,7 +140,7 @@ def save_async(
             under way, and `busy` is "error".
     """
     shard_bytes = max_shard_bytes or 1 << 62
-    options = SaveOptions(step, overwrite, verify_replicas, allow_pickle, shard_bytes, namespace, busy)
+    options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, shard_bytes, namespace, busy)
     comm = as_comm(comm)
     with _without_cycles():
         return save_async_tree(

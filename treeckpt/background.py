@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -150,6 +150,7 @@ def save_async_tree(
 ) -> Pending:
     """Starts to save a tree; see `treeckpt.save_async`."""
     begin = time.perf_counter()
+    _check_choices(store, busy=(options.busy, Busy), staging=(staging, Staging), writer=(writer, WriterKind))
     session = session_of(comm)
     timed: Comm = comm if timeout is None else _Timed(comm, timeout)
     with session.starting:
@@ -166,13 +167,25 @@ def save_async_tree(
             raise AssertionError("a save without plans fails")
         pending = Pending(store.url, limit=timed.timeout)
         job = _Job(session, store, agreed, agreed.plans, timed, recorder, stack, pending, writer)
-        if staging == "copy":
-            job.stage()
-        job.blocked = time.perf_counter() - begin
-        session.current = pending
-        exits.watch(pending)
-        threading.Thread(target=job.run, name="treeckpt-save", daemon=True).start()
+        try:
+            if staging == "copy":
+                job.stage()
+            job.blocked = time.perf_counter() - begin
+            session.current = pending
+            exits.watch(pending)
+            threading.Thread(target=job.run, name="treeckpt-save", daemon=True).start()
+        except BaseException as error:  # Ctrl-C, or no thread can be started
+            job.give_up(error)
+            raise
     return pending
+
+
+def _check_choices(store: Store, **given: tuple[str, object]) -> None:
+    """Refuses a word that none of the choices is."""
+    for name, (word, kind) in given.items():
+        if word not in get_args(kind):
+            choices = ", ".join(map(repr, get_args(kind)))
+            raise TreeckptError(store.url, expected=f"{name} to be one of {choices}", found=f"{word!r}")
 
 
 class _Job:
@@ -197,6 +210,8 @@ class _Job:
         self._lease: Lease | None = None
         self._address = address_of(store) if writer == "process" else None
         self._is_staged = False
+        self._begun = threading.Lock()
+        """Taken for good by the thread that writes, or by giving up, whichever comes first."""
         if self._address is not None:
             self._attempt(session.writer.get)  # it starts while the tree is copied
         start_after()
@@ -225,8 +240,17 @@ class _Job:
             self._lease = self._session.pool.lease(_arena_nbytes(plans), pinning())
             stage(plans.own, pieces, self._lease.arena.memory)
 
+    def give_up(self, error: BaseException) -> None:
+        """Ends a save whose thread has not begun; its caller hears of the error."""
+        if self._begun.acquire(blocking=False):
+            self._release()
+            self._pending.finish(None, error)
+            self._pending.take_lost()
+
     def run(self) -> None:
         """The rest of the save, in a thread of its own."""
+        if not self._begun.acquire(blocking=False):
+            return
         report, error = None, None
         try:
             if not self._is_staged:

@@ -34,15 +34,21 @@ class Flights:
     def __init__(self, landed: Callable[[], None]) -> None:
         self._landed = landed
         self._pending: list[tuple[int, Pending]] = []
+        self._undo: dict[Pending, Callable[[], None]] = {}
         self._failed: list[Exception] = []
         self._starting: set[str] = set()
         self._claimed = ""
         self._lock = threading.Condition()
 
-    def add(self, step: int, pending: Pending) -> None:
-        """Takes a save in."""
+    def add(self, step: int, pending: Pending, undo: Callable[[], None]) -> None:
+        """Takes a save in.
+
+        Args:
+            undo: called if it fails.
+        """
         with self._lock:
             self._pending.append((step, pending))
+            self._undo[pending] = undo
 
     def busy(self) -> Set[str]:
         """The directories that are being saved."""
@@ -118,8 +124,10 @@ class Flights:
             if not told:
                 _log.error("saving step %d failed: %s", step, error)
                 self._failed.append(error)
+            self._undo[pending]()
         with self._lock:
             self._pending.pop(position)
+            self._undo.pop(pending)
         self._landed()
 
 

@@ -27,8 +27,10 @@ from typing import Any, Literal, Self
 from . import api
 from .answers import ask
 from .catalog import METRICS
+from .core.containers import take
 from .core.errors import TreeckptError, TreeError
-from .core.policy import All, Best, Last, Policy
+from .core.files import as_step
+from .core.policy import All, Best, Last, Policy, check_policies
 from .finding import Finder
 from .inflight import Flights, Sweeper
 from .io.channel import Channel
@@ -41,6 +43,7 @@ from .pending import Pending
 from .reports import SaveReport
 from .restoring import Restorer
 from .run import GRACE, CleanReport, Run, step_info
+from .stateful import is_stateful
 
 __all__ = ["Manager"]
 
@@ -121,7 +124,7 @@ class Manager:
         self.count += 1
         if not self.should_save(self.count):
             return None
-        return self.save(self.count, tree() if callable(tree) else tree, metrics=metrics)
+        return self.save(self.count, tree() if _is_maker(tree) else tree, metrics=metrics)
 
     def save(
         self,
@@ -145,6 +148,7 @@ class Manager:
             As `treeckpt.save`; with `background` also what the save before came to.
             SystemExit: after a signal, if `save_on_signal` was told to exit.
         """
+        step = as_step(step)
         if step < 0:
             raise TreeError("step", expected="a step, 0 or more", found=f"{step}")
         metadata = {**(custom_metadata or {})}
@@ -155,9 +159,7 @@ class Manager:
         elif self._options.get("busy", "wait") == "wait":
             self._flights.settle()
         with self._flights.starting(step):
-            if pin:
-                self._ask(f"pin step {step}", lambda: self._run.put_pin(step), type(None))
-            result = self._save(step, tree, metadata)
+            result = self._save(step, tree, metadata, pin=pin)
         self._after_save(result)
         self.count = step
         if isinstance(result, Pending) and result.skipped:
@@ -169,14 +171,28 @@ class Manager:
             raise SystemExit(self._exit)
         return result
 
-    def _save(self, step: int, tree: Any, metadata: Mapping[str, Any]) -> SaveReport | Pending:
+    def _save(self, step: int, tree: Any, metadata: Mapping[str, Any], *, pin: bool) -> SaveReport | Pending:
         options = {"step": step, "comm": self._saving_comm, "custom_metadata": metadata, **self._options}
+        # before the save, so that no clean-up comes in between
+        pinned = pin and self._ask(f"pin step {step}", lambda: self._run.put_pin(step), bool)
+
+        def unpin() -> None:
+            if pinned and self._comm.rank == 0:
+                with contextlib.suppress(TreeckptError):
+                    self._run.take_pin_back(step)
+
         store = self._run.folder(step).store
-        if not self._background:
-            return api.save(store, tree, **options)
-        pending = api.save_async(store, tree, **options)
-        if not pending.skipped:
-            self._flights.add(step, pending)
+        try:
+            if not self._background:
+                return api.save(store, tree, **options)
+            pending = api.save_async(store, tree, **options)
+        except BaseException:
+            unpin()
+            raise
+        if pending.skipped:
+            unpin()
+        else:
+            self._flights.add(step, pending, unpin)
         return pending
 
     def _after_save(self, result: SaveReport | Pending) -> None:
@@ -220,6 +236,7 @@ class Manager:
             mode: by default that of the policy with this metric, else "min".
         """
         policy = self._best_policy(metric, mode)
+        check_policies([policy])
         return self._ask(f"best {policy.metric}", lambda: self._finder.best(policy), int | None)
 
     def _best_policy(self, metric: str | None, mode: Literal["min", "max"] | None) -> Best:
@@ -257,6 +274,8 @@ class Manager:
             CheckpointNotFound: there is nothing to restore.
             As `treeckpt.load`.
         """
+        if like is not None and into is not None:
+            raise TreeckptError(self._run.url, expected="one target", found="like and into")
         result, self.count = self._restorer.restore(like, into, step, options)
         self._reached = self.count
         self._pace.restart()
@@ -352,7 +371,14 @@ def _policies(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...
         return (All(),)
     if isinstance(keep, int):
         return (Last(keep),)
-    return tuple(keep) if isinstance(keep, Sequence) else (keep,)
+    policies = tuple(keep) if isinstance(keep, Sequence) else (keep,)
+    check_policies(policies)
+    return policies
+
+
+def _is_maker(tree: Any) -> bool:
+    """Whether it gives the tree when it is called. Models can be called too, but are trees themselves."""
+    return callable(tree) and not is_stateful(tree) and take(tree, "", "", 0) is None
 
 
 def _check_options(options: dict[str, Any], *, background: bool) -> None:

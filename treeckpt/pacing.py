@@ -56,6 +56,10 @@ class Pace:
         seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        for name, given, least in (("every", every, 1), ("seconds", seconds, 0)):
+            if given is not None and not given >= least:
+                hint = f"{name}=None saves at no interval"
+                raise TreeckptError(name, expected=f"a number, {least} or more", found=f"{given!r}", hint=hint)
         self._every, self._seconds, self._clock = every, seconds, clock
         self._comm = Channel(comm, "pace")
         # every rank makes its managers in the same order: the number tells their messages apart
@@ -75,7 +79,7 @@ class Pace:
     def due(self, step: int) -> bool:
         """Whether to save this step. Call it once a step, on every rank."""
         self._calls += 1
-        at_interval = bool(self._every) and step > 0 and step % (self._every or 1) == 0
+        at_interval = self._every is not None and step > 0 and step % self._every == 0
         if self._seconds is None and not self._listening:
             return at_interval
         if self._comm.size == 1:

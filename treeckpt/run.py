@@ -98,7 +98,7 @@ class Run:
     def look(self) -> list[CheckpointInfo]:
         """Every directory that is named as a step is, newest first; links and what holds no files of ours left out."""
         found = [i for i in scan(self.store, cache=self._cache) if i.status != "foreign" and _is_canonical(i.name)]
-        return sorted((_checked(info) for info in found), key=lambda info: info.name, reverse=True)
+        return sorted((_checked(info) for info in found), key=lambda info: step_info(info).step, reverse=True)
 
     def checkpoint(self, step: int) -> CheckpointInfo:
         """The complete checkpoint of a step.
@@ -124,12 +124,21 @@ class Run:
         self.checkpoint(step)
         self.put_pin(step)
 
-    def put_pin(self, step: int) -> None:
-        """Pins a step that may not be saved yet."""
+    def put_pin(self, step: int) -> bool:
+        """Pins a step that may not be saved yet; says whether it was not pinned before."""
         folder = self.folder(step)
         with _system_errors(folder.url):
             folder.store.prepare()
+            new = PIN_NAME not in folder.entries()
             folder.store.publish(PIN_NAME, msgspec.json.encode({"pinned_ns": self._clock()}), replace=True)
+        return new
+
+    def take_pin_back(self, step: int) -> None:
+        """Undoes `put_pin` where the save came to nothing."""
+        folder = self.folder(step)
+        with _system_errors(folder.url):
+            folder.store.delete(PIN_NAME)
+            folder.remove()
 
     def unpin(self, step: int) -> None:
         """Lets policies decide about a step again; one that is not pinned is no error.

@@ -10,17 +10,15 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from .core.errors import TreeckptError
-from .core.files import kind_of
-from .core.progress import Phase, Progress, decode_progress
+from .core.progress import Phase, Progress
 from .core.wording import bytes_text, seconds_text
+from .io.progress import read_progress
 from .io.runs import Entry, Folder
 
 __all__ = ["STALLED", "SaveUnderWay", "saves_under_way", "under_way_text"]
 
 STALLED = 60.0
 """Seconds after which a record that was not renewed means that its rank hangs, or is gone."""
-MAX_RECORD = 4096
 
 
 class SaveUnderWay(msgspec.Struct, frozen=True):
@@ -49,14 +47,8 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
 def saves_under_way(folder: Folder, files: Mapping[str, Entry]) -> tuple[SaveUnderWay, ...]:
     """The saves that have records among these files, by when they began."""
     found: dict[str, list[Progress]] = {}
-    for name in files:
-        if (kind := kind_of(name)) is not None and kind.kind == "progress":
-            try:
-                record = decode_progress(folder.store.read(name, limit=MAX_RECORD), name)
-            except (OSError, TreeckptError):  # it may have been removed, or be somebody's idea of a joke
-                continue
-            if record.save_id == kind.save_id:
-                found.setdefault(record.save_id, []).append(record)
+    for record in read_progress(folder.store, files):
+        found.setdefault(record.save_id, []).append(record)
     return tuple(sorted((_sum(records) for records in found.values()), key=lambda save: save.started_ns))
 
 

@@ -1,6 +1,7 @@
 """Ranks that save in the background, of which one is killed; see test_background.
 
-One process imports torch and forks the ranks of each case. Every line that it prints is one case.
+One process imports torch and forks the ranks of the cases. They mostly wait for time limits, so all cases with one
+culprit run at the same time. Every line that it prints is one case.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def rank_of(rank: int, culprit: int, phase: str, directory: Path) -> str:
     log = directory / f"log{rank}"
     try:
         # only the one that is to be killed is slow: the others wait for it
-        target = Hooked(directory / "two", log, act="sleep" if rank == culprit else "fail")
+        target = Hooked(directory / "two", log, act="crawl" if rank == culprit else "fail")
         pending = tc.save_async(target, small_tree(rank, WORLD, seed=2))
         if rank == culprit:
             while phase != "staged" and not any(call.startswith(phase) for call in calls_of(log)):
@@ -51,23 +52,30 @@ def rank_of(rank: int, culprit: int, phase: str, directory: Path) -> str:
     return "saved"
 
 
-def run(culprit: int, phase: str, directory: Path) -> dict[str, object]:
+def start(culprit: int, phase: str, directory: Path) -> list[int]:
     directory.mkdir()
-    begin, pids = time.monotonic(), []
+    pids: list[int] = []
     for rank in range(WORLD):
         pids.append(os.fork())
         if pids[-1] == 0:
             (directory / f"told{rank}").write_text(rank_of(rank, culprit, phase, directory))
             os._exit(0)
-    status = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    files = [directory / f"told{rank}" for rank in range(WORLD)]
-    told = [file.read_text() if file.exists() else "" for file in files]
-    seconds = time.monotonic() - begin
-    case = {"culprit": culprit, "phase": phase, "path": str(directory)}
-    return {**case, "status": status, "told": told, "seconds": seconds}
+    return pids
+
+
+def run(culprit: int, phases: list[str], directory: Path) -> None:
+    begin = time.monotonic()
+    started = {phase: start(culprit, phase, directory / f"{culprit} {phase}") for phase in phases}
+    for phase, pids in started.items():
+        status = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        path = directory / f"{culprit} {phase}"
+        files = [path / f"told{rank}" for rank in range(WORLD)]
+        told = [file.read_text() if file.exists() else "" for file in files]
+        case = {"culprit": culprit, "phase": phase, "path": str(path)}
+        print(json.dumps({**case, "status": status, "told": told, "seconds": time.monotonic() - begin}), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for number, case in enumerate(json.loads(sys.argv[2])):
-        print(json.dumps(run(*case, Path(sys.argv[1]) / f"{number}")), flush=True)
+    for culprit, phases in json.loads(sys.argv[2]):
+        run(culprit, phases, Path(sys.argv[1]))

@@ -39,18 +39,20 @@ def program(path: Path, end: str, *, act: str = "", at: int | None = None, write
     return START.format(path=str(path), store=store, writer=writer) + end
 
 
-ENDS = {
-    "the end of the program": "",
-    "sys.exit(0)": "sys.exit(0)",
-    "a dropped handle": "del pending",
-    "quick and late": "time.sleep(1)",
-}
+SAVED = "while not pending.done(): time.sleep(0.01)"
+ENDS = [
+    ("", "process"),
+    ("sys.exit(0)", "process"),
+    ("del pending", "process"),
+    (SAVED, "process"),
+    ("", "thread"),
+    *(pytest.param(end, "thread", marks=pytest.mark.slow) for end in ("sys.exit(0)", "del pending", SAVED)),
+]
 
 
-@pytest.mark.parametrize("writer", ["process", "thread"])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(("end", "writer"), ENDS)
 def test_a_normal_end_waits_for_the_save(tmp_path: Path, end: str, writer: str) -> None:
-    done = run_program(program(tmp_path / "c", ENDS[end], writer=writer))
+    done = run_program(program(tmp_path / "c", end, writer=writer))
     assert done.returncode == 0 and "lost" not in done.stderr, done.stderr
     assert tc.load(tmp_path / "c")["n"] == 1 and tc.verify(tmp_path / "c").ok
 
@@ -74,14 +76,22 @@ tc.save_async(Late({str(tmp_path / "c")!r}), {{"w": np.arange(3_000_000)}}, writ
 
 
 def test_a_long_wait_is_said(tmp_path: Path) -> None:
-    done = run_program(program(tmp_path / "c", "", act="sleep"))
+    done = run_program(program(tmp_path / "c", "", act="crawl"))
     assert done.returncode == 0
     assert f"waiting for the save to {tmp_path / 'c'} to be committed, for at most" in done.stderr
     assert "it is committed" in done.stderr and tc.load(tmp_path / "c")["n"] == 1
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(0)", "while not pending.done(): time.sleep(0.01)"])
-@pytest.mark.parametrize("act", ["fail", "kill"])
+@pytest.mark.parametrize(
+    ("act", "end"),
+    [
+        *(("fail", ""), ("fail", SAVED), ("kill", "sys.exit(0)")),
+        *(
+            pytest.param(*way, marks=pytest.mark.slow)
+            for way in (("fail", "sys.exit(0)"), ("kill", ""), ("kill", SAVED))
+        ),
+    ],
+)
 def test_exit_code_zero_never_hides_a_lost_save(tmp_path: Path, act: str, end: str) -> None:
     handlers = "import atexit; atexit.register(lambda: print('other handlers run', flush=True))\n"
     done = run_program(handlers + program(tmp_path / "c", end, act=act, at=1))
@@ -137,7 +147,9 @@ def running(code: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL, signal.SIGINT]
+)
 def test_the_writer_ends_with_its_parent(tmp_path: Path, number: signal.Signals) -> None:
     """Also where a fork of the parent still holds the socket open."""
     end = """
@@ -154,7 +166,7 @@ if os.fork() == 0:
 print(writer, flush=True)
 time.sleep(60)
 """
-    with running(program(tmp_path / "c", end, act="sleep")) as process:
+    with running(program(tmp_path / "c", end, act="crawl")) as process:
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         writer = int(process.stdout.readline())
         assert not gone(writer)
@@ -172,33 +184,38 @@ def test_a_writer_killed_at_any_call_fails_its_save_and_no_other(tmp_path: Path)
     count = tmp_path / "count"
     tc.save_async(Hooked(tmp_path / "d", count), small_tree(0, 1, seed=2), comm=comm).result(60)
     calls = calls_of(count)
-    assert len(calls) >= 7
-    for after in (False, True):
-        for at, call in enumerate(calls):
-            path = tmp_path / f"{at} {after}"
-            tc.save(path, small_tree(0, 1, seed=1))
-            pending = tc.save_async(
-                Hooked(path, path.with_suffix(".log"), at, "kill", after=after),
-                small_tree(0, 1, seed=2),
-                comm=comm,
-                overwrite=True,
-            )
-            with pytest.raises(tc.CheckpointError, match="killed by SIGKILL") as caught:
-                pending.result(60)
-            assert caught.value.path == str(path)
-            committed = at == len(calls) - 1 or (after and call == f"publish {INDEX_NAME}")
-            assert ("index is in place" in str(caught.value)) == committed
-            assert_holds(path, seed=2 if committed else 1)
-            tc.save_async(path, small_tree(0, 1, seed=3), comm=comm, overwrite=True).result(60)
-            assert_holds(path, seed=3)
+    assert len(calls) >= 7 and calls[-2] == f"publish {INDEX_NAME}"
+    last = len(calls) - 1
+    # what is left behind one call is what is found before the next, so only the last is looked at from behind too
+    for at, after in [*((at, False) for at in range(len(calls))), (last, True)]:
+        path = tmp_path / f"{at} {after}"
+        tc.save(path, small_tree(0, 1, seed=1))
+        pending = tc.save_async(
+            Hooked(path, path.with_suffix(".log"), at, "kill", after=after),
+            small_tree(0, 1, seed=2),
+            comm=comm,
+            overwrite=True,
+        )
+        with pytest.raises(tc.CheckpointError, match="killed by SIGKILL") as caught:
+            pending.result(60)
+        assert caught.value.path == str(path)
+        assert ("index is in place" in str(caught.value)) == (at == last)
+        assert_holds(path, seed=2 if at == last else 1)
+        tc.save_async(path, small_tree(0, 1, seed=3), comm=comm, overwrite=True).result(60)
+        assert_holds(path, seed=3)
     session(comm).writer.end()
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("call", ["create shard", "write shard", "commit shard", "publish timings", "publish index"])
+@pytest.mark.parametrize(
+    ("call", "culprit"),
+    [
+        *(("write shard", 0), ("publish index", 0), ("commit shard", 1)),  # only the coordinator publishes
+        *(pytest.param(f"{call} shard", 0, marks=pytest.mark.slow) for call in ("create", "commit")),
+        *(pytest.param(f"{call} shard", 1, marks=pytest.mark.slow) for call in ("create", "write")),
+        pytest.param("publish timings", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_writer_killed_on_one_rank_is_named_on_all(tmp_path: Path, call: str, culprit: int) -> None:
-    if call.startswith("publish") and culprit:
-        pytest.skip("only the coordinator publishes")
     names = ["create shard", "write shard", "write shard", "commit shard", "publish timings", "publish index"]
     comms = thread_comms(2, timeout=20)
     tc.save(tmp_path / "c", small_tree(0, 1, seed=1))
@@ -236,14 +253,7 @@ def test_a_writer_that_hangs_is_given_up_on(tmp_path: Path) -> None:
 
 
 # a rank is killed -----------------------------------------------------------------------------------------------------
-CASES = [
-    (culprit, phase)
-    for culprit, phases in (
-        (1, ["before", "create", "commit"]),
-        (0, ["before", "staged", "write", "commit", "publish"]),
-    )
-    for phase in phases
-]
+CASES = [(1, ["before", "create", "commit"]), (0, ["before", "staged", "write", "commit", "publish"])]
 
 
 @pytest.mark.timeout(240)
@@ -252,7 +262,9 @@ def test_a_rank_killed_in_any_phase_leaves_the_checkpoint_before(tmp_path: Path)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=220, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(row["culprit"], row["phase"]) for row in rows] == CASES
+    assert [(row["culprit"], row["phase"]) for row in rows] == [
+        (who, phase) for who, phases in CASES for phase in phases
+    ]
     for row in rows:
         culprit, path = row["culprit"], Path(row["path"])
         for rank, told in enumerate(row["told"]):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import treeckpt as tc
-from tests.background import PAUSE, Hooked, session
+from tests.background import PAUSES, Hooked, session
 from treeckpt.io.comm import default_comm
 from treeckpt.training.guard import guard
 
@@ -39,7 +39,7 @@ def _check(path: Path, here: Rank, seed: int) -> None:
 def saves_in_the_background_issue_no_collective(here: Rank) -> None:
     tc.prewarm(_tree(here, 0))
     path = here.directory / "background"
-    target = Hooked(path, here.directory / f"background log {here.rank}", act="sleep")
+    target = Hooked(path, here.directory / f"background log {here.rank}", act="crawl")
     with Collectives() as collectives:
         before = sequence()
         for seed, store in enumerate((path, path, target)):
@@ -48,7 +48,7 @@ def saves_in_the_background_issue_no_collective(here: Rank) -> None:
             tree["r"].zero_()
             tree["own"].value["rng"].zero_()
             if seed == 2:
-                assert not pending.done(), f"the store takes {PAUSE} s for a call"
+                assert not pending.done(), f"the store takes {PAUSES['crawl']} s for a call"
             report = pending.result(30)
             assert report is not None and report.staged_nbytes == report.nbytes
         assert sequence() == before and not collectives.found
@@ -63,7 +63,7 @@ def training_goes_on_with_collectives_of_its_own(here: Rank) -> None:
     for step in range(2):
         model(torch.ones(2, 300)).sum().backward()
         path = here.directory / f"training {step}"
-        store = Hooked(path, here.directory / f"training log {here.rank} {step}", act="sleep")
+        store = Hooked(path, here.directory / f"training log {here.rank} {step}", act="crawl")
         tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         expected = model.weight.detach().clone()
         pending = tc.save_async(store, tree, staging="lazy" if step % 2 else "copy")

@@ -86,7 +86,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--forever", action="store_true")
     options = parser.parse_args(arguments)
+    # gloo may hang while it connects the ranks of a restart: then this one ends, and the next attempt finds the others
+    signal.alarm(15)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    signal.alarm(0)
     rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
     torch.set_num_threads(1)
     default_comm().timeout = 20.0  # pyright: ignore[reportAttributeAccessIssue]

@@ -64,13 +64,14 @@ def test_a_training_that_is_killed_twice_ends_as_if_it_never_was(tmp_path: Path)
     assert results_in(tmp_path / "rough out") == results_in(tmp_path / "calm out")
     calm, rough = (tc.load(tmp_path / name / step_name(18), per_rank="take") for name in ("calm", "rough"))
     assert calm["schedule"] == rough["schedule"]
-    names = [sorted(info.name for info in scan(tmp_path / name)) for name in ("calm", "rough")]
-    assert names[0] == names[1], "both keep the same steps"
-    assert all(info.status == "complete" for info in scan(tmp_path / "rough"))
+    # a deletion that was killed may leave an empty directory until the grace period is over
+    found = [[i for i in scan(tmp_path / name) if any(Path(i.path).iterdir())] for name in ("calm", "rough")]
+    assert [i.name for i in found[0]] == [i.name for i in found[1]], "both keep the same steps"
+    assert all(info.status == "complete" for info in found[1])
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("who", [[1], [0, 1]])
+@pytest.mark.parametrize("who", [[1], pytest.param([0, 1], marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_exit_well(tmp_path: Path, who: list[int]) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     with started(run, out, 0, "--forever") as process:

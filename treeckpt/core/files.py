@@ -12,14 +12,16 @@ Whatever has another name belongs to somebody else.
 
 from __future__ import annotations
 
+import operator
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from .errors import TreeError
 from .shard import parse_shard_name
 
-__all__ = ["PIN_NAME", "FileKind", "Owned", "deleted_name", "kind_of", "lease_name", "step_name", "step_of"]
+__all__ = ["PIN_NAME", "FileKind", "Owned", "as_step", "deleted_name", "kind_of", "lease_name", "step_name", "step_of"]
 
 PIN_NAME = "pinned.json"
 FileKind = Literal["index", "shard", "timings", "progress", "deleted", "lease", "pin", "temporary"]
@@ -62,6 +64,18 @@ def deleted_name(save_id: str) -> str:
 def lease_name(lease_id: str) -> str:
     """The file of one reader."""
     return f"lease.{lease_id}.json"
+
+
+def as_step(step: Any) -> int:
+    """A step of any type of integer.
+
+    Raises:
+        TreeError: it is none.
+    """
+    try:
+        return operator.index(step)
+    except TypeError as error:
+        raise TreeError("step", expected="an integer", found=f"{step!r:.60}") from error
 
 
 def step_name(step: int) -> str:

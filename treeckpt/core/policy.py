@@ -13,7 +13,21 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["All", "Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "Steps", "best_of", "kept"]
+from .errors import TreeckptError
+
+__all__ = [
+    "All",
+    "Best",
+    "EveryPeriod",
+    "EverySteps",
+    "Last",
+    "Policy",
+    "StepInfo",
+    "Steps",
+    "best_of",
+    "check_policies",
+    "kept",
+]
 
 
 class StepInfo(msgspec.Struct, frozen=True):
@@ -69,6 +83,19 @@ class Best(msgspec.Struct, frozen=True, tag="best"):
 
 
 Policy = All | Last | EverySteps | Steps | EveryPeriod | Best
+
+
+def check_policies(policies: Iterable[object]) -> None:
+    """Refuses what is no policy, while somebody is there to hear of it: clean-ups run in the background.
+
+    Raises:
+        TreeckptError: naming it.
+    """
+    for policy in policies:
+        if not isinstance(policy, Policy):
+            raise TreeckptError("keep", expected="policies, or a number of checkpoints", found=f"{policy!r:.60}")
+        if isinstance(policy, Best) and policy.mode not in ("min", "max"):
+            raise TreeckptError("keep", expected="mode 'min' or 'max'", found=f"{policy.mode!r}")
 
 
 def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tuple[str, ...]]:

@@ -15,6 +15,7 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -84,11 +85,14 @@ class Arena:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = np.frombuffer(self._map, np.uint8)
         self._touched = 0
-        self._unpin: Callable[[], None] | None = None
+        unpin: Callable[[], None] | None = None
         if pin is not None:
             with contextlib.suppress(RuntimeError):  # the driver refuses: copies take a detour, no more
-                self._unpin = pin(self.address, self.nbytes)
+                unpin = pin(self.address, self.nbytes)
                 self._touched = self.nbytes
+        # also where nobody closes it: arenas go with the comm whose saves they hold
+        self._let_go = weakref.finalize(self, _let_go, self.fd, unpin, os.getpid())
+        self._let_go.atexit = False
         self.leased = False
         self.spare = 0
         """Leases in a row that took less than half of it."""
@@ -110,13 +114,18 @@ class Arena:
         """Gives the memory back."""
         if self._map is None:
             return
-        if self._unpin is not None:
-            self._unpin()
+        self._let_go()
         del self.memory
         with contextlib.suppress(BufferError):  # somebody still looks at it: it goes with the last view
             self._map.close()
         self._map = None
-        os.close(self.fd)
+
+
+def _let_go(fd: int, unpin: Callable[[], None] | None, owner: int) -> None:
+    """What an arena holds besides its mapping, which goes after that."""
+    if unpin is not None and os.getpid() == owner:  # a fork has no device
+        unpin()
+    os.close(fd)
 
 
 def _touch(part: np.ndarray) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -43,21 +43,20 @@ def put_note(store: Store, name: str, data: bytes) -> None:
     os.replace(temporary, store.directory / name)
 
 
-def read_progress(store: Store) -> list[Progress]:
-    """The records that stand in a directory, by save and rank; those that cannot be read are left out.
+def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
+    """The records among a directory's files, by save and rank; those that cannot be read are left out.
 
     A save that was killed leaves its record behind: look at `updated_ns`.
     """
     found: list[Progress] = []
-    with contextlib.suppress(OSError):
-        for name in store.sizes():
-            parsed = parse_progress_name(name)
-            if parsed is None:
-                continue
-            with contextlib.suppress(TreeckptError, OSError):  # it may be gone by now
-                progress = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
-                if (progress.rank, progress.save_id) == parsed:
-                    found.append(progress)
+    for name in names:
+        parsed = parse_progress_name(name)
+        if parsed is None:
+            continue
+        with contextlib.suppress(TreeckptError, OSError):  # it may be gone by now
+            progress = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
+            if (progress.rank, progress.save_id) == parsed:
+                found.append(progress)
     return sorted(found, key=lambda progress: (progress.started_ns, progress.save_id, progress.rank))
 
 

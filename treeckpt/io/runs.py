@@ -156,10 +156,10 @@ def _sync(directory: Path) -> None:
 
 
 class LocalRun:
-    """A directory of checkpoint directories."""
+    """A directory of checkpoint directories. It stays where it was when the process moves to another one."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self.url = str(self.path)
 
     def names(self) -> list[str]:

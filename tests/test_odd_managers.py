@@ -1,0 +1,119 @@
+"""Does the manager stand uses that nobody plans: huge steps, models that can be called, mistyped options, `chdir`?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from tests.test_manager_background import Gate, GatedRun
+from treeckpt.core.files import step_name
+from treeckpt.core.policy import Best
+
+
+def manager(run: Any, **options: Any) -> tc.Manager:
+    return tc.Manager(run, **{"background": False, **options})
+
+
+def test_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path: Path) -> None:
+    made = manager(tmp_path, keep=None)
+    for step in (99_999_999, 100_000_000):
+        made.save(step, {"s": step})
+    assert made.latest() == 100_000_000 and made.restore() == {"s": 100_000_000}
+
+
+def test_steps_may_be_integers_of_numpy(tmp_path: Path) -> None:
+    made = manager(tmp_path)
+    made.save(np.int64(4), {"s": 4})  # pyright: ignore[reportArgumentType]
+    assert made.steps() == [4] and type(made.count) is int
+    with pytest.raises(tc.TreeError, match="step"):
+        made.save(4.5, {"s": 4})  # pyright: ignore[reportArgumentType]
+
+
+class Model:
+    """As those of torch: it has a state, and can be called."""
+
+    def __init__(self) -> None:
+        self.weight = np.arange(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"]
+
+    def __call__(self, batch: Any) -> Any:
+        return batch
+
+
+def test_a_model_that_can_be_called_is_saved_not_called(tmp_path: Path) -> None:
+    made = manager(tmp_path, every=1)
+    made.step(Model())
+    made.step(lambda: {"s": 2})
+    assert made.restore(step=1)["weight"].tolist() == [0, 1, 2] and made.restore() == {"s": 2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 0},
+        {"every": -2},
+        {"seconds": -1.0},
+        {"keep": "loss"},
+        {"keep": [2.0]},
+        {"keep": Best("loss", mode="maximum")},  # pyright: ignore[reportArgumentType]
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_when_the_manager_is_made(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(tc.TreeckptError, match=next(iter(options))):
+        manager(tmp_path, **options)
+
+
+def test_a_mistyped_mode_or_two_targets_are_refused(tmp_path: Path) -> None:
+    made = manager(tmp_path)
+    made.save(1, {"s": 1}, metrics={"loss": 1.0})
+    with pytest.raises(tc.TreeckptError, match="'maximum'"):
+        made.best("loss", mode="maximum")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(tc.TreeckptError, match="like and into"):
+        made.restore({"s": 1}, into={"s": 1})
+
+
+def test_a_run_stays_where_it_is_when_the_program_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    made = manager("a rün")
+    made.save(1, {"s": 1})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    made.save(2, {"s": 2})
+    assert made.steps() == [1, 2] and Path(made.path(2)) == tmp_path / "a rün" / step_name(2)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_pinned_save_that_is_skipped_or_refused_leaves_no_pin(tmp_path: Path) -> None:
+    gate = Gate()
+    with tc.Manager(GatedRun(tmp_path, gate), busy="skip", writer="thread") as made:
+        gate.open.clear()
+        made.save(1, {"s": 1})
+        assert made.save(2, {"s": 2}, pin=True).skipped  # pyright: ignore[reportAttributeAccessIssue]
+        gate.open.set()
+    with pytest.raises(tc.TreeError):
+        made.save(3, {"s": object()}, pin=True)
+    assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
+
+
+def test_a_pinned_save_that_fails_behind_the_training_leaves_no_pin(tmp_path: Path) -> None:
+    gate = Gate()
+    gate.failing = {step_name(1), step_name(2)}
+    made = tc.Manager(GatedRun(tmp_path, gate), writer="thread")
+    for step, earlier in ((1, False), (2, True)):
+        if earlier:
+            made._run.put_pin(step)
+        made.save(step, {"s": step}, pin=True)
+        with pytest.raises(tc.CheckpointError, match="No space left"):
+            made.wait()
+        assert (tmp_path / step_name(step) / "pinned.json").exists() == earlier
+    made.close()

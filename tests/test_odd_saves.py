@@ -1,0 +1,101 @@
+"""Do saves in the background stand uses that nobody plans: interrupts, odd arguments, comms that come and go?"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from treeckpt import background
+from treeckpt.background import session_of
+from treeckpt.io.arena import Arena
+from treeckpt.io.comm import SoloComm
+
+TREE = {"a": np.arange(1000)}
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def interrupt(*arguments: Any, **options: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["staging", "starting the thread"])
+def test_an_interrupted_save_keeps_nothing_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    comm = SoloComm()
+
+    def save() -> tc.Pending:
+        return tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread")
+
+    with monkeypatch.context() as patch:
+        if where == "staging":
+            patch.setattr(background, "stage", interrupt)
+        else:
+            patch.setattr(threading.Thread, "start", interrupt)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                save()
+    pool = session_of(comm).pool
+    assert [arena.leased for arena in pool._arenas] == [False]
+    assert save().result(20) is not None
+
+
+def test_a_save_whose_thread_cannot_start_fails_and_blocks_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    comm = SoloComm()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", refuse)
+        tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread")
+    assert tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread", timeout=5).result(20) is not None
+
+
+def test_comms_that_come_and_go_leave_no_descriptors(tmp_path: Path) -> None:
+    tc.save_async(tmp_path / "first", TREE, comm=SoloComm(), writer="thread").result(20)
+    gc.collect()
+    before = descriptors()
+    for number in range(3):
+        tc.save_async(tmp_path / f"{number}", TREE, comm=SoloComm(), writer="thread").result(20)
+    gc.collect()
+    assert descriptors() <= before
+
+
+def test_an_arena_that_is_dropped_is_unpinned_before_its_memory_goes() -> None:
+    told: list[bool] = []
+
+    def pin(address: int, nbytes: int) -> Any:
+        def unpin() -> None:
+            told.append(f"{address:x}-" in Path("/proc/self/maps").read_text())
+
+        return unpin
+
+    arena = Arena(1 << 21, pin)
+    del arena
+    assert told == [True]
+
+
+@pytest.mark.parametrize("option", ["busy", "staging", "writer"])
+def test_unknown_choices_are_refused(tmp_path: Path, option: str) -> None:
+    with pytest.raises(tc.TreeckptError, match=f"(?s){option}.*'wiat'"):
+        tc.save_async(tmp_path / "c", TREE, comm=SoloComm(), **{option: "wiat"})
+    assert not (tmp_path / "c").exists()
+
+
+def test_steps_may_be_integers_of_numpy(tmp_path: Path) -> None:
+    tc.save(tmp_path / "a", TREE, step=np.int64(3))  # pyright: ignore[reportArgumentType]
+    assert tc.inspect(tmp_path / "a").step == 3
+    with pytest.raises(tc.TreeError, match="step"):
+        tc.save(tmp_path / "b", TREE, step=3.5)  # pyright: ignore[reportArgumentType]
