@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import treeckpt as tc
+from treeckpt.io import diskfile
 from treeckpt.io import store as store_module
 from treeckpt.io.buffers import aligned_buffer
 from treeckpt.io.reader import LocalReader
@@ -258,6 +259,7 @@ class TestLocalStoreBuffered(StoreSuite):
 
         fake = _NoDirect(at_open=request.param == "at open")
         monkeypatch.setattr(store_module, "os", fake)
+        monkeypatch.setattr(diskfile, "os", fake)
         monkeypatch.setattr(reader_module, "os", fake)
         store = LocalStore(tmp_path / "buffered")
         yield store

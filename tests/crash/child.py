@@ -16,6 +16,7 @@ from typing import Any
 
 import treeckpt as tc
 from tests.world import Faulty, Switch, errors_of, on_ranks, small_tree
+from treeckpt.io import diskfile
 from treeckpt.io import store as store_module
 
 WORLD = 2
@@ -46,13 +47,13 @@ class Os:
 def save(path: Path, seed: int, mode: str, switch: Switch) -> None:
     store = Faulty(tc.LocalStore(path), switch) if mode == "store calls" else tc.LocalStore(path)
     if mode == "system calls":
-        store_module.os = Os(switch)  # pyright: ignore[reportAttributeAccessIssue]
+        store_module.os = diskfile.os = Os(switch)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         outcomes = on_ranks(
             WORLD, lambda c: tc.save(store, small_tree(c.rank, WORLD, seed=seed), comm=c, overwrite=True)
         )
     finally:
-        store_module.os = os  # pyright: ignore[reportAttributeAccessIssue]
+        store_module.os = diskfile.os = os
     assert errors_of(outcomes) == [None] * WORLD, errors_of(outcomes)
 
 
