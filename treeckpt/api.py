@@ -204,12 +204,10 @@ def load(
             the old world.
         copy: gives each array memory of its own. Otherwise whole arrays are views of the memory that a stretch of
             a file was read into, which is freed when the last of them is.
-        mmap: maps whole arrays instead of reading them: bytes come when they are touched, without checksums.
-            Arrays that are wanted in part, on a device or in another dtype are read as usual. The file must stay as
-            long as it is while any of them lives.
+        mmap: maps whole arrays: bytes come when they are touched, without checksums, and the file must stay as long as
+            it is while any of them lives. What is wanted in part, on a device or in another dtype is read as usual.
         read: "once" lets the ranks of a host share the reading: what several of them want is read by one and handed
-            on over torch.distributed. Every rank has to call, as with a collective. It pays where reading is what is
-            slow: several ranks that load the same arrays from a network file system.
+            on over torch.distributed. Every rank has to call, as with a collective. It pays on slow, shared storage.
         memory: bytes of buffers beyond what is loaded, at most; smaller ones make smaller reads (1 MiB is the least).
         allow_pickle: unpickles values that were saved so. This can run any code: only for files you trust.
         comm: gives this process's rank and the size of its world; ranks do not talk, unless `read` is "once".

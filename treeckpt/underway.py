@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from .core.progress import Phase, Progress
+from .core.progress import Phase, Progress, fraction_of
 from .core.wording import bytes_text, seconds_text
 from .io.progress import read_progress
 from .io.runs import Entry, Folder
@@ -41,7 +41,7 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
     @property
     def fraction(self) -> float:
         """From 0 to 1, of those ranks' bytes."""
-        return min(self.written / self.planned, 1.0) if self.planned > 0 else 1.0
+        return fraction_of(self.written, self.planned)
 
 
 def saves_under_way(folder: Folder, files: Mapping[str, Entry]) -> tuple[SaveUnderWay, ...]:

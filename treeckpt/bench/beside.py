@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +16,11 @@ from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from .backers import Backer, backers
 from .contenders import chosen
 from .meter import settle
-from .ranks import MARK, Task, run_job
+from .ranks import MARK, Task, do_task, run_job
 from .raw import LEAST, Raw
 from .results import Stay
 from .states import SCENARIOS, Scenario, make_state, shapes_bytes
@@ -178,14 +176,5 @@ def work(task: Task) -> None:
         backer.close()
 
 
-def main() -> None:
-    """Reads the task from the command line."""
-    dist.init_process_group("gloo")
-    try:
-        work(msgspec.json.decode(sys.argv[1], type=Task))
-    finally:
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    do_task(work)

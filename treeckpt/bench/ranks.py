@@ -23,7 +23,7 @@ from .results import Trial
 from .states import SCENARIOS, Scenario, State, local_of, make_state, shapes_bytes
 from .turns import BenchError, OnTrials, Turns, in_turns
 
-__all__ = ["MARK", "Task", "run_job", "run_ranks"]
+__all__ = ["MARK", "Task", "do_task", "run_job", "run_ranks"]
 
 MARK = "@trials "
 
@@ -117,8 +117,8 @@ def work(task: Task) -> None:
             print(MARK + msgspec.json.encode(trials).decode(), flush=True)
 
 
-def main() -> None:
-    """Reads the task from the command line."""
+def do_task(work: Callable[[Task], None]) -> None:
+    """Does the task on the command line, with the default process group up."""
     dist.init_process_group("gloo")
     try:
         work(msgspec.json.decode(sys.argv[1], type=Task))
@@ -127,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    do_task(work)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from .errors import TreeError
+from .progress import parse_progress_name
 from .shard import parse_shard_name
 
 __all__ = ["PIN_NAME", "FileKind", "Owned", "as_step", "deleted_name", "kind_of", "lease_name", "step_name", "step_of"]
@@ -26,7 +27,7 @@ __all__ = ["PIN_NAME", "FileKind", "Owned", "as_step", "deleted_name", "kind_of"
 PIN_NAME = "pinned.json"
 FileKind = Literal["index", "shard", "timings", "progress", "deleted", "lease", "pin", "temporary"]
 
-_PER_SAVE = re.compile(r"(timings|progress-[0-9]{1,9}|deleted)\.([0-9a-f]{16})\.json")
+_PER_SAVE = re.compile(r"(timings|deleted)\.([0-9a-f]{16})\.json")
 _LEASE = re.compile(r"lease\.[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"\.(.+?)(?:\.[0-9a-f]{16})?\.tmp")
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
@@ -45,8 +46,9 @@ def kind_of(name: str) -> Owned | None:
     if (shard := parse_shard_name(name)) is not None:
         return Owned("shard", shard[0])
     if (match := _PER_SAVE.fullmatch(name)) is not None:
-        kinds: dict[str, FileKind] = {"timings": "timings", "deleted": "deleted"}
-        return Owned(kinds.get(match[1], "progress"), match[2])
+        return Owned("timings" if match[1] == "timings" else "deleted", match[2])
+    if (progress := parse_progress_name(name)) is not None:
+        return Owned("progress", progress[1])
     if (match := _TEMPORARY.fullmatch(name)) is not None:
         inner = kind_of(match[1])
         return Owned("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None

@@ -20,6 +20,7 @@ __all__ = [
     "Progress",
     "decode_progress",
     "encode_progress",
+    "fraction_of",
     "parse_progress_name",
     "progress_name",
 ]
@@ -51,7 +52,12 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def fraction(self) -> float:
         """From 0 to 1."""
-        return min(self.written / self.planned, 1.0) if self.planned > 0 else 1.0
+        return fraction_of(self.written, self.planned)
+
+
+def fraction_of(written: int, planned: int) -> float:
+    """From 0 to 1; what has no bytes to write is done."""
+    return min(written / planned, 1.0) if planned > 0 else 1.0
 
 
 def progress_name(rank: int, save_id: str) -> str:

@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from ..core.errors import CheckpointError
+from .diskfile import sync_directory
 from .store import LocalStore, MemoryStore, Store, Writer
 
 __all__ = ["Entry", "Folder", "LocalFolder", "LocalRun", "MemoryRun", "RunStore", "open_run"]
@@ -132,7 +133,7 @@ class LocalFolder:
 
     def sync(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process has removed it meanwhile
-            _sync(self.path)
+            sync_directory(self.path)
 
     def remove(self) -> bool:
         try:
@@ -143,16 +144,8 @@ class LocalFolder:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 return False
             raise
-        _sync(self.path.parent)
+        sync_directory(self.path.parent)
         return True
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class LocalRun:
