@@ -5,40 +5,27 @@ As in `child`, one process imports everything and forks for each kill; every lin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import treeckpt as tc
+from tests.crash.kills import killed, switched
 from tests.world import Switch, whole_tree
 from treeckpt.core.files import deleted_name, step_name
 from treeckpt.core.policy import Last
 from treeckpt.core.shard import shard_name
+from treeckpt.io import diskfile
 from treeckpt.io import runs as runs_module
 from treeckpt.io import store as store_module
 from treeckpt.run import Run
 
 SYSTEM_CALLS = ("open", "fsync", "link", "replace", "unlink", "rmdir")
 CRASHED, HALF = "c" * 16, "a" * 16
-
-
-class Os:
-    """os with a switch at the calls that change a disk."""
-
-    def __init__(self, switch: Switch) -> None:
-        self.switch = switch
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        if name not in SYSTEM_CALLS:
-            return real
-        return lambda *args, **options: self.switch(name, lambda: real(*args, **options))
 
 
 def build(run: Path) -> None:
@@ -58,21 +45,10 @@ def build(run: Path) -> None:
 
 
 def clean(run: Path, switch: Switch | None) -> None:
-    if switch is not None:
-        store_module.os = runs_module.os = Os(switch)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    modules = [store_module, diskfile, runs_module]
+    with switched(switch, SYSTEM_CALLS, modules) if switch is not None else contextlib.nullcontext():
         report = Run(run).clean([Last(2)])
-    finally:
-        store_module.os = runs_module.os = os  # pyright: ignore[reportAttributeAccessIssue]
     assert not report.failed, report
-
-
-def kill_telling(pipe: int) -> Callable[[str], None]:
-    def kill(name: str) -> None:
-        os.write(pipe, name.encode())
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    return kill
 
 
 def main(directory: Path) -> None:
@@ -84,16 +60,7 @@ def main(directory: Path) -> None:
         for after in (False, True):
             run = directory / f"{at:03d}-{after}"
             shutil.copytree(directory / "template", run)
-            told, tell = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                clean(run, Switch(at, after=after, act=kill_telling(tell)))
-                os._exit(0)
-            os.close(tell)
-            call = os.read(told, 1000).decode()
-            os.close(told)
-            status = os.waitpid(pid, 0)[1]
-            assert os.WIFSIGNALED(status) == bool(call), status
+            call = killed(at, lambda switch, run=run: clean(run, switch), after=after)
             print(json.dumps({"run": str(run), "call": call}), flush=True)
 
 

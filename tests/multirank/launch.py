@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .registry import Phases
 
-__all__ = ["Results", "launch"]
+__all__ = ["Results", "check_case", "launch"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,3 +54,11 @@ def _gathered(directory: Path, phase: str, world: int, end: str) -> dict[str, st
         for name, error in found.items():
             results[name] = results.get(name, "") + (error or "")
     return results
+
+
+def check_case(results: dict[str, str], case: str) -> None:
+    """Fails where a case of a phase did not run, or failed on any rank."""
+    if case not in results:
+        pytest.fail(f"did not run; the ranks said:\n{results['']}", pytrace=False)
+    if results[case]:
+        pytest.fail(results[case], pytrace=False)

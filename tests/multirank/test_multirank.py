@@ -16,7 +16,7 @@ import torch
 import treeckpt as tc
 
 from .cases import PHASES
-from .launch import Results, launch
+from .launch import Results, check_case, launch
 from .layout_alone import load_alone, save_alone
 from .layouts import bits
 from .training_cases import mlp, oracle_of
@@ -41,10 +41,7 @@ def _phase(shared: tuple[Path, Results], phase: str) -> tuple[Path, dict[str, st
 @pytest.mark.parametrize(("phase", "case"), [(phase, case) for phase, (_, cases) in PHASES.items() for case in cases])
 def test_ranks(shared: tuple[Path, Results], phase: str, case: str) -> None:
     _, results = _phase(shared, phase)
-    if case not in results:
-        pytest.fail(f"did not run; the ranks said:\n{results['']}", pytrace=False)
-    if results[case]:
-        pytest.fail(results[case], pytrace=False)
+    check_case(results, case)
 
 
 @pytest.mark.timeout(300)

@@ -9,7 +9,7 @@ import torch
 
 from treeckpt import training
 
-from .launch import Results, launch
+from .launch import Results, check_case, launch
 from .layouts import bits
 from .training_jobs import arrange, arrangements, close, get_losses, train, whole_state
 from .training_state_cases import PHASES, Loader
@@ -32,10 +32,7 @@ def _phase(shared: tuple[Path, Results], phase: str) -> tuple[Path, dict[str, st
 @pytest.mark.parametrize(("phase", "case"), [(phase, case) for phase, (_, cases) in PHASES.items() for case in cases])
 def test_ranks(shared: tuple[Path, Results], phase: str, case: str) -> None:
     _, results = _phase(shared, phase)
-    if case not in results:
-        pytest.fail(f"did not run; the ranks said:\n{results['']}", pytrace=False)
-    if results[case]:
-        pytest.fail(results[case], pytrace=False)
+    check_case(results, case)
 
 
 @pytest.mark.timeout(500)

@@ -1,0 +1,60 @@
+"""Killing a process at one call after another: a fork for each kill, told apart by what it was about to call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from tests.world import Switch
+
+__all__ = ["killed", "switched"]
+
+
+class _Os:
+    """os with a switch at some of its calls."""
+
+    def __init__(self, switch: Switch, calls: Sequence[str]) -> None:
+        self.switch, self.calls = switch, calls
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in self.calls:
+            return real
+        return lambda *args, **options: self.switch(name, lambda: real(*args, **options))
+
+
+@contextlib.contextmanager
+def switched(switch: Switch, calls: Sequence[str], modules: Sequence[ModuleType]) -> Iterator[None]:
+    """Puts the switch at these calls of `os`, where these modules make them."""
+    changed: list[Any] = list(modules)
+    for module in changed:
+        module.os = _Os(switch, calls)
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.os = os
+
+
+def killed(at: int, act: Callable[[Switch], None], *, after: bool) -> str:
+    """Forks, and has the child killed before or after call number `at` of what it does; gives that call, "" if none."""
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+
+        def kill(name: str) -> None:
+            os.write(tell, name.encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        act(Switch(at, after=after, act=kill))
+        os._exit(0)
+    os.close(tell)
+    call = os.read(told, 1000).decode()
+    os.close(told)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status) == bool(call), status
+    return call
