@@ -8,7 +8,7 @@ read through a few buffers and copied box by box.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -189,20 +189,26 @@ class Filling:
             apart: large ones stay alone, so that ranks which want the same one can tell.
         """
         members, self._members = self._members, []
-        self._boxes = len(self._wants)
-        alone = [m for m in members if apart and m.nbytes > SMALL]
         close = [m for m in members if not (apart and m.nbytes > SMALL)]
-        runs = plan_runs([(m.rank, m.start, m.nbytes) for m in close], borders=self._borders)
-        stretches = [[close[i] for i in run.members] for run in runs] + [[member] for member in alone]
-        for inside in stretches:
-            rank, start, stop = inside[0].rank, inside[0].start, max(m.start + m.nbytes for m in inside)
-            file, _ = self.index.locate(rank, start, stop, inside[0].path)
-            piece = TargetPiece(Region((0,), (stop - start,)), Dealer(start, inside))
-            for low, high in cuts(start, stop, file.stream, limit):
-                part = Region((low - start,), (high - low,))
-                self._wants.append(Want(part, 1, (Chunk(part, rank, low),)))
-                self._pieces.append(piece)
-                self._paths.append(inside[0].path)
+        for member in members if apart else ():
+            if member.nbytes > SMALL:
+                self._want_stretch([member], [(member.start, member.start + member.nbytes)])
+        self._boxes = len(self._wants)
+        for run in plan_runs([(m.rank, m.start, m.nbytes) for m in close], borders=self._borders):
+            inside = [close[i] for i in run.members]
+            file, _ = self.index.locate(run.rank, run.start, run.stop, inside[0].path)
+            self._want_stretch(inside, cuts(run.start, run.stop, file.stream, limit))
+
+    def _want_stretch(self, members: Sequence[Member], parts: Iterable[tuple[int, int]]) -> None:
+        """Wants parts of the stream, which go to members that lie together."""
+        rank, start, path = members[0].rank, members[0].start, members[0].path
+        stop = max(member.start + member.nbytes for member in members)
+        piece = TargetPiece(Region((0,), (stop - start,)), Dealer(start, members))
+        for low, high in parts:
+            part = Region((low - start,), (high - low,))
+            self._wants.append(Want(part, 1, (Chunk(part, rank, low),)))
+            self._pieces.append(piece)
+            self._paths.append(path)
 
     def _want_piece(self, path: str, leaf: Leaf, piece: TargetPiece, itemsize: int) -> None:
         if not piece.region.size:
