@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
@@ -123,7 +123,7 @@ class Bucket(Protocol):
         ...
 
 
-def is_url(path: Any) -> bool:
+def is_url(path: object) -> TypeGuard[str]:
     """Whether a path is a URL of a place that is no local directory."""
     return isinstance(path, str) and "://" in path and not path.startswith(_LOCAL)
 

@@ -89,19 +89,28 @@ class ObstoreBucket:
     # listing -------------------------------------------------------------------------------------------------
 
     def list(self, prefix: str) -> Listing:
-        found = self._ask("list", prefix, lambda: self._obstore.list_with_delimiter(self._store, prefix or None))
+        found = self._ask_again("list", prefix, lambda: self._obstore.list_with_delimiter(self._store, prefix or None))
         return Listing([_found(meta) for meta in found["objects"]], list(found["common_prefixes"]))
 
     def walk(self, prefix: str) -> Iterator[Found]:
-        pages = iter(self._obstore.list(self._store, prefix or None, chunk_size=1000))
-        while True:
-            page = self._ask("list", prefix, lambda: next(pages, None))
-            if page is None:
-                return
+        last: str | None = None
+        pages: Any = None
+
+        def turn() -> Any:
+            nonlocal pages
+            pages = pages or iter(self._obstore.list(self._store, prefix or None, offset=last, chunk_size=1000))
+            try:
+                return next(pages, None)
+            except self._obstore.exceptions.BaseError:
+                pages = None  # to be asked again from behind the last
+                raise
+
+        while page := self._ask_again("list", prefix, turn):
+            last = page[-1]["path"]
             yield from map(_found, page)
 
     def size(self, key: str) -> int:
-        return self._ask("look at", key, lambda: self._obstore.head(self._store, key))["size"]
+        return self._ask_again("look at", key, lambda: self._obstore.head(self._store, key))["size"]
 
     # reading -------------------------------------------------------------------------------------------------
 
@@ -165,12 +174,28 @@ class ObstoreBucket:
                 raise
 
     def upload(self, key: str, nbytes: int, blocks: Iterable[bytes]) -> None:
-        part = max(PART, -(-nbytes // MAX_PARTS))
-        self._ask(
-            "write",
-            key,
-            lambda: self._obstore.put(self._store, key, blocks, chunk_size=part, max_concurrency=UPLOADS),
-        )
+        part, taken = max(PART, -(-nbytes // MAX_PARTS)), 0
+
+        def counted() -> Iterator[bytes]:
+            nonlocal taken
+            for block in blocks:
+                taken += len(block)
+                yield block
+
+        def put() -> None:
+            self._obstore.put(self._store, key, counted(), chunk_size=part, max_concurrency=UPLOADS)
+
+        try:
+            self._ask_again("write", key, put, unless=lambda: taken > 0)
+        except (StoreError, FileNotFoundError):
+            # the end of an upload that was asked for again, after its answer was lost, finds no upload any more
+            if taken < nbytes or not self._is_whole(key, nbytes):
+                raise
+
+    def _is_whole(self, key: str, nbytes: int) -> bool:
+        with contextlib.suppress(StoreError, FileNotFoundError):
+            return self.size(key) == nbytes
+        return False
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -190,14 +215,20 @@ class ObstoreBucket:
         except (errors.BaseError, FileNotFoundError, ValueError) as error:
             raise self._told(what, key, error) from error
 
-    def _ask_again(self, what: str, key: str, call: Callable[[], T]) -> T:
-        """For reads: what broke off while its body came is asked again."""
+    def _ask_again(
+        self, what: str, key: str, call: Callable[[], T], *, unless: Callable[[], bool] = lambda: False
+    ) -> T:
+        """For what changes nothing: where the answer broke off while its body came, it is asked for again.
+
+        Args:
+            unless: it has changed something.
+        """
         for tried in range(1, TRIES + 1):
             try:
                 return self._ask(what, key, call)
             except StoreError as error:
                 cause = str(error.__cause__).partition("\n")[0]
-                if tried == TRIES or "status code" in cause or not _CUT.search(cause):
+                if tried == TRIES or unless() or "status code" in cause or not _CUT.search(cause):
                     raise
                 time.sleep(PAUSE * 2**tried)
         raise AssertionError("the last try returns or raises")
