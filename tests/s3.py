@@ -55,6 +55,7 @@ class S3:
         return f"s3://{BUCKET}/{os.getpid()}-{next(_numbers)}/{name}"
 
     def store(self, url: str = "", **options: Any) -> tc.ObjectStore:
+        """A store that the proxy watches."""
         return tc.ObjectStore(url or self.url(), **self.options(**options))
 
     def request(self, method: str, path: str, body: bytes = b"", *, port: int = 0) -> bytes:

@@ -210,7 +210,7 @@ class TestS3Store(StoreSuite):
 
     @pytest.fixture
     def store(self, s3: S3) -> Iterator[Store]:
-        store = s3.store()
+        store = s3.store(endpoint=f"http://127.0.0.1:{s3.port}")
         yield store
         store.close()
 

@@ -41,7 +41,9 @@ PAUSE = 0.2
 TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _CUT = re.compile(r"body|connection|incomplete|timed? ?out|reset|closed", re.IGNORECASE)
-_NO_CREDENTIALS = re.compile(r"169\.254\.|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount")
+_NO_CREDENTIALS = re.compile(
+    r"169\.254\.|latest/(api/token|meta-data)|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount"
+)
 _HOW = {
     "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run where the instance has a role",
     "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
@@ -74,6 +76,8 @@ class ObstoreBucket:
         self._obstore: Any = obstore
         opened: Any = from_url
         made = s3_options(url, options, os.environ) if self.kind == "s3" else dict(options)
+        if self.kind == "s3":  # one object at a time needs no request that some services do not know
+            made = {"disable_bulk_delete": True, **made}
         client = {**TIMEOUTS, **made.pop("client_options", {})}
         endpoint = str(made.get("endpoint") or made.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL", ""))
         if endpoint.startswith("http://"):  # it was asked for
@@ -242,7 +246,7 @@ class ObstoreBucket:
             return FileNotFoundError(url)
         errors = self._obstore.exceptions
         refused = isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError))
-        if _NO_CREDENTIALS.search(text):
+        if _NO_CREDENTIALS.search(text.replace(key, "")):
             hint = f"No credentials are found, or not taken. {_HOW.get(self.kind, '')}"
         elif refused or "AccessDenied" in str(error) or "403" in text:
             hint = f"The credentials do not allow to {what} here: look at the policies of the user and of the bucket"
@@ -263,9 +267,8 @@ def _kind(url: str) -> str:
 def _first_line(error: Exception) -> str:
     """What obstore says, without the request's whole story; of an answer in XML its code and message."""
     text = str(error).split("\n\nDebug source", 1)[0]
-    head, _, body = text.partition("\n")
-    told = re.findall(r"<(?:Code|Message)>([^<]{1,200})</", body)
-    head = head.partition("<?xml")[0].strip().rstrip(":")
+    told = re.findall(r"<(?:Code|Message)>([^<]{1,200})</", text)
+    head = text.partition("\n")[0].partition("<?xml")[0].strip().rstrip(":")
     return f"{head}: {', '.join(told)}"[:600] if told else head[:600]
 
 
