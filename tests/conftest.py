@@ -1,14 +1,17 @@
-"""Hypothesis profiles, and what parallel workers share: a file's tests stay together, the longest files come first.
+"""Hypothesis profiles, and what tests share: one S3 server, and with pytest-xdist the files that stay together.
 
 No deadlines, which shared machines miss; `--hypothesis-profile=thorough` looks much longer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.s3 import S3, s3_server
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("suite", deadline=None, max_examples=60, suppress_health_check=SLOW)
@@ -40,3 +43,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             item.add_marker(pytest.mark.xdist_group(item.nodeid if places[item] in APART else places[item]))
+
+
+@pytest.fixture(scope="session")
+def s3_process() -> Iterator[S3]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_process: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
+    """A server without rules, which the environment names."""
+    s3_process.rules()
+    for name, value in s3_process.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3_process

@@ -23,6 +23,7 @@ from .core.errors import (
     LayoutError,
     MismatchError,
     RankError,
+    StoreError,
     TreeckptError,
     TreeError,
 )
@@ -30,6 +31,7 @@ from .core.records import Index
 from .core.region import Region
 from .core.spec import ArraySpec
 from .core.tree import PerRank
+from .io.objects import ObjectRun, ObjectStore
 from .io.store import LocalStore, MemoryStore
 from .leaves.sharded import Sharded
 from .manager import Manager
@@ -50,12 +52,15 @@ __all__ = [
     "Manager",
     "MemoryStore",
     "MismatchError",
+    "ObjectRun",
+    "ObjectStore",
     "Pending",
     "PerRank",
     "RankError",
     "Region",
     "SaveReport",
     "Sharded",
+    "StoreError",
     "TreeError",
     "TreeckptError",
     "VerifyReport",

@@ -29,8 +29,13 @@ class Opened(msgspec.Struct, frozen=True):
     index: Index
 
 
-def read_header(store: Store, name: str, *, entries: bool = True) -> tuple[int, ShardHeader]:
+def read_header(
+    store: Store, name: str, *, entries: bool = True, file_size: int | None = None
+) -> tuple[int, ShardHeader]:
     """(bytes of the header, what it says), without its entries if those are not wanted.
+
+    Args:
+        file_size: the file's, in bytes, where that is known; else the store is asked.
 
     Raises:
         CorruptError, FormatError: naming the file.
@@ -39,7 +44,7 @@ def read_header(store: Store, name: str, *, entries: bool = True) -> tuple[int, 
     prefix = bytearray(8)
     store.read_into(name, 0, memoryview(prefix))
     size = header_nbytes(prefix, label)
-    if size > (actual := store.sizes().get(name, 0)):
+    if size > (actual := store.sizes().get(name, 0) if file_size is None else file_size):
         raise CorruptError(label, expected=f"a header of {size} bytes", found=f"a file of {actual}")
     data = bytearray(size)
     store.read_into(name, 0, memoryview(data))
@@ -66,7 +71,7 @@ def open_shard(store: Store, index: Index, file: File, size: int | None) -> Open
             found=f"{size}",
             hint="The file was changed or cut short after it was written; restore it from a copy",
         )
-    length, header = read_header(store, file.name, entries=False)
+    length, header = read_header(store, file.name, entries=False, file_size=size)
     blocks = block_count(file.nbytes, header.block)
     found = (header.save_id, header.rank, header.part, header.stream, length, len(header.hashes))
     wanted = (index.save_id, file.rank, file.part, file.stream, file.header, blocks)
