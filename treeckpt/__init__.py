@@ -29,6 +29,7 @@ from .core.errors import (
 from .core.records import Index
 from .core.region import Region
 from .core.spec import ArraySpec
+from .core.table import KeyedTable
 from .core.tree import PerRank
 from .io.store import LocalStore, MemoryStore
 from .leaves.sharded import Sharded
@@ -44,6 +45,7 @@ __all__ = [
     "CorruptError",
     "FormatError",
     "Index",
+    "KeyedTable",
     "LayoutError",
     "LoadReport",
     "LocalStore",
