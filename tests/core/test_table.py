@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
+from treeckpt.core import table
 from treeckpt.core.errors import LayoutError, MismatchError, TreeError
 from treeckpt.core.rows import Claim, row_starts
 from treeckpt.core.spec import TableSpec
@@ -58,6 +59,22 @@ def test_ids_in_order_stay_where_they_are(numbers, spec):
     if spec.function == "u64_mod" and spec.buckets != 7 and spec.buckets != 1000:
         ordered = arrange(np.array(numbers, np.int64), spec).ids
         assert arrange(ordered, spec).order is None
+
+
+@pytest.mark.parametrize("low", [0, 8, 40, 63])
+@pytest.mark.parametrize("spread", [1, 1 << 16, 0x9E3779B97F4A7C15])
+def test_many_ids_are_ordered_whatever_their_bits(low, spread, monkeypatch):
+    """Keys that do not fit beside their positions, alike in all the bits that do, few or all of them."""
+    monkeypatch.setattr(table, "PART", 64)
+    random = np.random.default_rng(low)
+    ids = random.permutation(3000).astype(np.uint64) * np.uint64(spread) + np.uint64((1 << low) - 1)
+    for buckets in (1, 1 << 10, 1 << 16):
+        found = arrange(ids.view(np.int64), TableSpec("u64_mod", 1, buckets))
+        expected = np.lexsort((ids, ids % np.uint64(buckets)))
+        assert found.ids.tolist() == ids[expected].view(np.int64).tolist()
+        if found.order is not None:
+            assert found.order.tolist() == expected.tolist()
+        assert found.starts.tolist() == np.searchsorted(np.sort(ids % np.uint64(buckets)), range(buckets + 1)).tolist()
 
 
 @given(IDS.filter(bool), SPECS, st.data())

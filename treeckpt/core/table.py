@@ -15,7 +15,7 @@ A `KeyedTable` is a container of its arrays: in a tree with the table at `emb` t
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
@@ -42,6 +42,8 @@ __all__ = [
 BUCKETS = 65_536
 """How many buckets a table has, unless told otherwise."""
 MAX_BUCKETS = 1 << 24
+PART = 1 << 17
+"""Ids that are looked at at a time."""
 Keep = Literal["first", "last"]
 
 
@@ -127,57 +129,92 @@ def arrange(ids: np.ndarray, spec: TableSpec, keep: Keep | None = None, path: st
     Raises:
         TreeError: an id has several rows, and `keep` does not say what to do.
     """
-    if (quick := _rotation(spec)) is not None:
-        keys = ids.view(np.uint64) if not quick else _rotated(ids.view(np.uint64), quick)
-        return _arranged_by_key(ids, keys, spec, quick, keep, path)
-    unsigned = ids.view(np.uint64)
-    buckets = buckets_of(ids, spec)
-    order = np.argsort(unsigned, kind="stable")
-    # a stable sort of 16-bit numbers is a radix sort
-    order = order[np.argsort(buckets[order].astype(np.uint16 if spec.buckets <= 1 << 16 else np.uint32), kind="stable")]
-    order = _distinct(ids, order, keep, path)
-    counts = np.bincount(buckets[order].astype(np.int64), minlength=spec.buckets)
-    return Arranged(ids[order], order, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]))
-
-
-def _rotation(spec: TableSpec) -> int | None:
-    """Bits by which an id is turned so that its bucket comes first; None where that is not how buckets are made."""
     power = spec.buckets.bit_length() - 1
-    return power if spec.function == "u64_mod" and spec.buckets == 1 << power else None
+    if spec.function == "u64_mod" and spec.buckets == 1 << power:
+        order, starts = _order_by_bits(ids.view(np.uint64), power)
+    else:
+        buckets = buckets_of(ids, spec)
+        order = np.argsort(ids.view(np.uint64), kind="stable")
+        # a stable sort of 16-bit numbers is a radix sort
+        small = np.uint16 if spec.buckets <= 1 << 16 else np.uint32
+        order = order[np.argsort(buckets[order].astype(small), kind="stable")]
+        starts = _starts(buckets, spec.buckets)
+    taken = ids if order is None else ids.take(order, mode="clip")
+    if order is not None and any((part[1:] == part[:-1]).any() for part in _parts(taken)):
+        order = order[_distinct(taken, keep, path)]
+        taken = ids[order]
+        starts = _starts(buckets_of(taken, spec), spec.buckets)
+    return Arranged(taken, order, starts)
 
 
-def _rotated(ids: np.ndarray, bits: int) -> np.ndarray:
-    """The low `bits` first; done in place where it can be, for there may be many millions."""
-    keys = ids << np.uint64(64 - bits)
-    keys |= ids >> np.uint64(bits)
+def _starts(buckets: np.ndarray, count: int) -> np.ndarray:
+    sizes = np.bincount(buckets.view(np.int64), minlength=count)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+
+
+def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Stretches that stay in a cache while they are looked at, each with the first element of the next."""
+    for low in range(0, len(array), PART):
+        yield array[low : low + PART + 1]
+
+
+def _order_by_bits(ids: np.ndarray, power: int) -> tuple[np.ndarray | None, np.ndarray]:
+    """The order of (low `power` bits, the other bits), stable, and the first row of each bucket.
+
+    A key, the low bits put first, and a position in one number can be sorted as such, in a third of the time that an
+    order takes. Where both do not fit, the last bits of the keys are left out, and the few that are alike without them
+    put in order afterwards. The order is None for ids that are in it.
+    """
+    width = max(power, int(ids.max(initial=0)).bit_length())
+    bits = max(1, (len(ids) - 1).bit_length())
+    left_out = max(0, width + bits - 64)
+    borders = np.arange(1 << power, dtype=np.uint64) << np.uint64(min(63, width - power - left_out + bits))
+    packed, rising = np.empty(len(ids), np.uint64), True
+    for low in range(0, len(ids), PART):
+        keys = _keys(ids[low : low + PART + 1], power, width)
+        rising = rising and bool((keys[1:] > keys[:-1]).all())
+        keys = keys[:PART]
+        keys >>= np.uint64(left_out)
+        keys <<= np.uint64(bits)
+        keys |= np.arange(low, low + len(keys), dtype=np.uint64)
+        packed[low : low + PART] = keys
+    if not rising:
+        packed.sort()
+    starts = np.append(np.searchsorted(packed, borders), len(ids))
+    if rising:
+        return None, starts
+    at = _alike(packed, bits) if left_out else np.empty(0, np.int64)
+    if len(at) > len(ids) // 32:
+        return np.argsort(_keys(ids, power, width), kind="stable"), starts
+    packed &= np.uint64((1 << bits) - 1)
+    order = packed.view(np.int64)
+    some = order[at]
+    order[at] = some[np.argsort(_keys(ids[some], power, width), kind="stable")]
+    return order, starts
+
+
+def _keys(ids: np.ndarray, power: int, width: int) -> np.ndarray:
+    """Ids of `width` bits with the low `power` of them put first."""
+    keys = ids & np.uint64((1 << power) - 1)
+    keys <<= np.uint64(min(width - power, 63))
+    keys |= ids >> np.uint64(power)
     return keys
 
 
-def _arranged_by_key(
-    ids: np.ndarray, keys: np.ndarray, spec: TableSpec, bits: int, keep: Keep | None, path: str
-) -> Arranged:
-    order = None
-    if not (keys[1:] > keys[:-1]).all():
-        order = np.argsort(keys)
-        taken = keys.take(order, mode="clip")
-        if (taken[1:] == taken[:-1]).any():
-            order = _distinct(ids, np.argsort(keys, kind="stable"), keep, path)
-            taken = keys[order]
-        keys = taken
-        ids = ids.take(order, mode="clip")
-    borders = np.arange(spec.buckets, dtype=np.uint64)
-    starts = np.searchsorted(keys, borders << np.uint64(64 - bits)) if bits else np.zeros(1, np.int64)
-    return Arranged(ids, order, np.append(starts.astype(np.int64), len(ids)))
+def _alike(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Where sorted numbers are the same but for the last bits, neighbours of both sides."""
+    same: list[np.ndarray] = [np.empty(0, np.int64)]
+    for n, part in enumerate(_parts(packed)):
+        same.append(np.flatnonzero((part[1:] ^ part[:-1]) >> np.uint64(bits) == 0) + n * PART)
+    first = np.concatenate(same)
+    return np.union1d(first, first + 1)
 
 
-def _distinct(ids: np.ndarray, order: np.ndarray, keep: Keep | None, path: str) -> np.ndarray:
-    """A stable order, with one row of each id."""
-    found = ids[order]
-    same = found[1:] == found[:-1]
-    if not same.any():
-        return order
+def _distinct(taken: np.ndarray, keep: Keep | None, path: str) -> np.ndarray:
+    """Which of rows in order, those of one id in the order in which they were given, are to stay."""
+    same = taken[1:] == taken[:-1]
     if keep is None:
-        repeated = np.unique(found[1:][same])
+        repeated = np.unique(taken[1:][same])
         more = ", ..." if len(repeated) > 5 else ""
         raise TreeError(
             path,
@@ -186,7 +223,7 @@ def _distinct(ids: np.ndarray, order: np.ndarray, keep: Keep | None, path: str) 
             hint="Pass keep='first' or keep='last' to KeyedTable",
         )
     one = np.ones(1, bool)
-    return order[np.concatenate([one, ~same]) if keep == "first" else np.concatenate([~same, one])]
+    return np.concatenate([one, ~same]) if keep == "first" else np.concatenate([~same, one])
 
 
 # the table as a node of a tree ---------------------------------------------------------------------------------------

@@ -29,28 +29,17 @@ AT_ONCE = 1 << 20
 class _Gathered:
     """Rows of an array in host memory, in another order."""
 
-    def __init__(self, data: HostArray | HostMemory, order: np.ndarray) -> None:
-        array = data.array
+    def __init__(self, rows: np.ndarray, order: np.ndarray) -> None:
+        self._array, self._order = rows, order
         # numpy copies a row as one element: several times faster than number by number
-        whole = array.flags.c_contiguous and array.ndim > 1 and array[:1].nbytes > 0
-        self._rows = array.reshape(len(array), -1).view(f"V{array[:1].nbytes}")[:, 0] if whole and len(array) else None
-        self._array, self._order = array, order
+        self._rows = rows.reshape(len(rows), -1).view(f"V{rows[:1].nbytes}")[:, 0]
 
     def read(self, box: Box) -> np.ndarray:
-        rows = self._order[box[0]]
-        if self._rows is None:
-            return self._array[rows][(slice(None), *box[1:])]
-        taken = self._rows.take(rows, mode="clip").view(self._array.dtype)
-        return taken.reshape(len(rows), *self._array.shape[1:])[(slice(None), *box[1:])]
+        return self._array[self._order[box[0]]][(slice(None), *box[1:])]
 
-    def copy_to(self, box: Box, target: np.ndarray) -> None:
-        """Puts the rows into memory, `target` uint8[bytes of the box], without an array between."""
-        rows = self._order[box[0]]
-        partial = any((s.start, s.stop) != (0, n) for s, n in zip(box[1:], self._array.shape[1:], strict=True))
-        if self._rows is None or partial:
-            target[:] = np.ascontiguousarray(self.read(box)).reshape(-1).view(np.uint8)
-        else:
-            np.take(self._rows, rows, out=target.view(self._rows.dtype), mode="clip")
+    def gather(self, rows: slice, target: np.ndarray) -> None:
+        """Puts whole rows into memory, uint8[bytes of the rows]."""
+        np.take(self._rows, self._order[rows], out=target.view(self._rows.dtype), mode="clip")
 
 
 class _Indexed:
@@ -126,8 +115,8 @@ def _in_order(
     data = source.pieces[0].data
     if arranged.order is None:
         return data
-    if isinstance(data, (HostArray, HostMemory)):
-        return _Gathered(data, arranged.order)
+    if isinstance(data, (HostArray, HostMemory)) and data.array.flags.c_contiguous and data.array.nbytes:
+        return _Gathered(data.array, arranged.order)
     return _Indexed(column.array, arranged.order, lambda part: source_of(part, path, 0))
 
 
