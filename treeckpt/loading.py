@@ -42,7 +42,7 @@ def _as_saved(job: Load) -> Callable[[], object]:
     Unselected leaves are `...`.
     """
     made: dict[int, Slot] = {}
-    order = [leaf for leaf in job.index.entries if leaf.ranks is None or job.find(leaf.path) is leaf]
+    order = [leaf for leaf in job.index.entries if leaf.ranks is None or job.owns(leaf)]
     for leaf in order:
         if not job.selected(leaf.path) or leaf.number in job.index.offsets:
             made[leaf.number] = Slot(...)
