@@ -256,6 +256,10 @@ class Filling:
 
         self._after.append(cut)
 
+    def then(self, act: Callable[[], None]) -> None:
+        """Has something done when everything has been read."""
+        self._after.append(act)
+
     def run(self, verify: Verify, means: Means, *, in_place: bool = False) -> None:
         """Reads everything.
 
