@@ -151,9 +151,8 @@ class Manager:
         step = as_step(step)
         if step < 0:
             raise TreeError("step", expected="a step, 0 or more", found=f"{step}")
-        metadata = {**(custom_metadata or {})}
-        if metrics is not None:
-            metadata[METRICS] = {name: _number(name, value) for name, value in metrics.items()}
+        named = {} if metrics is None else {METRICS: _numbers(metrics)}
+        metadata = {**(custom_metadata or {}), **named}
         if self.stopping:
             self._flights.drain()  # the last save is neither skipped nor held up by what went wrong before
         elif self._options.get("busy", "wait") == "wait":
@@ -387,6 +386,12 @@ def _check_options(options: dict[str, Any], *, background: bool) -> None:
     known = (save.__kwdefaults__ or {}).keys() - {"step", "comm", "custom_metadata"}
     if unknown := options.keys() - known:
         raise TypeError(f"{sorted(unknown)[0]!r} is no option of Manager, nor of {save.__name__}")
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise TreeError("metrics", expected='numbers by name, as {"loss": 0.5}', found=f"{metrics!r:.60}")
+    return {str(name): _number(str(name), value) for name, value in metrics.items()}
 
 
 def _number(name: str, value: Any) -> float:

@@ -71,7 +71,9 @@ def every_arrangement_is_saved(here: Rank) -> None:
 def arrangements_save_the_same_tree(here: Rank) -> None:
     paths = {name: set(tc.inspect(here.directory / f"job {name}").by_path) for name in arrangements(4)}
     assert paths["plain"] == paths["ddp"] == paths["fsdp"] == paths["hsdp"] == paths["fsdp tp"]
-    assert {"model/up.weight", "optimizer/up.weight/exp_avg", "param_groups/of/up.bias"} <= paths["plain"]
+    assert {"model/up.weight", "optimizer/up.weight/exp_avg", "param_groups/members/down.weight/up.weight"} <= paths[
+        "plain"
+    ]
 
 
 @case("four train")

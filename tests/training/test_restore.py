@@ -143,7 +143,10 @@ def test_a_missing_moment_is_an_error(tmp_path: Path, steps: int) -> None:
 @pytest.mark.parametrize(
     ("drop", "words"),
     [
-        (lambda t: (t["optimizer"].pop("last.bias"), t["param_groups"]["of"].pop("last.bias")), "optimizer/last.bias"),
+        (
+            lambda t: (t["optimizer"].pop("last.bias"), t["param_groups"]["members"]["first.bias"].pop("last.bias")),
+            "optimizer/last.bias",
+        ),
         (lambda t: t["model"].pop("norm.weight"), "model/norm.weight"),
         (lambda t: t["param_groups"]["values"]["first.bias"].pop("eps"), "param_groups/values/eps"),
         (lambda t: t.pop("rng"), "rng: .*rng=False"),
@@ -455,6 +458,21 @@ def test_deferred_models_materialise_in_place(tmp_path: Path) -> None:
     assert set(report.materialised) == {f"model/{name}" for name in model.state_dict()}
     assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
     assert run(model, optimizer, 2) == losses
+
+
+def test_what_no_checkpoint_has_stays_on_meta_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tc.save(tmp_path / "c", {"model": {"1.kept": torch.ones(3), "1.weight": torch.ones(2)}})
+    with torch.device("meta"):
+        model = nn.ModuleDict({"1": checkpoint_wrapper(Counting())})
+    report = training.restore(tmp_path / "c", model, rng=False, strict=False)
+    assert report.materialised == ("model/1.weight", "model/1.kept")
+    assert report.on_meta == ("model/1.cache",)
+    assert "on meta     model/1.cache" in str(report)
+    assert "model/1.cache" in caplog.text and "still on the meta device" in caplog.text
+    lacking = {"model": {"1.kept": torch.ones(3)}}
+    with torch.device("meta"):
+        model = nn.ModuleDict({"1": Counting()})
+    assert training.restore(lacking, model, rng=False, strict=False).on_meta == ("model/1.weight", "model/1.cache")
 
 
 _PEAK = """

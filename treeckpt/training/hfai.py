@@ -23,6 +23,7 @@ from ..core.tree import PerRank
 from ..io.comm import Comm, comm_of, default_comm
 from ..reports import SaveReport
 from .capture import state, ties_of
+from .groups import labels_by_member
 from .modules import collect
 from .names import key_path, parse_key
 from .optimizers import survey
@@ -172,9 +173,9 @@ def _numbered(moments: dict[str, Any], groups: dict[str, Any], order: list[list[
     numbers: dict[str, int] = {}
     for name in (name for group in order for name in group):
         numbers[name] = len(numbers)
-    by_group: list[dict[str, Any]] = []
+    of, by_group = labels_by_member(groups["members"]), []
     for group in order:
-        values = groups["values"][groups["of"][group[0]]] if group else {}
+        values = groups["values"][of[group[0]][0]] if group else {}
         by_group.append({**values, "params": [numbers[name] for name in group]})
     found: dict[int, Any] = {}
     for name, number in numbers.items():

@@ -20,7 +20,7 @@ from ..core.errors import TreeError
 from ..leaves.dtensor import is_dtensor
 from .names import Key, key_path, strip_hops
 
-__all__ = ["Entry", "Modules", "collect", "materialise", "named", "owns_buffers", "settle_shards"]
+__all__ = ["Entry", "Modules", "collect", "materialise", "named", "on_meta", "owns_buffers", "settle_shards"]
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
@@ -194,6 +194,16 @@ def _swapped(old: Tensor, new: Tensor) -> Tensor:
         return new
     torch.utils.swap_tensors(old, nn.Parameter(new, requires_grad=old.requires_grad))
     return old
+
+
+def on_meta(model: Modules) -> list[str]:
+    """The paths of parameters and buffers, persistent or not, that stand on the meta device."""
+    found: list[str] = []
+    for prefix, root in named(model, nn.Module, "model"):
+        hops, _ = _scan(root)
+        tensors = [*root.named_parameters(), *root.named_buffers()]
+        found += [f"model/{key_path((*prefix, strip_hops(name, hops)))}" for name, tensor in tensors if tensor.is_meta]
+    return found
 
 
 def settle_shards(model: Modules) -> None:
