@@ -92,6 +92,29 @@ def test_buffers_are_kept_non_persistent_ones_are_not_and_views_cost_what_they_s
     assert int(state["norm.num_batches_tracked"]) == 0
 
 
+def test_ties_are_written_once_and_kept_as_state_dicts_keep_them(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = nn.ModuleDict({"embedding": nn.Embedding(50, 8), "head": nn.Linear(8, 50, bias=False)})
+        model["head"].weight = model["embedding"].weight
+        return model
+
+    model, fresh = make(), make()
+    assert save(tmp_path / "c", model).nbytes == 50 * 8 * 4
+    state = load(tmp_path / "c")["model"]
+    assert list(state) == list(model.state_dict()) and state["head.weight"] is state["embedding.weight"]
+    load(tmp_path / "c", fresh)
+    assert fresh["head"].weight is fresh["embedding"].weight and torch.equal(fresh["head"].weight, model["head"].weight)
+
+
+def test_state_of_an_optimizer_may_be_nested(tmp_path: Path) -> None:
+    model, optimizer = _job(0)
+    nested = {"deep": {"er": [torch.arange(3), {"n": 1}]}, "step": 2}
+    optimizer.state = dict.fromkeys(model.parameters(), nested)  # pyright: ignore[reportAttributeAccessIssue]
+    save(tmp_path / "c", model, optimizer)
+    state = load(tmp_path / "c")["optimizer"]["state"]
+    assert set(state) == set(range(6)) and all(same_tensors(state[n], nested) for n in state)
+
+
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     save(tmp_path / "c", net())
     with pytest.raises(tc.MismatchError, match="nthreads"):
