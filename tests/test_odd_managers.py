@@ -88,6 +88,13 @@ def test_a_metric_without_a_name_is_refused(tmp_path: Path) -> None:
     assert manager(tmp_path).steps() == []
 
 
+def test_the_path_of_no_step_is_refused(tmp_path: Path) -> None:
+    made = manager(tmp_path)
+    assert made.latest() is None
+    with pytest.raises(tc.TreeError, match="step: expected an integer, found None"):
+        made.path(made.latest())  # pyright: ignore[reportArgumentType]
+
+
 def test_a_run_stays_where_it_is_when_the_program_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

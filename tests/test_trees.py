@@ -273,6 +273,24 @@ def test_a_view_takes_no_more_than_its_elements() -> None:
     assert tc.trees.offload({"w": large[5:9]})["w"].untyped_storage().nbytes() == 16
 
 
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (
+            lambda: tc.trees.offload(BASE, memory="pin"),
+            "memory: expected one of 'plain', 'pinned'.*found 'pin'",
+        ),
+        (lambda: tc.trees.gather(BASE, ranks=0), r"ranks: expected a list of ranks, found 0\. Pass ranks=\[0\]"),
+        (lambda: tc.trees.gather(BASE, device="gpu"), "device: expected a device of torch.*'gpu'"),
+        (lambda: tc.trees.flatten_names({"a": 1}, separator=""), "separator: expected text"),
+        (lambda: tc.trees.unflatten_names({"a": 1}, separator=""), "separator: expected text"),
+    ],
+)
+def test_wrong_arguments_are_named(act: Callable[[], object], words: str) -> None:
+    with pytest.raises(tc.TreeckptError, match=words):
+        act()
+
+
 def test_numpy_trees_need_no_torch() -> None:
     program = (
         "import sys, numpy as np, treeckpt as tc\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -115,13 +116,28 @@ def test_state_of_an_optimizer_may_be_nested(tmp_path: Path) -> None:
     assert set(state) == set(range(6)) and all(same_tensors(state[n], nested) for n in state)
 
 
+def test_what_a_call_of_hfais_may_say_is_understood(tmp_path: Path) -> None:
+    model = net()
+    save(tmp_path / "c", model, None, {"args": argparse.Namespace(lr=0.5)}, allow_pickle=True)
+    assert load(tmp_path / "c", 8, map_location="cpu", allow_pickle=True)["args"].lr == 0.5
+    larger = nn.ModuleDict({"first": model.first, "norm": model.norm, "last": model.last, "new": nn.Linear(2, 2)})
+    state = load(tmp_path / "c", larger, strict=False, allow_pickle=True)
+    assert state["args"].lr == 0.5 and "new.weight" in state["model"]
+    with pytest.raises(tc.TreeError, match=r"extra/args: .*allow_pickle=True"):
+        save(tmp_path / "c", model, None, {"args": argparse.Namespace(lr=0.5)})
+
+
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     save(tmp_path / "c", net())
     with pytest.raises(tc.MismatchError, match="nthreads"):
         load(tmp_path / "c", nthreads=-1)
-    with pytest.raises(tc.MismatchError, match="optimizer: expected its model"):
+    with pytest.raises(tc.MismatchError, match="model: expected the model, too, found an optimizer"):
         load(tmp_path / "c", None, torch.optim.SGD(net().parameters()))
-    with pytest.raises(tc.TreeError, match="group: expected a ProcessGroup"):
+    with pytest.raises(tc.MismatchError, match=r"model: .*found strict alone"):
+        load(tmp_path / "c", strict=False)
+    with pytest.raises(tc.MismatchError, match="map_location: expected a device or None, found dict"):
+        load(tmp_path / "c", map_location={"cuda:0": "cpu"})
+    with pytest.raises(tc.TreeckptError, match=r"expected a process group of torch.distributed.*found 'world'"):
         save(tmp_path / "c", net(), group="world")
     tc.save(tmp_path / "other", {"a": 1})
     with pytest.raises(tc.MismatchError, match=r"what training.save wrote"):

@@ -96,7 +96,7 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
     """The store of a path, or the store itself.
 
     Raises:
-        CheckpointError: a URL of a kind that is not known.
+        CheckpointError: a URL of a kind that is not known, or nothing like a path.
     """
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
@@ -104,6 +104,13 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
         if separator and scheme != "file":
             raise CheckpointError(text, expected="a path or a file:// URL", found=f"{scheme}://")
         return LocalStore(rest if separator else text)
+    if not hasattr(path, "sizes"):
+        raise CheckpointError(
+            "path",
+            expected="a path, a file:// URL or a store",
+            found=type(path).__qualname__,
+            hint="The path comes first: save(path, tree), load(path, like)",
+        )
     return path
 
 

@@ -92,8 +92,9 @@ def plan_optimizers(
             raise MismatchError(
                 key_path(("param_groups", *prefix)),
                 expected="the groups of an optimizer",
-                found=f"{', '.join(map(str, saved_groups)) or 'none'}",
-                hint="Give as many optimizers, under the same names, as when this was saved",
+                found=f"those of optimizers named {', '.join(map(repr, saved_groups))}" if saved_groups else "none",
+                hint="Give as many optimizers, under the same names, as when this was saved; or, for what "
+                "training.save has written, use training.load",
             )
         matcher = _Matcher(source, prefix, ties, saved_groups, differences)
         plans += [matcher.plan(live, keep) for live in lives if live.prefix == prefix]
