@@ -7,6 +7,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
