@@ -344,6 +344,16 @@ def test_copy_into_checks_everything_before_it_writes() -> None:
         assert not into["a"].any(), text
 
 
+def test_copy_into_refuses_two_arrays_for_one() -> None:
+    into = torch.zeros(2)
+    with pytest.raises(tc.MismatchError, match="b: expected one array with a, as in the target, found another"):
+        tc.trees.copy_into({"a": torch.ones(2), "b": torch.ones(2)}, {"a": into, "b": into})
+    assert into.tolist() == [0, 0]
+    one = torch.ones(2)
+    tc.trees.copy_into({"a": one, "b": one.view(2)}, {"a": into, "b": into})
+    assert into.tolist() == [1, 1]
+
+
 def test_copy_into_casts_when_asked_and_puts_values() -> None:
     into: dict[str, Any] = {"w": torch.zeros(3, dtype=torch.float64), "v": [1, {"x": "old"}], "s": State(0, 1)}
     inner = into["v"]

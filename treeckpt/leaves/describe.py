@@ -15,7 +15,7 @@ from ..core.layout import MeshLayout, Replicate, among
 from ..core.records import View
 from ..core.region import c_strides
 from ..core.spec import Value
-from ..core.structure import rank_key
+from ..core.structure import any_rank, rank_key
 from ..core.tree import flatten
 from .base import HostMemory, Piece, Source
 from .registry import encode, source_of
@@ -65,7 +65,7 @@ def bring(
     for path, leaf in leaves:
         own = "~rank" in path and mark in path.split("/")
         if own:
-            path = "/".join("~rank*" if step == mark else step for step in path.split("/"))
+            path = any_rank(path, rank)
         source = source_of(leaf, path, here)
         if source is None:
             (own_values if own else values)[path] = encode(leaf, path, allow_pickle=allow_pickle)
