@@ -220,13 +220,16 @@ class Experts(nn.Module):
 
     def __init__(self, experts: Sequence[int]) -> None:
         super().__init__()
-        self.experts = nn.ModuleDict({f"{e}": nn.Linear(6, 5) for e in experts})
-        self.trunk = nn.Linear(4, 6)
+        self.experts = nn.ModuleDict({f"{e}": nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)) for e in experts})
+        self.trunk = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
 
 
 @case("four train")
 def experts_of_pairs_of_ranks_and_a_trunk_of_all_keep_their_moments(here: Rank) -> None:
-    """Each pair of ranks has an expert of its own, cut over the two; the trunk is cut over all four."""
+    """Each pair of ranks has an expert of its own, cut over the two; the trunk is cut over all four.
+
+    Of statistics, the first rank of the pair, or of all, speaks for those that have the module.
+    """
     pairs = [mesh_of(2, first=first) for first in (0, 2)]
     number = here.rank // 2
 
@@ -243,6 +246,9 @@ def experts_of_pairs_of_ranks_and_a_trunk_of_all_keep_their_moments(here: Rank) 
         full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         parameter.grad = distribute(full, parameter.device_mesh, parameter.placements)
     optimizer.step()
+    for name, buffer in model.named_buffers():
+        if name.endswith("mean"):
+            buffer.fill_(here.rank)
     path = here.directory / "experts"
     tc.save(path, training.state(model, optimizer, rng=False))
     fresh, again = make(1)
@@ -252,7 +258,9 @@ def experts_of_pairs_of_ranks_and_a_trunk_of_all_keep_their_moments(here: Rank) 
     report = training.restore(path, whole, plain, rng=False)
     assert (report.missing, report.unexpected) == ((), ())
     expected = whole_state(Job(model, optimizer, None))
-    assert set(expected) > {f"experts.{number}.bias:exp_avg", "trunk.weight:step"}
+    assert set(expected) > {f"experts.{number}.0.bias:exp_avg", "trunk.1.weight:step"}
+    means = {name: set(buffer.tolist()) for name, buffer in whole.named_buffers() if name.endswith("mean")}
+    assert means == {"experts.0.1.running_mean": {0}, "experts.1.1.running_mean": {2}, "trunk.1.running_mean": {0}}
     for found in (whole_state(Job(fresh, again, None)), whole_state(Job(whole, plain, None))):
         assert all(bits(found[name]) == bits(expected[name]) for name in expected)
     assert plain.param_groups[0]["lr"] == 0.1

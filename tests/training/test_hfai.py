@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 import treeckpt as tc
+from treeckpt.io.comm import thread_comms
 from treeckpt.training import load, save
 
+from ..world import errors_of, on_ranks
 from .jobs import net, run, same_tensors, stepped
 
 
@@ -114,6 +116,22 @@ def test_state_of_an_optimizer_may_be_nested(tmp_path: Path) -> None:
     save(tmp_path / "c", model, optimizer)
     state = load(tmp_path / "c")["optimizer"]["state"]
     assert set(state) == set(range(6)) and all(same_tensors(state[n], nested) for n in state)
+
+
+def test_ranks_share_large_tensors_by_bytes_and_buffers_are_written_once(tmp_path: Path) -> None:
+    model = net()
+    model.register_parameter("large", nn.Parameter(torch.arange(1.0, 1 + (1 << 20))))
+
+    def act(comm: Any) -> Any:
+        return save(tmp_path / "c", model, None, {"own": tc.PerRank(comm.rank), "n": 1}, comm)
+
+    outcomes = on_ranks(2, act)
+    assert errors_of(outcomes) == [None, None]
+    nbytes = [outcome.value.nbytes for outcome in outcomes]
+    assert sum(nbytes) == sum(t.nbytes for t in model.state_dict().values()) and max(nbytes) < 1.1 * min(nbytes)
+    for comm, own in zip(thread_comms(3), (0, 1, 0), strict=True):
+        state = load(tmp_path / "c", group=comm)
+        assert (state["own"], state["n"]) == (own, 1) and same_tensors(state["model"], dict(model.state_dict()))
 
 
 def test_what_a_call_of_hfais_may_say_is_understood(tmp_path: Path) -> None:
