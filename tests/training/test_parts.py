@@ -20,12 +20,13 @@ EXPERTS = 4
 
 
 class Mixture(nn.Module):
-    """A trunk that every rank has, and experts; the rows of a batch go to them in turn."""
+    """A trunk and experts; the rows of a batch go to them in turn. A part of it may lack some experts, or the trunk."""
 
-    def __init__(self, experts: Sequence[int] = range(EXPERTS), seed: int = 0) -> None:
+    def __init__(self, experts: Sequence[int] = range(EXPERTS), seed: int = 0, *, trunk: bool = True) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.trunk = nn.Linear(5, 6)
+        if trunk:
+            self.trunk = nn.Linear(5, 6)
         self.experts = nn.ModuleDict({str(e): nn.Linear(6, 3) for e in experts})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,18 +67,21 @@ class Job:
         return {name: dict(self.optimizer.state[p]) for name, p in self.model.named_parameters()}
 
 
-def _part(rank: int, world: int) -> Job:
-    return Job(Mixture(range(rank, EXPERTS, world), seed=7 + rank), lr=0.125)
+PARTS = {
+    "experts": lambda rank, world: Mixture(range(rank, EXPERTS, world), seed=7),
+    "stages": lambda rank, world: Mixture(range(rank - 1, EXPERTS, world - 1) if rank else [], trunk=not rank, seed=7),
+}
 
 
-def test_experts_of_some_ranks_train_on_with_their_moments_in_any_world(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", PARTS)
+def test_parts_of_a_model_train_on_with_their_moments_in_any_world(tmp_path: Path, parts: str) -> None:
     whole = Job(Mixture())
     whole.train(0, 3)
     whole.save(tmp_path / "1")
     worlds = (1, 2, 4, 3)
 
     def act(comm: Any) -> Job:
-        part = _part(comm.rank, comm.size)
+        part = Job(PARTS[parts](comm.rank, comm.size), lr=0.125)
         report = part.restore(tmp_path / f"{worlds[worlds.index(comm.size) - 1]}", comm, partial=True)
         assert report.missing == () and len(part.optimizer.state) == len(list(part.model.parameters()))
         part.save(tmp_path / f"{comm.size}", comm)
