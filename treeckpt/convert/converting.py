@@ -51,8 +51,6 @@ SHARD = 5_000_000_000
 _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20,
           "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
-SHOWN = 12
-"""Findings that a report shows as text, at most; it has them all."""
 AnyPath = str | os.PathLike[str]
 
 
@@ -83,10 +81,8 @@ class ConvertReport(msgspec.Struct, frozen=True):
             f"{did} {self.source} ({self.source_format}) to {self.destination} ({self.format}): "
             f"{self.leaves} leaves, {self.nbytes} bytes, {len(self.files)} files"
         ]
-        for name, findings in (("lost", self.losses), ("note", self.notes)):
-            rows += [f"  {name}  {finding}" for finding in findings[:SHOWN]]
-            rows += [f"  {name}  ... and {len(findings) - SHOWN} more"] * (len(findings) > SHOWN)
-        return "\n".join(rows)
+        rows += [f"  lost  {finding}" for finding in self.losses]
+        return "\n".join(rows + [f"  note  {finding}" for finding in self.notes])
 
 
 class _Options(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from ..core.structure import MAX_DEPTH
 from ..io.store import Store
 from ..leaves.lazy import Lazy
 from .files import Addresses, Window, store_window
-from .pickles import Opaque, Symbol, read_pickle
+from .pickles import Opaque, Symbol, read_pickle, short
 from .pieces import boxed
 from .torch_file import read_torch
 from .values import PLAIN, Refused, dtype_named
@@ -37,7 +37,7 @@ def _state(node: Any, symbol: str, label: str) -> Any:
         FormatError: it is of another one.
     """
     if not isinstance(node, Opaque) or node.symbol != symbol or node.args or node.items:
-        found = node.symbol.replace(" ", ".") if isinstance(node, Opaque) else f"{node!r:.60}"
+        found = node.symbol.replace(" ", ".") if isinstance(node, Opaque) else f"{short(node)}"
         raise FormatError(label, expected=symbol.replace(" ", "."), found=found, hint="It is no DCP checkpoint's")
     return node.state
 
@@ -45,13 +45,13 @@ def _state(node: Any, symbol: str, label: str) -> Any:
 def _fields(node: Any, name: str, label: str, *names: str) -> list[Any]:
     state = _state(node, f"{_MODULE} {name}" if " " not in name else name, label)
     if not isinstance(state, dict):
-        raise FormatError(label, expected=f"the fields of {name}", found=f"{state!r:.60}")
+        raise FormatError(label, expected=f"the fields of {name}", found=short(state))
     return [state.get(field) for field in names]
 
 
 def _sizes(node: Any, label: str) -> tuple[int, ...]:
     if not isinstance(node, tuple) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in node):
-        raise FormatError(label, expected="a torch.Size", found=f"{node!r:.60}")
+        raise FormatError(label, expected="a torch.Size", found=short(node))
     return tuple(node)
 
 
@@ -67,7 +67,7 @@ class _Directory:
             metadata, "Metadata", self.label, "state_dict_metadata", "planner_data", "storage_data"
         )
         if not isinstance(self.entries, dict) or not isinstance(places, dict):
-            raise FormatError(self.label, expected="entries and their places", found=f"{places!r:.60}")
+            raise FormatError(self.label, expected="entries and their places", found=short(places))
         self.places = {self._key(index): info for index, info in places.items()}
         # a chunk is read box by box: its archive is looked through once
         self._chunk = lru_cache(maxsize=KEPT)(self._read_chunk)
@@ -87,11 +87,11 @@ class _Directory:
             raise FormatError(
                 f"{key[0][:80]}: {self.label}",
                 expected="chunks that are stored as they are",
-                found=f"{packed!r:.60}",
+                found=short(packed),
                 hint="Load it with torch.distributed.checkpoint and save it without extensions",
             )
         if not isinstance(name, str) or "/" in name or type(start) is not int or type(length) is not int:
-            raise FormatError(self.label, expected="a file and a stretch of it", found=f"{name!r:.60}")
+            raise FormatError(self.label, expected="a file and a stretch of it", found=short(name))
         return store_window(self.store, name, self.files).within(start, length)
 
     def _read_chunk(self, name: str, offset: tuple[int, ...]) -> Lazy:
@@ -108,10 +108,10 @@ class _Directory:
         properties, size, chunks = _fields(node, "TensorStorageMetadata", self.label, "properties", "size", "chunks")
         state = _state(properties, f"{_MODULE} TensorProperties", self.label)
         if not isinstance(state, tuple) or not isinstance(chunks, list):
-            raise FormatError(self.label, expected="a tensor's properties and chunks", found=f"{state!r:.60}")
+            raise FormatError(self.label, expected="a tensor's properties and chunks", found=short(state))
         strided = Symbol("torch strided")
         if state[1] != strided and "strided" not in str(state[1]):
-            raise FormatError(f"{name}: {self.label}", expected="a dense tensor", found=f"{state[1]!r:.60}")
+            raise FormatError(f"{name}: {self.label}", expected="a dense tensor", found=short(state[1]))
         spec = ArraySpec(_sizes(size, self.label), dtype_named(state[0]), requires_grad=state[2] is True)
         pieces = [self._piece(name, chunk) for chunk in chunks]
         return boxed(spec, pieces, f"{name}: {self.label}")
@@ -137,7 +137,7 @@ def read_dcp(store: Store, addresses: Addresses, refused: list[Refused] | None =
             or not 0 < len(path) <= MAX_DEPTH
             or any(type(k) not in (str, int) for k in path)
         ):
-            raise FormatError(directory.label, expected=f"the path of {name!r:.60}", found=f"{path!r:.80}")
+            raise FormatError(directory.label, expected=f"the path of {short(name)}", found=short(path))
         _put(root, path, directory.leaf(name, node), directory.label)
     return {key: _with_lists(node, directory.label) for key, node in root.items()}
 
@@ -151,9 +151,9 @@ def _put(root: dict[Any, Any], path: tuple[str | int, ...], leaf: Any, label: st
     for key in path[:-1]:
         node = node.setdefault(key, _Node())
         if type(node) is not _Node:
-            raise FormatError(label, expected="a container", found=f"a leaf, above {path!r:.80}")
+            raise FormatError(label, expected="a container", found=f"a leaf, above {short(path)}")
     if path[-1] in node:
-        raise FormatError(label, expected="each path once", found=f"{path!r:.80} again")
+        raise FormatError(label, expected="each path once", found=f"{short(path)} again")
     node[path[-1]] = leaf
 
 
@@ -164,5 +164,5 @@ def _with_lists(node: Any, label: str) -> Any:
     if not any(type(key) is int for key in made):
         return made
     if sorted(made, key=str) != sorted(range(len(made)), key=str):
-        raise FormatError(label, expected="a list's positions", found=f"{list(made)!r:.80}")
+        raise FormatError(label, expected="a list's positions", found=short(list(made)))
     return [made[i] for i in range(len(made))]

@@ -19,6 +19,7 @@ from ..core.spec import ArraySpec
 from ..io.store import Store
 from ..leaves.lazy import Lazy
 from .files import Addresses, Flat, store_window
+from .pickles import short
 from .pieces import chained
 from .torch_file import read_torch
 from .values import Refused
@@ -62,9 +63,9 @@ class _Parts:
             if not isinstance(state, dict) or not {"model", "optimizer"} <= state.keys():
                 raise FormatError(label, expected="a part of hfai.checkpoint.save", found=f"{type(state).__name__}")
             if (version := state.get("__version__", "1.0.0")) != VERSION:
-                raise FormatError(label, expected=f"version {VERSION}", found=f"{version!r:.40}")
+                raise FormatError(label, expected=f"version {VERSION}", found=short(version))
             if state.get("__nshards__") != len(self.states):
-                raise self._wrong(f"{len(self.states)} parts in part {number}", f"{state.get('__nshards__')!r:.40}")
+                raise self._wrong(f"{len(self.states)} parts in part {number}", f"{short(state.get('__nshards__'))}")
             for key in ("model", "optimizer"):
                 if not isinstance(state[key], list) or len(state[key]) != len(self.states[0][key]):
                     raise self._wrong(f"{len(self.states[0][key])} entries of {key} in each part", f"part {number}")
@@ -80,7 +81,7 @@ class _Parts:
         found: dict[Any, list[tuple[Any, Any]]] = {}
         for _, large in pairs:
             if not isinstance(large, dict) or any(not isinstance(v, tuple) or len(v) != 2 for v in large.values()):
-                raise FormatError(self.store.url, expected="shapes and shares of large tensors", found=f"{large!r:.60}")
+                raise FormatError(self.store.url, expected="shapes and shares of large tensors", found=short(large))
             for name, share in large.items():
                 found.setdefault(name, []).append(share)
         return {name: self._joined(name, shares) for name, shares in found.items()}
@@ -90,10 +91,10 @@ class _Parts:
         arrays = [array for _, array in shares]
         kinds = {array.spec.dtype for array in arrays if isinstance(array, Lazy) and len(array.spec.shape) == 1}
         if len(shapes) != 1 or len(kinds) != 1 or not all(isinstance(array, Lazy) for array in arrays):
-            raise self._wrong(f"shares of one shape and dtype of {name!r:.60}", f"{sorted(shapes)!r:.60}, {kinds}")
+            raise self._wrong(f"shares of one shape and dtype of {short(name)}", f"{short(sorted(shapes))}, {kinds}")
         spec = ArraySpec(shapes.pop(), kinds.pop())
         dtype_of(spec.dtype)
-        return chained(spec, [(a.spec.shape[0], _flat(a)) for a in arrays], f"{name!r:.60}: {self.store.url}")
+        return chained(spec, [(a.spec.shape[0], _flat(a)) for a in arrays], f"{short(name)}: {self.store.url}")
 
 
 def _flat(array: Lazy) -> Flat:
@@ -130,7 +131,7 @@ def _optimizer(parts: _Parts, number: int) -> dict[Any, Any]:
         state |= opt["state"]
     for key, tensor in parts.large(pairs).items():
         if not isinstance(key, tuple) or len(key) != 2 or not isinstance(state.get(key[0]), dict):
-            raise FormatError(parts.store.url, expected="the parameter and name of a moment", found=f"{key!r:.60}")
+            raise FormatError(parts.store.url, expected="the parameter and name of a moment", found=short(key))
         state[key[0]] = _together(state[key[0]], {key[1]: tensor}, parts)
     return first | {"state": {key: state[key] for key in sorted(state, key=_order)}}
 

@@ -15,6 +15,7 @@ from ..leaves.lazy import Lazy
 from ..leaves.registry import encodable
 from ..trees.names import flatten_names
 from .contents import Contents, Finding, lower, map_leaves, tree_of
+from .pickles import short
 from .safetensors import TAGS
 from .ties import Tie, ties_of
 
@@ -96,7 +97,7 @@ def _value(check: _Check, path: str, value: Any) -> Any:
         return value.item()
     if _is_plain(value):
         return value
-    check.lose(path, f"{type(value).__module__}.{type(value).__qualname__} {value!r:.60}", "None")
+    check.lose(path, f"{type(value).__module__}.{type(value).__qualname__} {short(value)}", "None")
     return None
 
 
@@ -176,7 +177,7 @@ def hold_safetensors(contents: Contents) -> Held:
 
     def change(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Lazy):
-            check.lose(path, f"a value, {leaf!r:.60}", "nothing")
+            check.lose(path, f"a value, {short(leaf)}", "nothing")
         elif leaf.spec.dtype not in TAGS.values():
             check.lose(path, f"an array of {leaf.spec.dtype}", "nothing")
         else:

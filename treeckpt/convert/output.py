@@ -35,6 +35,8 @@ __all__ = ["Output", "OutputFile", "Part", "check_free", "run_output"]
 WORKERS = 2
 """Threads that read and write; each holds a tile, and what casting makes of it."""
 TILE = 8 << 20
+WIDEST = 8
+"""Bytes that an element may have had before it was cast."""
 
 
 class OutputFile(msgspec.Struct, frozen=True):
@@ -265,7 +267,7 @@ class _Run:
 
 def _write_part(fd: int, part: Part, tile: int) -> None:
     at, crc = part.start, 0
-    for region in tiles(part.region, max(1, tile // part.itemsize)):
+    for region in tiles(part.region, tile // max(part.itemsize, WIDEST)):
         data = np.ascontiguousarray(part.lazy.read(region)).reshape(-1).view(np.uint8).data
         if part.crcs:
             crc = zlib.crc32(data, crc)

@@ -22,7 +22,7 @@ from ..io.store import Store
 from ..leaves.base import raw_dtype
 from ..leaves.lazy import Lazy
 from .files import Addresses, memory_array, store_window
-from .pickles import Opaque, read_pickle
+from .pickles import Opaque, read_pickle, short
 from .pieces import boxed
 from .safetensors import read_safetensors
 from .values import PLAIN, settle
@@ -41,14 +41,14 @@ def _fields(node: Any, name: str, label: str) -> dict[str, Any]:
     """
     symbols = [f"{module} {name}" for module in _MODULES]
     if not isinstance(node, Opaque) or node.symbol not in symbols or not isinstance(node.state, dict):
-        found = node.symbol.replace(" ", ".") if isinstance(node, Opaque) else f"{node!r:.60}"
+        found = node.symbol.replace(" ", ".") if isinstance(node, Opaque) else f"{short(node)}"
         raise FormatError(label, expected=f"Paddle's {name}", found=found, hint="It is no Paddle checkpoint's")
     return node.state
 
 
 def _sizes(node: Any, label: str) -> tuple[int, ...]:
     if not isinstance(node, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in node):
-        raise FormatError(label, expected="a shape or an offset", found=f"{node!r:.60}")
+        raise FormatError(label, expected="a shape or an offset", found=short(node))
     return tuple(node)
 
 
@@ -72,7 +72,7 @@ def _flat(fields: dict[str, Any], label: str) -> tuple[int, int] | None:
     bounds = fields.get("flattened_range")
     pair = (bounds.start, bounds.stop) if isinstance(bounds, slice) else bounds
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise FormatError(label, expected="a flattened range", found=f"{bounds!r:.60}")
+        raise FormatError(label, expected="a flattened range", found=short(bounds))
     low, high = _sizes(pair, label)
     return low, max(low, high)
 
@@ -84,7 +84,7 @@ class _Directory:
         fields = _fields(read_pickle(store_window(store, name, self.files), PLAIN).value, "Metadata", self.label)
         tensors, places = fields.get("state_dict_metadata"), fields.get("storage_metadata")
         if not isinstance(tensors, dict) or not isinstance(places, dict):
-            raise FormatError(self.label, expected="tensors and their places", found=f"{tensors!r:.60}")
+            raise FormatError(self.label, expected="tensors and their places", found=short(tensors))
         self.tensors, self.paths = tensors, fields.get("flat_mapping")
         self.places: dict[tuple[Any, ...], str] = {}
         for index, file in places.items():
@@ -128,7 +128,7 @@ class _Directory:
         if isinstance(found, np.ndarray):
             found = memory_array(found)
         if not isinstance(found, Lazy) or math.prod(found.spec.shape) != size:
-            raise CorruptError(label, expected=f"an array of {size} elements", found=f"{found!r:.80}")
+            raise CorruptError(label, expected=f"an array of {size} elements", found=short(found))
         stored = found.spec.dtype
         if stored != piece.dtype and (stored, piece.dtype) != ("uint16", "bfloat16"):
             raise CorruptError(label, expected=f"an array of {piece.dtype}", found=f"one of {stored}")
@@ -137,7 +137,7 @@ class _Directory:
     def tensor(self, name: str, nodes: Any) -> Lazy:
         """A tensor, put together from its pieces."""
         if not isinstance(nodes, list) or not nodes:
-            raise FormatError(self.label, expected=f"the pieces of {name[:80]}", found=f"{nodes!r:.60}")
+            raise FormatError(self.label, expected=f"the pieces of {name[:80]}", found=short(nodes))
         pieces = list({piece.key: piece for piece in map(self._piece, nodes)}.values())
         shape = pieces[0].shape or tuple(max(stops) for stops in zip(*(p.box.stop for p in pieces), strict=True))
         spec = ArraySpec(shape, pieces[0].dtype)
@@ -215,11 +215,11 @@ def read_paddle(store: Store, addresses: Addresses, *, name: str | None = None) 
             or not 0 < len(path) <= MAX_DEPTH
             or any(type(k) is not str for k in path)
         ):
-            raise FormatError(directory.label, expected=f"the path of {key!r:.60}", found=f"{path!r:.80}")
+            raise FormatError(directory.label, expected=f"the path of {short(key)}", found=short(path))
         node = root
         for step in path[:-1]:
             node = node.setdefault(step, {})
             if not isinstance(node, dict):
-                raise FormatError(directory.label, expected="a dict", found=f"a tensor, above {path!r:.80}")
+                raise FormatError(directory.label, expected="a dict", found=f"a tensor, above {short(path)}")
         node[path[-1]] = directory.tensor(str(key), nodes)
     return root

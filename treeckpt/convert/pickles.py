@@ -9,6 +9,7 @@ name. No attribute is set of anything but these records. Long byte strings stay 
 from __future__ import annotations
 
 import pickletools
+import reprlib
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 from ..core.errors import CorruptError, FormatError, TreeckptError
 from .files import Window
 
-__all__ = ["Blob", "Constructors", "Maker", "Opaque", "Symbol", "Unpickled", "read_pickle"]
+__all__ = ["Blob", "Constructors", "Maker", "Opaque", "Symbol", "Unpickled", "read_pickle", "short"]
 
 MAX_PICKLE = 1 << 30
 """Bytes of a pickle, blobs not counted: beyond that it is no description of a checkpoint."""
@@ -45,6 +46,9 @@ class Opaque(msgspec.Struct, eq=False):
     items: list[Any] = []
     """What is appended or set on it."""
 
+    def __repr__(self) -> str:
+        return f"<{self.symbol.replace(' ', '.')[:200]}>"
+
 
 class Maker(msgspec.Struct, eq=False):
     """What a constructor gives for something that a state follows: made once all is read."""
@@ -67,6 +71,14 @@ class Blob(msgspec.Struct, frozen=True, eq=False):
     def bytes(self) -> bytes:
         """Reads it."""
         return self.window.read(0, self.window.size).tobytes()
+
+
+def short(value: Any) -> str:
+    """A value from a file in few characters, however large it is: containers may hold each other over and over."""
+    try:
+        return reprlib.repr(value)[:80]
+    except (ValueError, RecursionError) as error:
+        return f"{type(value).__name__} ({error!s:.40})"
 
 
 class Unpickled(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from ..core.region import Region
 from ..core.spec import ArraySpec
 from ..leaves.lazy import Lazy
 from .files import Addresses, Window, flat_of, strided_array
-from .pickles import Constructors, Symbol, Unpickled, read_pickle
+from .pickles import Constructors, Symbol, Unpickled, read_pickle, short
 from .values import PLAIN, Refused, dtype_named, settle
 from .zips import find_entries
 
@@ -74,14 +74,14 @@ class _Archive:
     def storage(self, identity: Any) -> _Storage:
         """What a persistent id stands for."""
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
-            raise ValueError(f"a persistent id {identity!r:.60}")
+            raise ValueError(f"a persistent id {short(identity)}")
         _, kind, key, _, size = identity
         module, _, name = kind.text.partition(" ") if isinstance(kind, Symbol) else ("", "", "")
         dtype = STORAGES.get(name)
         if (dtype is None and name != "UntypedStorage") or module not in ("torch", "torch.storage"):
-            raise ValueError(f"a storage {kind!r:.60}")
+            raise ValueError(f"a storage {short(kind)}")
         if not isinstance(key, str) or type(size) is not int or size < 0:
-            raise ValueError(f"a storage {key!r:.40} of {size!r:.40} elements")
+            raise ValueError(f"a storage {short(key)} of {short(size)} elements")
         if key not in self._storages:
             entry = self.entries.get(f"{self.prefix}data/{key}")
             nbytes = size * (dtype_of(dtype).itemsize if dtype else 1)
@@ -133,7 +133,7 @@ class _Archive:
             raise FormatError(
                 self.window.label,
                 expected="plain tensors",
-                found=f"a tensor of the class {named.replace(' ', '.') or kind!r:.80}",
+                found=f"a tensor of the class {short(named.replace(' ', '.') or kind)}",
                 hint="Save its parts as plain tensors with the program that wrote it",
             )
         made = make(*args)
@@ -145,7 +145,7 @@ def _tensor(storage: _Storage, dtype: str, place: tuple[Any, Any, Any], requires
     offset, shape, strides = place
     numbers = (offset, *shape, *strides)
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
-        raise ValueError(f"a tensor of shape {shape!r:.60}, strides {strides!r:.60} at {offset!r:.30}")
+        raise ValueError(f"a tensor of shape {short(shape)}, strides {short(strides)} at {short(offset)}")
     itemsize = dtype_of(dtype).itemsize
     size = storage.window.size // itemsize
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -170,7 +170,7 @@ def _check_spread(spec: ArraySpec, reach: int) -> None:
 def _resolved(made: Lazy, metadata: Any) -> Lazy:
     """A conjugate or negative view: its bytes say something else than its elements."""
     if not isinstance(metadata, dict) or set(metadata) - {"conj", "neg"}:
-        raise ValueError(f"a tensor with {metadata!r:.60}")
+        raise ValueError(f"a tensor with {short(metadata)}")
     element = np.dtype(dtype_of(made.spec.dtype).numpy)
 
     def read(region: Region) -> np.ndarray:

@@ -21,11 +21,11 @@ from ..core.spec import ArraySpec
 from ..core.structure import MAX_DEPTH, key_text
 from ..leaves.lazy import Lazy
 from .files import flat_array
-from .pickles import Blob, Constructors, Maker, Opaque, Symbol, Unpickled
+from .pickles import Blob, Constructors, Maker, Opaque, Symbol, Unpickled, short
 
 __all__ = ["PLAIN", "Refused", "dtype_named", "settle"]
 
-NODES = 1_000_000
+NODES = 100_000
 """Nodes that a tree may have in any case; more only where the pickle is as long."""
 
 
@@ -37,10 +37,10 @@ class _NumpyDtype(Maker, eq=False):
     def make(self) -> np.dtype[Any]:
         order = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "|"
         if not isinstance(self.code, str) or order not in ("<", ">", "|", "=") or "O" in self.code:
-            raise ValueError(f"a numpy dtype {self.code!r:.40}")
+            raise ValueError(f"a numpy dtype {short(self.code)}")
         dtype = np.dtype(self.code)
         if dtype.hasobject or dtype.fields is not None:
-            raise ValueError(f"a numpy dtype {self.code!r:.40}")
+            raise ValueError(f"a numpy dtype {short(self.code)}")
         return dtype if order == "|" else dtype.newbyteorder(order)
 
 
@@ -55,7 +55,7 @@ class _NumpyArray(Maker, eq=False):
 def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray | Lazy:
     element = dtype.make()
     if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape) or order not in "CF":
-        raise ValueError(f"an array of shape {shape!r:.80}")
+        raise ValueError(f"an array of shape {short(shape)}")
     if isinstance(data, Blob):
         from ..leaves.numpy import dtype_name
 
@@ -92,8 +92,8 @@ class _NumpyScalar(Maker, eq=False):
 
 def _encode(text: Any, codec: Any) -> bytes:
     """How protocol 2 writes bytes."""
-    if not isinstance(text, str) or codec != "latin1":
-        raise ValueError(f"text in {codec!r:.20}")
+    if not isinstance(text, str) or codec not in ("latin1", "latin-1"):
+        raise ValueError(f"text in {short(codec)}")
     return text.encode("latin-1")
 
 
@@ -133,15 +133,15 @@ def _numpy(name: str, make: Callable[..., Any]) -> dict[str, Callable[..., Any]]
 
 
 PLAIN: Constructors = {
-    "collections OrderedDict": lambda *items: collections.OrderedDict(*items),
-    "collections Counter": lambda *items: collections.Counter(*items),
+    "collections OrderedDict": lambda items=(): collections.OrderedDict(_held(items)),
+    "collections Counter": lambda items=(): collections.Counter(_held(items)),
     "collections defaultdict": _default,
-    "collections deque": lambda *args: collections.deque(*args),
+    "collections deque": lambda items=(), *most: collections.deque(_held(items), *most),
     "_codecs encode": _encode,
-    **_both("set", lambda *items: set(*items)),
-    **_both("frozenset", lambda *items: frozenset(*items)),
-    **_both("bytearray", lambda data=b"", *codec: bytearray(_encode(data, *codec) if codec else data)),
-    **_both("bytes", lambda *items: bytes(_small(*items))),
+    **_both("set", lambda items=(): set(_held(items))),
+    **_both("frozenset", lambda items=(): frozenset(_held(items))),
+    **_both("bytearray", lambda data=b"", *codec: bytearray(_encode(data, *codec) if codec else _held(data))),
+    **_both("bytes", lambda items=(): bytes(_held(items))),
     **_both("complex", lambda real, imag: complex(float(real), float(imag))),
     **_both("slice", lambda *args: slice(*args)),
     **_both("range", lambda *args: range(*args)),
@@ -156,9 +156,10 @@ PLAIN: Constructors = {
 """Constructors by name. None of them runs what it is given, and none makes more than the pickle holds."""
 
 
-def _small(items: Any = ()) -> Any:
-    if not isinstance(items, (list, tuple)):  # bytes(10**12) would make as many
-        raise ValueError("bytes of a number")
+def _held(items: Any) -> Any:
+    """What a container is to be made of, if the pickle holds it: of a number or a range, much would be made."""
+    if not isinstance(items, (list, tuple, dict, set, frozenset, bytes, bytearray)):
+        raise ValueError(f"a container of a {type(items).__name__}")
     return items
 
 
@@ -170,7 +171,7 @@ def dtype_named(symbol: Any) -> str:
     """
     module, _, name = symbol.text.partition(" ") if isinstance(symbol, Symbol) else ("", "", "")
     if module != "torch":
-        raise FormatError("dtype", expected="a dtype of torch", found=f"{symbol!r:.60}")
+        raise FormatError("dtype", expected="a dtype of torch", found=short(symbol))
     return dtype_of(name).name
 
 
