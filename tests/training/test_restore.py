@@ -481,10 +481,8 @@ def test_what_no_checkpoint_has_stays_on_meta_and_is_named(tmp_path: Path, caplo
 
 
 _PEAK = """
-import sys, torch, treeckpt as tc, torch.distributed as dist
+import sys, torch, treeckpt as tc
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from treeckpt import training
 from treeckpt.io.comm import SoloComm, thread_comms
 def memory(name):  # of this process alone: ru_maxrss outlives exec
@@ -493,6 +491,9 @@ path, world = sys.argv[1], int(sys.argv[2])
 with torch.device("meta"):
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3)))
 if world > 1:  # the last of several ranks; nobody else is needed, as a restore does not talk
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
     dist.init_process_group("fake", rank=world - 1, world_size=world, store=FakeStore())
     fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world,)))
 optimizer = torch.optim.AdamW(model.parameters())
