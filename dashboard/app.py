@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from treeckpt.core.errors import TreeckptError
 
+from . import routes_contents, routes_reshard
 from .library import Library, Missing
 from .render import render, templates
 from .routes import api, pages
@@ -42,6 +43,9 @@ def create_app(
     app.state.templates = templates()
     app.include_router(api)
     app.include_router(pages)
+    for more in (routes_contents, routes_reshard):
+        app.include_router(more.api)
+        app.include_router(more.pages)
     app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
     app.add_exception_handler(Missing, _missing)
     app.add_exception_handler(HTTPException, _http_error)
