@@ -1,5 +1,6 @@
 """Does the summary of a save's spans agree with one that counts nanosecond by nanosecond?"""
 
+import itertools
 import json
 
 import numpy as np
@@ -77,7 +78,7 @@ def test_the_matrix_holds_the_same_times_as_the_phases(timings):
 @given(nested())
 def test_the_critical_path_runs_backwards_from_the_end_without_overlap(timings):
     path = critical_path(Spans.of(timings))
-    assert all(a.stop_ns <= b.start_ns for a, b in zip(path, path[1:], strict=False))
+    assert all(a.stop_ns <= b.start_ns for a, b in itertools.pairwise(path))
     if any(s.stop_ns > s.start_ns for s in timings.spans):
         ends = [s.stop_ns for s in timings.spans]
         assert path[-1].stop_ns <= max(ends)
