@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from treeckpt.core.critical import Stretch, critical_path
 from treeckpt.core.events import BLOCKING, Host, Span, Timings
-from treeckpt.core.profile import COORDINATING, WAITING, Spans, profile_of
+from treeckpt.core.profile import COORDINATING, WAITING, Spans, lanes_of, profile_of
 from treeckpt.core.runs import encode_runs
 from treeckpt.core.spread import groupings_of, matrix_of, pooled, stragglers_of
+from treeckpt.core.study import Study
 from treeckpt.core.trace import encode_trace
 
 NAMES = st.sampled_from(["save", "write", "hash", "agree", "gather", "publish"])
@@ -145,7 +146,7 @@ def test_ranks_are_pooled_by_host_with_the_slowest_of_each():
     found, labels = pooled(matrix_of(Spans.of(timings)), grouping)
     write = found.phases.index("write")
     assert labels == ("a", "b") and found.times[:, write].tolist() == [40_000_000, 12_000_000]
-    assert found.slowest[:, write].tolist() == [2, 3] and found.ranks.tolist() == [2, 3]
+    assert found.slowest[:, write].tolist() == [2, 3] and found.ranks.tolist() == [0, 1]
 
 
 def test_mesh_dimensions_are_ways_to_put_ranks_together():
@@ -180,3 +181,13 @@ def test_a_chain_of_any_depth_is_no_matter():
     spans = tuple(Span("a", 0, n, 100_000 - n, 0, n - 1) for n in range(20_000))
     found = Spans.of(Timings("0" * 16, 1, 1, spans))
     assert np.array_equal(found.depth, np.arange(20_000)) and found.outermost.all()
+
+
+@given(nested())
+def test_lanes_are_the_same_for_all_ranks_at_once(timings):
+    study = Study(timings)
+    found = {rank: study.lanes[study.spans.rank == rank].tolist() for rank in range(6)}
+    assert found == {rank: lanes_of(timings.of_rank(rank)) for rank in range(6)}
+    assert [study.edges[n + 1] - study.edges[n] for n in range(len(study.profile.ranks))] == [
+        len(timings.of_rank(r.rank)) for r in study.profile.ranks
+    ]

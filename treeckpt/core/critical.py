@@ -28,11 +28,12 @@ class Stretch(msgspec.Struct, frozen=True):
 
 def critical_path(spans: Spans) -> tuple[Stretch, ...]:
     """The stretches that lead to the end of the save, by time; neighbours of one rank and phase are one."""
-    if not (lasting := spans.stop > spans.start).any():
+    lasting = np.flatnonzero(spans.stop > spans.start)
+    if not len(lasting):
         return ()
     waits, inner = spans.among(WAITING), _leaves(spans)
     edges = np.searchsorted(spans.rank, np.arange(int(spans.rank[-1]) + 2))
-    last = int(np.lexsort((-spans.depth, -spans.rank, np.where(lasting, spans.stop, spans.stop.min())))[-1])
+    last = int(lasting[np.lexsort((-spans.depth[lasting], -spans.rank[lasting], spans.stop[lasting]))[-1]])
     rank, now = int(spans.rank[last]), int(spans.stop[last])
     found: list[Stretch] = []
     for _ in range(MAX_STEPS):  # ranks whose clocks disagree could send us in circles

@@ -34,7 +34,7 @@ class Matrix:
 
     phases: tuple[str, ...]
     ranks: np.ndarray
-    """int64[rows]: the rank of each row; of pooled rows, the one that takes the longest over all phases."""
+    """int64[rows]: the rank of each row; of pooled rows, the first."""
     times: np.ndarray
     """int64[rows, phases]."""
     slowest: np.ndarray
@@ -99,7 +99,7 @@ def pooled(matrix: Matrix, grouping: Grouping) -> tuple[Matrix, tuple[str, ...]]
     columns = np.arange(len(matrix.phases))
     times = np.array([matrix.times[top, columns] for top in tops], np.int64).reshape(len(kept), -1)
     slowest = np.array([matrix.ranks[top] for top in tops], np.int64).reshape(len(kept), -1)
-    ranks = np.array([matrix.ranks[row[matrix.times[row].sum(1).argmax()]] for _, row in kept], np.int64)
+    ranks = np.array([matrix.ranks[row[0]] for _, row in kept], np.int64)
     return Matrix(matrix.phases, ranks, times, slowest), tuple(label for label, _ in kept)
 
 
