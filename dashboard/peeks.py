@@ -166,12 +166,25 @@ def _statistics(data: np.ndarray, dtype: str) -> StatisticsPart | None:
     found = statistics_of(data, dtype)
     if found is None:
         return None
-    numbers = (found.minimum, found.maximum, found.mean, found.deviation, found.norm)
-    texts = [None if n is None else f"{n:.5g}" for n in numbers]
     # JSON has no infinity: magnitudes whose bins overflow are drawn without any
     drawn = all(map(math.isfinite, found.edges))
     edges, bins = (list(found.edges), list(found.bins)) if drawn else ([], [])
-    return StatisticsPart(found.nan, found.infinite, found.zero, *texts, edges, bins)
+    return StatisticsPart(
+        nan=found.nan,
+        infinite=found.infinite,
+        zero=found.zero,
+        minimum=_number(found.minimum),
+        maximum=_number(found.maximum),
+        mean=_number(found.mean),
+        deviation=_number(found.deviation),
+        norm=_number(found.norm),
+        edges=edges,
+        bins=bins,
+    )
+
+
+def _number(number: float | None) -> str | None:
+    return None if number is None else f"{number:.5g}"
 
 
 def _values(found: Peek, dtype: str, y: int | None, x: int | None) -> list[list[str]]:

@@ -89,7 +89,7 @@ def _read(store: Store, index: Index, leaf: Leaf, region: Region, blocks: Sequen
         if not verify:
             low, high = at - file.header, at - file.header + block.stop - block.start
         out = np.empty(high - low, np.uint8)
-        store.read_into(file.name, file.header + low, memoryview(out))
+        store.read_into(file.name, file.header + low, out.data)
         read += len(out)
         if verify:
             read += _compare(store, file, fronts[file.name], low, out)

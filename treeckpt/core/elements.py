@@ -1,21 +1,20 @@
-"""Elements of any dtype as numbers, and what a person wants to know of many of them, with numpy alone.
+"""Elements of any dtype as text, and what a person wants to know of many of them: counts, moments, a histogram.
 
-numpy lacks bfloat16 and the 8- and 4-bit floats. A bfloat16 is the upper half of a float32; of the small ones, every
-value there is stands in a table that follows from their bits. Statistics run over pieces of bounded size, so that
-64 MiB of bytes never become half a GiB of numbers.
+Statistics run over pieces of bounded size, so that 64 MiB of bytes never become half a GiB of numbers.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from .dtypes import dtype_of
+from .numbers import as_numbers
 
 __all__ = ["Statistics", "element_texts", "elements_of", "statistics_of"]
 
@@ -24,59 +23,31 @@ PIECE = 1 << 20
 BINS = 48
 
 
-@lru_cache(maxsize=8)
-def _small_floats(name: str) -> np.ndarray:
-    """The value of each byte of an 8-bit float, float32[256]."""
-    if name == "float8_e8m0fnu":
-        values = np.ldexp(1.0, np.arange(256) - 127)
-        values[255] = np.nan
-        return values.astype(np.float64)
-    exponent_bits = 4 if "e4m3" in name else 5
-    mantissa_bits = 7 - exponent_bits
-    own_zero = name.endswith("fnuz")
-    bias = (1 << (exponent_bits - 1)) - (0 if own_zero else 1)
-    codes = np.arange(128)
-    exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
-    fraction = mantissa / (1 << mantissa_bits)
-    half = np.where(exponent == 0, np.ldexp(fraction, 1 - bias), np.ldexp(1 + fraction, exponent - bias))
-    if name == "float8_e4m3fn":
-        half[127] = np.nan
-    elif name == "float8_e5m2":
-        half[124:] = [np.inf, np.nan, np.nan, np.nan]
-    values = np.concatenate([half, -half])
-    if own_zero:
-        values[128] = np.nan
-    return values
-
-
 def elements_of(data: np.ndarray, dtype: str) -> np.ndarray | None:
-    """The elements of raw bytes, as numbers that numpy can reckon with; None for texts, times and raw bytes.
+    """The elements of raw bytes as float64 or complex128; None for texts, times and raw bytes.
 
     Args:
         data: uint8[n, itemsize].
 
     Returns:
-        [n], of a float, complex, integer or bool dtype; [n, 2] where an element holds two numbers.
+        [n], or [n, 2] where an element holds two numbers.
     """
     known = dtype_of(dtype)
-    flat = np.ascontiguousarray(data).reshape(-1)
-    if known.numpy is not None:
-        kind = np.dtype(known.numpy)
-        if kind.kind == "b":  # a byte beyond 0 and 1 is true, too
-            return flat != 0
-        return flat.view(kind) if kind.kind in "iufc" else None
-    if dtype == "bfloat16":
-        return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    if dtype == "complex32":
-        pairs = flat.view("<f2").astype(np.float32).reshape(-1, 2)
-        return pairs.view(np.complex64).reshape(-1)
-    if dtype.startswith("float8"):
-        return _small_floats(dtype)[flat]
     if dtype == "float4_e2m1fn_x2":
-        magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        table = np.concatenate([magnitude, -magnitude])
-        return np.stack([table[flat & 15], table[flat >> 4]], 1)
-    return flat.view(np.int8) if dtype.startswith("int") else flat
+        codes = data.reshape(-1)
+        return np.stack([_HALF_BYTES[codes & 15], _HALF_BYTES[codes >> 4]], 1)
+    if known.numpy is None and _BITS.fullmatch(dtype):
+        return data.reshape(-1).view(np.int8 if dtype.startswith("i") else np.uint8).astype(np.float64)
+    return as_numbers(_raw(data, known.itemsize), dtype)
+
+
+_BITS = re.compile("u?int[1-7]")
+_HALF_BYTES = np.array([sign * n for sign in (1, -1) for n in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+
+
+def _raw(data: np.ndarray, itemsize: int) -> np.ndarray:
+    flat = np.ascontiguousarray(data).reshape(-1)
+    return flat.view(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else flat.view(f"V{itemsize}")
 
 
 def element_texts(data: np.ndarray, dtype: str) -> list[str]:
@@ -85,10 +56,13 @@ def element_texts(data: np.ndarray, dtype: str) -> list[str]:
     Args:
         data: uint8[n, itemsize], few of them.
     """
+    kind = dtype_of(dtype).numpy
+    if kind is not None and np.dtype(kind).kind not in "bfc":  # integers exactly, and what is no number
+        return [_text(value) for value in np.ascontiguousarray(data).reshape(-1).view(kind).tolist()]
     values = elements_of(data, dtype)
-    if values is None:
-        known = np.dtype(dtype_of(dtype).numpy)
-        return [_text(value) for value in np.ascontiguousarray(data).reshape(-1).view(known).tolist()]
+    assert values is not None, "numpy has no dtype for it, so it is a number"
+    if dtype == "bool":
+        values = values != 0
     if values.ndim == 2:
         return [" ".join(map(_text, pair)) for pair in values.tolist()]
     return [_text(value) for value in values.tolist()]
@@ -183,9 +157,6 @@ def _pieces(data: np.ndarray, dtype: str) -> Iterator[tuple[np.ndarray, np.ndarr
     for start in range(0, len(data), PIECE):
         values = elements_of(data[start : start + PIECE], dtype)
         assert values is not None, "asked only for numbers"
-        if values.dtype.kind == "c":
-            with np.errstate(over="ignore", invalid="ignore"):
-                values = np.abs(values)
-        with np.errstate(invalid="ignore"):
-            numbers = values.reshape(-1).astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            numbers = np.abs(values) if values.dtype.kind == "c" else values.reshape(-1)
         yield numbers, numbers[np.isfinite(numbers)]

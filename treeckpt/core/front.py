@@ -60,7 +60,7 @@ def decode_front(data: bytes | bytearray, name: str) -> Front:
 
 
 def hash_span(first: int, count: int) -> tuple[int, int, int]:
-    """(start, stop) of the characters that hold the checksums of some blocks, and the bytes to skip in what they say."""
+    """(start, stop) of the characters that hold the checksums of some blocks, and how many of their bytes to skip."""
     start, stop = first * 8 // 3, -(-(first + count) * 8 // 3)
     return start * 4, stop * 4, first * 8 - start * 3
 
