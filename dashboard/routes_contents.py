@@ -6,7 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
+from treeckpt.core.treemap import By
+
 from . import queries
+from .bytemap import TreemapPage, treemap_page
+from .checksums import BalancePage, ChecksumsPage, balance_page, checksums_page
+from .folds import FoldsPage, folds_page, leaves_page
+from .pages import SearchPage
 from .peeks import PeekPage, Window, peek_page
 from .snippets import SnippetPage, snippet_page
 
@@ -50,3 +56,52 @@ def get_snippet(
     """The line of Python that loads a leaf, or what is below a node."""
     _, info = request.app.state.library.checkpoint(checkpoint_id)
     return snippet_page(info.path, path)
+
+
+@api.get("/checkpoints/{checkpoint_id}/treemap")
+def get_treemap(
+    request: Request,
+    checkpoint_id: str,
+    by: By = "tree",
+    node: Annotated[str, Query(max_length=1000)] = "",
+    count: Annotated[int, Query(ge=10, le=100_000, description="boxes, at most")] = 20_000,
+) -> TreemapPage:
+    """Where the bytes are, as nested boxes."""
+    _, outline = queries.opened(request.app.state.library, checkpoint_id)
+    return treemap_page(outline, by, node, count)
+
+
+@api.get("/checkpoints/{checkpoint_id}/folds")
+def get_folds(request: Request, checkpoint_id: str, node: Annotated[str, Query(max_length=1000)] = "") -> FoldsPage:
+    """Blocks of a node's children that are the same but for their number."""
+    _, outline = queries.opened(request.app.state.library, checkpoint_id)
+    return folds_page(outline, node)
+
+
+@api.get("/checkpoints/{checkpoint_id}/leaves")
+def get_leaves(
+    request: Request,
+    checkpoint_id: str,
+    q: Annotated[str, Query(max_length=500, description="words that a path must hold")] = "",
+    dtype: Annotated[str, Query(max_length=64)] = "",
+    larger: Annotated[int, Query(ge=0, le=1 << 62, description="bytes, at least")] = 0,
+    start: Position = 0,
+) -> SearchPage:
+    """Leaves by the words of their path, their dtype and their size; `start` is a leaf's number."""
+    _, outline = queries.opened(request.app.state.library, checkpoint_id)
+    return leaves_page(outline, q, start, dtype, larger)
+
+
+@api.get("/checkpoints/{checkpoint_id}/balance")
+def get_balance(request: Request, checkpoint_id: str) -> BalancePage:
+    """What each rank wrote."""
+    _, outline = queries.opened(request.app.state.library, checkpoint_id)
+    return balance_page(outline)
+
+
+@api.get("/checkpoints/{checkpoint_id}/files/{number}/checksums")
+def get_checksums(request: Request, checkpoint_id: str, number: int, start: Position = 0) -> ChecksumsPage:
+    """Compares a part of a shard with its checksums; `next` says where to go on."""
+    library = request.app.state.library
+    _, outline = queries.opened(library, checkpoint_id)
+    return checksums_page(library.checkpoint(checkpoint_id)[1].path, outline, number, start)
