@@ -66,7 +66,7 @@ function balance(canvas, found) {
     height: () => 130,
     draw: (g, width, height) => {
       g.clearRect(0, 0, width, height);
-      const room = height - EDGE.top - EDGE.bottom, floor = height - EDGE.bottom, w = Math.min(90, (width - EDGE.left - EDGE.right) / count), gap = w > 5 ? Math.min(6, w * 0.15) : 0;
+      const room = height - EDGE.top - EDGE.bottom, floor = height - EDGE.bottom, w = Math.min(240, (width - EDGE.left - EDGE.right) / count), gap = w > 5 ? Math.min(6, w * 0.15) : 0;
       found.nbytes.forEach((nbytes, at) => {
         const h = Math.max(nbytes ? 1 : 0, (nbytes / most) * room), x = EDGE.left + at * w + gap / 2;
         g.fillStyle = colour(at === chosen ? "--text" : nbytes > 1.2 * found.mean ? "--c5" : "--c0");
@@ -86,7 +86,7 @@ function balance(canvas, found) {
   });
   selectable(canvas, {
     count: () => count,
-    at: (x) => { const at = Math.floor((x - EDGE.left) / Math.min(90, (canvas.clientWidth - EDGE.left - EDGE.right) / count)); return at >= 0 && at < count ? at : -1; },
+    at: (x) => { const at = Math.floor((x - EDGE.left) / Math.min(240, (canvas.clientWidth - EDGE.left - EDGE.right) / count)); return at >= 0 && at < count ? at : -1; },
     select: (at) => {
       chosen = at;
       redraw();

@@ -115,7 +115,8 @@ def statistics_of(data: np.ndarray, dtype: str) -> Statistics | None:
         finite += len(numbers)
         if len(numbers):
             low, high = min(low, float(numbers.min())), max(high, float(numbers.max()))
-            total += float(numbers.sum())
+            with np.errstate(over="ignore"):  # then the mean is infinite, too
+                total += float(numbers.sum())
     if not finite:
         return Statistics(count, nan, infinite, zero, None, None, None, None, None, (), ())
     return _moments(data, dtype, (count, nan, infinite, zero), finite, total / finite, low, high)

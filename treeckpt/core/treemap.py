@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -122,7 +121,8 @@ def _by_writer(index: Index, by: By) -> tuple[list[str], np.ndarray, np.ndarray,
     parts = [_pieces(leaf) for leaf in index.entries if leaf.spec is not None]
     columns = [np.concatenate(column) for column in zip(*(p for p in parts if p is not None), strict=True)]
     if not columns:
-        return [], *(np.empty(0, np.int64) for _ in range(3))
+        none = np.empty(0, np.int64)
+        return [], none, none, none
     leaf, rank, start, nbytes = columns
     group = rank if by == "rank" else _files(index, rank, start)
     keys, where = np.unique(np.stack([group, leaf]), axis=1, return_inverse=True)
@@ -182,12 +182,13 @@ def _files(index: Index, rank: np.ndarray, start: np.ndarray) -> np.ndarray:
 
 
 def _by_group(
-    index: Index, names: Sequence[str], group: np.ndarray, leaf: np.ndarray, nbytes: np.ndarray, count: int
+    index: Index, names: list[str], group: np.ndarray, leaf: np.ndarray, nbytes: np.ndarray, count: int
 ) -> list[Box]:
     total = int(nbytes.sum())
-    sums = np.bincount(group, nbytes, len(names)).astype(np.int64) if len(group) else np.zeros(len(names), np.int64)
+    sums = np.bincount(group, nbytes, len(names)).astype(np.int64)
     boxes = [Box(-1, "", total)]
-    largest = [at for at in np.argsort(-sums, kind="stable").tolist() if sums[at]]
+    order: list[int] = np.argsort(-sums, kind="stable").tolist()
+    largest = [at for at in order if sums[at]]
     where: dict[int, int] = {}
     for at in largest[: max(1, count // 2)]:
         where[at] = len(boxes)
@@ -195,7 +196,7 @@ def _by_group(
     if rest := largest[len(where) :]:
         boxes.append(Box(0, "", int(sums[rest].sum()), more=len(rest)))
     left = {at: int(sums[at]) for at in where}
-    members = np.bincount(group[leaf >= 0], minlength=len(names)).tolist() if len(group) else []
+    members: list[int] = np.bincount(group[leaf >= 0], minlength=len(names)).tolist()
     for share in np.argsort(-nbytes, kind="stable")[: max(0, count - len(boxes) - len(where))].tolist():
         at, number, size = int(group[share]), int(leaf[share]), int(nbytes[share])
         if number < 0 or size * POINT < total:
