@@ -173,8 +173,11 @@ const href = (row) => `${base}checkpoints/${encodeURIComponent(checkpoint)}/leav
 
 let whole = 0;
 
-/** @param {Item} item @param {number} number @param {number} place */
-function draw(item, number, place) {
+/** The rows that are drawn. @type {Map<Item, { line: HTMLElement, content: string }>} */
+let lines = new Map();
+
+/** @param {Item} item @param {number} number */
+function draw(item, number) {
   const row = item.row();
   const leaf = row !== null && row.leaf !== null;
   const name = row === null ? "…" : item.name(row) || "(root)";
@@ -184,9 +187,8 @@ function draw(item, number, place) {
   const what = row === null ? "" : leaf ? row.text : `${row.text} · ${numberText(row.leaves)} ${row.leaves === 1 ? "leaf" : "leaves"}`;
   if (row && !row.share && whole) row.share = row.nbytes / whole;
   const line = make("div", { role: "treeitem", class: "row", id: `row-${number}`, "aria-level": item.level, "aria-setsize": item.parent?.kids?.count ?? 1, "aria-posinset": item.at + 1,
-    "aria-selected": item === current ? "true" : "false", "aria-expanded": canOpen(item) ? String(item.open) : null },
+    "aria-expanded": canOpen(item) ? String(item.open) : null },
     key, make("span", { class: "what", title: what }, what), row?.nbytes ? bar(row.share) : make("span"), make("span", { class: "size" }, row?.nbytes ? bytesText(row.nbytes) : ""));
-  line.style.top = `${place}px`;
   line.style.height = `${rowHeight()}px`;
   line.style.paddingLeft = `${8 + (item.level - 1) * (narrow.matches ? 12 : 20)}px`;
   line.addEventListener("click", (event) => {
@@ -206,10 +208,24 @@ function render() {
   const scale = all > tall ? (all - view) / (tall - view) : 1;
   const from = holder.scrollTop * scale, first = Math.max(0, Math.floor(from / height) - 4);
   const last = Math.min(root.total, Math.ceil((from + view) / height) + 4);
-  /** @type {HTMLElement[]} */
-  const lines = [];
-  for (let number = first; number < last; number += 1) lines.push(draw(below(root, number), number, holder.scrollTop + number * height - from));
-  sizer.replaceChildren(...lines);
+  // rows that stay the same stay in place: one that is replaced under the pointer would never get its click
+  const before = lines;
+  lines = new Map();
+  for (let number = first; number < last; number += 1) {
+    const item = below(root, number), content = `${number} ${item.row() !== null} ${item.open} ${item.parent?.kids?.count} ${height}`;
+    const kept = before.get(item);
+    const line = kept?.content === content ? kept.line : draw(item, number);
+    line.setAttribute("aria-selected", String(item === current));
+    line.style.top = `${holder.scrollTop + number * height - from}px`;
+    lines.set(item, { line, content });
+  }
+  const stay = new Set([...lines.values()].map(({ line }) => line));
+  for (const line of [...sizer.children]) if (!stay.has(/** @type {HTMLElement} */ (line))) line.remove();
+  let next = sizer.firstElementChild;
+  for (const line of stay) {
+    if (line === next) next = next.nextElementSibling;
+    else sizer.insertBefore(line, next);
+  }
   const at = current ? numberOf(current) : -1;
   if (current && at >= first && at < last) holder.setAttribute("aria-activedescendant", `row-${at}`);
   else holder.removeAttribute("aria-activedescendant");
