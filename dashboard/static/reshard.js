@@ -21,7 +21,7 @@ const shade = (nbytes) => 0.12 + 0.88 * Math.sqrt(nbytes / most);
 const rowHeight = Math.max(2, Math.min(26, 640 / Math.max(1, ranks.length)));
 
 /** @param {number} width */
-const columnWidth = (width) => Math.min(240, (width - EDGE.left - EDGE.right) / files);
+const columnWidth = (width) => (width - EDGE.left - EDGE.right) / files;
 
 /** @param {CanvasRenderingContext2D} g @param {number} width @param {number} height */
 function draw(g, width, height) {

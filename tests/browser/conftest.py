@@ -97,8 +97,9 @@ def accessible():
     """Asserts that axe finds nothing to object to on a page as it is now."""
     axe = Axe()
 
-    def check(page, name):
-        found = axe.run(page, options={"preload": False, "resultTypes": ["violations"]})
+    def check(page, name, only=None):
+        options = {"preload": False, "resultTypes": ["violations"]} | ({"runOnly": [only]} if only else {})
+        found = axe.run(page, options=options)
         rules = [(v["id"], [n["html"][:150] for n in v["nodes"][:3]]) for v in found.response["violations"]]
         assert rules == [], name
 

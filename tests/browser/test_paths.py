@@ -285,10 +285,11 @@ PLACES = [
 def test_axe_finds_nothing_to_object_to(watched, address, accessible, scheme):
     page = watched(address, color_scheme=scheme)
     checkpoint = page.get_by_role("link", name="step 700").get_attribute("href").removeprefix("./")
-    for place in PLACES if scheme == "light" else PLACES[1::2]:
+    for place in PLACES if scheme == "light" else PLACES[:3]:
         page.goto(f"{address}/{place.format(c=checkpoint)}")
         page.wait_for_load_state("networkidle")
-        accessible(page, place)
+        # the dark pages differ from the light ones in nothing but colours
+        accessible(page, place, only=None if scheme == "light" else "color-contrast")
 
 
 def test_a_place_behind_a_proxys_path_works_as_well(watched, serve, run):
