@@ -20,11 +20,13 @@ __all__ = [
     "FilesPage",
     "Group",
     "LeafPage",
+    "LoadingPage",
     "MapPage",
     "MeshPart",
     "NodeRow",
     "PhaseRow",
     "RankRow",
+    "ReadingRow",
     "RunPage",
     "RunPart",
     "RunsPage",
@@ -159,6 +161,26 @@ class CheckpointPage:
     groups: list[Group]
     tree: TreePage | None
     found: SearchPage | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingRow:
+    """How far the first reading of a large index is."""
+
+    phase: str
+    done: int
+    total: int
+    share: float | None
+    """From 0 to 1; None where it is not known."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingPage:
+    """A checkpoint whose index is still being read."""
+
+    checkpoint: CheckpointRow
+    progress: ReadingRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,34 @@ from treeckpt.core.outline import Outline, Row, leaf_nbytes
 from treeckpt.core.records import Index, Leaf
 from treeckpt.core.wording import value_text, value_type, visible
 
-from .library import Library, Missing, Run
+from .library import Library, Missing, ReadingInfo, Run
 from .pages import (
     CheckpointPage,
     CheckpointRow,
     Fact,
     Group,
+    LoadingPage,
     NodeRow,
+    ReadingRow,
     RunPage,
     RunPart,
     RunsPage,
     SearchPage,
     TreePage,
 )
+from .reading import Reading
 
-__all__ = ["above", "checkpoint_page", "checkpoint_row", "opened", "run_page", "runs_page", "search_page", "tree_page"]
+__all__ = [
+    "above",
+    "checkpoint_page",
+    "checkpoint_row",
+    "loading_page",
+    "opened",
+    "run_page",
+    "runs_page",
+    "search_page",
+    "tree_page",
+]
 
 PAGE = 100
 
@@ -40,6 +53,12 @@ def moment(ns: int | None) -> str | None:
         return None
 
 
+def _status(info: CheckpointInfo) -> str:
+    if isinstance(info, ReadingInfo):
+        return "reading"
+    return "saving" if info.status == "partial" and info.saving else info.status
+
+
 def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> CheckpointRow:
     """One directory of a run."""
     rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.status != "partial" else None
@@ -48,7 +67,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         run=run.id,
         run_name=run.name,
         name=visible(info.name),
-        status=info.status,
+        status=_status(info),
         step=info.step,
         save_id=info.save_id,
         world=info.world,
@@ -101,6 +120,14 @@ def opened(library: Library, checkpoint_id: str) -> tuple[CheckpointRow, Outline
     if not row.readable:
         raise Missing(f"This checkpoint is {row.status}: {row.error}")
     return row, library.outline(info)
+
+
+def loading_page(library: Library, checkpoint_id: str, reading: Reading) -> LoadingPage:
+    """A checkpoint whose index is still being read, as far as it is known."""
+    run, info = library.name_of(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, run, info)
+    share = reading.done / reading.total if reading.phase == "write" and reading.total else None
+    return LoadingPage(row, ReadingRow(reading.phase, reading.done, reading.total, share, reading.seconds))
 
 
 def node_row(index: Index, row: Row) -> NodeRow:

@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -36,13 +36,17 @@ from .underway import SaveUnderWay, saves_under_way
 __all__ = [
     "CheckpointInfo",
     "FileCache",
+    "Recall",
     "Status",
+    "Summary",
     "is_checkpoint",
     "look",
+    "newest_first",
     "read_index",
     "read_timings",
     "scan",
     "step_of",
+    "summarize",
 ]
 
 Status = Literal["complete", "partial", "corrupt", "foreign"]
@@ -79,7 +83,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     """Saves into this directory that have not ended."""
 
 
-class _Summary(msgspec.Struct, frozen=True):
+class Summary(msgspec.Struct, frozen=True):
     """What a list of checkpoints needs of an index."""
 
     save_id: str
@@ -91,6 +95,14 @@ class _Summary(msgspec.Struct, frozen=True):
     sizes: tuple[tuple[str, int], ...]
     """Every shard and its size as a file."""
     metrics: dict[str, float]
+
+
+class Recall(Protocol):
+    """Something that remembers what was made of files."""
+
+    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+        """`read()`, or its result or error from before; `entry` is the file that it reads, as it is now."""
+        ...
 
 
 class FileCache:
@@ -149,17 +161,20 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     return codec.read_index(LocalStore(path))
 
 
-def read_timings(path: str | os.PathLike[str]) -> Timings:
+def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None = None) -> Timings:
     """The timing record of a checkpoint: of the save that its index names, else of the newest save that left one.
+
+    Args:
+        save_id: that the index names, where that is known already: then it is not read.
 
     Raises:
         CheckpointNotFound: there is none.
         CheckpointError: it cannot be read.
     """
-    folder = LocalFolder(path)
-    save_id = None
-    with contextlib.suppress(TreeckptError):
-        save_id = codec.read_index(folder.store).save_id
+    folder = LocalFolder(path) if isinstance(path, (str, os.PathLike)) else path
+    if save_id is None:
+        with contextlib.suppress(TreeckptError):
+            save_id = codec.read_index(folder.store).save_id
     return _read_timings(folder, _timings_file(folder, _regular(folder.entries()), save_id))
 
 
@@ -200,7 +215,7 @@ def _is_ours(name: str) -> bool:
     return kind_of(name) is not None
 
 
-def scan(run: str | os.PathLike[str] | RunStore, *, cache: FileCache | None = None) -> list[CheckpointInfo]:
+def scan(run: str | os.PathLike[str] | RunStore, *, cache: Recall | None = None) -> list[CheckpointInfo]:
     """Every checkpoint of a run, newest first, then what is none; a checkpoint's own path gives that one.
 
     Names that start with a dot, and what is no directory, are left out. A run that cannot be listed is empty.
@@ -209,16 +224,15 @@ def scan(run: str | os.PathLike[str] | RunStore, *, cache: FileCache | None = No
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         return [look(run, cache=cache, follow=True)]
     store = open_run(run)
-    return sorted((look(store.folder(name), cache=cache) for name in store.names()), key=_newest_first)
+    return sorted((look(store.folder(name), cache=cache) for name in store.names()), key=newest_first)
 
 
-def _newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:
+def newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:
+    """The key by which checkpoints are listed."""
     return info.status == "foreign", info.step is None, -(info.step or 0), -(info.created_ns or 0), info.name
 
 
-def look(
-    path: str | os.PathLike[str] | Folder, *, cache: FileCache | None = None, follow: bool = False
-) -> CheckpointInfo:
+def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, follow: bool = False) -> CheckpointInfo:
     """What one directory is.
 
     Args:
@@ -233,7 +247,7 @@ def look(
     files = _regular(entries)
     if (index := entries.get(INDEX_NAME)) is not None:
         try:
-            summary = cache.recall((folder.url, "summary"), index, lambda: _summarize(folder))
+            summary = cache.recall((folder.url, "summary"), index, lambda: summarize(codec.read_index(folder.store)))
         except TreeckptError as error:
             return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
         return _with_index(folder, summary, files, cache)
@@ -244,10 +258,10 @@ def look(
     return CheckpointInfo(name, folder.url, "foreign", error=error)
 
 
-def _summarize(folder: Folder) -> _Summary:
-    index = codec.read_index(folder.store)
+def summarize(index: Index) -> Summary:
+    """What a list of checkpoints needs of an index."""
     sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
-    return _Summary(
+    return Summary(
         save_id=index.save_id,
         step=index.step,
         world=index.world,
@@ -279,12 +293,12 @@ def _took(folder: Folder, name: str) -> tuple[float, str | None]:
     return profile_of(timings).seconds, timings.error
 
 
-def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: FileCache) -> tuple[float, str | None]:
+def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: Recall) -> tuple[float, str | None]:
     name = _timings_file(folder, files, save_id)
     return cache.recall((f"{folder.url}/{name}", "took"), files[name], lambda: _took(folder, name))
 
 
-def _with_index(folder: Folder, summary: _Summary, files: Files, cache: FileCache) -> CheckpointInfo:
+def _with_index(folder: Folder, summary: Summary, files: Files, cache: Recall) -> CheckpointInfo:
     seconds = None
     with contextlib.suppress(TreeckptError):  # timings are a record beside the checkpoint, not part of its state
         seconds, _ = _recall_took(folder, files, summary.save_id, cache)
@@ -307,7 +321,7 @@ def _with_index(folder: Folder, summary: _Summary, files: Files, cache: FileCach
     )
 
 
-def _shards_problem(summary: _Summary, files: Files) -> str | None:
+def _shards_problem(summary: Summary, files: Files) -> str | None:
     bad: list[str] = []
     for shard, size in summary.sizes:
         if shard not in files:
@@ -317,7 +331,7 @@ def _shards_problem(summary: _Summary, files: Files) -> str | None:
     return f"{len(bad)} of {len(summary.sizes)} shards are not as saved: {bad[0]}" if bad else None
 
 
-def _without_index(folder: Folder, files: Files, cache: FileCache) -> CheckpointInfo:
+def _without_index(folder: Folder, files: Files, cache: Recall) -> CheckpointInfo:
     shards = {n: parsed for n in files if (parsed := parse_shard_name(n)) is not None}
     newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
     text, seconds = "no index: the save is under way, or never finished", None
