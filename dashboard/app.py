@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
@@ -17,11 +18,15 @@ from treeckpt.core.errors import TreeckptError
 from treeckpt.core.policy import Policy
 
 from .cache import Cache, default_directory
+from .keeping import KeepError
 from .library import Library, Missing
+from .ops import Speeds
 from .queries import loading_page
 from .reading import StillReading
 from .render import render, templates
 from .routes import api, pages
+from .run_routes import Unchanged, run_api, run_pages
+from .runs import CursorError
 from .security import LOOPBACK_HOSTS, Guard
 
 __all__ = ["create_app"]
@@ -55,12 +60,17 @@ def create_app(
         title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json", lifespan=_lifespan
     )
     app.state.library = Library(runs, cache=Cache(cache), policies=policies)
+    app.state.boot = secrets.token_hex(8)
+    app.state.speeds = Speeds()
     app.state.templates = templates()
-    app.include_router(api)
-    app.include_router(pages)
+    for router in (run_api, run_pages, api, pages):
+        app.include_router(router)
     app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
     app.add_exception_handler(Missing, _missing)
     app.add_exception_handler(StillReading, _still_reading)
+    app.add_exception_handler(Unchanged, _unchanged)
+    app.add_exception_handler(KeepError, _senseless)
+    app.add_exception_handler(CursorError, _senseless)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(TreeckptError, _unreadable)
@@ -101,6 +111,15 @@ def _still_reading(request: Request, error: Exception) -> Response:
 
 def _missing(request: Request, error: Exception) -> Response:
     return _answer(request, 404, str(error))
+
+
+def _unchanged(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Unchanged), "it is registered for these"
+    return Response(status_code=304, headers={"ETag": error.tag})
+
+
+def _senseless(request: Request, error: Exception) -> Response:
+    return _answer(request, 422, str(error))
 
 
 def _http_error(request: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from treeckpt import catalog
@@ -114,6 +114,7 @@ class Library:
         self._timings = FileCache(6)
         self.watches = {run.id: self._watch(run, clock) for run in self.runs}
         self._known: dict[str, tuple[Run, str]] = {}
+        self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
 
     def _watch(self, run: Run, clock: Callable[[], float]) -> Watch:
         return Watch(run.store, lambda name: self._look(run, name), clock=clock)
@@ -124,7 +125,7 @@ class Library:
         self._known[_id(str(run.path), name)] = (run, name)
         modified = folder.modified_ns()
         try:
-            info = catalog.look(folder, cache=_Reads(self, run, folder), follow=isinstance(run.store, _Single))
+            info = catalog.look(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
             return Known(info, modified)
         except StillReading:
             return Known(_unread(folder), None)
@@ -147,7 +148,10 @@ class Library:
         watch = self.watches[run.id]
         watch.refresh() if wait is None else watch.refresh(wait=wait)
         watch.see([info.name for info in watch.infos if isinstance(info, ReadingInfo)])
-        return [(self.id_of(run, info), info) for info in watch.infos]
+        infos, kept = watch.infos, self._lists.get(run.id)
+        if kept is None or kept[0] is not infos:
+            kept = self._lists[run.id] = (infos, [(self.id_of(run, info), info) for info in infos])
+        return kept[1]
 
     @staticmethod
     def id_of(run: Run, info: CheckpointInfo) -> str:
@@ -169,7 +173,7 @@ class Library:
         folder = run.store.folder(name)
         if folder.modified_ns() is None:
             raise Missing("This checkpoint is gone.")
-        info = catalog.look(folder, cache=_Reads(self, run, folder), follow=isinstance(run.store, _Single))
+        info = catalog.look(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
         return run, info
 
     def _find(self, checkpoint_id: str) -> None:
@@ -218,6 +222,15 @@ class Library:
         entry = folder.entries().get(timings_name(save_id), Entry(-1, 0))
         return self._timings.recall((folder.url, save_id), entry, lambda: catalog.read_timings(folder, save_id=save_id))
 
+    @staticmethod
+    def is_run(run: Run) -> bool:
+        """Whether it is a run, not a checkpoint by itself."""
+        return not isinstance(run.store, _Single)
+
+    def remembering(self, run: Run) -> catalog.Recall:
+        """What a look at a run's directories remembers by."""
+        return _Reads(self, run)
+
     @property
     def reading(self) -> bool:
         """Whether large indexes are being read."""
@@ -227,25 +240,28 @@ class Library:
         """Writes the cache out."""
         self.cache.close()
 
-    def summary(self, run: Run, folder: Folder, entry: Entry) -> catalog.Summary:
+    def summary(self, run: Run, url: str, entry: Entry) -> catalog.Summary:
         """The summary of a large index, from its table.
+
+        Args:
+            url: of its folder.
 
         Raises:
             StillReading: it is being read for the first time.
             CheckpointError: it is not to be read.
         """
-        return self._reader.outline(run.place, folder, entry).summary
+        return self._reader.outline(run.place, run.store.folder(PurePath(url).name), entry).summary
 
 
 class _Reads:
     """What `catalog` remembers by: a large index is never decoded by the server itself."""
 
-    def __init__(self, library: Library, run: Run, folder: Folder) -> None:
-        self._library, self._run, self._folder = library, run, folder
+    def __init__(self, library: Library, run: Run) -> None:
+        self._library, self._run = library, run
 
     def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
         cache = self._library.cache
         if key[1] != "summary" or not is_large(entry) or not entry.regular:
             return cache.recall(key, entry, read)
-        summary: Any = lambda: self._library.summary(self._run, self._folder, entry)  # noqa: E731
+        summary: Any = lambda: self._library.summary(self._run, key[0], entry)  # noqa: E731
         return cache.recall(key, entry, summary)

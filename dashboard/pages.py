@@ -6,7 +6,7 @@ whoever draws them escapes them. `nbytes` counts bytes; times are seconds, or IS
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = [
     "CheckpointPage",
@@ -20,16 +20,11 @@ __all__ = [
     "FilesPage",
     "Group",
     "LeafPage",
-    "LoadingPage",
     "MapPage",
     "MeshPart",
     "NodeRow",
     "PhaseRow",
     "RankRow",
-    "ReadingRow",
-    "RunPage",
-    "RunPart",
-    "RunsPage",
     "SearchPage",
     "SpanRow",
     "StripPage",
@@ -59,36 +54,15 @@ class CheckpointRow:
     error: str | None
     readable: bool
     """Whether there is an index to browse."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunPart:
-    """One run and a page of its checkpoints, newest first."""
-
-    id: str
-    name: str
-    path: str
-    total: int
-    complete: int
-    nbytes: int
-    newest_step: int | None
-    start: int
-    next: int | None
-    checkpoints: list[CheckpointRow]
-
-
-@dataclass(frozen=True, slots=True)
-class RunsPage:
-    """Every run that the dashboard was given."""
-
-    runs: list[RunPart]
-
-
-@dataclass(frozen=True, slots=True)
-class RunPage:
-    """One run."""
-
-    run: RunPart
+    pinned: bool = False
+    kept: list[str] = field(default_factory=list[str])
+    """Why it stays; empty where that was not asked, or nothing keeps it."""
+    goes: bool = False
+    """Whether the next clean-up deletes it."""
+    saved: float | None = None
+    """From 0 to 1, of a save under way."""
+    phase: str | None = None
+    """Of a save under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,26 +135,6 @@ class CheckpointPage:
     groups: list[Group]
     tree: TreePage | None
     found: SearchPage | None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadingRow:
-    """How far the first reading of a large index is."""
-
-    phase: str
-    done: int
-    total: int
-    share: float | None
-    """From 0 to 1; None where it is not known."""
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class LoadingPage:
-    """A checkpoint whose index is still being read."""
-
-    checkpoint: CheckpointRow
-    progress: ReadingRow
 
 
 @dataclass(frozen=True, slots=True)

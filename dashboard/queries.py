@@ -17,16 +17,12 @@ from .pages import (
     CheckpointRow,
     Fact,
     Group,
-    LoadingPage,
     NodeRow,
-    ReadingRow,
-    RunPage,
-    RunPart,
-    RunsPage,
     SearchPage,
     TreePage,
 )
 from .reading import Reading
+from .run_pages import LoadingPage, ReadingRow
 
 __all__ = [
     "above",
@@ -34,9 +30,8 @@ __all__ = [
     "checkpoint_row",
     "loading_page",
     "opened",
-    "run_page",
-    "runs_page",
     "search_page",
+    "status_of",
     "tree_page",
 ]
 
@@ -53,7 +48,8 @@ def moment(ns: int | None) -> str | None:
         return None
 
 
-def _status(info: CheckpointInfo) -> str:
+def status_of(info: CheckpointInfo) -> str:
+    """complete, saving, partial, corrupt, foreign, or reading: its large index is read for the first time."""
     if isinstance(info, ReadingInfo):
         return "reading"
     return "saving" if info.status == "partial" and info.saving else info.status
@@ -67,7 +63,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         run=run.id,
         run_name=run.name,
         name=visible(info.name),
-        status=_status(info),
+        status=status_of(info),
         step=info.step,
         save_id=info.save_id,
         world=info.world,
@@ -78,35 +74,10 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         rate=rate,
         error=visible(info.error) if info.error else None,
         readable=info.leaves is not None,
+        pinned=info.pinned,
+        saved=info.saving[-1].fraction if info.saving else None,
+        phase=info.saving[-1].phase if info.saving else None,
     )
-
-
-def _run_part(library: Library, run: Run, start: int, count: int) -> RunPart:
-    found = library.checkpoints(run)
-    ours = [info for _, info in found if info.status != "foreign"]
-    return RunPart(
-        id=run.id,
-        name=run.name,
-        path=visible(str(run.path)),
-        total=len(found),
-        complete=sum(info.status == "complete" for info in ours),
-        nbytes=sum(info.nbytes or 0 for info in ours),
-        newest_step=next((info.step for info in ours if info.status == "complete"), None),
-        start=start,
-        next=start + count if start + count < len(found) else None,
-        checkpoints=[checkpoint_row(i, run, info) for i, info in found[start : start + count]],
-    )
-
-
-def runs_page(library: Library) -> RunsPage:
-    """Every run with its newest checkpoints."""
-    count = PAGE if len(library.runs) == 1 else 20
-    return RunsPage([_run_part(library, run, 0, count) for run in library.runs])
-
-
-def run_page(library: Library, run_id: str, start: int) -> RunPage:
-    """One run from its checkpoint number `start` on."""
-    return RunPage(_run_part(library, library.run(run_id), start, PAGE))
 
 
 def opened(library: Library, checkpoint_id: str) -> tuple[CheckpointRow, Outline]:

@@ -22,6 +22,8 @@ __all__ = ["FRESH", "Known", "Progress", "Watch"]
 FRESH = 1.0
 """Seconds for which a run is not looked at again."""
 REVISED = 64
+ENOUGH = 100
+"""Directories that are known after which the first look is not waited for: a page is full."""
 SOON = 0.3
 """Seconds for which a request waits for a look; past that it gets what is known."""
 
@@ -43,6 +45,13 @@ class Progress:
     complete: bool
 
 
+class _Look:
+    """A look under way: whether what is new was seen, and all of it."""
+
+    def __init__(self) -> None:
+        self.listed, self.done = threading.Event(), threading.Event()
+
+
 class Watch:
     """One run.
 
@@ -59,7 +68,7 @@ class Watch:
         self._known: dict[str, Known] = {}
         self._sorted: tuple[int, list[CheckpointInfo]] = (-1, [])
         self._looked: float | None = None
-        self._running: threading.Event | None = None
+        self._running: _Look | None = None
         self._slow = False
         self._revised = 0
         self.version = 0
@@ -67,29 +76,36 @@ class Watch:
         self.progress = Progress(0, 0, False)
 
     def refresh(self, *, wait: float = SOON) -> None:
-        """Starts a look if the last one is not fresh any more, and waits for it if that is not for long."""
+        """Starts a look if the last one is not fresh any more, and waits for it if that is not for long.
+
+        Of a run that takes longer to look at, only what is new is waited for, or the first page of it.
+        """
         with self._lock:
             running = self._running
             if running is None:
                 if self._looked is not None and self._clock() - self._looked <= FRESH:
                     return
-                running = self._running = threading.Event()
+                running = self._running = _Look()
                 threading.Thread(target=self._run, args=(running,), daemon=True).start()
-            wait = 0.0 if self._slow and wait <= SOON else wait
-        running.wait(wait)
+            enough = not self.progress.complete and len(self._known) >= ENOUGH
+        if wait > SOON or not (enough or self._slow):
+            running.done.wait(wait)
+        elif not enough:
+            running.listed.wait(wait)
 
-    def _run(self, running: threading.Event) -> None:
+    def _run(self, look: _Look) -> None:
         started = time.monotonic()
         try:
-            self._scan()
+            self._scan(look)
         finally:
             with self._lock:
                 self._looked = self._clock()
                 self._slow = self.progress.complete and time.monotonic() - started > SOON / 4
                 self._running = None
-            running.set()
+            look.listed.set()
+            look.done.set()
 
-    def _scan(self) -> None:
+    def _scan(self, look: _Look) -> None:
         names = sorted(self._store.names(), key=lambda name: (-(step_of(name) or 0), name))
         with self._lock:
             gone = self._known.keys() - set(names)
@@ -97,6 +113,11 @@ class Watch:
                 del self._known[name]
             self.version += bool(gone)
         complete = self.progress.complete
+        if complete:
+            for name in names:
+                if name not in self._known:
+                    self._see(name)
+            look.listed.set()
         revised = set(self._turn(names))
         for seen, name in enumerate(names, 1):
             self._see(name, always=name in revised)

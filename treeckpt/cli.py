@@ -101,6 +101,13 @@ def _add_dashboard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME", help="accept this Host header too, e.g. a proxy's"
     )
+    parser.add_argument(
+        "--keep",
+        default="",
+        metavar="POLICIES",
+        help="what the runs are kept by, e.g. 'last:3 every:1000 best:loss:min:2'",
+    )
+    parser.add_argument("--cache", metavar="DIR", help="its own files (default: $TREECKPT_CACHE or the user's cache)")
 
 
 def _version() -> str:
@@ -329,7 +336,7 @@ def _rebuild_index(options: argparse.Namespace) -> int:
 
 
 def _dashboard(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not Path(run).is_dir()]:
+    if missing := [run for run in options.runs if "://" not in run and not Path(run).is_dir()]:
         return _usage(f"{missing[0]}: no such directory")
     try:
         from treeckpt_dashboard.server import ServeError, serve
@@ -343,6 +350,8 @@ def _dashboard(options: argparse.Namespace) -> int:
             token=options.token if options.token != "" else os.environ.get("TREECKPT_TOKEN", ""),
             root_path=options.root_path,
             allowed_hosts=options.allow_host,
+            cache=options.cache,
+            keep=options.keep,
         )
     except ServeError as error:
         return _usage(str(error))
