@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sqlite3
 from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
@@ -74,7 +75,13 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(TreeckptError, _unreadable)
-    app.add_exception_handler(OSError, _unreadable)
+    for kind in (
+        OSError,
+        ArithmeticError,
+        RecursionError,
+        sqlite3.Error,
+    ):  # hostile numbers, hostile depth, a full disk
+        app.add_exception_handler(kind, _unreadable)
     app.add_middleware(Guard, hosts=allowed_hosts, token=token, root_path=root)
     return app
 

@@ -31,11 +31,14 @@ __all__ = [
     "loading_page",
     "opened",
     "search_page",
+    "short",
     "status_of",
     "tree_page",
 ]
 
 PAGE = 100
+MAX_NAME = 2000
+"""Characters of a name or a path that are shown."""
 
 
 def moment(ns: int | None) -> str | None:
@@ -46,6 +49,11 @@ def moment(ns: int | None) -> str | None:
         return datetime.fromtimestamp(ns / 1e9, UTC).isoformat(timespec="milliseconds")
     except (ValueError, OverflowError, OSError):
         return None
+
+
+def short(text: str) -> str:
+    """A name as stored, or its beginning: a hostile one may be as long as the index."""
+    return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}… ({len(text)} characters)"
 
 
 def status_of(info: CheckpointInfo) -> str:
@@ -106,8 +114,8 @@ def node_row(index: Index, row: Row) -> NodeRow:
     leaf = index.entries[row.first] if row.kind == "leaf" else None
     return NodeRow(
         node=row.node,
-        key=row.key,
-        path=row.path,
+        key=short(row.key),
+        path=short(row.path),
         kind=row.kind,
         cls=row.cls,
         children=row.children,
@@ -128,8 +136,8 @@ def leaf_row(index: Index, leaf: Leaf) -> NodeRow:
     """A leaf found by its number: its place in the tree is left out."""
     nbytes = leaf_nbytes(leaf)
     share = nbytes / index.nbytes if index.nbytes else 0.0
-    key = leaf.path.rpartition("/")[2]
-    return NodeRow("", key, leaf.path, "leaf", "", 0, 1, nbytes, share, leaf.number, leaf_text(index, leaf))
+    key = short(leaf.path.rpartition("/")[2])
+    return NodeRow("", key, short(leaf.path), "leaf", "", 0, 1, nbytes, share, leaf.number, leaf_text(index, leaf))
 
 
 def above(outline: Outline, name: str) -> list[NodeRow]:
@@ -170,7 +178,7 @@ def _groups(outline: Outline) -> list[Group]:
     rows = outline.children(node.node, count=10_000)
     total = outline.index.nbytes or 1
     rows = sorted((row for row in rows if row.nbytes), key=lambda row: -row.nbytes)
-    groups = [Group(row.key, row.nbytes, row.leaves, row.nbytes / total) for row in rows[:6]]
+    groups = [Group(short(row.key), row.nbytes, row.leaves, row.nbytes / total) for row in rows[:6]]
     if rest := rows[6:]:
         nbytes = sum(row.nbytes for row in rest)
         groups.append(Group(f"{len(rest)} more", nbytes, sum(row.leaves for row in rest), nbytes / total))
@@ -179,7 +187,7 @@ def _groups(outline: Outline) -> list[Group]:
 
 def _metadata(index: Index) -> Sequence[Fact]:
     pairs = list(index.metadata.items())[:PAGE]
-    return [Fact(name, value_type(value), value_text(value, 1000)) for name, value in pairs]
+    return [Fact(short(name), value_type(value), value_text(value, 1000)) for name, value in pairs]
 
 
 def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str, start: int) -> CheckpointPage:

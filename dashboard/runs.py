@@ -229,22 +229,22 @@ def _sorted(found: Found, sort: Sort) -> Found:
 def _cursor(info: CheckpointInfo) -> str:
     """Where a page ends: the last row, by its name and step."""
     name = info.name.encode("utf-8", "surrogateescape").hex()
-    return base64.urlsafe_b64encode(msgspec.json.encode([name, info.step])).decode().rstrip("=")
+    return base64.urlsafe_b64encode(msgspec.json.encode([name, str(info.step or 0)])).decode().rstrip("=")
 
 
 def _after(matching: Found, question: Question) -> int:
     """The position after the row of a cursor; of one that is gone, after those that stood before it."""
     try:
         padded = question.cursor + "=" * (-len(question.cursor) % 4)
-        name, step = msgspec.json.decode(base64.urlsafe_b64decode(padded), type=tuple[str, int | None])
-        name = bytes.fromhex(name).decode("utf-8", "surrogateescape")
+        name, step = msgspec.json.decode(base64.urlsafe_b64decode(padded), type=tuple[str, str])
+        step, name = int(step), bytes.fromhex(name).decode("utf-8", "surrogateescape")
     except ValueError as error:
         raise CursorError("this cursor is none that a page gave") from error
     for at, (_, info) in enumerate(matching):
         if info.name == name:
             return at + 1
     if question.sort == "newest":
-        return sum((info.step or 0) > (step or 0) for _, info in matching)
+        return sum((info.step or 0) > step for _, info in matching)
     if question.sort == "oldest":
-        return sum((info.step or 0) < (step or 0) for _, info in matching)
+        return sum((info.step or 0) < step for _, info in matching)
     return len(matching)

@@ -25,7 +25,7 @@ from .pages import (
     StripPage,
     TimingPage,
 )
-from .queries import PAGE, checkpoint_row
+from .queries import PAGE, checkpoint_row, short
 
 __all__ = ["file_page", "files_page", "strip_page", "timing_page"]
 
@@ -79,7 +79,7 @@ def file_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
     file = _file_of(index, number)
     extents = extents_in(index, file)
     rows = [
-        ExtentRow(e.leaf, index.entries[e.leaf].path, region_text(e.region), e.start, e.stop)
+        ExtentRow(e.leaf, short(index.entries[e.leaf].path), region_text(e.region), e.start, e.stop)
         for e in extents[start : start + PAGE]
     ]
     following = start + PAGE if start + PAGE < len(extents) else None
@@ -108,7 +108,7 @@ def strip_page(outline: Outline, number: int) -> StripPage:
 def _group_names(outline: Outline) -> dict[str, str]:
     """The first steps of paths that get a colour of their own: those with the most bytes."""
     rows = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)
-    return {row.key: row.key for row in rows[:MAX_GROUPS] if row.nbytes}
+    return {row.key: short(row.key) for row in rows[:MAX_GROUPS] if row.nbytes}
 
 
 def _joined(extents: Sequence[tuple[Extent, int]]) -> list[list[int]]:

@@ -290,7 +290,10 @@ def _is_number(value: object) -> bool:
 def _took(folder: Folder, name: str) -> tuple[float, str | None]:
     """Seconds that a save took, and its error."""
     timings = _read_timings(folder, name)
-    return profile_of(timings).seconds, timings.error
+    try:
+        return profile_of(timings).seconds, timings.error
+    except (ArithmeticError, LookupError) as error:  # times of any size, parents that are none
+        raise CorruptError(visible(f"{folder.url}/{name}"), expected="spans of a save", found=f"{error}") from error
 
 
 def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: Recall) -> tuple[float, str | None]:

@@ -38,6 +38,8 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     """
     if not 0 < index.world <= MAX_WORLD or SAVE_ID.fullmatch(index.save_id) is None:
         raise FormatError(name, expected="a save id and a world", found=f"{index.save_id!r:.40}, {index.world}")
+    if abs(index.created_ns) >= MAX_NBYTES:
+        raise FormatError(name, expected="a time in nanoseconds", found="a number of more than 62 bits")
     _check_files(index, name, manifest)
     for spec in index.specs:
         _check_spec(spec, name)
