@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from treeckpt.core.errors import TreeckptError
 from treeckpt.core.policy import Policy
 
+from . import routes_contents, routes_reshard
 from .cache import Cache, default_directory
 from .keeping import KeepError
 from .library import Library, Missing
@@ -64,8 +65,13 @@ def create_app(
     app.state.boot = secrets.token_hex(8)
     app.state.speeds = Speeds()
     app.state.templates = templates()
-    for router in (run_api, run_pages, api, pages):
-        app.include_router(router)
+    app.include_router(run_api)
+    app.include_router(run_pages)
+    app.include_router(api)
+    app.include_router(pages)
+    for more in (routes_contents, routes_reshard):
+        app.include_router(more.api)
+        app.include_router(more.pages)
     app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
     app.add_exception_handler(Missing, _missing)
     app.add_exception_handler(StillReading, _still_reading)

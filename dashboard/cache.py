@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from treeckpt.catalog import FileCache, Summary
+from treeckpt.catalog import FileCache, Summary, Took
 from treeckpt.io.runs import Entry
 
 from .tables import SCHEMA
@@ -35,7 +35,7 @@ BATCH = 256
 """Summaries that are written together."""
 
 T = TypeVar("T")
-_TYPES: dict[str, Any] = {"summary": Summary, "took": tuple[float, str | None]}
+_TYPES: dict[str, Any] = {"summary": Summary, "took": Took}
 
 
 def default_directory() -> Path:

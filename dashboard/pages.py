@@ -195,6 +195,12 @@ class LeafPage:
     dim_sizes: list[int]
     previous: int | None
     following: int | None
+    region: str
+    """The region that chunks were asked for, as it was typed; empty for all."""
+    found: list[int]
+    """The same as [offset per dimension, then size per dimension]; empty for all."""
+    problem: str | None
+    """Why that region is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +219,10 @@ class MapPage:
     files: dict[int, str]
     more: int
     """Regions beyond those drawn."""
+    missing: int
+    """Elements of the plane that no region holds; 0 where not all regions are drawn."""
+    overlaps: list[list[int]]
+    """[top, left, bottom, right] of what two regions hold, which no save writes."""
 
 
 @dataclass(frozen=True, slots=True)

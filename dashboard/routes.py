@@ -30,6 +30,7 @@ Node = Annotated[str, Query(max_length=1000, description="positions of a node fr
 Words = Annotated[str, Query(max_length=500, description="words that a path must hold")]
 Dim = Annotated[int | None, Query(ge=0, le=64)]
 At = Annotated[str, Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
+RegionText = Annotated[str, Query(max_length=500, description="a part of an array, as `100:200, :, 7`")]
 Number = int
 
 api = APIRouter(prefix="/api/v1")
@@ -63,10 +64,12 @@ def get_search(request: Request, checkpoint_id: str, q: Words, start: Start = 0)
 
 
 @api.get("/checkpoints/{checkpoint_id}/leaves/{number}")
-def get_leaf(request: Request, checkpoint_id: str, number: Number, start: Start = 0) -> LeafPage:
-    """One leaf, with a page of its chunks."""
+def get_leaf(
+    request: Request, checkpoint_id: str, number: Number, start: Start = 0, region: RegionText = ""
+) -> LeafPage:
+    """One leaf, with a page of its chunks, or of those with elements of a region."""
     row, outline = queries.opened(_library(request), checkpoint_id)
-    return arrays.leaf_page(row, outline, number, start)
+    return arrays.leaf_page(row, outline, number, start, region)
 
 
 @api.get("/checkpoints/{checkpoint_id}/leaves/{number}/chunks")
@@ -117,8 +120,10 @@ def show_checkpoint(
 
 
 @pages.get("/checkpoints/{checkpoint_id}/leaves/{number}")
-def show_leaf(request: Request, checkpoint_id: str, number: Number, start: Start = 0) -> HTMLResponse:
-    return render(request, "leaf.html", get_leaf(request, checkpoint_id, number, start))
+def show_leaf(
+    request: Request, checkpoint_id: str, number: Number, start: Start = 0, region: RegionText = ""
+) -> HTMLResponse:
+    return render(request, "leaf.html", get_leaf(request, checkpoint_id, number, start, region))
 
 
 @pages.get("/checkpoints/{checkpoint_id}/files")

@@ -96,13 +96,30 @@ def strip_page(outline: Outline, number: int) -> StripPage:
     index = outline.index
     file = _file_of(index, number)
     names = _group_names(outline)
-    groups = ["header", *dict.fromkeys(names.values()), "other parts"]
+    groups = ["header", *dict.fromkeys(names.values()), "other parts", "padding"]
     where = {name: at for at, name in enumerate(groups)}
     extents = extents_in(index, file)
     segments = _joined(
-        [(e, where.get(names.get(index.entries[e.leaf].path.partition("/")[0], ""), len(groups) - 1)) for e in extents]
+        [(e, where.get(names.get(index.entries[e.leaf].path.partition("/")[0], ""), len(groups) - 2)) for e in extents]
     )
-    return StripPage(number, file.header + file.nbytes, groups, [[0, file.header, 0], *segments])
+    return StripPage(
+        number,
+        file.header + file.nbytes,
+        groups,
+        [[0, file.header, 0], *segments, *_unused(file, extents, len(groups) - 1)],
+    )
+
+
+def _unused(file: File, extents: Sequence[Extent], group: int) -> list[list[int]]:
+    """Bytes of the data area that are no leaf's: none in what treeckpt writes, but an index may leave some out."""
+    found: list[list[int]] = []
+    reach = file.header
+    for extent in extents:
+        if extent.start > reach:
+            found.append([reach, extent.start, group])
+        reach = max(reach, extent.stop)
+    end = file.header + file.nbytes
+    return [*found, [reach, end, group]] if reach < end else found
 
 
 def _group_names(outline: Outline) -> dict[str, str]:

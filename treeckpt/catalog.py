@@ -23,6 +23,7 @@ from .core.errors import CheckpointNotFound, CorruptError, TreeckptError
 from .core.events import Timings
 from .core.files import PIN_NAME, kind_of, step_of
 from .core.index import INDEX_NAME
+from .core.outline import held_nbytes
 from .core.profile import profile_of
 from .core.records import Index
 from .core.shard import parse_shard_name
@@ -39,6 +40,7 @@ __all__ = [
     "Recall",
     "Status",
     "Summary",
+    "Took",
     "is_checkpoint",
     "look",
     "newest_first",
@@ -76,6 +78,10 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     created_ns: int | None = None
     seconds: float | None = None
     """From the first rank's start of the save to the end of the last one's."""
+    blocked_seconds: float | None = None
+    """Until the last rank's call returned; as long as `seconds` where the save was not in the background."""
+    held_nbytes: int | None = None
+    """Of the arrays as all ranks held them, replicas and all."""
     error: str | None = None
     metrics: dict[str, float] = {}
     pinned: bool = False
@@ -95,6 +101,7 @@ class Summary(msgspec.Struct, frozen=True):
     sizes: tuple[tuple[str, int], ...]
     """Every shard and its size as a file."""
     metrics: dict[str, float]
+    held_nbytes: int
 
 
 class Recall(Protocol):
@@ -270,6 +277,7 @@ def summarize(index: Index) -> Summary:
         created_ns=index.created_ns,
         sizes=sizes,
         metrics=_metrics(index.metadata.get(METRICS)),
+        held_nbytes=held_nbytes(index),
     )
 
 
@@ -287,24 +295,32 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)
 
 
-def _took(folder: Folder, name: str) -> tuple[float, str | None]:
-    """Seconds that a save took, and its error."""
+class Took(msgspec.Struct, frozen=True):
+    """What a list of checkpoints needs of timings."""
+
+    seconds: float
+    blocked_seconds: float
+    error: str | None
+
+
+def _took(folder: Folder, name: str) -> Took:
     timings = _read_timings(folder, name)
     try:
-        return profile_of(timings).seconds, timings.error
+        profile = profile_of(timings)
+        return Took(profile.seconds, profile.blocked_seconds, timings.error)
     except (ArithmeticError, LookupError) as error:  # times of any size, parents that are none
         raise CorruptError(visible(f"{folder.url}/{name}"), expected="spans of a save", found=f"{error}") from error
 
 
-def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: Recall) -> tuple[float, str | None]:
+def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: Recall) -> Took:
     name = _timings_file(folder, files, save_id)
     return cache.recall((f"{folder.url}/{name}", "took"), files[name], lambda: _took(folder, name))
 
 
 def _with_index(folder: Folder, summary: Summary, files: Files, cache: Recall) -> CheckpointInfo:
-    seconds = None
+    took = None
     with contextlib.suppress(TreeckptError):  # timings are a record beside the checkpoint, not part of its state
-        seconds, _ = _recall_took(folder, files, summary.save_id, cache)
+        took = _recall_took(folder, files, summary.save_id, cache)
     problem = _shards_problem(summary, files)
     return CheckpointInfo(
         name=folder.name,
@@ -316,7 +332,9 @@ def _with_index(folder: Folder, summary: Summary, files: Files, cache: Recall) -
         leaves=summary.leaves,
         nbytes=summary.nbytes,
         created_ns=summary.created_ns,
-        seconds=seconds,
+        seconds=took.seconds if took else None,
+        blocked_seconds=took.blocked_seconds if took else None,
+        held_nbytes=summary.held_nbytes,
         error=problem,
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
@@ -339,8 +357,9 @@ def _without_index(folder: Folder, files: Files, cache: Recall) -> CheckpointInf
     newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
     text, seconds = "no index: the save is under way, or never finished", None
     with contextlib.suppress(TreeckptError):
-        seconds, error = _recall_took(folder, files, None, cache)
-        text = f"no index: the save failed: {error}" if error else text
+        took = _recall_took(folder, files, None, cache)
+        seconds = took.seconds
+        text = f"no index: the save failed: {took.error}" if took.error else text
     if any((kind := kind_of(name)) and kind.kind == "deleted" for name in files):
         text = "no index: it is being deleted, or that was cut short and the next clean-up will finish it"
     return CheckpointInfo(

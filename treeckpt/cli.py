@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import catalog, cli_runs
+from .api import opened
 from .bars import reading_bar
 from .core.diff import Added, Diff, Moved, Removed, diff, leaf_text
 from .core.errors import TreeckptError
@@ -28,6 +29,7 @@ from .core.wording import bytes_text, layout_text, region_text, seconds_text, sh
 from .io.store import open_store
 from .printing import fail, moment, print_facts, print_json, print_line, print_table
 from .underway import under_way_text
+from .values import Side, ValueChange, value_changes
 
 __all__ = ["main"]
 
@@ -74,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--depth", type=int, default=2, help="levels of the tree to print (default: 2)")
     verify = command("verify", _verify, "read everything and compare it with its checksums")
     verify.add_argument("checkpoint", metavar="CKPT")
-    two = command("diff", _diff, "say in what two checkpoints differ, by their indexes")
+    two = command("diff", _diff, "say in what two checkpoints differ, by their indexes or by every number")
+    two.add_argument("--values", action="store_true", help="compare the contents of arrays too: checksums first")
     two.add_argument("first", metavar="A")
     two.add_argument("second", metavar="B")
     rebuild = command("rebuild-index", _rebuild_index, "make a lost index.json again from the shards")
@@ -292,17 +295,29 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    import treeckpt as tc
-
-    found = diff(tc.inspect(options.first), tc.inspect(options.second))
+    with opened(options.first) as one, opened(options.second) as two:
+        a, b = Side(one), Side(two)
+        found = diff(a.index, b.index)
+        values = list(value_changes(a, b, found)) if options.values else None
     if options.json:
-        print_json(found)
+        print_json(found if values is None else {"changes": found.changes, "same": found.same, "values": values})
         return 0
-    print_table(("what", "path", "before", "after"), _diff_rows(found)) if found.changes else None
-    counts = Counter(row[0] for row in _diff_rows(found))
+    rows = _diff_rows(found) + [("content", v.path, "", _delta_text(v)) for v in values or ()]
+    print_table(("what", "path", "before", "after"), rows) if rows else None
+    counts = Counter(row[0] for row in rows)
     parts = [f"{n} {what}" for what, n in counts.most_common()] + [f"{found.same} leaves alike"]
-    print_line(", ".join(parts) + " (the contents of arrays are not compared)", "dim")
+    aside = " (the contents of arrays are not compared without --values)" if values is None else " but for contents"
+    print_line(", ".join(parts) + aside, "dim")
     return 0
+
+
+def _delta_text(change: ValueChange) -> str:
+    delta = change.delta
+    assert delta is not None, "every difference was measured"
+    text = f"{delta.changed} of {delta.elements} differ"
+    if delta.max_abs is not None and delta.mean_abs is not None:
+        text += f", at most by {delta.max_abs:.6g}, by {delta.mean_abs:.6g} in the mean"
+    return text + (f", {delta.not_finite} of them not finite" if delta.not_finite else "")
 
 
 def _diff_rows(found: Diff) -> list[tuple[str, str, str, str]]:

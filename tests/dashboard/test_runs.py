@@ -26,6 +26,7 @@ def many(tmp_path_factory):
 
 def page(client, query=""):
     [run] = client.get("/api/v1/runs").json()["runs"]
+    client.app.state.library.watches[run["id"]].refresh(wait=30)
     return client.get(f"/api/v1/runs/{run['id']}{query}")
 
 

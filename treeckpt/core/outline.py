@@ -17,11 +17,12 @@ import numpy as np
 
 from .dtypes import dtype_of
 from .errors import MismatchError
+from .layout import Layout, MeshLayout, Replicate
 from .records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays
 from .runs import length_of
 from .structure import Node, PerRankNode, Structure, key_text, keys_of
 
-__all__ = ["Outline", "Row", "leaf_nbytes"]
+__all__ = ["Outline", "Row", "held_nbytes", "leaf_nbytes"]
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -57,6 +58,29 @@ def leaf_nbytes(leaf: Leaf) -> int:
         return 0
     nbytes = math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize
     return nbytes * length_of(leaf.ranks or ()) if isinstance(leaf.record, PerRankArrays) else nbytes
+
+
+def held_nbytes(index: Index) -> int:
+    """Bytes of arrays that all ranks together held: replicas count on every rank, of which one copy was written.
+
+    Where pieces were given one by one the index does not say who else held them, and they count once.
+    """
+    sizes = [math.prod(spec.shape) * dtype_of(spec.dtype).itemsize for spec in index.specs]
+    copies = [_copies(layout) for layout in index.layouts]
+    total = 0
+    for record in index.leaves:
+        if isinstance(record, ArrayRecord):
+            total += sizes[record.spec] * (copies[record.layout] if record.layout >= 0 else 1)
+        elif isinstance(record, PerRankArrays):
+            total += sizes[record.spec] * length_of(record.start)
+    return total
+
+
+def _copies(layout: Layout) -> int:
+    if not isinstance(layout, MeshLayout):
+        return 1
+    pairs = zip(layout.mesh.shape, layout.placements, strict=False)
+    return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
 
 
 class Outline:
