@@ -13,6 +13,8 @@ from starlette.exceptions import HTTPException
 
 from treeckpt.core.errors import TreeckptError
 
+from . import routes_time
+from .comparing import Comparisons
 from .library import Library, Missing
 from .render import render, templates
 from .routes import api, pages
@@ -39,9 +41,12 @@ def create_app(
     root = "/" + root_path.strip("/") if root_path.strip("/") else ""
     app = FastAPI(title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json")
     app.state.library = Library(runs)
+    app.state.comparisons = Comparisons(app.state.library)
     app.state.templates = templates()
     app.include_router(api)
     app.include_router(pages)
+    app.include_router(routes_time.api)
+    app.include_router(routes_time.pages)
     app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
     app.add_exception_handler(Missing, _missing)
     app.add_exception_handler(HTTPException, _http_error)

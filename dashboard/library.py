@@ -18,6 +18,7 @@ from treeckpt.catalog import CheckpointInfo, FileCache
 from treeckpt.core.events import Timings
 from treeckpt.core.index import INDEX_NAME
 from treeckpt.core.outline import Outline
+from treeckpt.core.study import Study
 from treeckpt.core.wording import visible
 
 __all__ = ["Library", "Missing", "Run"]
@@ -62,6 +63,7 @@ class Library:
         self._summaries = FileCache(100_000)
         self._outlines = FileCache(6)
         self._timings = FileCache(6)
+        self._studies = FileCache(6)
 
     def run(self, run_id: str) -> Run:
         """The run of an id.
@@ -117,6 +119,18 @@ class Library:
         """
         return self._timings.get(Path(info.path), catalog.read_timings)
 
+    def study(self, info: CheckpointInfo) -> Study:
+        """The timings of a checkpoint, with what follows from them.
+
+        Raises:
+            CheckpointError: there are none, or not to be read.
+        """
+        return self._studies.get(Path(info.path), _study)
+
 
 def _outline(path: Path) -> Outline:
     return Outline(catalog.read_index(path.parent))
+
+
+def _study(path: Path) -> Study:
+    return Study(catalog.read_timings(path))
