@@ -147,7 +147,16 @@ def _sides(library: Library, a: str, b: str) -> tuple[list[CheckpointRow], list[
 
 
 def diff_page(
-    library: Library, comparisons: Comparisons, a: str, b: str, *, show: Show, q: str, start: int, pair: int | None
+    library: Library,
+    comparisons: Comparisons,
+    a: str,
+    b: str,
+    *,
+    show: Show,
+    q: str,
+    start: int,
+    pair: int | None,
+    read: bool,
 ) -> DiffPage:
     """In what two checkpoints differ, from position `start` on: first the indexes, then the contents.
 
@@ -155,6 +164,7 @@ def diff_page(
         show: which rows.
         q: words that a path must hold.
         pair: whose contents are to be compared number by number.
+        read: reads the contents that a page shows, up to a cap, where checksums do not call them equal.
 
     Raises:
         Missing: there is no such checkpoint, or it has no index.
@@ -163,7 +173,8 @@ def diff_page(
     comparison = comparisons.of(*infos)
     delta, problem = None, None
     with comparison.reading():
-        found, following = _page(comparison, show, q.casefold().split(), start)
+        reader = _Reader(comparison) if read else None
+        found, following = _page(comparison, show, q.casefold().split(), start, reader)
         if pair is not None:
             try:
                 delta = _delta_row(comparison, pair)
@@ -181,9 +192,28 @@ def diff_page(
         arrays=len(comparison.pairs),
         known=comparison.known,
         rows=found,
+        read=read,
         delta=delta,
         problem=problem,
     )
+
+
+class _Reader:
+    """Measures the differences of a page's arrays until as many bytes are read as one page may."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self._comparison, self._left = comparison, CAP
+
+    def delta(self, pair: int) -> DeltaRow | None:
+        """None where an array is too large for what is left, or cannot be read."""
+        nbytes = 2 * leaf_nbytes(self._comparison.pairs[pair][0])
+        if nbytes > self._left:
+            return None
+        self._left -= nbytes
+        try:
+            return _delta_row(self._comparison, pair)
+        except (TreeckptError, OSError):
+            return None
 
 
 def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
@@ -202,7 +232,9 @@ def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
     )
 
 
-def _page(comparison: Comparison, show: str, words: list[str], start: int) -> tuple[list[DiffRow], int | None]:
+def _page(
+    comparison: Comparison, show: Show, words: list[str], start: int, reader: _Reader | None
+) -> tuple[list[DiffRow], int | None]:
     """A page of rows, and the position of the next one. Changes of the indexes come first, then pairs of arrays."""
     changes, pairs = comparison.found.changes, comparison.pairs
     rows: list[DiffRow] = []
@@ -220,8 +252,11 @@ def _page(comparison: Comparison, show: str, words: list[str], start: int) -> tu
                 continue
             looked += 1
             verdict = comparison.verdict(number)
+            delta = reader.delta(number) if reader and verdict in ("changed", "unknown") else None
+            if delta is not None and (delta.changed or delta.compared == delta.elements):
+                verdict = "changed" if delta.changed else "equal"
             wanted = {"equal": verdict == "equal", "all": True}.get(show, verdict != "equal")
-            row = _content_row(comparison, number, verdict) if wanted else None
+            row = _content_row(comparison, number, verdict, delta) if wanted else None
         if row is not None and _has(row.path, words):
             rows.append(row)
     return rows, None
@@ -250,9 +285,9 @@ def _change_row(comparison: Comparison, change: Change) -> DiffRow:
     x = None if isinstance(change, Added) else before.get(path)
     y = None if isinstance(change, Removed) else after.get(other)
     leaf = comparison.a.index.entries[x] if x is not None else comparison.b.index.entries[y] if y is not None else None
-    return DiffRow(_what(change), path, *texts, "", None, x, y, leaf_nbytes(leaf) if leaf is not None else 0)
+    return DiffRow(_what(change), path, *texts, "", None, x, y, leaf_nbytes(leaf) if leaf is not None else 0, None)
 
 
-def _content_row(comparison: Comparison, number: int, verdict: str) -> DiffRow:
+def _content_row(comparison: Comparison, number: int, verdict: str, delta: DeltaRow | None) -> DiffRow:
     x, y = comparison.pairs[number]
-    return DiffRow("content", x.path, "", "", verdict, number, x.number, y.number, leaf_nbytes(x))
+    return DiffRow("content", x.path, "", "", verdict, number, x.number, y.number, leaf_nbytes(x), delta)

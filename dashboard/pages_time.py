@@ -75,6 +75,8 @@ class StragglerRow:
     """A rank that stands out."""
 
     rank: int
+    at: int
+    """Its position among the ranks."""
     phase: str
     """Empty for all of its own work."""
     seconds: float
@@ -176,6 +178,8 @@ class HeatData:
     waiting: list[bool]
     unit: float
     labels: list[str]
+    medians: list[int]
+    """Of each phase, the median rank's time."""
     times: list[list[int]]
     """Of each phase, the time of each row in units; -1 where there is none."""
     slowest: list[list[int]]
@@ -217,6 +221,8 @@ class DiffRow:
     leaf_a: int | None
     leaf_b: int | None
     nbytes: int
+    delta: DeltaRow | None
+    """Of content that was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +257,8 @@ class DiffPage:
     known: dict[str, int]
     """Verdicts on contents so far."""
     rows: list[DiffRow]
+    read: bool
+    """Whether contents were read where checksums cannot tell."""
     delta: DeltaRow | None
     problem: str | None
     """Why contents could not be compared."""

@@ -21,6 +21,7 @@ Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first 
 By = Annotated[str, Query(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name")]
 Words = Annotated[str, Query(max_length=500, description="words that a path must hold")]
 Pair = Annotated[int | None, Query(ge=0, le=1 << 53, description="arrays to compare number by number")]
+Read = Annotated[bool, Query(description="read contents where checksums cannot tell")]
 Id = Annotated[str, Query(max_length=100, description="id of a checkpoint")]
 CHOICES = 200
 """Checkpoints of each run that a form offers."""
@@ -73,11 +74,18 @@ def get_trends(request: Request, run_id: str, start: Start = 0) -> TrendsPage:
 
 @api.get("/diff")
 def get_diff(
-    request: Request, a: Id, b: Id, show: Show = "different", q: Words = "", start: Start = 0, pair: Pair = None
+    request: Request,
+    a: Id,
+    b: Id,
+    show: Show = "different",
+    q: Words = "",
+    start: Start = 0,
+    pair: Pair = None,
+    read: Read = False,
 ) -> DiffPage:
     """In what two checkpoints differ."""
     return comparing.diff_page(
-        _library(request), request.app.state.comparisons, a, b, show=show, q=q, start=start, pair=pair
+        _library(request), request.app.state.comparisons, a, b, show=show, q=q, start=start, pair=pair, read=read
     )
 
 
@@ -109,10 +117,11 @@ def show_diff(
     q: Words = "",
     start: Start = 0,
     pair: Pair = None,
+    read: Read = False,
 ) -> HTMLResponse:
     library = _library(request)
     a = a or (comparing.previous_of(library, b) or "" if b else "")
-    found = get_diff(request, a, b, show, q, start, pair) if a and b else None
+    found = get_diff(request, a, b, show, q, start, pair, read) if a and b else None
     return render(request, "diff.html", {"diff": found, "a": a, "b": b, "choices": _choices(library, {a, b})})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from treeckpt.catalog import CheckpointInfo
 from treeckpt.core.critical import Stretch
 from treeckpt.core.errors import TreeckptError
-from treeckpt.core.profile import WAITING, Phase, RankTime
+from treeckpt.core.profile import WAITING, Phase, Profile, RankTime
 from treeckpt.core.records import Index
 from treeckpt.core.spread import Grouping, Matrix, Straggler, groupings_of, pooled
 from treeckpt.core.study import Study
@@ -113,7 +114,7 @@ def _timing_page(row: CheckpointRow, study: Study, groups: Sequence[Grouping], s
         phases=[_phase_row(phase) for phase in profile.phases],
         ranks=[_rank_row(rank, profile.median_ns, origin) for rank in picked],
         spans=_span_rows(study, start, start + len(picked)),
-        stragglers=[_straggler_row(straggler) for straggler in study.stragglers[:STRAGGLERS]],
+        stragglers=[_straggler_row(straggler, profile) for straggler in study.stragglers[:STRAGGLERS]],
         straggling=len(study.stragglers),
         critical=[_critical_row(stretch, origin, profile.seconds) for stretch in study.critical],
         groups=[group.name for group in groups],
@@ -137,10 +138,11 @@ def _rank_row(rank: RankTime, median: int, origin: int) -> RankRow:
     return RankRow(rank.rank, (rank.stop_ns - rank.start_ns) / 1e9, rank.busy_ns / 1e9, rank.nbytes, slowdown, blocked)
 
 
-def _straggler_row(straggler: Straggler) -> StragglerRow:
+def _straggler_row(straggler: Straggler, profile: Profile) -> StragglerRow:
     times, score = straggler.times, straggler.score
     return StragglerRow(
         straggler.rank,
+        bisect_left(profile.ranks, straggler.rank, key=lambda rank: rank.rank),
         straggler.phase,
         straggler.ns / 1e9,
         straggler.median_ns / 1e9,
@@ -222,12 +224,14 @@ def heat_data(library: Library, checkpoint_id: str, by: str) -> HeatData:
     info, study = _studied(library, checkpoint_id)
     by, matrix, labels = _rows(study, _groups(library, info, study), by)
     unit = max(1, (study.profile.stop_ns - study.profile.start_ns) // STEPS)
+    medians = {phase.name: phase.median_ns for phase in study.profile.phases}
     return HeatData(
         by=by,
         phases=list(matrix.phases),
         waiting=[name in WAITING for name in matrix.phases],
         unit=unit / 1e9,
         labels=list(labels),
+        medians=[medians[name] // unit for name in matrix.phases],
         times=np.where(matrix.times < 0, -1, matrix.times // unit).T.tolist(),
         slowest=[] if by == "rank" else matrix.slowest.T.tolist(),
     )

@@ -5,7 +5,7 @@ import { colour, follow } from "./canvas.js";
 import { paint, ramp } from "./heat.js";
 import { noter } from "./tip.js";
 
-/** @typedef {{ by: string, phases: string[], waiting: boolean[], unit: number, labels: string[], times: number[][], slowest: number[][] }} Heat */
+/** @typedef {{ by: string, phases: string[], waiting: boolean[], unit: number, labels: string[], medians: number[], times: number[][], slowest: number[][] }} Heat */
 
 const LEFT = 78, RIGHT = 8;
 
@@ -21,8 +21,9 @@ export async function heatMap(at) {
   }
   const rows = data.labels.length, columns = data.phases.length;
   if (!rows || !columns) { note("There is no phase to draw."); return; }
-  const tops = data.times.map((column) => column.reduce((most, n) => Math.max(most, n), 0));
-  const top = tops.reduce((most, n, c) => (data.waiting[c] ? most : Math.max(most, n)), 1);
+  const top = data.times.reduce((most, times, c) => (data.waiting[c] ? most : times.reduce((m, n) => Math.max(m, n), most)), 1);
+  // within a phase: from the median rank's time to three times that
+  const share = (/** @type {number} */ n, /** @type {number} */ c) => (of === "save" ? n / top : (n / Math.max(1, data.medians[c]) - 1) / 2);
   let of = new URL(location.href).searchParams.get("scale") === "save" ? "save" : "phase";
   let [row, column] = [-1, -1];
 
@@ -33,7 +34,7 @@ export async function heatMap(at) {
   function draw(g, width) {
     const up = head(width), w = width - LEFT - RIGHT, cw = w / columns, ch = body / rows;
     g.clearRect(0, 0, width, up + body + 4);
-    paint(g, { rows, columns, value: (r, c) => { const n = data.times[c][r]; return n < 0 ? -1 : Math.min(1, n / Math.max(1, of === "save" ? top : tops[c])); } }, LEFT, up, w, body);
+    paint(g, { rows, columns, value: (r, c) => { const n = data.times[c][r]; return n < 0 ? -1 : Math.max(0, Math.min(1, share(n, c))); } }, LEFT, up, w, body);
     g.strokeStyle = colour("--card");
     g.lineWidth = 1;
     for (let c = 1; c < columns; c += 1) if (cw > 6) { g.beginPath(); g.moveTo(LEFT + c * cw, up); g.lineTo(LEFT + c * cw, up + body); g.stroke(); }
@@ -65,7 +66,8 @@ export async function heatMap(at) {
     if (r < 0 || c < 0) note(""); else {
       const n = data.times[c][r];
       const whose = data.slowest.length ? `, at most: rank ${data.slowest[c][r]}` : "";
-      note(`${data.labels[r]} · ${data.phases[c]} · ${n < 0 ? "no such phase" : secondsText(n * data.unit) + whose}`, point);
+      const times = n > 0 && data.medians[c] ? `, ${(n / data.medians[c]).toFixed(1)}× the median rank` : "";
+      note(`${data.labels[r]} · ${data.phases[c]} · ${n < 0 ? "no such phase" : secondsText(n * data.unit) + times + whose}`, point);
     }
     if (changed) redraw();
   }
@@ -95,9 +97,15 @@ export async function heatMap(at) {
       const url = new URL(location.href);
       if (of === "save") url.searchParams.set("scale", of); else url.searchParams.delete("scale");
       history.replaceState(null, "", url);
+      ends();
       redraw();
     });
   }
+  const ends = () => {
+    find("#heat-low").textContent = of === "save" ? "0" : "the median rank";
+    find("#heat-high").textContent = of === "save" ? secondsText(top * data.unit) : "3× and more";
+  };
+  ends();
   scaleBar(find("#heat-scale"));
   redraw();
 }

@@ -1,7 +1,7 @@
 // @ts-check
 /** Lines over the steps of a run: time, rate, bytes. A step leads to the timing of its save. */
 import { api, base, bytesText, find, numberText, secondsText } from "./dom.js";
-import { colour } from "./canvas.js";
+import { colour, legend } from "./canvas.js";
 
 /** @typedef {{ ids: string[], step: number[], seconds: (number | null)[], blocked: (number | null)[], nbytes: number[], rate: (number | null)[], dedupe: (number | null)[] }} Trends */
 /** @type {any} */
@@ -35,16 +35,20 @@ function chart(holder, data) {
   const plot = new Plot({
     width: holder.clientWidth, height: 210,
     scales: { x: { time: false }, y: { range: (/** @type {unknown} */ _, /** @type {number} */ __, /** @type {number | null} */ top) => [0, max ?? (top ? top * 1.08 : 1)] } },
-    legend: { show: lines.length > 1, live: false },
+    legend: { show: false },
     cursor: { y: false, points: { size: 9 }, drag: { x: true, y: false }, sync: { key: "steps", setSeries: false } },
     axes: [
       { ...axis, values: (/** @type {unknown} */ _, /** @type {number[]} */ steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")) },
       { ...axis, size: 74, values: (/** @type {unknown} */ _, /** @type {number[]} */ ticks) => ticks.map((n) => text(n)) },
     ],
-    series: [{ label: "step" }, ...lines.map(([label, , stroke]) => ({ label, stroke: () => colour(stroke), width: 2, points: { show: data.step.length < 60, size: 6, fill: () => colour(stroke) } }))],
+    series: [{ label: "step" }, ...lines.map(([label, , stroke], n) => ({ label, stroke: () => colour(stroke), width: 2, dash: n ? [7, 5] : [], points: { show: data.step.length < 60, size: 6, fill: () => colour(stroke) } }))],
     hooks: { setCursor: [(/** @type {any} */ u) => { const at = u.cursor.idx; readout.textContent = at === null || at === undefined ? "\u00a0" : textOf(data, at); }] },
   }, [data.step, ...lines.map(([, key]) => data[key])], holder);
 
+  const list = holder.parentElement?.querySelector("ul");
+  if (list) {
+    legend(list, lines.map(([label, , stroke]) => ({ text: label, draw: (/** @type {CanvasRenderingContext2D} */ g) => { g.fillStyle = colour(stroke); g.fillRect(0, 5, 13, 3); } })));
+  }
   let from = 0;
   plot.over.addEventListener("pointerdown", (/** @type {PointerEvent} */ event) => { from = event.clientX; });
   plot.over.addEventListener("click", (/** @type {PointerEvent} */ event) => { if (Math.abs(event.clientX - from) < 4) open(plot.cursor.idx); });

@@ -297,6 +297,6 @@ def test_addresses_are_relative_at_every_depth_and_work_under_a_root_path(run, s
 
 def test_the_schema_lists_every_api_route_and_nothing_else(client):
     schema = client.get("/api/v1/openapi.json").json()
-    assert len(schema["paths"]) == 12 and all(path.startswith("/api/v1/") for path in schema["paths"])
+    assert len(schema["paths"]) == 18 and all(path.startswith("/api/v1/") for path in schema["paths"])
     assert all(set(methods) == {"get"} for methods in schema["paths"].values())
     assert client.get("/docs").status_code == 404 and client.get("/redoc").status_code == 404
