@@ -18,8 +18,9 @@ from starlette.exceptions import HTTPException
 from treeckpt.core.errors import TreeckptError
 from treeckpt.core.policy import Policy
 
-from . import routes_contents, routes_reshard
+from . import routes_contents, routes_reshard, routes_time
 from .cache import Cache, default_directory
+from .comparing import Comparisons
 from .keeping import KeepError
 from .library import Library, Missing
 from .ops import Speeds
@@ -62,6 +63,7 @@ def create_app(
         title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json", lifespan=_lifespan
     )
     app.state.library = Library(runs, cache=Cache(cache), policies=policies)
+    app.state.comparisons = Comparisons(app.state.library)
     app.state.boot = secrets.token_hex(8)
     app.state.speeds = Speeds()
     app.state.templates = templates()
@@ -69,7 +71,7 @@ def create_app(
     app.include_router(run_pages)
     app.include_router(api)
     app.include_router(pages)
-    for more in (routes_contents, routes_reshard):
+    for more in (routes_contents, routes_reshard, routes_time):
         app.include_router(more.api)
         app.include_router(more.pages)
     app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
@@ -116,7 +118,7 @@ def _still_reading(request: Request, error: Exception) -> Response:
     """A large index that nobody has looked at before: the answer comes at once and says how far it is."""
     assert isinstance(error, StillReading), "it is registered for these"
     library: Library = request.app.state.library
-    found = loading_page(library, request.path_params["checkpoint_id"], error.progress)
+    found = loading_page(library, error.url, error.progress)
     if request.scope["path"].startswith("/api/"):
         return JSONResponse(jsonable_encoder({"loading": found.progress}), 202, {"Retry-After": "1"})
     return render(request, "loading.html", found)

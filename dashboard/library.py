@@ -22,6 +22,7 @@ from treeckpt.core.files import step_of
 from treeckpt.core.index import INDEX_NAME
 from treeckpt.core.outline import Outline
 from treeckpt.core.policy import Policy
+from treeckpt.core.study import Study
 from treeckpt.core.wording import visible
 from treeckpt.io.runs import Entry, Folder, LocalFolder, RunStore, open_run
 
@@ -112,6 +113,7 @@ class Library:
         self.policies = tuple(policies)
         self._reader = TableReader(self.cache)
         self._timings = FileCache(6)
+        self._studies = FileCache(6)
         self.watches = {run.id: self._watch(run, clock) for run in self.runs}
         self._known: dict[str, tuple[Run, str]] = {}
         self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
@@ -184,10 +186,16 @@ class Library:
                 if found == checkpoint_id:
                     self._known[found] = (run, name)
 
-    def name_of(self, checkpoint_id: str) -> tuple[Run, CheckpointInfo]:
-        """What is known of a checkpoint without its index, once `checkpoint` has found it."""
-        run, name = self._known[checkpoint_id]
-        return run, _unread(run.store.folder(name))
+    def unread(self, url: str) -> tuple[str, Run, CheckpointInfo]:
+        """The checkpoint in a folder whose index is still being read, and what is known of it without that.
+
+        Raises:
+            Missing: there is none.
+        """
+        for checkpoint_id, (run, name) in list(self._known.items()):
+            if PurePath(url).name == name and (folder := run.store.folder(name)).url == url:
+                return checkpoint_id, run, _unread(folder)
+        raise Missing("This checkpoint is gone.")
 
     def _place(self, info: CheckpointInfo) -> tuple[Run | None, Folder]:
         for run in self.runs:
@@ -251,6 +259,18 @@ class Library:
             CheckpointError: it is not to be read.
         """
         return self._reader.outline(run.place, run.store.folder(PurePath(url).name), entry).summary
+
+    def study(self, info: CheckpointInfo) -> Study:
+        """The timings of a checkpoint, with what follows from them.
+
+        Raises:
+            CheckpointError: there are none, or not to be read.
+        """
+        _, folder = self._place(info)
+        if info.save_id is None or info.leaves is None:
+            return Study(catalog.read_timings(folder))
+        entry = folder.entries().get(timings_name(info.save_id), Entry(-1, 0))
+        return self._studies.recall((folder.url, info.save_id), entry, lambda: Study(self.timings(info)))
 
 
 class _Reads:

@@ -23,12 +23,8 @@ __all__ = [
     "MapPage",
     "MeshPart",
     "NodeRow",
-    "PhaseRow",
-    "RankRow",
     "SearchPage",
-    "SpanRow",
     "StripPage",
-    "TimingPage",
     "TreePage",
 ]
 
@@ -287,66 +283,3 @@ class StripPage:
     nbytes: int
     groups: list[str]
     segments: list[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseRow:
-    """One phase over all ranks."""
-
-    name: str
-    ranks: int
-    median: float
-    longest: float
-    slowest: int
-    nbytes: int
-    rate: float | None
-    """Bytes a second over the longest time."""
-    waiting: bool
-    """Whether ranks mostly wait for others in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """One rank's save."""
-
-    rank: int
-    seconds: float
-    busy: float
-    nbytes: int
-    slowdown: float
-    """Its own work over the median rank's."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpanRow:
-    """One span; times from the start of the save."""
-
-    name: str
-    rank: int
-    start: float
-    seconds: float
-    nbytes: int
-    rate: float | None
-    depth: int
-    lane: int
-
-
-@dataclass(frozen=True, slots=True)
-class TimingPage:
-    """Where the time of one save went."""
-
-    checkpoint: CheckpointRow
-    problem: str | None
-    """Why there is nothing to show."""
-    error: str | None
-    """What the save failed with."""
-    seconds: float
-    rate: float | None
-    slowest: int | None
-    slowdown: float
-    world: int
-    start: int
-    next: int | None
-    phases: list[PhaseRow]
-    ranks: list[RankRow]
-    spans: list[SpanRow]

@@ -101,9 +101,13 @@ def opened(library: Library, checkpoint_id: str) -> tuple[CheckpointRow, Outline
     return row, library.outline(info)
 
 
-def loading_page(library: Library, checkpoint_id: str, reading: Reading) -> LoadingPage:
-    """A checkpoint whose index is still being read, as far as it is known."""
-    run, info = library.name_of(checkpoint_id)
+def loading_page(library: Library, url: str, reading: Reading) -> LoadingPage:
+    """A checkpoint whose index is still being read, as far as it is known.
+
+    Args:
+        url: of its folder.
+    """
+    checkpoint_id, run, info = library.unread(url)
     row = checkpoint_row(checkpoint_id, run, info)
     share = reading.done / reading.total if reading.phase == "write" and reading.total else None
     return LoadingPage(row, ReadingRow(reading.phase, reading.done, reading.total, share, reading.seconds))

@@ -54,10 +54,10 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 class StillReading(Exception):
-    """The index is being read; ask again."""
+    """The index of the folder `url` is being read; ask again."""
 
-    def __init__(self, progress: Reading) -> None:
-        self.progress = progress
+    def __init__(self, url: str, progress: Reading) -> None:
+        self.url, self.progress = url, progress
         super().__init__("The index is still being read.")
 
 
@@ -175,7 +175,7 @@ class TableReader:
             return found
         if not is_large(entry) or not _is_reachable(folder, run):
             return self._build(key, folder)
-        raise StillReading(self._job(key, run, folder).progress)
+        raise StillReading(folder.url, self._job(key, run, folder).progress)
 
     def _opened(self, key: str) -> StoredOutline | None:
         path = self._cache.table(key)

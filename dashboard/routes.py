@@ -18,7 +18,6 @@ from .pages import (
     MapPage,
     SearchPage,
     StripPage,
-    TimingPage,
     TreePage,
 )
 from .render import render
@@ -106,12 +105,6 @@ def get_strip(request: Request, checkpoint_id: str, number: Number) -> StripPage
     return saves.strip_page(outline, number)
 
 
-@api.get("/checkpoints/{checkpoint_id}/timing")
-def get_timing(request: Request, checkpoint_id: str, start: Start = 0) -> TimingPage:
-    """The spans of a save and their summary."""
-    return saves.timing_page(_library(request), checkpoint_id, start)
-
-
 @pages.get("/checkpoints/{checkpoint_id}")
 def show_checkpoint(
     request: Request, checkpoint_id: str, node: Node = "", q: Words = "", start: Start = 0
@@ -134,8 +127,3 @@ def show_files(request: Request, checkpoint_id: str, start: Start = 0) -> HTMLRe
 @pages.get("/checkpoints/{checkpoint_id}/files/{number}")
 def show_file(request: Request, checkpoint_id: str, number: Number, start: Start = 0) -> HTMLResponse:
     return render(request, "file.html", get_file(request, checkpoint_id, number, start))
-
-
-@pages.get("/checkpoints/{checkpoint_id}/timing")
-def show_timing(request: Request, checkpoint_id: str, start: Start = 0) -> HTMLResponse:
-    return render(request, "timing.html", get_timing(request, checkpoint_id, start))

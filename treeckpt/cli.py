@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from . import catalog, cli_runs
+from . import catalog, cli_runs, cli_views
 from .api import opened
 from .bars import reading_bar
 from .core.diff import Added, Diff, Moved, Removed, diff, leaf_text
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     rebuild.add_argument("checkpoint", metavar="CKPT")
     rebuild.add_argument("--replace", action="store_true", help="even where there is an index")
     cli_runs.add_commands(command)
+    cli_views.add_commands(command)
     _add_dashboard(command("dashboard", _dashboard, "browse runs in a web browser", json=False))
     command("demo", _no_demo, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
     command("bench", _no_bench, "measure saves and loads beside the disk's limits and other libraries", json=False)

@@ -24,11 +24,12 @@ def app(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def known(app):
-    """Values of path parameters that lead somewhere."""
+    """Values of parameters that lead somewhere."""
     library = app.state.library
     [run] = library.runs
     checkpoints = [checkpoint_id for checkpoint_id, _ in library.checkpoints(run)]
-    return {"run_id": [run.id], "checkpoint_id": checkpoints, "number": list(range(6))}
+    good = [checkpoint_id for checkpoint_id, info in library.checkpoints(run) if info.leaves is not None]
+    return {"run_id": [run.id], "checkpoint_id": checkpoints, "number": list(range(6)), "a": good, "b": good}
 
 
 def test_no_question_makes_an_error_of_the_server(app, known):
@@ -49,9 +50,10 @@ def ask(operation, known, answered):
     @given(operation.as_strategy())
     def questions(case):
         pick = random.Random(repr((case.query, case.path_parameters)))
-        for name in case.path_parameters or {}:
-            if name in known and pick.random() < 0.85:
-                case.path_parameters[name] = pick.choice(known[name])
+        for given in (case.path_parameters or {}, case.query or {}):
+            for name in given:
+                if name in known and pick.random() < 0.85:
+                    given[name] = pick.choice(known[name])
         response = case.call(headers=HEADERS)
         answered.add((operation.path, response.status_code))
         case.validate_response(response, checks=CHECKS)
