@@ -18,7 +18,7 @@ from treeckpt.core.wording import layout_text, placement_text, region_text, valu
 
 from .library import Missing
 from .pages import CheckpointRow, ChunkRow, ChunksPage, Fact, LeafPage, MapPage, MeshPart, NodeRow
-from .queries import PAGE, node_row
+from .queries import PAGE, node_row, short
 
 __all__ = ["chunks_page", "leaf_of", "leaf_page", "map_page", "parse_region"]
 
@@ -204,7 +204,7 @@ def _facts(index: Index, leaf: Leaf) -> list[Fact]:
     if spec.device:
         facts.append(Fact("device when saved", "", spec.device))
     if isinstance(leaf.record, AliasRecord):
-        target, view = index.entries[leaf.record.of].path, leaf.record.view
+        target, view = short(index.entries[leaf.record.of].path), leaf.record.view
         text = f"the storage of {target}" if view is None else f"a view of {target} at {view.offset}, {view.strides}"
         facts.append(Fact("shares", "", text))
     return facts
@@ -242,7 +242,7 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
     return LeafPage(
         checkpoint=checkpoint,
         leaf=number,
-        path=leaf.path,
+        path=short(leaf.path),
         above=_above(outline, leaf.path),
         kind=_kind(leaf),
         dtype=leaf.spec.dtype if leaf.spec else None,

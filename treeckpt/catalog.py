@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -37,13 +37,18 @@ from .underway import SaveUnderWay, saves_under_way
 __all__ = [
     "CheckpointInfo",
     "FileCache",
+    "Recall",
     "Status",
+    "Summary",
+    "Took",
     "is_checkpoint",
     "look",
+    "newest_first",
     "read_index",
     "read_timings",
     "scan",
     "step_of",
+    "summarize",
 ]
 
 Status = Literal["complete", "partial", "corrupt", "foreign"]
@@ -84,7 +89,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     """Saves into this directory that have not ended."""
 
 
-class _Summary(msgspec.Struct, frozen=True):
+class Summary(msgspec.Struct, frozen=True):
     """What a list of checkpoints needs of an index."""
 
     save_id: str
@@ -97,6 +102,14 @@ class _Summary(msgspec.Struct, frozen=True):
     """Every shard and its size as a file."""
     metrics: dict[str, float]
     held_nbytes: int
+
+
+class Recall(Protocol):
+    """Something that remembers what was made of files."""
+
+    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+        """`read()`, or its result or error from before; `entry` is the file that it reads, as it is now."""
+        ...
 
 
 class FileCache:
@@ -155,17 +168,20 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     return codec.read_index(LocalStore(path))
 
 
-def read_timings(path: str | os.PathLike[str]) -> Timings:
+def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None = None) -> Timings:
     """The timing record of a checkpoint: of the save that its index names, else of the newest save that left one.
+
+    Args:
+        save_id: that the index names, where that is known already: then it is not read.
 
     Raises:
         CheckpointNotFound: there is none.
         CheckpointError: it cannot be read.
     """
-    folder = LocalFolder(path)
-    save_id = None
-    with contextlib.suppress(TreeckptError):
-        save_id = codec.read_index(folder.store).save_id
+    folder = LocalFolder(path) if isinstance(path, (str, os.PathLike)) else path
+    if save_id is None:
+        with contextlib.suppress(TreeckptError):
+            save_id = codec.read_index(folder.store).save_id
     return _read_timings(folder, _timings_file(folder, _regular(folder.entries()), save_id))
 
 
@@ -206,7 +222,7 @@ def _is_ours(name: str) -> bool:
     return kind_of(name) is not None
 
 
-def scan(run: str | os.PathLike[str] | RunStore, *, cache: FileCache | None = None) -> list[CheckpointInfo]:
+def scan(run: str | os.PathLike[str] | RunStore, *, cache: Recall | None = None) -> list[CheckpointInfo]:
     """Every checkpoint of a run, newest first, then what is none; a checkpoint's own path gives that one.
 
     Names that start with a dot, and what is no directory, are left out. A run that cannot be listed is empty.
@@ -215,16 +231,15 @@ def scan(run: str | os.PathLike[str] | RunStore, *, cache: FileCache | None = No
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         return [look(run, cache=cache, follow=True)]
     store = open_run(run)
-    return sorted((look(store.folder(name), cache=cache) for name in store.names()), key=_newest_first)
+    return sorted((look(store.folder(name), cache=cache) for name in store.names()), key=newest_first)
 
 
-def _newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:
+def newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:
+    """The key by which checkpoints are listed."""
     return info.status == "foreign", info.step is None, -(info.step or 0), -(info.created_ns or 0), info.name
 
 
-def look(
-    path: str | os.PathLike[str] | Folder, *, cache: FileCache | None = None, follow: bool = False
-) -> CheckpointInfo:
+def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, follow: bool = False) -> CheckpointInfo:
     """What one directory is.
 
     Args:
@@ -239,7 +254,7 @@ def look(
     files = _regular(entries)
     if (index := entries.get(INDEX_NAME)) is not None:
         try:
-            summary = cache.recall((folder.url, "summary"), index, lambda: _summarize(folder))
+            summary = cache.recall((folder.url, "summary"), index, lambda: summarize(codec.read_index(folder.store)))
         except TreeckptError as error:
             return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
         return _with_index(folder, summary, files, cache)
@@ -250,10 +265,10 @@ def look(
     return CheckpointInfo(name, folder.url, "foreign", error=error)
 
 
-def _summarize(folder: Folder) -> _Summary:
-    index = codec.read_index(folder.store)
+def summarize(index: Index) -> Summary:
+    """What a list of checkpoints needs of an index."""
     sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
-    return _Summary(
+    return Summary(
         save_id=index.save_id,
         step=index.step,
         world=index.world,
@@ -280,7 +295,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)
 
 
-class _Took(msgspec.Struct, frozen=True):
+class Took(msgspec.Struct, frozen=True):
     """What a list of checkpoints needs of timings."""
 
     seconds: float
@@ -288,18 +303,21 @@ class _Took(msgspec.Struct, frozen=True):
     error: str | None
 
 
-def _took(folder: Folder, name: str) -> _Took:
+def _took(folder: Folder, name: str) -> Took:
     timings = _read_timings(folder, name)
-    profile = profile_of(timings)
-    return _Took(profile.seconds, profile.blocked_seconds, timings.error)
+    try:
+        profile = profile_of(timings)
+        return Took(profile.seconds, profile.blocked_seconds, timings.error)
+    except (ArithmeticError, LookupError) as error:  # times of any size, parents that are none
+        raise CorruptError(visible(f"{folder.url}/{name}"), expected="spans of a save", found=f"{error}") from error
 
 
-def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: FileCache) -> _Took:
+def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: Recall) -> Took:
     name = _timings_file(folder, files, save_id)
     return cache.recall((f"{folder.url}/{name}", "took"), files[name], lambda: _took(folder, name))
 
 
-def _with_index(folder: Folder, summary: _Summary, files: Files, cache: FileCache) -> CheckpointInfo:
+def _with_index(folder: Folder, summary: Summary, files: Files, cache: Recall) -> CheckpointInfo:
     took = None
     with contextlib.suppress(TreeckptError):  # timings are a record beside the checkpoint, not part of its state
         took = _recall_took(folder, files, summary.save_id, cache)
@@ -324,7 +342,7 @@ def _with_index(folder: Folder, summary: _Summary, files: Files, cache: FileCach
     )
 
 
-def _shards_problem(summary: _Summary, files: Files) -> str | None:
+def _shards_problem(summary: Summary, files: Files) -> str | None:
     bad: list[str] = []
     for shard, size in summary.sizes:
         if shard not in files:
@@ -334,7 +352,7 @@ def _shards_problem(summary: _Summary, files: Files) -> str | None:
     return f"{len(bad)} of {len(summary.sizes)} shards are not as saved: {bad[0]}" if bad else None
 
 
-def _without_index(folder: Folder, files: Files, cache: FileCache) -> CheckpointInfo:
+def _without_index(folder: Folder, files: Files, cache: Recall) -> CheckpointInfo:
     shards = {n: parsed for n in files if (parsed := parse_shard_name(n)) is not None}
     newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
     text, seconds = "no index: the save is under way, or never finished", None

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from . import catalog, cli_runs
+from . import catalog, cli_runs, cli_views
 from .api import opened
 from .bars import reading_bar
 from .core.diff import Added, Diff, Moved, Removed, diff, leaf_text
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     rebuild.add_argument("checkpoint", metavar="CKPT")
     rebuild.add_argument("--replace", action="store_true", help="even where there is an index")
     cli_runs.add_commands(command)
+    cli_views.add_commands(command)
     _add_dashboard(command("dashboard", _dashboard, "browse runs in a web browser", json=False))
     command("demo", _no_demo, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
     command("bench", _no_bench, "measure saves and loads beside the disk's limits and other libraries", json=False)
@@ -104,6 +105,13 @@ def _add_dashboard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME", help="accept this Host header too, e.g. a proxy's"
     )
+    parser.add_argument(
+        "--keep",
+        default="",
+        metavar="POLICIES",
+        help="what the runs are kept by, e.g. 'last:3 every:1000 best:loss:min:2'",
+    )
+    parser.add_argument("--cache", metavar="DIR", help="its own files (default: $TREECKPT_CACHE or the user's cache)")
 
 
 def _version() -> str:
@@ -344,7 +352,7 @@ def _rebuild_index(options: argparse.Namespace) -> int:
 
 
 def _dashboard(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not Path(run).is_dir()]:
+    if missing := [run for run in options.runs if "://" not in run and not Path(run).is_dir()]:
         return _usage(f"{missing[0]}: no such directory")
     try:
         from treeckpt_dashboard.server import ServeError, serve
@@ -358,6 +366,8 @@ def _dashboard(options: argparse.Namespace) -> int:
             token=options.token if options.token != "" else os.environ.get("TREECKPT_TOKEN", ""),
             root_path=options.root_path,
             allowed_hosts=options.allow_host,
+            cache=options.cache,
+            keep=options.keep,
         )
     except ServeError as error:
         return _usage(str(error))

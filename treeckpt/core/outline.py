@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -91,32 +92,42 @@ class Outline:
         self._opened: dict[int, _Opened] = {}
 
     @cached_property
-    def _sums(self) -> np.ndarray:
-        sizes = np.fromiter(map(leaf_nbytes, self.index.entries), np.int64, len(self.index.entries))
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    def sizes(self) -> list[int]:
+        """Stored bytes of each leaf."""
+        index = self.index
+        whole = [math.prod(spec.shape) * dtype_of(spec.dtype).itemsize for spec in index.specs]
+        return [
+            whole[record.spec] if type(record) is ArrayRecord else leaf_nbytes(index.entries[number])
+            for number, record in enumerate(index.leaves)
+        ]
+
+    @cached_property
+    def _sums(self) -> list[int]:
+        return [0, *accumulate(self.sizes)]
 
     @cached_property
     def _folded(self) -> list[str]:
         return [leaf.path.casefold() for leaf in self.index.entries]
 
-    def _count(self, node: Structure) -> int:
+    def count(self, node: Structure) -> int:
+        """How many leaves a node of the structure has."""
         if node is None:
             return 1
         found = self._counts.get(id(node))
         if found is None:
-            found = self._counts[id(node)] = sum(map(self._count, node.children))
+            found = self._counts[id(node)] = sum(map(self.count, node.children))
         return found
 
     def _open(self, node: Node, path: str) -> _Opened:
         found = self._opened.get(id(node))
         if found is None:
-            counts = np.fromiter(map(self._count, node.children), np.int64, len(node.children))
+            counts = np.fromiter(map(self.count, node.children), np.int64, len(node.children))
             found = _Opened(keys_of(node, path), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]))
             self._opened[id(node)] = found
         return found
 
     def _row(self, node: Structure, name: str, key: str, path: str, first: int) -> Row:
-        leaves = self._count(node)
+        leaves = self.count(node)
         return Row(
             node=name,
             key=key,
@@ -126,7 +137,7 @@ class Outline:
             children=0 if node is None else len(node.children),
             first=first,
             leaves=leaves,
-            nbytes=int(self._sums[first + leaves] - self._sums[first]),
+            nbytes=self._sums[first + leaves] - self._sums[first],
         )
 
     def _child(self, node: Node, row: Row, at: int) -> tuple[Structure, Row]:

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from .errors import FormatError
-from .shard import MAX_WORLD, SAVE_ID
+from .shard import MAX_NBYTES, MAX_WORLD, SAVE_ID
 
 __all__ = [
     "MAX_PROGRESS",
@@ -89,6 +89,11 @@ def decode_progress(data: bytes, name: str) -> Progress:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FormatError(name, expected="a record of progress", found=f"{error}"[:200]) from error
     known = SAVE_ID.fullmatch(found.save_id) is not None and 0 <= found.rank < found.world <= MAX_WORLD
-    if not known or min(found.written, found.planned) < 0:
+    numbers = (found.written, found.planned, found.started_ns, found.updated_ns, found.step or 0)
+    if (
+        not known
+        or min(found.written, found.planned) < 0
+        or not -MAX_NBYTES < min(numbers) <= max(numbers) < MAX_NBYTES
+    ):
         raise FormatError(name, expected="a rank's progress in a save", found=f"{found!r:.200}")
     return found
