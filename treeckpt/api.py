@@ -224,7 +224,7 @@ def load(
         _globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read, memory
     )
     comm = as_comm(comm)
-    with _opened(path) as store, _without_cycles():
+    with opened(path) as store, _without_cycles():
         if like is not None and (expanded := expand(like, rank=comm.rank, namespace=namespace)) is not None:
             like = expanded.tree
         tree, report = load_tree(store, like, comm, options)
@@ -261,7 +261,7 @@ def load_into(
         _globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory
     )
     comm = as_comm(comm)
-    with _opened(path) as store, _without_cycles():
+    with opened(path) as store, _without_cycles():
         if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
             return load_into_tree(store, tree, comm, options)
 
@@ -283,7 +283,7 @@ def _globs(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Store]:
+def opened(path: Path) -> Iterator[Store]:
     """The store of a path; what reading has opened is closed at the end."""
     store = open_store(path)
     try:
@@ -305,7 +305,7 @@ def inspect(path: Path) -> Index:
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
     """
-    with _opened(path) as store:
+    with opened(path) as store:
         return read_index(store)
 
 
@@ -315,7 +315,7 @@ def verify(path: Path) -> VerifyReport:
     Raises:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
-    with _opened(path) as store:
+    with opened(path) as store:
         return _verify(store)
 
 
@@ -358,7 +358,7 @@ def rebuild_index(path: Path, *, replace: bool = False) -> Index:
         CheckpointExists: there is one, and `replace` is not given.
         CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
     """
-    with _opened(path) as store:
+    with opened(path) as store:
         return _rebuild_index(store, replace)
 
 

@@ -45,6 +45,7 @@ from .registering import Registered
 from .reports import SaveReport
 from .restoring import Restorer
 from .run import GRACE, CleanReport, Run, step_info
+from .showing import run_html
 
 __all__ = ["Manager"]
 
@@ -99,6 +100,9 @@ class Manager:
     def __repr__(self) -> str:
         comm = self._saving_comm
         return f"Manager({self._run.url!r}, keep={list(self._policies)!r}, rank {comm.rank} of {comm.size})"
+
+    def _repr_html_(self) -> str:
+        return run_html(self._run.store, repr(self))
 
     @property
     def stopping(self) -> bool:
