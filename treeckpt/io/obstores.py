@@ -1,8 +1,9 @@
 """S3, Google Cloud Storage and Azure by obstore: requests, their errors in our words, and what is asked again.
 
 obstore itself asks again, with growing pauses, after server errors, throttling, refused and cut connections (ten times
-within three minutes; option `retry_config`). What it gives up on while an answer's body is under way is asked again
-here. Credentials come from options, the environment, `~/.aws` (see `profiles`), or the instance.
+within three minutes; option `retry_config`), and aborts uploads that fail. What it gives up on while an answer's body
+is under way is asked again here. Credentials come from options, the environment, `~/.aws` (see `profiles`), or the
+instance.
 """
 
 from __future__ import annotations
