@@ -4,6 +4,7 @@ And the S3 server, one for all tests of a process that ask for it.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,3 +30,9 @@ def s3(s3_process: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
     for name, value in s3_process.environment().items():
         monkeypatch.setenv(name, value)
     return s3_process
+
+
+@pytest.fixture(params=["s3", "memory"])
+def far_run(request: pytest.FixtureRequest, s3: S3, tmp_path: Path) -> str:
+    """The URL of a run that is no directory."""
+    return s3.url() if request.param == "s3" else f"memory://{tmp_path}/run"

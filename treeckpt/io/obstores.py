@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from ..core.errors import StoreError
 from .bucket import Found, Listing, Tag, missing_extra
-from .profiles import s3_options
+from .profiles import HOW, check_instance, s3_options
 
 __all__ = ["ObstoreBucket"]
 
@@ -46,7 +46,7 @@ _NO_CREDENTIALS = re.compile(
     r"169\.254\.|latest/(api/token|meta-data)|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount"
 )
 _HOW = {
-    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run where the instance has a role",
+    "s3": HOW,
     "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
     "az": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or pass use_azure_cli=True",
 }
@@ -77,7 +77,9 @@ class ObstoreBucket:
         self._obstore: Any = obstore
         opened: Any = from_url
         made = s3_options(url, options, os.environ) if self.kind == "s3" else dict(options)
-        if self.kind == "s3":  # one object at a time needs no request that some services do not know
+        if self.kind == "s3":
+            check_instance(url, made, os.environ)
+            # one object at a time needs no request that some services do not know
             made = {"disable_bulk_delete": True, **made}
         client = {**TIMEOUTS, **made.pop("client_options", {})}
         endpoint = str(made.get("endpoint") or made.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL", ""))

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import configparser
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..core.errors import StoreError
 
-__all__ = ["s3_options"]
+__all__ = ["HOW", "check_instance", "s3_options"]
+
+HOW = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run where the instance has a role"
 
 _KEYS = ("access_key_id", "aws_access_key_id")
 _GIVEN = (*_KEYS, "credential_provider", "skip_signature", "aws_skip_signature")
@@ -60,6 +64,31 @@ def s3_options(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
         if option in profile and not any(key in options for key in given) and not any(v in env for v in variables):
             made[option] = profile[option]
     return made
+
+
+def check_instance(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> None:
+    """Says at once that there are no credentials, where only the instance could give them and there is none.
+
+    obstore would go on asking for it for a minute.
+
+    Args:
+        options: as `s3_options` gives them.
+
+    Raises:
+        StoreError: there are none.
+    """
+    if any(name in options for name in _GIVEN) or any(name in env for name in _ELSEWHERE):
+        return
+    place = urlsplit(options.get("metadata_endpoint") or env.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254")
+    try:
+        socket.create_connection((place.hostname or "", place.port or 80), timeout=1).close()
+    except OSError as error:
+        raise StoreError(
+            url,
+            expected="credentials",
+            found="none in the options, the environment or ~/.aws, and no instance that gives them",
+            hint=HOW,
+        ) from error
 
 
 def _profile(name: str, env: Mapping[str, str]) -> dict[str, str]:
