@@ -19,6 +19,7 @@ NAMES = [
     "CorruptError",
     "FormatError",
     "Index",
+    "KeyedTable",
     "LayoutError",
     "LoadReport",
     "LocalStore",

@@ -93,6 +93,21 @@ class StoreSuite:
         with pytest.raises(tc.CorruptError, match="a: expected at most 4999 bytes"):
             store.read("a", limit=4999)
 
+    def test_pieces_of_memory_are_filled_one_after_the_other_or_not_at_all(self, store: Store) -> None:
+        store.prepare()
+        data = pattern(9000)
+        write(store, "a", data)
+        read(store, "a", 0, 9000)
+        for start, lengths in ((0, [9000]), (100, [1, 4096, 0, 3]), (4096, [1] * 1000), (9000, [])):
+            parts = [memoryview(bytearray(length)) for length in lengths]
+            done = store.read_parts("a", start, parts)
+            stop = start + sum(lengths)
+            assert b"".join(parts) == (data[start:stop] if done else bytes(stop - start))
+        try:
+            assert not store.read_parts("a", 8000, [memoryview(bytearray(2000))])
+        except tc.CorruptError as error:
+            assert "a: expected" in str(error)
+
     def test_an_aborted_file_is_gone(self, store: Store) -> None:
         store.prepare()
         writer = write(store, "a", pattern(5000), commit=False)

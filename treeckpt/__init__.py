@@ -30,6 +30,7 @@ from .core.errors import (
 from .core.records import Index
 from .core.region import Region
 from .core.spec import ArraySpec
+from .core.table import KeyedTable
 from .core.tree import PerRank
 from .io.objects import ObjectRun, ObjectStore
 from .io.store import LocalStore, MemoryStore
@@ -46,6 +47,7 @@ __all__ = [
     "CorruptError",
     "FormatError",
     "Index",
+    "KeyedTable",
     "LayoutError",
     "LoadReport",
     "LocalStore",

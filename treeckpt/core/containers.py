@@ -1,8 +1,8 @@
 """One container at a time: which classes are containers, what their children are, and how their node is made.
 
 Containers are dict (any insertion order, keys of str, int, bool, float, None, bytes and tuples of these), OrderedDict,
-defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, and every class registered with
-optree. Whatever else is met is a leaf.
+defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, and every class
+registered with optree. Whatever else is met is a leaf.
 """
 
 # A tree holds objects of any type.
@@ -25,6 +25,7 @@ from .errors import TreeError
 from .runs import encode_runs
 from .spec import Value, encode_value, type_name
 from .structure import (
+    TABLE_KEYS,
     CustomNode,
     DataclassNode,
     DefaultDictNode,
@@ -37,9 +38,11 @@ from .structure import (
     PerRankNode,
     StructSequenceNode,
     Structure,
+    TableNode,
     TupleNode,
     key_text,
 )
+from .table import KeyedTable, columns_of
 
 __all__ = ["FACTORIES", "PerRank", "Taken", "is_common_leaf", "made_of", "registered", "take"]
 
@@ -168,6 +171,9 @@ def take(tree: Any, path: str, namespace: str, rank: int) -> Taken | None:
     if kind is PerRank:
         ranks = (encode_runs([rank]),)
         return Taken(lambda c: PerRankNode(ranks, c), (rank,), (tree.value,))
+    if kind is KeyedTable:
+        spec = tree.spec
+        return Taken(lambda c: TableNode(spec, c), TABLE_KEYS, columns_of(tree))
     if is_common_leaf(kind):
         return None  # the common leaves, decided without asking the registries
     if (custom := _take_custom(tree, path, namespace)) is not None:

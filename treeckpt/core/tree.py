@@ -36,11 +36,13 @@ from .structure import (
     PerRankNode,
     StructSequenceNode,
     Structure,
+    TableNode,
     TupleNode,
     key_text,
     keys_of,
     rank_key,
 )
+from .table import KeyedTable, restored
 
 __all__ = ["PerRank", "flatten", "graft", "own_child", "replace_leaves", "unflatten"]
 
@@ -152,6 +154,8 @@ def _assemble(
         factory: Any = FACTORIES[node.factory] if node.factory is not None else None
         return collections.defaultdict(factory, zip(keys, children, strict=True))
     assert not isinstance(node, PerRankNode), "handled by unflatten"
+    if isinstance(node, TableNode):
+        return restored(node.table, children[0], *children[2:])
     kind = _class_of(node, path, resolve)
     if isinstance(node, CustomNode):
         return _assemble_custom(node, kind, children, path, namespace)
@@ -227,6 +231,8 @@ def _rebuilt(node: Any, keys: Sequence[object], children: list[Any], namespace: 
         return collections.deque(children, node.maxlen)
     if kind is PerRank:
         return PerRank(children[0])
+    if kind is KeyedTable:
+        return node.with_parts(children[0], *children[2:])
     entry = registered(kind, namespace)
     if entry is not None:
         return entry.unflatten_func(entry.flatten_func(node)[1], tuple(children))
@@ -241,6 +247,10 @@ def graft(tree: object, new: object, *, namespace: str = "", path: str = "") -> 
     `new` has the structure of `tree`, as `replace_leaves` makes it. Returns what could not be put in place because
     its container cannot be changed: (path, new leaf).
     """
+    if isinstance(tree, KeyedTable) and isinstance(new, KeyedTable):
+        tree.ids, tree.slots = new.ids, new.slots
+        below = f"{path}/scalars" if path else "scalars"
+        return graft(tree.scalars, new.scalars, namespace=namespace, path=below)
     taken, other = take(tree, path, namespace, 0), take(new, path, namespace, 0)
     if taken is None or other is None:
         return []

@@ -47,6 +47,14 @@ class Sink(Protocol):
         """Takes a small array, all of it."""
         ...
 
+    def room(self) -> np.ndarray:
+        """Memory for what comes next, uint8[n], to be filled from the front; n > 0 may be less than is wanted."""
+        ...
+
+    def advance(self, nbytes: int) -> None:
+        """Takes that many bytes of `room` as filled."""
+        ...
+
 
 class _Pipe:
     """Buffers on their way to a file: filled by the caller, hashed and written by threads."""
@@ -68,6 +76,18 @@ class _Pipe:
             return
         ctypes.memmove(self._address + self._at, memory.address, nbytes)
         self._at += nbytes
+
+    def room(self) -> np.ndarray:
+        """What is free of the buffer that is being filled."""
+        return self._bytes[self._at :]
+
+    def advance(self, nbytes: int) -> None:
+        """Takes the front of `room` as filled."""
+        self._at += nbytes
+        if self._at == BUFFER:
+            self._send(self._buffer, BUFFER, self._ring)
+            self._at = 0
+            self._take()
 
     def feed(self, data: np.ndarray) -> None:
         """Appends the elements of an array, in C order."""
@@ -94,12 +114,8 @@ class _Pipe:
         while done < len(data):
             count = min(len(data) - done, BUFFER - self._at)
             self._bytes[self._at : self._at + count] = data[done : done + count]
-            self._at += count
+            self.advance(count)
             done += count
-            if self._at == BUFFER:
-                self._send(self._buffer, BUFFER, self._ring)
-                self._at = 0
-                self._take()
 
     def _send_in_place(self, data: np.ndarray) -> np.ndarray:
         """Writes whole blocks from where they are, no copy made; returns what is left."""
@@ -282,6 +298,8 @@ def feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
     elif isinstance(piece.data, (HostArray, HostMemory)):
         array = piece.data.array
         pipe.feed(array if region == piece.region else array[region.relative_to(piece.region).slices()])
+    elif (gather := getattr(piece.data, "gather", None)) is not None:
+        _feed_gathered(pipe, region.relative_to(piece.region), write.nbytes, gather)
     else:
         _feed_rows(pipe, region.relative_to(piece.region), piece.data)
 
@@ -292,6 +310,24 @@ def _holder(region: Region, pieces: Sequence[Piece]) -> Piece | None:
             return piece
     assert not region.size, f"the plan writes {region}, which this rank does not hold"
     return None
+
+
+def _feed_gathered(pipe: Sink, box: Region, nbytes: int, gather: Callable[[slice, np.ndarray], None]) -> None:
+    """Has rows that lie here and there put together where they are written from. Of an array only whole rows are."""
+    low, high = box.offset[0], box.offset[0] + box.shape[0]
+    size = nbytes // box.shape[0]
+    while low < high:
+        room = pipe.room()
+        count = min(len(room) // size, high - low)
+        if count:
+            gather(slice(low, low + count), room[: count * size])
+            pipe.advance(count * size)
+        else:  # a row that lies across two buffers, or is longer than one
+            count = 1
+            row = np.empty(size, np.uint8)
+            gather(slice(low, low + 1), row)
+            pipe.feed(row)
+        low += count
 
 
 def _feed_rows(pipe: Sink, box: Region, data: Readable) -> None:

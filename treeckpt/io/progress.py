@@ -122,7 +122,8 @@ class _Counting:
     def __init__(self, inner: Store, count: Callable[[int], None]) -> None:
         self._inner, self._count, self.url = inner, count, inner.url
         self.prepare, self.sizes, self.read, self.read_into = inner.prepare, inner.sizes, inner.read, inner.read_into
-        self.map, self.publish, self.delete, self.close = inner.map, inner.publish, inner.delete, inner.close
+        self.read_parts, self.map, self.publish = inner.read_parts, inner.map, inner.publish
+        self.delete, self.close = inner.delete, inner.close
 
     def create(self, name: str, nbytes: int) -> Writer:
         return _CountingWriter(self._inner.create(name, nbytes), self._count)

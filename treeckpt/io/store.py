@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -70,6 +70,16 @@ class Store(Protocol):
         Args:
             shared: the same bytes will be read again soon, here or by another process of the host: leave them in the
                 page cache, if there is one.
+        """
+        ...
+
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+        """Fills several pieces of memory, one after the other, if that takes no more than a copy.
+
+        Returns:
+            False, with nothing read, where the bytes are not at hand, or may not be.
+
+        Raises CorruptError where the file ends before.
         """
         ...
 
@@ -171,11 +181,16 @@ class LocalStore:
         return data
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        self._reader(name).read_into(offset, out, shared=shared)
+
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+        return self._reader(name).read_parts(offset, parts)
+
+    def _reader(self, name: str) -> LocalReader:
         with self._lock:
             if name not in self._readers:
                 self._readers[name] = LocalReader(self._directory / name)
-            reader = self._readers[name]
-        reader.read_into(offset, out, shared=shared)
+            return self._readers[name]
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         fd = open_regular(self._directory / name)
@@ -287,6 +302,12 @@ class MemoryStore:
         if len(data) < len(out):
             raise _too_short(f"{self.url}/{name}", offset, len(out), len(data))
         out[:] = data
+
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+        for part in parts:
+            self.read_into(name, offset, part)
+            offset += len(part)
+        return True
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         data = bytearray(nbytes)

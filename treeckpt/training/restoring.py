@@ -22,6 +22,7 @@ from ..filling import Verify
 from ..io.comm import Comm, as_comm
 from ..io.relay import open_relay, together
 from ..leaves.torch import dtype_name
+from ..ranks import Policy, policy_of
 from ..reports import human_bytes
 from .capture import live_of, ties_of
 from .modules import Entry, Modules, collect, materialise, settle_shards
@@ -29,7 +30,6 @@ from .names import Key, key_path, put_in
 from .optimizers import Live, Optimizers, survey
 from .parts import compare_extra, loads_of
 from .plans import OptimizerPlan, apply_optimizers, plan_optimizers
-from .ranks import Policy, policy_of
 from .rng import check_rng, set_rng
 from .schedules import from_groups
 from .sources import Options, Source, children_of, descend, open_source

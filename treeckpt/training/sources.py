@@ -22,9 +22,9 @@ from ..core.tree import PerRank, flatten
 from ..filling import Verify
 from ..io.comm import Comm
 from ..leaves.registry import abstract_of, decode, source_of
+from ..ranks import Policy, load_own
 from ..stateful import expand
 from ..trees.moving import put_leaves
-from .ranks import Policy, load_own
 from .values import is_same
 
 __all__ = [
