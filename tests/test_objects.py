@@ -72,12 +72,12 @@ def test_memory_stays_bounded_whatever_the_size(s3: S3) -> None:
     # arrays that take no memory themselves, in a process whose peak only a save of half the size has raised
     program = """
 import resource, sys, numpy as np, treeckpt as tc
-from treeckpt.io import obstores
-obstores.PART, obstores.UPLOADS = 5 << 20, 4
+from treeckpt.io import engine, obstores
+engine.BUFFER, obstores.PART, obstores.UPLOADS = 1 << 20, 5 << 20, 2
 row = np.arange(1 << 17)
-tc.save(sys.argv[1] + "/small", {"w": np.broadcast_to(row, (36, 1 << 17))})
+tc.save(sys.argv[1] + "/small", {"w": np.broadcast_to(row, (24, 1 << 17))})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-tc.save(sys.argv[1] + "/large", {"w": np.broadcast_to(row, (72, 1 << 17))})
+tc.save(sys.argv[1] + "/large", {"w": np.broadcast_to(row, (64, 1 << 17))})
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
     done = subprocess.run([sys.executable, "-c", program, s3.url()], capture_output=True, text=True, check=True)
