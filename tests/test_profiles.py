@@ -31,8 +31,10 @@ def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path) -> None:
     assert s3_options("s3://b", {}, env) == plain
     assert s3_options("s3://b", {}, {**env, "AWS_REGION": "x"}) == {k: v for k, v in plain.items() if k != "region"}
     assert s3_options("s3://b", {"region": "mine"}, env) == {**plain, "region": "mine"}
-    found = s3_options("s3://b", {}, {**env, "AWS_PROFILE": "lab", "AWS_ACCESS_KEY_ID": "not this"})
-    assert found == {**lab, "region": "eu-west-2", "endpoint_url": "https://s3.lab"}
+    named = {**env, "AWS_PROFILE": "lab"}
+    place = {"region": "eu-west-2", "endpoint_url": "https://s3.lab"}
+    assert s3_options("s3://b", {}, named) == {**lab, **place}
+    assert s3_options("s3://b", {}, {**named, "AWS_ACCESS_KEY_ID": "c"}) == place, "as boto3 does"
 
 
 def test_given_keys_and_the_environment_go_before_a_profile(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ TRIES = 3
 PAUSE = 0.2
 """Seconds before the first time that a read is asked again here; then twice as long."""
 TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
+_ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _CUT = re.compile(r"body|connection|incomplete|timed? ?out|reset|closed", re.IGNORECASE)
 _NO_CREDENTIALS = re.compile(
@@ -82,8 +84,8 @@ class ObstoreBucket:
             # one object at a time needs no request that some services do not know
             made = {"disable_bulk_delete": True, **made}
         client = {**TIMEOUTS, **made.pop("client_options", {})}
-        endpoint = str(made.get("endpoint") or made.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL", ""))
-        if endpoint.startswith("http://"):  # it was asked for
+        endpoints = [made.get(name) for name in _ENDPOINTS] + [os.environ.get(name) for name in _ENDPOINT_VARIABLES]
+        if str(next(filter(None, endpoints), "")).startswith("http://"):  # it was asked for
             client.setdefault("allow_http", True)
         scheme, _, rest = url.partition("://")
         try:
