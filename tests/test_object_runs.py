@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -26,8 +27,10 @@ from treeckpt.run import Run
 def test_a_long_run_is_listed_by_pages(s3: S3, count: int) -> None:
     url = s3.url()
     bucket, key = open_bucket(url, s3.options(endpoint=f"http://127.0.0.1:{s3.port}"))
-    for step in range(count):
-        bucket.put(f"{key}/{step_name(step)}/index.json", b"{}", replace=True)
+    with ThreadPoolExecutor(8) as pool:
+        list(
+            pool.map(lambda step: bucket.put(f"{key}/{step_name(step)}/index.json", b"{}", replace=True), range(count))
+        )
     run = tc.ObjectRun(url)
     assert run.names() == [step_name(step) for step in range(count)]
     assert len(s3.log()) <= count // PAGE + 1
