@@ -68,7 +68,8 @@ def save(
     """Saves a tree; returns when it is durable and committed. Call it on every rank.
 
     Args:
-        path: a directory, made if need be; its name is the checkpoint's.
+        path: a directory, made if need be; its name is the checkpoint's. Or a URL (`s3://bucket/run/step_00000100`,
+            `gs://`, `az://`, what fsspec knows), or a store, as everywhere.
         tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
             `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself. An object with
@@ -89,6 +90,7 @@ def save(
         CheckpointExists: there is one, and `overwrite` is not given.
         MismatchError: ranks contradict each other.
         RankError: ranks failed or fell silent; raised on every rank.
+        StoreError: an object store cannot be reached, or refuses.
     """
     options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
     comm = as_comm(comm)
