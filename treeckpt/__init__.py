@@ -23,6 +23,7 @@ from .core.errors import (
     LayoutError,
     MismatchError,
     RankError,
+    StoreError,
     TreeckptError,
     TreeError,
 )
@@ -31,6 +32,7 @@ from .core.region import Region
 from .core.spec import ArraySpec
 from .core.table import KeyedTable
 from .core.tree import PerRank
+from .io.objects import ObjectRun, ObjectStore
 from .io.store import LocalStore, MemoryStore
 from .leaves.sharded import Sharded
 from .manager import Manager
@@ -52,12 +54,15 @@ __all__ = [
     "Manager",
     "MemoryStore",
     "MismatchError",
+    "ObjectRun",
+    "ObjectStore",
     "Pending",
     "PerRank",
     "RankError",
     "Region",
     "SaveReport",
     "Sharded",
+    "StoreError",
     "TreeError",
     "TreeckptError",
     "VerifyReport",

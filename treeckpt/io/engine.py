@@ -2,7 +2,8 @@
 
 Saving copies entries one after the other into page-aligned buffers of `BUFFER` bytes; full buffers go to a few threads
 that hash and write them while the next is filled, so a save needs no more memory than those buffers. The header is
-written last, with the checksums.
+written last, with the checksums. An upload takes bytes in order, so there the data is read twice: once for the
+checksums, and once to send it behind the header.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from ..core.errors import CheckpointError
 from ..core.plan import FilePlan, Write
 from ..core.region import Region
 from ..core.shard import BLOCK, Entry, ShardHeader, block_count, encode_header, hash_block, with_hashes
@@ -228,25 +230,61 @@ def _save_file(
     created(file.name)
     with recorder.span("write", base + file.plan.nbytes):
         writer = store.create(file.name, base + file.plan.nbytes)
-        try:
-            pipe = _Pipe(writer, base, file.plan.nbytes, pool, ring)
-            try:
-                start = recorder.now()
-                for write in file.plan.writes:
-                    feed(pipe, write, pieces(write.leaf))
-                pipe.finish()
-            finally:
-                pipe.drain()
-            recorder.add("hash", start, start + pipe.hash_ns, file.plan.nbytes)
+
+        def stream(to: Writer) -> list[int]:
+            return _stream(_Pipe(to, base, file.plan.nbytes, pool, ring), file.plan, pieces, recorder)
+
+        def put_head(hashes: list[int]) -> None:
             head = aligned_buffer(base)
-            head[:] = with_hashes(blank, pipe.hashes)
+            head[:] = with_hashes(blank, hashes)
             writer.write(0, head)
+
+        try:
+            if getattr(writer, "ordered", False):
+                hashes = stream(_Nowhere())
+                put_head(hashes)
+                if stream(writer) != hashes:
+                    raise _changed(f"{store.url}/{file.name}")
+            else:
+                put_head(stream(writer))
             with recorder.span("fsync"):
                 writer.commit()
         except BaseException:
             writer.abort()
             raise
     return base, file.plan.nbytes
+
+
+class _Nowhere:
+    """Takes what is only hashed."""
+
+    def write(self, offset: int, data: memoryview) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+def _stream(pipe: _Pipe, plan: FilePlan, pieces: Callable[[int], Sequence[Piece]], recorder: Recorder) -> list[int]:
+    """Sends a file's data through a pipe; returns its checksums."""
+    start = recorder.now()
+    try:
+        for write in plan.writes:
+            feed(pipe, write, pieces(write.leaf))
+        pipe.finish()
+    finally:
+        pipe.drain()
+    recorder.add("hash", start, start + pipe.hash_ns, plan.nbytes)
+    return pipe.hashes
+
+
+def _changed(path: str) -> CheckpointError:
+    return CheckpointError(
+        path,
+        expected="arrays that stay as they are while they are being saved",
+        found="other bytes than a moment ago",
+        hint="Wait for the save before anything trains on, or use save_async",
+    )
 
 
 def feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
