@@ -109,12 +109,12 @@ def test_a_slice_is_read_by_ranged_requests_for_its_bytes_only(s3: S3) -> None:
     store, full = s3.store(), np.arange(3 * MIB).reshape(24, -1)
     tc.save(store, {"w": full, "other": array(4)})
     s3.rules({"match": "GET .*shard", "do": "slow", "times": 99, "seconds": 0.05})
-    piece = tc.Sharded(np.zeros((8, full.shape[1]), full.dtype), full.shape, (8, 0))
+    piece = tc.Sharded(np.zeros((16, full.shape[1]), full.dtype), full.shape, (4, 0))
     part = tc.load(store, {"w": piece, "other": ...})
-    assert np.array_equal(part["w"].local, full[8:16])
+    assert np.array_equal(part["w"].local, full[4:20])
     shard = [row for row in s3.log() if "shard" in row["path"] and row["method"] == "GET"]
     assert all(row["range"].startswith("bytes=") for row in shard)
-    assert sum(row["got"] for row in shard) <= 1.05 * full[8:16].nbytes + objects_module.HEAD
+    assert sum(row["got"] for row in shard) <= 1.05 * full[4:20].nbytes + objects_module.HEAD
     assert max(row["flying"] for row in shard) >= 3
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import api
@@ -11,7 +11,7 @@ from .core.errors import TreeError
 from .core.policy import All, Last, Policy, check_policies
 from .stateful import is_stateful
 
-__all__ = ["check_options", "is_maker", "number_of", "policies_of"]
+__all__ = ["check_options", "is_maker", "numbers_of", "policies_of"]
 
 
 def policies_of(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:
@@ -38,7 +38,18 @@ def check_options(options: dict[str, Any], *, background: bool) -> None:
         raise TypeError(f"{sorted(unknown)[0]!r} is no option of Manager, nor of {save.__name__}")
 
 
-def number_of(name: str, value: Any) -> float:
+def numbers_of(metrics: Any) -> dict[str, float]:
+    """What was measured of a step, by name.
+
+    Raises:
+        TreeError: anything else.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TreeError("metrics", expected='numbers by name, as {"loss": 0.5}', found=f"{metrics!r:.60}")
+    return {str(name): _number(str(name), value) for name, value in metrics.items()}
+
+
+def _number(name: str, value: Any) -> float:
     """The number of a metric.
 
     Raises:

@@ -26,7 +26,7 @@ from typing import Any, Literal, Self
 
 from . import api
 from .answers import ask
-from .arguments import check_options, is_maker, number_of, policies_of
+from .arguments import check_options, is_maker, numbers_of, policies_of
 from .catalog import METRICS
 from .core.errors import TreeckptError, TreeError
 from .core.files import as_step
@@ -181,9 +181,8 @@ class Manager:
         step = as_step(step)
         if step < 0:
             raise TreeError("step", expected="a step, 0 or more", found=f"{step}")
-        metadata = {**(custom_metadata or {})}
-        if metrics is not None:
-            metadata[METRICS] = {name: number_of(name, value) for name, value in metrics.items()}
+        named = {} if metrics is None else {METRICS: numbers_of(metrics)}
+        metadata = {**(custom_metadata or {}), **named}
         if self.stopping:
             self._flights.drain()  # the last save is neither skipped nor held up by what went wrong before
         elif self._options.get("busy", "wait") == "wait":

@@ -20,7 +20,7 @@ import msgspec
 
 from .catalog import CheckpointInfo, FileCache, look, survey
 from .core.errors import CheckpointError, CheckpointNotFound, TreeckptError
-from .core.files import PIN_NAME, deleted_name, kind_of, step_name, step_of
+from .core.files import PIN_NAME, as_step, deleted_name, kind_of, step_name, step_of
 from .core.index import INDEX_NAME
 from .core.policy import Policy, StepInfo
 from .core.retention import Cleaning, FileFact, FolderFact, Left, Removal, Times, plan_cleaning
@@ -93,7 +93,7 @@ class Run:
 
     def folder(self, step: int) -> Folder:
         """The directory of a step, whether or not it is there."""
-        return self.store.folder(step_name(step))
+        return self.store.folder(step_name(as_step(step)))
 
     def look(self) -> list[CheckpointInfo]:
         """Every directory that is named as a step is, newest first; links and what holds no files of ours left out."""

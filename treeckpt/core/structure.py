@@ -35,6 +35,7 @@ __all__ = [
     "Structure",
     "TableNode",
     "TupleNode",
+    "any_rank",
     "key_text",
     "keys_of",
     "merge",
@@ -208,6 +209,12 @@ def _check_unicode(text: str, path: str) -> None:
 def rank_key(rank: int) -> str:
     """The step of a path that leads to one rank's own subtree."""
     return f"~rank{rank}"
+
+
+def any_rank(path: str, rank: int) -> str:
+    """A path of one rank's tree as the index has it: `~rank*` stands for the rank."""
+    mark = rank_key(rank)
+    return "/".join("~rank*" if step == mark else step for step in path.split("/")) if mark in path else path
 
 
 def parse_path(text: str) -> tuple[str, ...]:

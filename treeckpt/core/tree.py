@@ -18,7 +18,16 @@ from typing import Any
 
 import optree
 
-from .containers import FACTORIES, PerRank, is_common_leaf, made_of, registered, take
+from .containers import (
+    FACTORIES,
+    PerRank,
+    is_common_leaf,
+    made_of,
+    registered,
+    struct_sequence_fields,
+    struct_sequence_of,
+    take,
+)
 from .errors import FormatError, MismatchError, TreeError
 from .runs import decode_runs, length_of
 from .spec import Resolver, decode_value
@@ -162,7 +171,7 @@ def _assemble(
     if isinstance(node, NamedTupleNode):
         return kind._make(children)
     if isinstance(node, StructSequenceNode):
-        return kind(children)
+        return struct_sequence_of(kind, children)
     return made_of(kind, node.fields, children)
 
 
@@ -189,7 +198,8 @@ def _class_of(
     if isinstance(node, NamedTupleNode):
         fields = kind._fields if optree.is_namedtuple_class(kind) else None
     elif isinstance(node, StructSequenceNode):
-        fields = optree.structseq_fields(kind) if optree.is_structseq_class(kind) else None
+        items, hidden = struct_sequence_fields(kind) if optree.is_structseq_class(kind) else ((), ())
+        fields = items if items == node.fields else (*items, *hidden) or None
     else:
         fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else None
     if fields is None or tuple(fields) != node.fields:
@@ -237,7 +247,7 @@ def _rebuilt(node: Any, keys: Sequence[object], children: list[Any], namespace: 
     if entry is not None:
         return entry.unflatten_func(entry.flatten_func(node)[1], tuple(children))
     if isinstance(node, tuple):
-        return kind._make(children) if optree.is_namedtuple(node) else kind(children)
+        return kind._make(children) if optree.is_namedtuple(node) else struct_sequence_of(kind, children)
     return made_of(kind, [str(key) for key in keys], children)
 
 

@@ -37,6 +37,8 @@ __all__ = [
 READERS = 4
 STRETCH = 4 << 20
 """Bytes of one read where any would do: a device wants several under way more than it wants them large."""
+ALONE = 1 << 20
+"""Bytes that are read before threads are ready."""
 SPARSE = 0.75
 """Part of a block that this rank wants, below which it is taken that other ranks of the host want the rest of it."""
 
@@ -211,7 +213,7 @@ def run_readings(shards: Shards, readings: Sequence[Reading], *, memory: int) ->
 
 def _in_parallel(job: Callable[[Reading], None], readings: Sequence[Reading], threads: int) -> None:
     """Does jobs on a few threads; the first error stops what has not begun, and is raised."""
-    if len(readings) <= 2:
+    if len(readings) <= 1 or sum(reading.nbytes for reading in readings) < ALONE:
         for reading in readings:
             job(reading)
         return

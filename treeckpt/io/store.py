@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from ..core.errors import CheckpointExists, CorruptError
+from ..core.errors import CheckpointError, CheckpointExists, CorruptError
 from .bucket import is_url, local_path
 from .diskfile import LocalWriter, sync_directory
 from .reader import LocalReader, open_regular
@@ -125,15 +125,23 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
 
     Raises:
         StoreError: a URL of a kind that is not known, or whose library is not installed.
+        CheckpointError: nothing like a path.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        return path
-    text = os.fspath(path)
-    if is_url(text):
-        from .objects import ObjectStore
+    if isinstance(path, (str, os.PathLike)):
+        text = os.fspath(path)
+        if is_url(text):
+            from .objects import ObjectStore
 
-        return ObjectStore(text)
-    return LocalStore(local_path(text))
+            return ObjectStore(text)
+        return LocalStore(local_path(text))
+    if not hasattr(path, "sizes"):
+        raise CheckpointError(
+            "path",
+            expected="a path, a URL or a store",
+            found=type(path).__qualname__,
+            hint="The path comes first: save(path, tree), load(path, like)",
+        )
+    return path
 
 
 class LocalStore:

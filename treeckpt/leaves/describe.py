@@ -15,7 +15,7 @@ from ..core.layout import BoxLayout, MeshLayout, Replicate, among
 from ..core.records import View
 from ..core.region import c_strides
 from ..core.spec import Value
-from ..core.structure import TABLE_KEYS, rank_key
+from ..core.structure import TABLE_KEYS, any_rank, rank_key
 from ..core.table import Column
 from ..core.tree import flatten
 from .base import HostMemory, Piece, Source
@@ -69,7 +69,7 @@ def bring(
     for path, leaf in leaves:
         own = "~rank" in path and mark in path.split("/")
         if own:
-            path = "/".join("~rank*" if step == mark else step for step in path.split("/"))
+            path = any_rank(path, rank)
         rows = None
         if type(leaf) is Column and tables:
             source, rows = column_source(leaf, path, here, source_of, own=own)

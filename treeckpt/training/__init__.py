@@ -12,6 +12,7 @@ from ..ranks import Merge, Policy
 from .capture import state
 from .guard import Guard, guard
 from .hfai import load, save
-from .restoring import RestoreReport, restore
+from .report import RestoreReport
+from .restoring import restore
 
 __all__ = ["Guard", "Merge", "Policy", "RestoreReport", "guard", "load", "restore", "save", "state"]
