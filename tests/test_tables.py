@@ -404,6 +404,21 @@ def test_a_tables_record_says_how_it_is_parted(tmp_path: Path) -> None:
     assert (row.kind, row.cls, row.children) == ("table", "of 65,536 buckets by u64_mod", 4)
 
 
+def test_a_table_taken_apart_and_put_together_again_is_as_before() -> None:
+    """What the union of several loaded trees is made of."""
+    from treeckpt.core.tree import flatten, unflatten
+    from treeckpt.leaves.registry import resolve
+
+    store = tc.MemoryStore("c")
+    save_by(store, make_oracle(9), 1)
+    for tree in (tc.load(store), tc.load(store, select=["emb/ids", "emb/slots/count"])):
+        structure, leaves = flatten(tree)
+        again = unflatten(structure, iter([leaf for _, leaf in leaves]), resolve=resolve)["emb"]
+        assert again.ids is tree["emb"].ids and again.scalars == tree["emb"].scalars
+        assert all(again.slots[name] is slot for name, slot in tree["emb"].slots.items())
+    assert [path for path, leaf in leaves if leaf is ...] == ["emb/slots/embedding", "emb/scalars/step", "dense"]
+
+
 def test_abstract_is_a_target_of_the_same_range(tmp_path: Path) -> None:
     oracle = make_oracle(50)
     save_by(tmp_path, oracle, 1)
