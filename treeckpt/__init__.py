@@ -81,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`treeckpt.training`, loaded when it is first asked for: it imports torch."""
-    if name == "training":
-        return importlib.import_module(f"{__name__}.training")
+    """`treeckpt.training` and `treeckpt.convert`, loaded when first asked for: they are not for every program."""
+    if name in ("training", "convert"):
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

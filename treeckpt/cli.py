@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from . import catalog, cli_runs
+from . import catalog, cli_convert, cli_runs
 from .bars import reading_bar
 from .core.diff import Added, Diff, Moved, Removed, diff, leaf_text
 from .core.errors import TreeckptError
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     rebuild.add_argument("checkpoint", metavar="CKPT")
     rebuild.add_argument("--replace", action="store_true", help="even where there is an index")
     cli_runs.add_commands(command)
+    cli_convert.add_convert(command)
     _add_dashboard(command("dashboard", _dashboard, "browse runs in a web browser", json=False))
     command("demo", _no_demo, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
     command("bench", _no_bench, "measure saves and loads beside the disk's limits and other libraries", json=False)

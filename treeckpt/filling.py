@@ -20,7 +20,7 @@ from .core.dtypes import dtype_of
 from .core.errors import CorruptError, FormatError
 from .core.plan import Block, Chunk, Copy, Run, Want, cuts, plan_load, plan_runs
 from .core.records import AliasRecord, ArrayRecord, Index, Leaf, LeafRecord
-from .core.region import Region, intersect
+from .core.region import Region, intersect, overlapping
 from .core.spec import ArraySpec
 from .dealing import Dealer, Member, deal
 from .io.intake import STRETCH, Landed, Reading, list_landings, list_readings, read_limit, run_map, run_readings
@@ -216,7 +216,7 @@ class Filling:
         chunks = self.index.chunks_of(leaf, piece.region, rank=self.source_rank)
         covered = sum(_overlap(chunk.region, piece.region) for chunk in chunks)
         listed = isinstance(leaf.record, ArrayRecord) and isinstance(leaf.record.chunks, BoxChunks)
-        if covered != piece.region.size or (listed and _overlapping(chunks)):
+        if covered != piece.region.size or (listed and overlapping([chunk.region for chunk in chunks])):
             raise FormatError(
                 path,
                 expected=f"chunks that hold each of {piece.region.size} elements once",
@@ -346,21 +346,6 @@ class Filling:
                 mine = means.relay.owned(readings, members) if means.relay is not None else readings
                 checks = [Reading(reading.stretch, shared=reading.shared or stays) for reading in mine]
                 run_readings(shards, checks, memory=means.memory)
-
-
-def _overlapping(chunks: Sequence[Chunk]) -> bool:
-    """Whether two chunks share an element, which no save writes: a sweep along the dimension that is cut the most."""
-    regions = [chunk.region for chunk in chunks]
-    if len(regions) < 2 or not regions[0].shape:
-        return len(regions) > 1
-    dim = max(range(len(regions[0].shape)), key=lambda d: len({region.offset[d] for region in regions}))
-    active: list[Region] = []
-    for region in sorted(regions, key=lambda region: region.offset[dim]):
-        active = [other for other in active if other.stop[dim] > region.offset[dim]]
-        if any(_overlap(region, other) for other in active):
-            return True
-        active.append(region)
-    return False
 
 
 def _overlap(a: Region, b: Region) -> int:

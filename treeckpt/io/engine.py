@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core.errors import CheckpointError
 from ..core.plan import FilePlan, Write
-from ..core.region import Region
+from ..core.region import Region, tiles
 from ..core.shard import BLOCK, Entry, ShardHeader, block_count, encode_header, hash_block, with_hashes
 from ..leaves.base import HostArray, HostMemory, Piece, Readable
 from .buffers import PAGE, aligned_buffer
@@ -301,7 +301,7 @@ def feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
     elif (gather := getattr(piece.data, "gather", None)) is not None:
         _feed_gathered(pipe, region.relative_to(piece.region), write.nbytes, gather)
     else:
-        _feed_rows(pipe, region.relative_to(piece.region), piece.data)
+        _feed_boxes(pipe, region.relative_to(piece.region), piece.data, write.nbytes // region.size)
 
 
 def _holder(region: Region, pieces: Sequence[Piece]) -> Piece | None:
@@ -330,16 +330,10 @@ def _feed_gathered(pipe: Sink, box: Region, nbytes: int, gather: Callable[[slice
         low += count
 
 
-def _feed_rows(pipe: Sink, box: Region, data: Readable) -> None:
-    """Reads what is lazily transformed, or on a device, in rows: no more than a buffer is made of it at a time."""
-    if not box.shape:
-        pipe.feed(data.read(()))
-        return
-    first = data.read(tuple(slice(o, o + 1) for o in box.offset))
-    rows = max(1, BUFFER // max(1, first.itemsize * (box.size // box.shape[0])))
-    for low in range(0, box.shape[0], rows):
-        high = min(low + rows, box.shape[0])
-        pipe.feed(data.read((slice(box.offset[0] + low, box.offset[0] + high), *box.slices()[1:])))
+def _feed_boxes(pipe: Sink, box: Region, data: Readable, itemsize: int) -> None:
+    """Reads what is lazily transformed, on a device or in another file: no more than a buffer of it at a time."""
+    for part in tiles(box, BUFFER // itemsize):
+        pipe.feed(data.read(part.slices()))
 
 
 def entries_of(plan: FilePlan, describe: Callable[[int], tuple[str, str, tuple[int, ...]]]) -> tuple[Entry, ...]:

@@ -16,6 +16,7 @@ from ..core.errors import FormatError, MismatchError, TreeError
 from ..core.spec import ArraySpec, Typed, Value, decode_value, encode_value
 from ..core.table import Column
 from .base import Adapter, Source, Take, Target
+from .lazy import Lazy, lazy_source
 from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sharded_target
 
 __all__ = ["abstract_of", "decode", "encode", "library_of", "like_of", "new_array", "resolve", "source_of", "target_of"]
@@ -63,6 +64,8 @@ def source_of(leaf: object, path: str, rank: int) -> Source | None:
             found="a KeyedTable",
             hint="Tables are saved and loaded; other operations take their arrays",
         )
+    if isinstance(leaf, Lazy):
+        return lazy_source(leaf)
     if isinstance(leaf, ArraySpec) or leaf is ...:
         raise TreeError(
             path, expected="a leaf with data", found=f"{leaf!r:.60}", hint="Such leaves are for like= of load"
