@@ -55,6 +55,17 @@ def test_formats_are_found_by_looking(tmp_path: Path) -> None:
         convert(tmp_path / "treeckpt", tmp_path / "new")
 
 
+def test_links_are_followed_as_the_cache_of_hugging_face_has_them(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "blob")
+    (tmp_path / "linked.pt").symlink_to("blob")
+    convert(tmp_path / "linked.pt", tmp_path / "hub", to="safetensors")
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "hub").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    convert(tmp_path / "snapshot", tmp_path / "one")
+    assert torch.equal(tc.load(tmp_path / "one")["w"], torch.ones(2))
+
+
 def test_parts_are_chosen_by_globs_and_by_a_path(tmp_path: Path) -> None:
     tree = training_tree()
     tc.save(tmp_path / "one", tree, step=9, custom_metadata={"by": "me"})
