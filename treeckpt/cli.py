@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from . import catalog, cli_convert, cli_runs
@@ -120,7 +119,7 @@ def _usage(text: str) -> int:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not Path(run).is_dir()]:
+    if missing := [run for run in options.runs if not catalog.is_there(run)]:
         return _usage(f"{missing[0]}: no such directory")
     found = [info for run in options.runs for info in catalog.scan(run)]
     if options.json:
@@ -330,7 +329,7 @@ def _rebuild_index(options: argparse.Namespace) -> int:
 
 
 def _dashboard(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not Path(run).is_dir()]:
+    if missing := [run for run in options.runs if not catalog.is_there(run)]:
         return _usage(f"{missing[0]}: no such directory")
     try:
         from treeckpt_dashboard.server import ServeError, serve

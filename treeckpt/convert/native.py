@@ -122,7 +122,7 @@ class _Checkpoint:
         plan = plan_load([Want(region, itemsize, chunks)], borders=self.borders)
         piece = TargetPiece(region, HostArray(out))
         readings = list_readings(
-            self.shards, plan, lambda i: piece, itemsize=lambda i: itemsize, paths=lambda i: leaf.path
+            self.shards, plan.blocks, lambda i: piece, itemsize=lambda i: itemsize, paths=lambda i: leaf.path
         )
         run_readings(self.shards, readings, memory=READ_LIMIT)
         return out
