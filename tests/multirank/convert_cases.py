@@ -15,7 +15,7 @@ from .registry import Rank, case
 
 def _state() -> dict[str, Any]:
     tensors = {f"w{n}": torch.arange(n, n + 200_000, dtype=torch.float32) for n in range(6)}
-    return {"model": tensors, "step": 3}
+    return {"model": tensors, "step": 3, "names": {"a", "b", "c", 4}}
 
 
 @case("two")
@@ -32,6 +32,7 @@ def ranks_share_a_conversion_through_all_formats(here: Rank) -> None:
         dist.all_gather_object(shares, report.written_nbytes)
         assert sum(shares) == 6 * 800_000 and max(shares) <= 4 * 800_000, shares
         before = after
+    assert torch.load(before)["names"] == _state()["names"]
     found, wanted = torch.load(before)["model"], _state()["model"]
     assert list(found) == list(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
