@@ -18,6 +18,7 @@ from .core.records import AliasRecord, Leaf
 from .core.runs import encode_runs
 from .core.spec import ArraySpec
 from .core.structure import PerRankNode, Structure, rank_key
+from .core.table import Column
 from .core.tree import flatten, graft, own_child, replace_leaves, unflatten
 from .filling import Means, Slot
 from .io.comm import Comm, global_rank
@@ -27,6 +28,7 @@ from .leaves.base import Target
 from .leaves.registry import abstract_of, encode, library_of, like_of, resolve, target_of
 from .lookup import Load, LoadOptions, Make
 from .reports import LoadReport
+from .tables import column_slot, find_column
 
 __all__ = ["load_into_tree", "load_tree"]
 
@@ -40,9 +42,9 @@ def _as_saved(job: Load) -> Callable[[], object]:
     Unselected leaves are `...`.
     """
     made: dict[int, Slot] = {}
-    order = [leaf for leaf in job.index.entries if leaf.ranks is None or job.find(leaf.path) is leaf]
+    order = [leaf for leaf in job.index.entries if leaf.ranks is None or job.owns(leaf)]
     for leaf in order:
-        if not job.selected(leaf.path):
+        if not job.selected(leaf.path) or leaf.number in job.index.offsets:
             made[leaf.number] = Slot(...)
         elif leaf.spec is None:
             made[leaf.number] = Slot(job.value(leaf, leaf.path))
@@ -125,7 +127,9 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
         path = _plain(text, mark)
         asked.add(path)
         leaf = None
-        if wanted is not ... and job.selected(path):
+        if type(wanted) is Column:
+            leaf = find_column(job, wanted, path)
+        elif wanted is not ... and job.selected(path):
             leaf = job.find(path)
             if leaf is None:
                 job.missing.append(path)
@@ -133,7 +137,11 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], Slot] = {}
     return leaves, [
-        Slot(wanted) if leaf is None else _slot(job, wanted, path, leaf, make, ties, views)
+        column_slot(job, wanted, path, leaf)
+        if type(wanted) is Column
+        else Slot(wanted)
+        if leaf is None
+        else _slot(job, wanted, path, leaf, make, ties, views)
         for wanted, path, leaf in pairs
     ]
 

@@ -102,6 +102,10 @@ class Load:
             hint="Leave this leaf out with `...` in like",
         )
 
+    def owns(self, leaf: Leaf) -> bool:
+        """Whether a leaf under `PerRank` is that of the rank that is wanted; refuses what `find` does."""
+        return self.source_rank in decode_runs(leaf.ranks or ()) and self.find(leaf.path) is leaf
+
     def value(self, leaf: Leaf, path: str) -> object:
         """A saved value."""
         record = leaf.record

@@ -7,11 +7,11 @@ extra states, loader, schedulers and generators take what they are given. Ranks 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -22,53 +22,22 @@ from ..filling import Verify
 from ..io.comm import Comm, as_comm
 from ..io.relay import open_relay, together
 from ..leaves.torch import dtype_name
-from ..reports import human_bytes
+from ..ranks import Policy, policy_of
 from .capture import live_of, ties_of
-from .modules import Entry, Modules, collect, materialise, settle_shards
+from .modules import Entry, Modules, collect, materialise, on_meta, settle_shards
 from .names import Key, key_path, put_in
 from .optimizers import Live, Optimizers, survey
 from .parts import compare_extra, loads_of
 from .plans import OptimizerPlan, apply_optimizers, plan_optimizers
-from .ranks import Policy, policy_of
+from .report import RestoreReport
 from .rng import check_rng, set_rng
 from .schedules import from_groups
 from .sources import Options, Source, children_of, descend, open_source
 from .values import is_same
 
-__all__ = ["RestoreReport", "restore"]
+__all__ = ["restore"]
 
-
-class RestoreReport(msgspec.Struct, frozen=True):
-    """What a restore put in place, and what it did not find."""
-
-    path: str
-    step: int | None
-    """Of training, as it was given to save."""
-    loaded: int
-    """Leaves of models, optimizers and extra that were filled."""
-    nbytes: int
-    """Bytes of arrays that were asked for."""
-    read_nbytes: int
-    """Bytes of arrays that this rank read."""
-    seconds: float
-    missing: tuple[str, ...]
-    """Wanted, not in the checkpoint; they stay as they were."""
-    unexpected: tuple[str, ...]
-    """In the checkpoint, wanted by nothing here."""
-    materialised: tuple[str, ...]
-    """What stood on the meta device and has memory now."""
-    ignored: tuple[str, ...]
-    """In the checkpoint, and of no use here: moments of frozen parameters, generators of devices that are not here."""
-    loader: Any = None
-    """The loader's state, if `loader` cannot take it itself."""
-    extra: Any = None
-    """As it was saved, or the tree that was given, filled."""
-
-    def __str__(self) -> str:
-        rows = [f"restored {self.path}  {self.loaded} leaves, {human_bytes(self.nbytes)} in {self.seconds:.3f} s"]
-        rows += [f"  missing     {path}" for path in self.missing]
-        rows += [f"  ignored     {path}" for path in self.ignored]
-        return "\n".join(rows + [f"  unexpected  {path}" for path in self.unexpected])
+_log = logging.getLogger("treeckpt")
 
 
 def restore(
@@ -99,7 +68,9 @@ def restore(
     Args:
         source: a path or store, or a tree in memory as `state(..., buffers="per_rank")` gives it, with all that this
             rank holds.
-        model: as for `state`. Parts on the meta device get memory for this rank's share, and only that.
+        model: as for `state`. Parts on the meta device get memory for this rank's share, and only that. Buffers that
+            are not persistent are in no checkpoint: those on the meta device stay there, are named in the report and
+            in a warning to the log "treeckpt", and are yours to set.
         optimizer: as for `state`; it may be fresh: its moments are made as they were saved.
         scheduler, loader, rng, extra: as for `state`. A part that is None or False is left alone; an `extra` that is
             not given comes back in the report.
@@ -365,6 +336,11 @@ class _Restore:
         apply_optimizers(self.plans)
         for act in self.last:
             act()
+        left = on_meta(self.model)
+        if left:
+            _log.warning(
+                "%s: still on the meta device, as not saved: %s. Set before the model runs", self.source.url, left
+            )
         return RestoreReport(
             self.source.url,
             self.source.step,
@@ -375,6 +351,7 @@ class _Restore:
             tuple(self.missing),
             tuple(self.unexpected),
             tuple(made),
+            tuple(left),
             tuple(self.ignored),
             self.loader,
             self.extra,
