@@ -278,6 +278,10 @@ PLACES = [
     "{c}/files/0",
     "{c}/reshard",
     "{c}/timing",
+    "live",
+    "usage?keep=last:1",
+    "diff",
+    "{r}/trends",
 ]
 
 
@@ -285,8 +289,9 @@ PLACES = [
 def test_axe_finds_nothing_to_object_to(watched, address, accessible, scheme):
     page = watched(address, color_scheme=scheme)
     checkpoint = page.get_by_role("link", name="step 700").get_attribute("href").removeprefix("./")
+    run = page.get_by_role("heading", name="gpt").get_by_role("link").get_attribute("href").removeprefix("./")
     for place in PLACES if scheme == "light" else PLACES[:3]:
-        page.goto(f"{address}/{place.format(c=checkpoint)}")
+        page.goto(f"{address}/{place.format(c=checkpoint, r=run)}")
         page.wait_for_load_state("networkidle")
         # the dark pages differ from the light ones in nothing but colours
         accessible(page, place, only=None if scheme == "light" else "color-contrast")
@@ -329,7 +334,7 @@ def test_bad_directories_say_what_they_are(page, name):
 def test_nothing_is_wider_than_a_phone(watched, address, scheme):
     page = watched(address, color_scheme=scheme)
     page.set_viewport_size({"width": 390, "height": 844})
-    links = ["step 700", "Files", "Reshard", "Timing"]
+    links = ["Compare", "Runs", "step 700", "Files", "Reshard", "Timing"]
     for link in ["", *links]:
         if link:
             page.get_by_role("link", name=link, exact=True).click()
