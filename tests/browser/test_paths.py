@@ -72,7 +72,7 @@ def test_the_tree_opens_and_walks_by_keys_alone(page):
     page.get_by_role("link", name="step 700").focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("treeitem")).to_have_count(5)
-    for _ in range(24):  # the tree is one stop of the tab key
+    for _ in range(40):  # the tree is one stop of the tab key
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.getAttribute('role')") == "tree":
             break
@@ -240,6 +240,7 @@ def test_a_target_is_typed_and_previewed(page):
     expect(page.locator("#matrix-text")).to_contain_text("rank 0 reads")
     page.reload()
     expect(rows).to_have_count(6)
+    expect(page.get_by_label("Placements")).to_have_value("*.bias: Replicate, Replicate\n*: Shard(0), Replicate\n")
     page.get_by_label("Placements").fill("*: Nonsense")
     page.get_by_role("button", name="Preview").click()
     expect(page.get_by_role("status")).to_contain_text("Nonsense")
