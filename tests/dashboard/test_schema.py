@@ -50,10 +50,10 @@ def ask(operation, known, answered):
     @given(operation.as_strategy())
     def questions(case):
         pick = random.Random(repr((case.query, case.path_parameters)))
-        for given in (case.path_parameters or {}, case.query or {}):
-            for name in given:
+        for asked in (case.path_parameters or {}, case.query or {}):
+            for name in asked:
                 if name in known and pick.random() < 0.85:
-                    given[name] = pick.choice(known[name])
+                    asked[name] = pick.choice(known[name])
         response = case.call(headers=HEADERS)
         answered.add((operation.path, response.status_code))
         case.validate_response(response, checks=CHECKS)
