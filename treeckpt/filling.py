@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -184,7 +183,7 @@ class Filling:
     def _join_small(self) -> None:
         """Small arrays that lie together are wanted as one stretch of bytes."""
         small, self._small = self._small, []
-        for run in plan_runs([(few.rank, few.start, few.nbytes) for few in small], borders=self._borders):
+        for run in plan_runs([(few.rank, few.start, few.nbytes) for few in small], borders=self.index.borders):
             stretch = Region((0,), (run.stop - run.start,))
             members = [small[i] for i in run.members]
             self._wants.append(Want(stretch, 1, (Chunk(stretch, run.rank, run.start),)))
@@ -262,10 +261,10 @@ class Filling:
         first = len(self._landings)
         lands = [self._landings[i] for i in numbers if i < first]
         wants = [i - first for i in numbers if i >= first]
-        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self._borders)
+        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
         landed, readings = list_landings(shards, runs, lambda i: lands[i].path)
         self._show(lands, runs, landed)
-        plan = plan_load([self._wants[i] for i in wants], borders=self._borders, limit=limit)
+        plan = plan_load([self._wants[i] for i in wants], borders=self.index.borders, limit=limit)
         return readings + list_readings(
             shards,
             plan,
@@ -274,15 +273,9 @@ class Filling:
             paths=lambda i: self._paths[wants[i]],
         )
 
-    @cached_property
-    def _borders(self) -> dict[int, Sequence[int]]:
-        """By rank, where in its stream its files begin, but the first."""
-        ranks = {file.rank for file in self.index.file_list if file.part}
-        return {rank: [file.stream for file in self.index.files_of(rank)][1:] for rank in ranks}
-
     def _map(self, shards: Shards) -> None:
         lands, self._landings = self._landings, []
-        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self._borders)
+        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
         self._show(lands, runs, run_map(shards, runs, lambda i: lands[i].path))
 
     def _show(self, landings: Sequence[_Landing], runs: Sequence[Run], landed: Sequence[Landed]) -> None:
