@@ -273,8 +273,8 @@ def test_the_choice_of_colours_is_kept(watched, address):
 
 PLACES = [
     "",
-    "{c}?open=0_0-2",
-    "{c}/leaves/0?peek=1&region=100:200",
+    "{c}?open=0_1",
+    "{c}/leaves/0?peek=1&region=10:20",
     "{c}/files",
     "{c}/files/0",
     "{c}/reshard",
@@ -289,7 +289,7 @@ PLACES = [
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_to_object_to(watched, address, accessible, scheme):
     page = watched(address, color_scheme=scheme)
-    checkpoint = page.get_by_role("link", name="step 700").get_attribute("href").removeprefix("./")
+    checkpoint = page.get_by_role("link", name="step 200").get_attribute("href").removeprefix("./")
     run = page.get_by_role("heading", name="gpt").get_by_role("link").get_attribute("href").removeprefix("./")
     for place in PLACES if scheme == "light" else PLACES[:3]:
         page.goto(f"{address}/{place.format(c=checkpoint, r=run)}")
