@@ -34,7 +34,7 @@ from .tables import build_table
 
 __all__ = ["MAX_INDEX", "Reading", "StillReading", "TableReader", "is_large", "main"]
 
-LARGE = 4 << 20
+LARGE = 1 << 20
 """Bytes of an index from which it is read by another process."""
 MAX_INDEX = 512 << 20
 """Bytes of an index from which it is not read at all."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -194,7 +193,7 @@ class Filling:
             if member.nbytes > SMALL:
                 self._want_stretch([member], [(member.start, member.start + member.nbytes)])
         self._boxes = len(self._wants)
-        for run in plan_runs([(m.rank, m.start, m.nbytes) for m in close], borders=self._borders):
+        for run in plan_runs([(m.rank, m.start, m.nbytes) for m in close], borders=self.index.borders):
             inside = [close[i] for i in run.members]
             file, _ = self.index.locate(run.rank, run.start, run.stop, inside[0].path)
             self._want_stretch(inside, cuts(run.start, run.stop, file.stream, limit))
@@ -298,12 +297,12 @@ class Filling:
         first = len(self._landings)
         lands = [self._landings[i] for i in numbers if i < first]
         wants = [i - first for i in numbers if i >= first]
-        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self._borders)
+        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
         landed, readings = list_landings(shards, runs, lambda i: lands[i].path)
         self._show(lands, runs, landed)
         boxes = [i for i in wants if i < self._boxes]
         wants = boxes + [i for i in wants if i >= self._boxes]
-        plan = plan_load([self._wants[i] for i in boxes], borders=self._borders, limit=limit)
+        plan = plan_load([self._wants[i] for i in boxes], borders=self.index.borders, limit=limit)
         return readings + list_readings(
             shards,
             [*plan.blocks, *(self._stretch(i, wants[i]) for i in range(len(boxes), len(wants)))],
@@ -318,15 +317,9 @@ class Filling:
         stop = chunk.start + region.size
         return Block(chunk.rank, chunk.start, stop, (Copy(number, region, region, chunk.start, stop),))
 
-    @cached_property
-    def _borders(self) -> dict[int, Sequence[int]]:
-        """By rank, where in its stream its files begin, but the first."""
-        ranks = {file.rank for file in self.index.file_list if file.part}
-        return {rank: [file.stream for file in self.index.files_of(rank)][1:] for rank in ranks}
-
     def _map(self, shards: Shards) -> None:
         lands, self._landings = self._landings, []
-        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self._borders)
+        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
         self._show(lands, runs, run_map(shards, runs, lambda i: lands[i].path))
 
     def _show(self, landings: Sequence[_Landing], runs: Sequence[Run], landed: Sequence[Landed]) -> None:

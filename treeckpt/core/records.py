@@ -225,6 +225,12 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         """The shards of one rank, by where they start in its stream."""
         return self._files_by_rank.get(rank, ())
 
+    @cached_property
+    def borders(self) -> dict[int, Sequence[int]]:
+        """By rank, where in its stream its files begin, but the first; ranks with one file are left out."""
+        ranks = {file.rank for file in self.file_list if file.part}
+        return {rank: [file.stream for file in self.files_of(rank)][1:] for rank in ranks}
+
     def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
         """The file that holds bytes `start:stop` of a rank's stream, and where they start in it (header included).
 
