@@ -15,6 +15,7 @@ import msgspec
 from ..core.errors import MismatchError
 from ..core.runs import decode_runs
 from ..core.structure import (
+    TABLE_KEYS,
     CustomNode,
     DataclassNode,
     DefaultDictNode,
@@ -27,6 +28,7 @@ from ..core.structure import (
     PerRankNode,
     StructSequenceNode,
     Structure,
+    TableNode,
     TupleNode,
     key_text,
     keys_of,
@@ -198,6 +200,7 @@ _PLAIN: dict[type, str] = {
     DataclassNode: "dataclass",
     CustomNode: "registered class",
     PerRankNode: "state of each rank's own",
+    TableNode: "keyed table",
 }
 
 
@@ -240,8 +243,8 @@ def lower(contents: Contents, holds: frozenset[type]) -> Contents:
 def _lowered(node: Node, children: tuple[Structure, ...]) -> Node:
     if isinstance(node, (OrderedDictNode, DefaultDictNode, CustomNode)):
         return DictNode(node.keys, children)
-    if isinstance(node, DataclassNode):
-        return DictNode(node.fields, children)
+    if isinstance(node, (DataclassNode, TableNode)):
+        return DictNode(node.fields if isinstance(node, DataclassNode) else TABLE_KEYS, children)
     return TupleNode(children) if isinstance(node, (NamedTupleNode, StructSequenceNode)) else ListNode(children)
 
 
