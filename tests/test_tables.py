@@ -13,6 +13,7 @@ import torch
 import treeckpt as tc
 from tests.world import errors_of, on_ranks, reseal, shards_of
 from treeckpt.core.shard import BLOCK
+from treeckpt.core.spec import TableSpec
 from treeckpt.io.comm import thread_comms
 
 ODD = [-(1 << 63), (1 << 63) - 1, -1, 0, 1, 1 << 52, (1 << 52) + 12_345, 65_535, 65_536]
@@ -400,8 +401,23 @@ def test_a_tables_record_says_how_it_is_parted(tmp_path: Path) -> None:
     from treeckpt.core.outline import Outline
 
     save_by(tmp_path, make_oracle(9), 1)
-    [row, _] = Outline(tc.inspect(tmp_path)).children()
-    assert (row.kind, row.cls, row.children) == ("table", "of 65,536 buckets by u64_mod", 4)
+    index = tc.inspect(tmp_path)
+    [row, _] = Outline(index).children()
+    assert (row.kind, row.children) == ("table", 4)
+    assert index.tables == {0: TableSpec("u64_mod", 1, 65_536)}
+
+
+def test_a_table_is_converted_as_it_is_or_into_a_dict_and_that_is_said(tmp_path: Path) -> None:
+    from treeckpt.convert import convert
+
+    oracle = make_oracle(40)
+    save_by(tmp_path / "c", oracle, 2)
+    convert(tmp_path / "c", tmp_path / "again")
+    assert joined(load_by(tmp_path / "again", 3)) == oracle
+    report = convert(tmp_path / "c", tmp_path / "file.pt")
+    assert "emb: a keyed table becomes a dict" in str(report)
+    table = torch.load(tmp_path / "file.pt")["emb"]
+    assert sorted(table["ids"].tolist()) == sorted(oracle) and list(table) == ["ids", "offsets", "slots", "scalars"]
 
 
 def test_a_table_taken_apart_and_put_together_again_is_as_before() -> None:

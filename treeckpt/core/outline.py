@@ -20,8 +20,7 @@ from .errors import MismatchError
 from .layout import Layout, MeshLayout, Replicate
 from .records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays
 from .runs import length_of
-from .spec import TableSpec
-from .structure import Node, PerRankNode, Structure, TableNode, key_text, keys_of
+from .structure import Node, PerRankNode, Structure, key_text, keys_of
 
 __all__ = ["Outline", "Row", "held_nbytes", "leaf_nbytes"]
 
@@ -37,7 +36,7 @@ class Row(msgspec.Struct, frozen=True):
     kind: str
     """Of container, or "leaf"."""
     cls: str
-    """The class of a namedtuple, dataclass or registered node; how a table is parted; else empty."""
+    """The class of a namedtuple, dataclass or registered node, else empty."""
     children: int
     first: int
     """Number of its first leaf; its own for a leaf."""
@@ -51,10 +50,6 @@ class _Opened(msgspec.Struct, frozen=True):
 
     keys: Sequence[object]
     starts: np.ndarray
-
-
-def _table_text(table: TableSpec) -> str:
-    return f"of {table.buckets:,} buckets by {table.function}"
 
 
 def leaf_nbytes(leaf: Leaf) -> int:
@@ -138,7 +133,7 @@ class Outline:
             key=key,
             path=path,
             kind="leaf" if node is None else str(node.__struct_config__.tag),
-            cls=_table_text(node.table) if isinstance(node, TableNode) else getattr(node, "cls", ""),
+            cls=getattr(node, "cls", ""),
             children=0 if node is None else len(node.children),
             first=first,
             leaves=leaves,
