@@ -68,7 +68,8 @@ def save(
     """Saves a tree; returns when it is durable and committed. Call it on every rank.
 
     Args:
-        path: a directory, made if need be; its name is the checkpoint's.
+        path: a directory, made if need be; its name is the checkpoint's. Or a URL (`s3://bucket/run/step_00000100`,
+            `gs://`, `az://`, what fsspec knows), or a store, as everywhere.
         tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
             `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself. An object with
@@ -89,6 +90,7 @@ def save(
         CheckpointExists: there is one, and `overwrite` is not given.
         MismatchError: ranks contradict each other.
         RankError: ranks failed or fell silent; raised on every rank.
+        StoreError: an object store cannot be reached, or refuses.
     """
     options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
     comm = as_comm(comm)
@@ -224,7 +226,7 @@ def load(
         _globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read, memory
     )
     comm = as_comm(comm)
-    with _opened(path) as store, _without_cycles():
+    with opened(path) as store, _without_cycles():
         if like is not None and (expanded := expand(like, rank=comm.rank, namespace=namespace)) is not None:
             like = expanded.tree
         tree, report = load_tree(store, like, comm, options)
@@ -261,7 +263,7 @@ def load_into(
         _globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory
     )
     comm = as_comm(comm)
-    with _opened(path) as store, _without_cycles():
+    with opened(path) as store, _without_cycles():
         if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
             return load_into_tree(store, tree, comm, options)
 
@@ -283,7 +285,7 @@ def _globs(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Store]:
+def opened(path: Path) -> Iterator[Store]:
     """The store of a path; what reading has opened is closed at the end."""
     store = open_store(path)
     try:
@@ -305,7 +307,7 @@ def inspect(path: Path) -> Index:
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
     """
-    with _opened(path) as store:
+    with opened(path) as store:
         return read_index(store)
 
 
@@ -315,7 +317,7 @@ def verify(path: Path) -> VerifyReport:
     Raises:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
-    with _opened(path) as store:
+    with opened(path) as store:
         return _verify(store)
 
 
@@ -358,7 +360,7 @@ def rebuild_index(path: Path, *, replace: bool = False) -> Index:
         CheckpointExists: there is one, and `replace` is not given.
         CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
     """
-    with _opened(path) as store:
+    with opened(path) as store:
         return _rebuild_index(store, replace)
 
 
