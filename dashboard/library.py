@@ -245,7 +245,8 @@ class Library:
         return self._reader.busy
 
     def close(self) -> None:
-        """Writes the cache out."""
+        """Ends what is being read, and writes the cache out."""
+        self._reader.close()
         self.cache.close()
 
     def summary(self, run: Run, url: str, entry: Entry) -> catalog.Summary:
