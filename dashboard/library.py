@@ -119,7 +119,7 @@ class Library:
         self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
 
     def _watch(self, run: Run, clock: Callable[[], float]) -> Watch:
-        return Watch(run.store, lambda name: self._look(run, name), clock=clock)
+        return Watch(run.store, lambda name: self._look(run, name), clock=clock, settled=self.cache.flush)
 
     def _look(self, run: Run, name: str) -> Known:
         """What a directory is now; a large index that was not read yet is given to another process."""
