@@ -239,11 +239,6 @@ class Library:
         """What a look at a run's directories remembers by."""
         return _Reads(self, run)
 
-    @property
-    def reading(self) -> bool:
-        """Whether large indexes are being read."""
-        return self._reader.busy
-
     def close(self) -> None:
         """Ends what is being read, and writes the cache out."""
         self._reader.close()

@@ -236,11 +236,6 @@ class TableReader:
         with self._lock:
             self._jobs.pop(job.key, None)
 
-    @property
-    def busy(self) -> bool:
-        """Whether an index is being read by another process."""
-        return bool(self._jobs)
-
     def close(self) -> None:
         """Ends what is being read."""
         with self._lock:

@@ -214,8 +214,11 @@ def _regular(entries: Files) -> Files:
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a directory itself holds files of a checkpoint, complete or not."""
-    entries = LocalFolder(path).entries()
-    return any(map(_is_ours, _regular(entries))) or INDEX_NAME in entries
+    try:
+        with os.scandir(path) as entries:  # of a run with thousands of directories, none of these is looked at
+            return any(e.name == INDEX_NAME or (_is_ours(e.name) and e.is_file(follow_symlinks=False)) for e in entries)
+    except OSError:
+        return False
 
 
 def _is_ours(name: str) -> bool:
