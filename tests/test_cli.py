@@ -122,6 +122,12 @@ def test_dashboard_beyond_loopback_demands_a_token(cli, run):
     assert "--token" in cli("dashboard", run, "--host", "0.0.0.0", code=2)
 
 
+def test_dashboard_refuses_options_without_sense(cli, run):
+    assert "no policy" in cli("dashboard", run, "--keep", "last:none", code=2)
+    assert "inside the run" in cli("dashboard", run, "--cache", run / "cache", code=2)
+    assert not (run / "cache").exists()
+
+
 def test_dashboard_serves_on_a_free_port_and_says_where(run):
     command = [sys.executable, "-m", "treeckpt", "dashboard", str(run), "--port", "0", "--token", "0123456789abcdef"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -147,7 +153,7 @@ for command in (["ls", {str(run)!r}], ["show", one], ["verify", one], ["diff", o
     assert main(command) == 0
 from treeckpt_dashboard.app import create_app
 from treeckpt_dashboard.library import Library
-from treeckpt_dashboard import queries, runs, server
+from treeckpt_dashboard import runs, server
 create_app([{str(run)!r}])
 library = Library([{str(run)!r}])
 assert library.checkpoints(library.runs[0], wait=30) and runs.runs_page(library).runs

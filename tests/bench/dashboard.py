@@ -296,7 +296,7 @@ def _timings(table: Table, folder: Path, size: Size, browser: Browser) -> None:
             table.add(name + ", scripts", bar, "ms", partial(browser.drawn, server.address + at, canvas))
 
 
-def _peek(table: Table, folder: Path, size: Size) -> None:
+def _peek(table: Table, folder: Path, size: Size, browser: Browser) -> None:
     write_sparse(folder / "sparse" / "step_00000001", nbytes=size.tensor)
     with serving(folder / "sparse", folder / "cache") as server:
         at = f"api/v1/checkpoints/{server.checkpoint()}/leaves/0/peek"
@@ -314,10 +314,14 @@ def _read_share(server: Server, ask: str) -> float:
     return found["read"] / found["nbytes"]
 
 
+PARTS = {"runs": _runs, "leaves": _leaves, "timings": _timings, "peek": _peek}
+
+
 def main(arguments: list[str] | None = None) -> Table:
     """Measures every bar and prints it beside its figure."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.dashboard", description=__doc__)
     parser.add_argument("--small", action="store_true", help="with little data: whether it runs, not how fast it is")
+    parser.add_argument("--only", choices=list(PARTS), action="append", help="these parts alone")
     parser.add_argument("--folder", type=Path, help="where the data goes (default: a temporary directory)")
     options = parser.parse_args(arguments)
     from playwright.sync_api import sync_playwright
@@ -327,10 +331,8 @@ def main(arguments: list[str] | None = None) -> Table:
     with tempfile.TemporaryDirectory(dir=options.folder) as name, sync_playwright() as playwright:
         browser, folder = Browser(playwright), Path(name)
         try:
-            _runs(table, folder, size, browser)
-            _leaves(table, folder, size, browser)
-            _timings(table, folder, size, browser)
-            _peek(table, folder, size)
+            for part in options.only or PARTS:
+                PARTS[part](table, folder, size, browser)
         finally:
             browser.close()
     return table
