@@ -13,11 +13,13 @@ import treeckpt as tc
 
 NAMES = [
     "ArraySpec",
+    "Bank",
     "CheckpointError",
     "CheckpointExists",
     "CheckpointNotFound",
     "CorruptError",
     "FormatError",
+    "From",
     "Index",
     "LayoutError",
     "LoadReport",
@@ -41,6 +43,7 @@ NAMES = [
     "policy",
     "prewarm",
     "rebuild_index",
+    "rules",
     "save",
     "save_async",
     "trees",
