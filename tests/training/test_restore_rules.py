@@ -127,11 +127,12 @@ def test_a_model_with_fused_projections_goes_on_where_the_parted_one_stood(tmp_p
         step(model, optimizer, seed)
     model.scale += 1
     tc.save(tmp_path / "c", tc.training.state(model, optimizer))
-    rules = """
+    heads = "fused_qkv, num_heads=4, num_key_value_groups=2, axis=0"
+    rules = f"""
         blocks.0.* -> _
         tokens.* -> embed.*
-        blocks.$L.q.*, blocks.$L.k.*, blocks.$L.v.* -> h.${L-1}.qkv.*, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0
-        blocks.$L.gate.weight, blocks.$L.up.weight -> h.${L-1}.ffn.weight, fused_ffn, axis=0
+        blocks.$L.q.*, blocks.$L.k.*, blocks.$L.v.* -> h.${{L-1}}.qkv.*, {heads}
+        blocks.$L.gate.weight, blocks.$L.up.weight -> h.${{L-1}}.ffn.weight, fused_ffn, axis=0
     """
     torch.manual_seed(2)
     fused = Fused().double()

@@ -114,7 +114,7 @@ class State:
             f"rule {self.label}",
             expected=expected,
             found="no such leaf",
-            hint="Look at the names with treeckpt show (`a.*` means what is below a dotted name), or pass optional=True",
+            hint="Look at the names with treeckpt show (below a dotted name is `a.*`), or pass optional=True",
         )
 
     def find(self, pattern: Pattern, *, below: bool = False) -> list[tuple[Binding, str]]:
