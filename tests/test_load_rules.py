@@ -309,6 +309,8 @@ def test_fills_take_shape_and_dtype_of_what_is_wanted() -> None:
     assert found["n"].tolist() == [3, 3] and found["n"].dtype == np.int8
     tc.load_into(store, like, transforms=rules)
     assert like["bias"].tolist() == [0.5] * 3 and torch.equal(like["w"], found["w"])
+    with pytest.raises(tc.MismatchError, match="no like to take it from"):
+        tc.load(store, transforms=rules)
 
 
 def test_what_is_kept_stays_as_it_is_whatever_was_saved() -> None:
@@ -340,3 +342,22 @@ def test_a_leaf_that_does_not_fit_is_refused_with_the_rules_that_led_to_it_and_n
     chain = "h.0.qkv -(1: rename h.$L.* -> l.${L+1}.*)-> l.1.qkv -(2: split l.$L.qkv -> l.$L.q, l.$L.k, l.$L.v)-> l.1.v"
     assert chain in str(caught.value)
     assert mine["l.1.q"].tolist() == [[0, 0], [0, 0]]
+
+
+def test_memory_that_numpy_cannot_address_is_filled_turned_and_cut_too() -> None:
+    store, w = tc.MemoryStore(), torch.arange(24.0).view(4, 6).to(torch.complex64) * 1j
+    tc.save(store, {"w": w, "s": w[0, :2]})
+    like = {"a": torch.zeros(6, 2, dtype=torch.complex64).conj(), "b": torch.zeros(2, 6, dtype=torch.complex64).conj()}
+    like |= {f"s.{i}": torch.zeros((), dtype=torch.complex64).conj() for i in range(2)}
+    tc.load_into(store, like, transforms=[R.Split("w", ("a", "b")), R.Permute("a"), R.Unstack("s", "s.$I")])
+    assert torch.equal(like["a"], w[:2].T) and torch.equal(like["b"], w[2:])
+    assert [like[f"s.{i}"].item() for i in range(2)] == w[0, :2].tolist()
+
+
+def test_dropping_one_of_two_ties_names_that_one() -> None:
+    store, tied = tc.MemoryStore(), torch.ones(2)
+    tc.save(store, {"a": tied, "b": tied})
+    for name, other in (("a", "b"), ("b", "a")):
+        reports: list[tc.LoadReport] = []
+        found = tc.load(store, transforms=R.Drop(name), on_report=reports.append)
+        assert list(found) == [other] and found[other].tolist() == [1, 1] and reports[0].dropped == (name,)

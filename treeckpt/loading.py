@@ -39,6 +39,7 @@ def _as_saved(job: Load) -> Callable[[], object]:
 
     Unselected leaves are `...`.
     """
+    job.view.check_fills()
     made: dict[int, Slot] = {}
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.find(leaf.path) is leaf]
     taken = [leaf for leaf in order if job.selected(leaf.path)]

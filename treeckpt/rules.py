@@ -137,7 +137,7 @@ def fuse_ffn(sources: tuple[str, str], target: str, *, axis: int = 0, groups: in
     return Concat(sources, target, axis, groups)
 
 
-def inverse(rules: Rule | Iterable[Rule], leaves: Index | Mapping[str, ArraySpec | None]) -> tuple[Rule, ...]:
+def inverse(rules: Transforms, leaves: Index | Mapping[str, ArraySpec | None]) -> tuple[Rule, ...]:
     """Rules that undo `rules` where they are applied to these leaves, in names and shapes written out.
 
     Args:
@@ -149,7 +149,7 @@ def inverse(rules: Rule | Iterable[Rule], leaves: Index | Mapping[str, ArraySpec
     if isinstance(leaves, Index):
         specs = ((leaf.path, leaf.spec) for leaf in leaves.entries)
         leaves = {path: spec if isinstance(spec, ArraySpec) else None for path, spec in specs}
-    return _inverse([rules] if isinstance(rules, Rule) else rules, leaves)
+    return _inverse(as_rules(None, rules), leaves)
 
 
 def encode(rules: Sequence[Rule]) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 
@@ -223,3 +225,23 @@ def test_moments_of_another_shape_and_moments_that_are_missing_are_refused() -> 
     del leaves["optimizer/a/row"], leaves["optimizer/b/exp_avg"]
     with pytest.raises(MismatchError, match="no such leaf"):
         run(leaves, R.carried(R.Concat(("model/a", "model/b"), "model/c")))
+
+
+def test_carried_rules_see_parameters_alone() -> None:
+    leaves = training({"a": (4, 2)}) | {"extra/w": spec(4, 2)}
+    found = shapes(run(leaves, R.carried(R.Permute("*"))))
+    assert found["model/a"] == found["optimizer/a/exp_avg"] == (2, 4) and found["extra/w"] == (4, 2)
+    with pytest.raises(MismatchError, match="below model/"):
+        run(leaves, R.carried(R.Rename("model/a", "net/a")))
+
+
+def test_many_concrete_rules_are_applied_and_undone_without_delay() -> None:
+    """The inverse of a rule for all layers is a rule for each of them."""
+    names = {f"h.{i}.qkv": (6, 4) for i in range(400)}
+    leaves = training(names)
+    rules = R.carried(R.Split("model/h.$L.qkv", ("model/h.$L.q", "model/h.$L.k", "model/h.$L.v")))
+    back = R.inverse(rules, leaves)
+    there = run(leaves, rules)
+    begin = time.process_time()
+    assert shapes(apply_rules(there.items, back)) == {path: s and s.shape for path, s in leaves.items()}
+    assert time.process_time() - begin < 5

@@ -40,14 +40,10 @@ class Pattern(msgspec.Struct, frozen=True):
     text: str
     prefix: str
     """What every path begins with that it means."""
-    regex: re.Pattern[str]
+    regex: re.Pattern[str] | None
+    """None for a literal, which means one path and what lies below it."""
     names: tuple[str, ...]
     """Of the groups of `regex`."""
-
-    @property
-    def is_literal(self) -> bool:
-        """Whether it means one path, and what lies below it."""
-        return self.prefix == self.text
 
     def match(self, path: str, *, below: bool = False) -> Binding | None:
         """What stands for what in a path; None if it is not meant.
@@ -55,9 +51,14 @@ class Pattern(msgspec.Struct, frozen=True):
         Args:
             below: takes paths below a meant one too.
         """
-        if not path.startswith(self.prefix) or (found := self.regex.fullmatch(path)) is None:
+        if not path.startswith(self.prefix):
             return None
-        tail: str | None = found["below"]
+        if self.regex is None:
+            tail = path[len(self.prefix) :]
+            return (((_BELOW, tail),) if tail else ()) if not tail or (below and tail[0] == "/") else None
+        if (found := self.regex.fullmatch(path)) is None:
+            return None
+        tail = found["below"]
         if tail and not below:
             return None
         groups = zip(self.names, found.groups(), strict=False)  # the last group is what lies below
@@ -67,13 +68,16 @@ class Pattern(msgspec.Struct, frozen=True):
         return tuple(sorted(bound.items()))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)
 def compile_pattern(text: str) -> Pattern:
     """The pattern of a text.
 
     Raises:
         MismatchError: arithmetic, which only new names can have.
     """
+    first = next(_PART.finditer(text), None)
+    if first is None:
+        return Pattern(text, text, None, ())
     source, names, at = "", list[str](), 0
     for part in _PART.finditer(text):
         source += re.escape(text[at : part.start()])
@@ -97,9 +101,7 @@ def compile_pattern(text: str) -> Pattern:
             names.append(name)
             source += _NUMBER
     source += re.escape(text[at:])
-    first = next(_PART.finditer(text), None)
-    prefix = text if first is None else text[: first.start()]
-    return Pattern(text, prefix, re.compile(source + "(?P<below>/.*)?", re.DOTALL), tuple(names))
+    return Pattern(text, text[: first.start()], re.compile(source + "(?P<below>/.*)?", re.DOTALL), tuple(names))
 
 
 def numbers_of(template: str) -> set[str]:

@@ -6,14 +6,14 @@ moment by moment, to what the optimizers keep of these. `inverse` walks the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import msgspec
 
 from .errors import MismatchError
 from .made import Made, constant
 from .patterns import compile_pattern
-from .rules import Carried, Copy, Fill, OneRule, Rule, label_of
+from .rules import Carried, Fill, OneRule, Rule, label_of
 from .ruling import Item, State, Step, Undone, items_of, sources_of
 from .shaping import Cast
 from .spec import ArraySpec
@@ -82,10 +82,7 @@ def _apply(state: State, rule: Rule, number: int) -> Undone:
 
 def _ruled(state: State) -> Ruled:
     order = sorted(state.items.items(), key=lambda pair: pair[1].place)
-    used = {item.of for item in state.items.values()}
-    for item in state.items.values():
-        if item.array is not None:
-            used.update(sources_of(item.array))
+    used = {path for item in state.items.values() for path in sources_of(item)}
     dropped = tuple(path for path in state.dropped if path not in used)
     return Ruled(dict(order), dropped, tuple(state.keeps), tuple(state.fills))
 
@@ -109,30 +106,31 @@ class Family(msgspec.Struct, frozen=True):
         return self.before + (key_text(name) if self.quoted else name) + self.after
 
 
-def families(paths: Iterable[str], parameters: Iterable[str]) -> dict[Family, dict[str, str]]:
-    """What a training state keeps of parameters: for each moment the names, without `model/`, and the paths.
+Followers = dict[str, dict[Family, str]]
+"""By parameter, without `model/`, where what follows it stands."""
+
+
+def _followers(paths: Iterable[str]) -> Followers:
+    """What a training state keeps of parameters.
 
     A moment stands at `optimizer/[optimizer/]name/moment`, a parameter's group at `param_groups/[optimizer/]of/name`.
     """
-    names = {path.removeprefix(MODEL) for path in parameters}
-    quoted = {key_text(name): name for name in names}
-    if not names:
-        return {}
-    found: dict[Family, dict[str, str]] = {}
-    for path in paths:
+    there = list(paths)
+    found: Followers = {path.removeprefix(MODEL): {} for path in there if path.startswith(MODEL)}
+    quoted = {key_text(name): name for name in found}
+    for path in there:
+        placed = None
         if path.startswith(OPTIMIZER):
-            placed = _moment(path.removeprefix(OPTIMIZER).split("/"), names)
+            placed = _moment(path.removeprefix(OPTIMIZER).split("/"), found)
         elif path.startswith(GROUPS) and "/of/" in path:
             before, _, name = path.rpartition("/of/")
             placed = (Family(f"{before}/of/", "", True), quoted[name]) if name in quoted else None
-        else:
-            continue
         if placed is not None:
-            found.setdefault(placed[0], {})[placed[1]] = path
+            found[placed[1]][placed[0]] = path
     return found
 
 
-def _moment(steps: list[str], parameters: set[str]) -> tuple[Family, str] | None:
+def _moment(steps: list[str], parameters: Container[str]) -> tuple[Family, str] | None:
     for first in range(len(steps)):
         for last in range(len(steps) - 1, first, -1):
             name = "/".join(steps[first:last])
@@ -142,19 +140,29 @@ def _moment(steps: list[str], parameters: set[str]) -> tuple[Family, str] | None
 
 
 def _apply_carried(state: State, carried: Carried, label: str) -> Undone:
-    """Applies rules to parameters, and to what follows them."""
+    """Applies rules to parameters, which are all that they see, and to what follows them."""
     undone, back = Undone(), list[Rule]()
+    followers = _followers(state.items)
+    parameters = {path: state.items.pop(path) for path in list(state.items) if path.startswith(MODEL)}
+    inner = State(parameters, state.strict)
     for number, rule in enumerate(_flat(carried), 1):
-        before = {path: item for path, item in state.items.items() if path.startswith(MODEL)}
-        one = state.apply(rule, f"{label.partition(':')[0]}.{number}: {label_of(rule)}")
+        one = inner.apply(rule, f"{label.partition(':')[0]}.{number}: {label_of(rule)}")
         undone.lost = undone.lost or one.lost
         back += [] if one.lost else reversed(one.rules())
         if isinstance(rule, (Cast, Fill)):
             continue
-        changed = {p: i for p, i in before.items() if isinstance(rule, Copy) or state.items.get(p) is not i}
-        became = dict(state.became)
-        for family, paths in families(state.items, changed).items():
-            _follow(state, rule, family, paths, changed, became)
+        families: dict[Family, dict[str, str]] = {}
+        for path in inner.took:
+            for family, follower in followers.get(path.removeprefix(MODEL), {}).items():
+                families.setdefault(family, {})[path] = follower
+        for family, paths in families.items():
+            _follow(state, inner, rule, family, paths, followers)
+    for path, item in inner.items.items():
+        _name_of(path, inner.label)
+        state.put(path, item)
+    state.keeps += inner.keeps
+    state.fills += inner.fills
+    state.dropped.update(inner.dropped)
     undone.steps = [Carried(tuple(reversed(back)))] if back else []
     return undone
 
@@ -167,40 +175,46 @@ def _flat(carried: Carried) -> Iterable[OneRule]:
             yield rule
 
 
+def _name_of(path: str, label: str) -> str:
+    if path.startswith(MODEL):
+        return path.removeprefix(MODEL)
+    raise MismatchError(
+        path,
+        expected=f"a new name below {MODEL}, for optimizers to follow",
+        found=f"rule {label}",
+        hint="Give such a rule beside the carried ones, and one for the optimizer's state",
+    )
+
+
 def _follow(
-    state: State,
-    rule: OneRule,
-    family: Family,
-    paths: Mapping[str, str],
-    parameters: Mapping[str, Item],
-    became: Mapping[str, tuple[str, ...]],
+    state: State, inner: State, rule: OneRule, family: Family, paths: Mapping[str, str], followers: Followers
 ) -> None:
-    """Does with one moment what a rule did with the parameters."""
-    own = {MODEL + name: state.items[path] for name, path in paths.items() if path in state.items}
-    beside = {
-        path: became.get(path, ())
-        for path, item in own.items()
-        if item.array is None
-        or family.after.removeprefix("/") in _ONCE
-        or (parameter := parameters[path].array) is None
-        or item.array.spec.shape != parameter.spec.shape
-    }
-    inner = State(own, strict=False, beside=beside)
-    inner.apply(rule, state.label)
-    after = {path: item for path, item in inner.items.items() if own.get(path) is not item}
-    for path in own:
-        if inner.items.get(path) is not own[path]:
-            del state.items[paths[path.removeprefix(MODEL)]]
-    for path, item in after.items():
-        if not path.startswith(MODEL):
-            raise MismatchError(
-                path,
-                expected=f"a new name below {MODEL}, for optimizers to follow",
-                found=f"rule {state.label}",
-                hint="Give such a rule beside the carried ones, and one for the optimizer's state",
-            )
-        last = item.trail[-1]
-        there = Step(last.rule, family.path(last.before.removeprefix(MODEL)))
-        named = msgspec.structs.replace(item, trail=(*item.trail[:-1], there))
-        state.put(family.path(path.removeprefix(MODEL)), named)
-    state.dropped.update(inner.dropped)
+    """Does with one moment what a rule did with the parameters that it took.
+
+    Args:
+        paths: where the moment stands, by the path of its parameter.
+    """
+    own = {path: state.items[follower] for path, follower in paths.items()}
+    beside = {path: inner.became.get(path, ()) for path, item in own.items() if _is_one(item, inner.took[path], family)}
+    moments = State(own, strict=False, beside=beside)
+    moments.apply(rule, inner.label)
+    for path, item in own.items():
+        if moments.items.get(path) is not item:
+            del state.items[paths[path]]
+            del followers[path.removeprefix(MODEL)][family]
+    for path, item in moments.items.items():
+        if own.get(path) is item:
+            continue
+        name, last = _name_of(path, inner.label), item.trail[-1]
+        before = paths.get(last.before, last.before)
+        named = msgspec.structs.replace(item, trail=(*item.trail[:-1], Step(last.rule, before)))
+        followers.setdefault(name, {})[family] = family.path(name)
+        state.put(family.path(name), named)
+    state.dropped.update(moments.dropped)
+
+
+def _is_one(moment: Item, parameter: Item, family: Family) -> bool:
+    """Whether a parameter has one of these, whatever its shape, and not one for each element."""
+    if moment.array is None or parameter.array is None or family.after.removeprefix("/") in _ONCE:
+        return True
+    return moment.array.spec.shape != parameter.array.spec.shape

@@ -87,12 +87,13 @@ class State:
         self.fills: list[Fill] = []
         self.label, self.demanding = "", strict
         self.became: dict[str, tuple[str, ...]] = {}
-        """What the last rule that reshapes made of each leaf."""
-        self._next = len(self.items)
+        """What the last rule made of each leaf, if it reshapes."""
+        self.took: dict[str, Item] = {}
+        """What the last rule was about."""
 
     def apply(self, rule: OneRule, label: str) -> Undone:
         """Applies one rule; gives what undoes it."""
-        self.label, self.became, undone = label, {}, Undone()
+        self.label, self.became, self.took, undone = label, {}, {}, Undone()
         self.demanding = self.strict and not rule.optional
         if isinstance(rule, Shaping):
             found = self._shape(rule, undone)
@@ -119,7 +120,7 @@ class State:
 
     def find(self, pattern: Pattern, *, below: bool = False) -> list[tuple[Binding, str]]:
         """What a pattern means, in order."""
-        if pattern.is_literal and (pattern.text in self.items or not below):
+        if pattern.regex is None and (pattern.text in self.items or not below):
             return [((), pattern.text)] if pattern.text in self.items else []
         found = ((pattern.match(path, below=below), path) for path in self.items)
         return [(binding, path) for binding, path in found if binding is not None]
@@ -139,24 +140,26 @@ class State:
 
     def _rename(self, pairs: Sequence[tuple[str, str]], undone: Undone) -> bool:
         names = self._pairs(pairs)
-        taken = {path: self.items.pop(path) for path in names}
-        for path, item in taken.items():
+        self.took = {path: self.items.pop(path) for path in names}
+        for path, item in self.took.items():
             self.put(names[path], self.stepped(item, path))
         undone.names = [(new, old) for old, new in names.items()]
         return bool(names)
 
     def _copy(self, rule: Copy, undone: Undone) -> bool:
         names = self._pairs(rule.pairs)
+        self.took = {path: self.items[path] for path in names}
         for path, name in names.items():
-            item = self.items[path]
+            item = self.took[path]
             self.put(name, self.stepped(msgspec.structs.replace(item, place=(*item.place, 0)), path))
         undone.steps = [Drop(name) for name in names.values()]
         return bool(names)
 
     def _drop(self, rule: Drop | Keep, undone: Undone) -> bool:
         names = [path for _, path in self.find(compile_pattern(rule.source), below=True)]
-        for path in names:
-            self.discard(self.items.pop(path))
+        self.took = {path: self.items.pop(path) for path in names}
+        for item in self.took.values():
+            self.discard(item)
         undone.lost = self.label if names else ""
         if isinstance(rule, Keep):
             self.keeps.append(rule.source)
@@ -167,16 +170,15 @@ class State:
             self.fills.append(rule)
             return True
         spec = ArraySpec(rule.shape, rule.dtype)
-        self._next += 1
         made = constant(rule.shape, rule.dtype, rule.value)
-        self.put(rule.target, self.stepped(Item("", (self._next,), Array(spec, made)), "nothing"))
+        self.put(rule.target, self.stepped(Item("", (1 << 61,), Array(spec, made)), "nothing"))
         undone.steps = [Drop(rule.target)]
         return True
 
     # shapes ---------------------------------------------------------------------------------------------------------
     def _shape(self, rule: Shaping, undone: Undone) -> bool:
         jobs = _gather(self, rule)
-        given = {path: self.items[path] for _, paths in jobs for path in paths}
+        given = self.took = {path: self.items[path] for _, paths in jobs for path in paths}
         done = [(paths, *self._made(rule, binding, paths)) for binding, paths in jobs]
         for path in given:
             del self.items[path]
@@ -250,7 +252,7 @@ class State:
 
     def discard(self, item: Item) -> None:
         """Takes note of what is not kept."""
-        self.dropped.update(dict.fromkeys([item.of] if item.array is None else sources_of(item.array)))
+        self.dropped.update(dict.fromkeys(sources_of(item)))
 
     def stepped(self, item: Item, before: str, others: int = 0) -> Item:
         """A leaf that has come one rule further."""
@@ -265,9 +267,11 @@ class State:
         return MismatchError(path, expected=expected, found=f"{found}, for rule {self.label} on {chain}", hint=hint)
 
 
-def sources_of(array: Array) -> list[str]:
-    """The saved arrays that an array is made of."""
-    return [part.source for part in array.made.parts if isinstance(part, Part)]
+def sources_of(item: Item) -> list[str]:
+    """The saved leaves that an item is, or is made of; a tie is itself, not what it is tied to."""
+    parts = () if item.array is None else item.array.made.parts
+    sources = dict.fromkeys(part.source for part in parts if isinstance(part, Part))
+    return [item.of] if len(sources) < 2 and item.of else list(sources)
 
 
 def _gather(state: State, rule: Shaping) -> list[tuple[Binding, list[str]]]:

@@ -12,6 +12,7 @@ from functools import cached_property
 import msgspec
 
 from .chunks import NoChunks
+from .errors import MismatchError
 from .made import Made, Part, is_saved, saved
 from .records import AliasRecord, ArrayRecord, Index, Leaf, ValueRecord
 from .regrow import empty_nodes, regrow
@@ -72,6 +73,20 @@ class View(msgspec.Struct, frozen=True, dict=True):
         if made is None or wanted is None:
             return None
         return _made_leaf(self._filled.setdefault(path, -1 - len(self._filled)), path, None, Array(wanted, made), {})
+
+    def check_fills(self) -> None:
+        """Refuses rules that leave a shape to what is wanted, where nothing says what is wanted.
+
+        Raises:
+            MismatchError: naming one.
+        """
+        for fill in self.ruled.fills if self.ruled is not None else ():
+            raise MismatchError(
+                fill.target,
+                expected="a shape, to fill an array",
+                found="none, and no like to take it from",
+                hint="Give the rule shape=... and a name without a pattern, or pass like=",
+            )
 
     @cached_property
     def _filled(self) -> dict[str, int]:
