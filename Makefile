@@ -12,6 +12,7 @@ STAMP := $(VENV)/.installed
 PYTHONS := python3 python3.13 python3.12 python3.11
 SERVE ?= 1
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
@@ -53,13 +54,13 @@ demo: $(STAMP) ## train, save on 4 ranks, load on 2 and 1, then serve the dashbo
 	$(call say,Running the demo)
 	@$(BIN)/treeckpt demo $(if $(filter 0 no false,$(SERVE)),--no-serve)
 
-test: check chromium ## everything that checks the project (PYTEST_ARGS=... is passed on)
+test: check chromium ## everything that checks the project in JOBS processes, 2 unless told (PYTEST_ARGS=... is passed on)
 	$(call say,pytest and notebooks)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 test-all: check chromium ## the same with the slow tests
 	$(call say,pytest and notebooks with the slow tests)
-	@$(BIN)/python -m pytest -m 'slow or not slow' $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m 'slow or not slow' $(PYTEST_ARGS)
 
 check: $(STAMP) ## the static checks only: format, lint, types, floors
 	$(call say,ruff format)

@@ -12,16 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from treeckpt import catalog
 from treeckpt.catalog import CheckpointInfo, FileCache
-from treeckpt.core.events import Timings
+from treeckpt.core.events import Timings, timings_name
 from treeckpt.core.index import INDEX_NAME
 from treeckpt.core.outline import Outline
 from treeckpt.core.wording import visible
+from treeckpt.io.bucket import is_url
+from treeckpt.io.runs import open_folder
 
 __all__ = ["Library", "Missing", "Run"]
 
+T = TypeVar("T")
 FRESH = 1.0
 """Seconds for which a scan of a run is not repeated."""
 
@@ -36,7 +40,8 @@ class Run:
 
     id: str
     name: str
-    path: Path
+    path: Path | str
+    """A string where it is a URL."""
 
 
 def _id(*parts: str) -> str:
@@ -53,12 +58,12 @@ class Library:
     """
 
     def __init__(self, paths: Sequence[str | Path], *, clock: Callable[[], float] = time.monotonic) -> None:
-        absolute = [Path(path).absolute() for path in paths]
-        self.runs = tuple(Run(_id(str(p)), visible(p.name or str(p)), p) for p in dict.fromkeys(absolute))
+        absolute = [path.rstrip("/") if is_url(path) else Path(path).absolute() for path in paths]
+        self.runs = tuple(Run(_id(str(p)), visible(Path(p).name or str(p)), p) for p in dict.fromkeys(absolute))
         self._clock = clock
         self._lock = threading.Lock()
         self._scans: dict[str, tuple[float, list[CheckpointInfo]]] = {}
-        self._known: dict[str, tuple[Run, Path]] = {}
+        self._known: dict[str, tuple[Run, str]] = {}
         self._summaries = FileCache(100_000)
         self._outlines = FileCache(6)
         self._timings = FileCache(6)
@@ -82,7 +87,7 @@ class Library:
             kept = (self._clock(), catalog.scan(run.path, cache=self._summaries))
             with self._lock:
                 self._scans[run.id] = kept
-                self._known.update({_id(str(run.path), i.name): (run, Path(i.path)) for i in kept[1]})
+                self._known.update({_id(str(run.path), i.name): (run, i.path) for i in kept[1]})
         return [(_id(str(run.path), info.name), info) for info in kept[1]]
 
     def checkpoint(self, checkpoint_id: str) -> tuple[Run, CheckpointInfo]:
@@ -97,9 +102,9 @@ class Library:
         if checkpoint_id not in self._known:
             raise Missing("There is no such checkpoint here; it may have been removed.")
         run, path = self._known[checkpoint_id]
-        if not path.is_dir():
+        if not catalog.is_there(path):
             raise Missing("This checkpoint is gone.")
-        return run, catalog.look(path, cache=self._summaries, follow=path == run.path)
+        return run, catalog.look(path, cache=self._summaries, follow=path == str(run.path))
 
     def outline(self, info: CheckpointInfo) -> Outline:
         """The tree of a checkpoint.
@@ -107,6 +112,8 @@ class Library:
         Raises:
             CheckpointError: the index is not to be read.
         """
+        if is_url(info.path):
+            return _recall(self._outlines, info.path, INDEX_NAME, lambda: Outline(catalog.read_index(info.path)))
         return self._outlines.get(Path(info.path) / INDEX_NAME, _outline)
 
     def timings(self, info: CheckpointInfo) -> Timings:
@@ -115,7 +122,16 @@ class Library:
         Raises:
             CheckpointError: there are none, or not to be read.
         """
+        if is_url(info.path):
+            name = timings_name(info.save_id) if info.save_id else ""
+            return _recall(self._timings, info.path, name, lambda: catalog.read_timings(info.path))
         return self._timings.get(Path(info.path), catalog.read_timings)
+
+
+def _recall(cache: FileCache, url: str, name: str, read: Callable[[], T]) -> T:
+    """What was made of an object, for as long as it stays the same."""
+    entry = open_folder(url).entries().get(name)
+    return read() if entry is None else cache.recall((url, name), entry, read)
 
 
 def _outline(path: Path) -> Outline:

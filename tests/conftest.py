@@ -1,8 +1,60 @@
-"""Hypothesis profiles: no deadlines, which shared machines miss; `--hypothesis-profile=thorough` looks much longer."""
+"""Hypothesis profiles, and what tests share: one S3 server, and with pytest-xdist the files that stay together.
 
+No deadlines, which shared machines miss; `--hypothesis-profile=thorough` looks much longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.s3 import S3, s3_server
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("suite", deadline=None, max_examples=60, suppress_health_check=SLOW)
 settings.register_profile("thorough", deadline=None, max_examples=2000, suppress_health_check=SLOW)
 settings.load_profile("suite")
+
+ROOT = Path(__file__).parent
+LONGEST = (
+    "multirank/test_multirank.py",
+    "multirank/test_training.py",
+    "test_bench.py",
+    "test_demo.py",
+    "crash",
+    "browser",
+)
+"""Files and folders that a worker should not begin with at the very end."""
+APART = ("test_notebooks.py",)
+"""Files whose tests share nothing and take long: any worker may take one."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sorts, and with pytest-xdist says which tests need one worker: those of a file, for what they share."""
+    places = {item: item.path.relative_to(ROOT).as_posix() for item in items}
+
+    def turn(item: pytest.Item) -> int:
+        return next((i for i, name in enumerate(LONGEST) if places[item].startswith(name)), len(LONGEST))
+
+    items.sort(key=turn)
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid if places[item] in APART else places[item]))
+
+
+@pytest.fixture(scope="session")
+def s3_process() -> Iterator[S3]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_process: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
+    """A server without rules, which the environment names."""
+    s3_process.rules()
+    for name, value in s3_process.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3_process

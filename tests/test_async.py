@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import threading
 import time
@@ -210,6 +211,18 @@ def test_two_saves_at_once_then_five_in_a_row(tmp_path: Path) -> None:
     for comm in comms:
         assert session(comm).pool.nbytes <= 2 << 20
         session(comm).writer.end()
+
+
+def test_threads_that_save_on_one_comm_take_turns(tmp_path: Path, comm: Comm) -> None:
+    def act(number: int) -> None:
+        tree = {"w": torch.full((1000,), float(number)), "n": number}
+        tc.save_async(tmp_path / f"{number}", tree, comm=comm, writer="thread").result(60)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(act, range(8)))
+    for number in range(8):
+        found = tc.load(tmp_path / f"{number}")
+        assert found["n"] == number and found["w"].eq(number).all()
 
 
 def _resident() -> int:

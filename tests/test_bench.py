@@ -42,7 +42,7 @@ def trial(contender: str = "treeckpt", phase: Any = "save", seconds: float = 1.0
 
 def one_of_each() -> list[Trial]:
     names = {scenario.name for scenario in SCENARIOS}
-    everyone = ("treeckpt", "dcp", "dcp-4", "safetensors")
+    everyone = ("treeckpt", "treeckpt dense", "dcp", "dcp-4", "safetensors")
     return [
         trial(who, phase, 1.0 if who == "treeckpt" else 20.0, scenario=name)
         for name, who, phase in itertools.product(sorted(names), everyone, PHASES)
@@ -110,6 +110,16 @@ def test_ranks_are_measured_together(name, tmp_path):
     trials = json.loads(out.read_text())["trials"]
     assert {(t["contender"], t["phase"]) for t in trials} == {("treeckpt", phase) for phase in phases_of("treeckpt")}
     assert {t["ranks"] for t in trials} == {2}
+
+
+def test_tables_are_measured_beside_dense_tensors_of_the_same_bytes(tmp_path):
+    out = tmp_path / "out.json"
+    options = ["--scale", "0.0005", "--repetitions", "1", "--dir", str(tmp_path), "--json", str(out)]
+    assert bench.main([*options, "--only", "table"]) == 0
+    report = json.loads(out.read_text())
+    assert {t["nbytes"] for t in report["trials"]} == {5000 * (3 * 64 + 8)}
+    assert {t["contender"] for t in report["trials"]} == {"treeckpt", "treeckpt dense"}
+    assert all(bar["state"] != "not measured" for bar in report["bars"] if bar["scenario"] == "table")
 
 
 def test_ratios_are_of_the_trial_and_of_the_limit_beside_it():

@@ -253,7 +253,7 @@ def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     return run, subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.timeout(300)  # 25 s on two idle cores, which others may share
+@pytest.mark.timeout(600)  # 25 s on two idle cores, which others may share
 def test_demo_finds_everything_equal(finished):
     _, done = finished
     assert done.returncode == 0, done.stdout + done.stderr
@@ -273,7 +273,7 @@ def test_demo_finds_everything_equal(finished):
         assert float(row[-1]) < 1e-4
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_demo_leaves_whole_checkpoints(finished):
     run, _ = finished
     for step in (1, 2, 3):
@@ -285,7 +285,7 @@ def test_demo_leaves_whole_checkpoints(finished):
         assert tc.verify(path).ok
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_demo_keeps_torchs_own_digests_beside_the_checkpoints(finished):
     run, _ = finished
     trained = json.loads((run / ".demo" / "train.json").read_bytes())

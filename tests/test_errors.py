@@ -144,6 +144,29 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: tc.save({"a": 1}, path),
+        lambda path: tc.save_async({"a": 1}, path),
+        lambda path: tc.load({"a": 1}, path),
+        lambda path: tc.load_into({"a": 1}, path),
+        lambda path: tc.inspect(None),
+        lambda path: tc.verify(5),
+    ],
+)
+def test_what_is_no_path_is_told_where_the_path_stands(tmp_path: Path, call: Any) -> None:
+    with pytest.raises(
+        tc.CheckpointError, match=r"path: expected a path.*found (dict|NoneType|int)\. The path comes first"
+    ):
+        call(tmp_path / "c")
+
+
+def test_what_is_no_comm_is_named(tmp_path: Path) -> None:
+    with pytest.raises(tc.TreeckptError, match=r"comm: expected a process group of torch.distributed.*found 'gloo'"):
+        tc.save(tmp_path / "c", {"a": 1}, comm="gloo")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind the superuser")
 def test_a_directory_without_permission(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir(mode=0o500)

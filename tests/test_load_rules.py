@@ -124,7 +124,7 @@ def test_rules_and_then_their_inverse_are_the_identity_under_resharding(data: st
 
     cut = {n: data.draw(reshard.placed(tuple(t.shape), worlds[1], t.dtype, saved=False)) for n, t in expected.items()}
 
-    def move(comm: Any) -> None:
+    def move(comm: Any) -> Any:
         mine = _cut(expected, cut, comm.rank)
         blank = _cut({name: torch.zeros_like(tensor) for name, tensor in expected.items()}, cut, comm.rank)
         for made in (tc.load(first, blank, transforms=rules, comm=comm), blank):
@@ -132,9 +132,10 @@ def test_rules_and_then_their_inverse_are_the_identity_under_resharding(data: st
                 tc.load_into(first, blank, transforms=rules, comm=comm)
             for name, leaf in mine.items():
                 assert reshard.bits(made[name]) == reshard.bits(leaf), f"{name} on rank {comm.rank}"
-        tc.save(second, blank, comm=comm)
+        return blank
 
-    reshard.on_ranks(worlds[1], move)
+    moved = reshard.on_ranks(worlds[1], move)
+    reshard.on_ranks(worlds[1], lambda comm: tc.save(second, moved[comm.rank], comm=comm))
     back = R.inverse(rules, tc.inspect(first))
     cut = {n: data.draw(reshard.placed(tuple(t.shape), worlds[2], t.dtype, saved=False)) for n, t in full.items()}
 
@@ -361,3 +362,18 @@ def test_dropping_one_of_two_ties_names_that_one() -> None:
         reports: list[tc.LoadReport] = []
         found = tc.load(store, transforms=R.Drop(name), on_report=reports.append)
         assert list(found) == [other] and found[other].tolist() == [1, 1] and reports[0].dropped == (name,)
+
+
+def test_keyed_tables_are_renamed_whole_and_their_slots_are_cast() -> None:
+    store, ids = tc.MemoryStore(), np.array([5, -1, 2**52], np.int64)
+    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+    tc.save(store, {"emb": tc.KeyedTable(ids, {"w": rows}), "x": 1})
+    found = tc.load(store, rename={"emb": "tables/user"})["tables"]["user"]
+    assert isinstance(found, tc.KeyedTable) and found.slots["w"].shape == (3, 2)
+    wanted = {"w": tc.ArraySpec((0, 2), "float64", kind="numpy")}
+    like = {"user": tc.KeyedTable(ids[:0], wanted, owned=tc.KeyedTable.share(0, 1)), "x": 0}
+    rules = [R.Rename("emb", "user"), R.Cast("user/slots/w", "float64")]
+    mine = tc.load(store, like, transforms=rules)["user"]
+    by_id = dict(zip(mine.ids.tolist(), mine.slots["w"].tolist(), strict=True))
+    assert by_id == dict(zip(ids.tolist(), rows.astype(float).tolist(), strict=True))
+    assert mine.slots["w"].dtype == np.float64

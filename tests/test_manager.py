@@ -23,8 +23,10 @@ from treeckpt.io.runs import MemoryRun, open_run
 from treeckpt.run import Run, steady_clock
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(params=["disk", "memory", pytest.param("s3", marks=pytest.mark.slow)])
 def run(request, tmp_path):
+    if request.param == "s3":
+        return request.getfixturevalue("s3").url()
     return tmp_path / "run" if request.param == "disk" else MemoryRun()
 
 

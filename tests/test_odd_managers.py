@@ -82,6 +82,19 @@ def test_a_mistyped_mode_or_two_targets_are_refused(tmp_path: Path) -> None:
         made.restore({"s": 1}, into={"s": 1})
 
 
+def test_a_metric_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(tc.TreeError, match=r"metrics: expected numbers by name.*found 0\.5"):
+        manager(tmp_path).save(1, {"s": 1}, metrics=0.5)  # pyright: ignore[reportArgumentType]
+    assert manager(tmp_path).steps() == []
+
+
+def test_the_path_of_no_step_is_refused(tmp_path: Path) -> None:
+    made = manager(tmp_path)
+    assert made.latest() is None
+    with pytest.raises(tc.TreeError, match="step: expected an integer, found None"):
+        made.path(made.latest())  # pyright: ignore[reportArgumentType]
+
+
 def test_a_run_stays_where_it_is_when_the_program_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

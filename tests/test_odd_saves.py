@@ -94,6 +94,13 @@ def test_unknown_choices_are_refused(tmp_path: Path, option: str) -> None:
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_within_which_nobody_can_answer_is_refused(tmp_path: Path, timeout: float) -> None:
+    with pytest.raises(tc.TreeckptError, match=r"a timeout of more than 0 seconds.*busy="):
+        tc.save_async(tmp_path / "c", TREE, comm=SoloComm(), timeout=timeout)
+    assert not (tmp_path / "c").exists()
+
+
 def test_steps_may_be_integers_of_numpy(tmp_path: Path) -> None:
     tc.save(tmp_path / "a", TREE, step=np.int64(3))  # pyright: ignore[reportArgumentType]
     assert tc.inspect(tmp_path / "a").step == 3

@@ -62,6 +62,16 @@ def test_a_list_of_one_piece_and_arrays_of_numpy() -> None:
     assert all(np.array_equal(loaded[name], full) for name in "wv")
 
 
+def test_offsets_and_shapes_may_be_arrays() -> None:
+    local, shape = torch.arange(6.0).view(2, 3), np.array([4, 3])
+    for kind in (np.array, torch.tensor):
+        boxes = tc.Sharded([local, local], shape, kind([[0, 0], [2, 0]]))
+        assert boxes.offset == ((0, 0), (2, 0)) and boxes.global_shape == (4, 3)
+        assert tc.Sharded(local, shape, kind([2, 0])).offset == (2, 0)
+        assert tc.Sharded(local.view(-1), shape, kind(6)).offset == 6
+        assert tc.Sharded([local, local.view(-1)], (4, 3), [kind([0, 0]), kind(6)]).offset == ((0, 0), 6)
+
+
 def test_the_same_pieces_twice_are_one_array() -> None:
     store, pieces = tc.MemoryStore(), [FULL[:2].clone(), FULL[2:].clone()]
     offsets = [(0, 0, 0), (2, 0, 0)]

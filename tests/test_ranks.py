@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import treeckpt as tc
@@ -407,6 +408,35 @@ def test_overwriting_removes_the_old_files_and_no_others(tmp_path: Path) -> None
         [INDEX_NAME, "notes.txt", f"timings.{new}.json", *(f.name for f in tc.inspect(tmp_path / "c").file_list)]
     )
     assert_holds(tmp_path / "c", seed=2)
+
+
+@pytest.mark.parametrize("worlds", [(4, 2), (2, 4), (3, 3)], ids=str)
+def test_a_checkpoint_overwritten_by_another_world_has_nothing_of_the_one_before(
+    tmp_path: Path, worlds: tuple[int, int]
+) -> None:
+    def put(comm: Comm, seed: int) -> None:
+        tc.save(tmp_path / "c", small_tree(comm.rank, comm.size, seed=seed), comm=comm, overwrite=seed > 0)
+
+    for seed, world in enumerate(worlds):
+        assert errors_of(on_ranks(world, lambda comm, seed=seed: put(comm, seed))) == [None] * world
+    assert tc.inspect(tmp_path / "c").world == worlds[1]
+    assert_holds(tmp_path / "c", seed=1)
+
+    def act(comm: Comm) -> None:  # each rank, as it was cut at the second save
+        target = small_tree(comm.rank, comm.size, seed=9)
+        tc.load_into(tmp_path / "c", target, comm=comm)
+        expected = small_tree(comm.rank, comm.size, seed=1)
+        assert_equal(target["pieces"].local, expected["pieces"].local)
+        assert_equal({**target, "pieces": 0}, {**expected, "pieces": 0})
+
+    assert errors_of(on_ranks(worlds[1], act)) == [None] * worlds[1]
+
+
+def test_fewer_leaves_than_ranks_are_saved_whole(tmp_path: Path) -> None:
+    tree = {"n": np.arange(3)}
+    assert errors_of(on_ranks(4, lambda c: tc.save(tmp_path / "c", tree, comm=c))) == [None] * 4
+    assert_equal(tc.load(tmp_path / "c"), tree)
+    assert tc.inspect(tmp_path / "c").nbytes == 24 and tc.verify(tmp_path / "c").ok
 
 
 def test_overwriting_an_unreadable_checkpoint_works(tmp_path: Path) -> None:

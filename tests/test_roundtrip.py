@@ -233,6 +233,16 @@ def test_like_says_what_is_wanted(tmp_path: pathlib.Path) -> None:
     assert tc.load(tmp_path / "c", {"w": part}, strict=False)["w"].tolist() == [[4, 5]]
 
 
+def test_like_may_have_its_keys_in_another_order(tmp_path: pathlib.Path) -> None:
+    tc.save(tmp_path / "c", {"b": {"y": np.arange(3), "x": 2}, "a": np.ones(2)})
+    like = {"a": np.zeros(2), "b": {"x": 0, "y": np.zeros(3, np.int64)}}
+    found = tc.load(tmp_path / "c", like)
+    tc.load_into(tmp_path / "c", like)
+    for tree in (found, like):
+        assert [*tree, *tree["b"]] == ["a", "b", "x", "y"]
+        assert tree["a"].tolist() == [1, 1] and tree["b"]["x"] == 2 and tree["b"]["y"].tolist() == [0, 1, 2]
+
+
 def test_like_of_another_dtype_needs_cast(tmp_path: pathlib.Path) -> None:
     tc.save(tmp_path / "c", {"w": torch.arange(4.0)})
     with pytest.raises(tc.MismatchError, match="w: expected bfloat16, found float32"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.nn import Buffer, Parameter
 
 import treeckpt as tc
 from tests.world import on_ranks
-from treeckpt import dealing, filling
+from treeckpt import filling
 from treeckpt.leaves import common, describe
 from treeckpt.leaves import torch as torch_leaves
 from treeckpt.leaves.base import HostArray, HostMemory, Source
@@ -119,34 +118,6 @@ def test_a_save_leaves_storage_resizable() -> None:
         tensor.untyped_storage().resize_(2 * tensor.nbytes)
 
 
-# dealing ----------------------------------------------------------------------------------------------------------
-
-
-@given(st.data())
-def test_a_dealer_deals_each_member_its_bytes_whatever_the_boxes(data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, 1000))
-    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-    gaps = data.draw(st.lists(st.integers(-3, 5), min_size=len(lengths), max_size=len(lengths)))
-    at, places = start, []
-    for length, gap in zip(lengths, gaps, strict=True):
-        places.append((at, length))
-        at = max(at + length + gap, at)
-    total = max(first + length for first, length in places) - start
-    stream = np.random.default_rng(0).integers(0, 256, total).astype(np.uint8)
-    outs = [np.zeros(length, np.uint8) for _, length in places]
-    members = [
-        dealing.Few("x", 0, first, length, HostMemory(out.ctypes.data, (length,), 1, out))
-        for (first, length), out in zip(places, outs, strict=True)
-    ]
-    dealer = dealing.Dealer(start, members)
-    cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=4))})
-    boxes = data.draw(st.permutations(list(itertools.pairwise(cuts))))
-    for low, high in boxes:
-        dealer.write((slice(low, high),), stream[low:high])
-    for (first, length), out in zip(places, outs, strict=True):
-        assert out.tolist() == stream[first - start : first - start + length].tolist()
-
-
 # saves and loads ---------------------------------------------------------------------------------------------------
 
 
@@ -181,11 +152,12 @@ def test_small_arrays_are_filled_as_large_ones_are(tmp_path: Path, limit: int | 
     tc.save(tmp_path / "x", saved, **options)
     short, long = mixed(2), mixed(2)
     report = tc.load_into(tmp_path / "x", short)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filling, "SMALL", -1)
+    with pytest.MonkeyPatch.context() as patch:  # nothing is one run of bytes: box by box
+        patch.setattr(filling.Filling, "_want_whole", lambda *_: False)
+        patch.setattr(filling.Filling, "_want_run", lambda *_: False)
         other = tc.load_into(tmp_path / "x", long)
     assert texts(short) == texts(long) == texts(saved)
-    assert (report.nbytes, report.read_nbytes, report.loaded) == (other.nbytes, other.read_nbytes, other.loaded)
+    assert (report.nbytes, report.loaded) == (other.nbytes, other.loaded)
     assert texts(tc.load(tmp_path / "x", copy=True)) == texts(saved)
     assert texts(tc.load(tmp_path / "x")) == texts(saved)
 

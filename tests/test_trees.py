@@ -7,6 +7,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -273,6 +274,24 @@ def test_a_view_takes_no_more_than_its_elements() -> None:
     assert tc.trees.offload({"w": large[5:9]})["w"].untyped_storage().nbytes() == 16
 
 
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (
+            lambda: tc.trees.offload(BASE, memory="pin"),
+            "memory: expected one of 'plain', 'pinned'.*found 'pin'",
+        ),
+        (lambda: tc.trees.gather(BASE, ranks=0), r"ranks: expected a list of ranks, found 0\. Pass ranks=\[0\]"),
+        (lambda: tc.trees.gather(BASE, device="gpu"), "device: expected a device of torch.*'gpu'"),
+        (lambda: tc.trees.flatten_names({"a": 1}, separator=""), "separator: expected text"),
+        (lambda: tc.trees.unflatten_names({"a": 1}, separator=""), "separator: expected text"),
+    ],
+)
+def test_wrong_arguments_are_named(act: Callable[[], object], words: str) -> None:
+    with pytest.raises(tc.TreeckptError, match=words):
+        act()
+
+
 def test_numpy_trees_need_no_torch() -> None:
     program = (
         "import sys, numpy as np, treeckpt as tc\n"
@@ -323,6 +342,16 @@ def test_copy_into_checks_everything_before_it_writes() -> None:
         with pytest.raises(tc.MismatchError, match=text):
             tc.trees.copy_into(tree, into)
         assert not into["a"].any(), text
+
+
+def test_copy_into_refuses_two_arrays_for_one() -> None:
+    into = torch.zeros(2)
+    with pytest.raises(tc.MismatchError, match="b: expected one array with a, as in the target, found another"):
+        tc.trees.copy_into({"a": torch.ones(2), "b": torch.ones(2)}, {"a": into, "b": into})
+    assert into.tolist() == [0, 0]
+    one = torch.ones(2)
+    tc.trees.copy_into({"a": one, "b": one.view(2)}, {"a": into, "b": into})
+    assert into.tolist() == [1, 1]
 
 
 def test_copy_into_casts_when_asked_and_puts_values() -> None:

@@ -24,13 +24,16 @@ from .core.errors import (
     LayoutError,
     MismatchError,
     RankError,
+    StoreError,
     TreeckptError,
     TreeError,
 )
 from .core.records import Index
 from .core.region import Region
 from .core.spec import ArraySpec
+from .core.table import KeyedTable
 from .core.tree import PerRank
+from .io.objects import ObjectRun, ObjectStore
 from .io.store import LocalStore, MemoryStore
 from .leaves.sharded import Sharded
 from .manager import Manager
@@ -47,18 +50,22 @@ __all__ = [
     "FormatError",
     "From",
     "Index",
+    "KeyedTable",
     "LayoutError",
     "LoadReport",
     "LocalStore",
     "Manager",
     "MemoryStore",
     "MismatchError",
+    "ObjectRun",
+    "ObjectStore",
     "Pending",
     "PerRank",
     "RankError",
     "Region",
     "SaveReport",
     "Sharded",
+    "StoreError",
     "TreeError",
     "TreeckptError",
     "VerifyReport",
@@ -78,7 +85,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`treeckpt.training`, loaded when it is first asked for: it imports torch."""
-    if name == "training":
-        return importlib.import_module(f"{__name__}.training")
+    """`treeckpt.training` and `treeckpt.convert`, loaded when first asked for: they are not for every program."""
+    if name in ("training", "convert"):
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

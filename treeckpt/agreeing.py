@@ -45,7 +45,7 @@ from .io.record import Recorder
 from .io.rounds import Round
 from .io.store import Store
 from .leaves.base import Source
-from .leaves.describe import Brought, bring, content_digests
+from .leaves.describe import Brought, bring, content_digests, place_tables
 from .plans import Plans, kept_plans, make_plans
 from .stateful import expand
 
@@ -174,6 +174,7 @@ class _Agreement:
                 members=members_of(self.comm),
                 allow_pickle=self.options.allow_pickle,
                 namespace=self.options.namespace,
+                tables=True,
             )
             self.values = self.brought.values
         except Exception as error:
@@ -295,6 +296,7 @@ class _Agreement:
                 plans = make_plans(
                     self.comm, terms.key, joined, self.brought.inventory, max_shard_bytes=options.max_shard_bytes
                 )
+                place_tables(self.brought, plans.plenum, self.comm.rank)
         except Exception as error:
             self._fault(error)
         facts = Facts(

@@ -123,6 +123,8 @@ def check_hellos(hellos: Mapping[int, Hello]) -> None:
     """
     first = hellos[0].arguments
     for rank, hello in hellos.items():
+        if hello.arguments == first:
+            continue
         for field in msgspec.structs.fields(Arguments):
             expected, found = getattr(first, field.name), getattr(hello.arguments, field.name)
             if expected != found:

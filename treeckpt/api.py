@@ -132,7 +132,7 @@ def save_async(
         busy: what to do where an earlier save is still under way on any rank: "wait" for it; "skip" this one; or raise
             an "error".
         timeout: seconds to wait for another rank, for the writer to write some more, and for an earlier save; by
-            default the comm's, and for as long as an earlier save takes.
+            default the comm's, and for as long as an earlier save takes. More than 0.
 
     See `save` for the other arguments and errors.
 
@@ -192,6 +192,9 @@ def load(
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
     """Loads a checkpoint as a new tree.
+
+    It holds no lease: where a `Manager` may delete the checkpoint meanwhile, load with `Manager.restore`, or within
+    `Manager.reading`.
 
     Args:
         path: as given to save; or a `Bank` or list of several, of which later ones win.

@@ -11,6 +11,7 @@ With lazy staging the copying is the thread's first task, beside the next forwar
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
@@ -151,6 +152,7 @@ def save_async_tree(
     """Starts to save a tree; see `treeckpt.save_async`."""
     begin = time.perf_counter()
     _check_choices(store, busy=(options.busy, Busy), staging=(staging, Staging), writer=(writer, WriterKind))
+    _check_timeout(store, timeout)
     session = session_of(comm)
     timed: Comm = comm if timeout is None else _Timed(comm, timeout)
     with session.starting:
@@ -186,6 +188,17 @@ def _check_choices(store: Store, **given: tuple[str, object]) -> None:
         if word not in get_args(kind):
             choices = ", ".join(map(repr, get_args(kind)))
             raise TreeckptError(store.url, expected=f"{name} to be one of {choices}", found=f"{word!r}")
+
+
+def _check_timeout(store: Store, timeout: float | None) -> None:
+    """Refuses a limit within which nobody can answer: the writer would be blamed for its silence."""
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise TreeckptError(
+            store.url,
+            expected="a timeout of more than 0 seconds, or None for the comm's",
+            found=f"{timeout!r}",
+            hint='To give up at once where an earlier save is under way, pass busy="skip" or busy="error"',
+        )
 
 
 class _Job:

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from .core.errors import CheckpointNotFound, TreeckptError
-from .core.structure import merge, paths_of
+from .core.structure import any_rank, merge, paths_of
 from .core.tree import flatten, unflatten
 from .io.comm import Comm, global_rank
 from .io.store import Store
 from .leaves.registry import abstract_of, resolve
-from .loading import check_into_tree, load_into_tree, load_tree, plain_path
+from .loading import check_into_tree, load_into_tree, load_tree
 from .lookup import Load, LoadOptions, check_same
 from .reports import LoadReport
 from .rules import Renaming, Transforms, as_rules
@@ -128,7 +128,7 @@ def _check_asked(parts: Sequence[_Part], like: Any, comm: Comm, options: LoadOpt
         MismatchError: there is such, under `strict`.
     """
     _, leaves = flatten(like, rank=comm.rank, namespace=options.namespace)
-    wanted = {plain_path(path, comm.rank): leaf for path, leaf in leaves}
+    wanted = {any_rank(path, comm.rank): leaf for path, leaf in leaves}
     here = global_rank(comm)
     given = set[str]().union(*(part.wins for part in parts))
     missing: list[str] = []
@@ -176,7 +176,7 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
     """One tree of several; `...` where none has a leaf."""
     flat = [flatten(tree, rank=comm.rank, namespace=options.namespace) for tree in trees]
     structure = reduce(merge, (structure for structure, _ in flat))
-    found = {plain_path(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
+    found = {any_rank(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
     leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
     return unflatten(structure, leaves, resolve=resolve, rank=comm.rank, namespace=options.namespace)
 

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from .io.store import Store
@@ -95,3 +95,8 @@ class _Counted:
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         self._inner.read_into(name, offset, out, shared=shared)
         self._count(len(out))
+
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+        done = self._inner.read_parts(name, offset, parts)
+        self._count(sum(map(len, parts)) if done else 0)
+        return done

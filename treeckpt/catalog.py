@@ -1,9 +1,9 @@
 """Which checkpoints are in a run directory, and in what state is each of them?
 
 `look` reads one directory's index and timings, and compares the shards' sizes with what the index says; `scan` looks at
-every directory of a run, on a disk or in memory. What cannot be read is reported as what it is, never raised: other
-programs' directories, saves that never finished, indexes that do not decode. Links are not followed. No shard is
-opened; that is `verify`'s.
+every directory of a run, on a disk, in memory or in an object store. What cannot be read is reported as what it is,
+never raised: other programs' directories, saves that never finished, indexes that do not decode; only where a store
+cannot be reached, nothing is said at all. Links are not followed. No shard is opened; that is `verify`'s.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from .core.errors import CheckpointNotFound, CorruptError, TreeckptError
+from .core.errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
 from .core.events import Timings
 from .core.files import PIN_NAME, kind_of, step_of
 from .core.index import INDEX_NAME
@@ -29,8 +30,9 @@ from .core.shard import parse_shard_name
 from .core.spec import Value, decode_value
 from .core.wording import visible
 from .io import codec
-from .io.runs import Entry, Folder, LocalFolder, RunStore, open_run
-from .io.store import LocalStore
+from .io.bucket import is_url, local_path
+from .io.runs import Entry, Folder, Remote, RunStore, folders_of, open_folder, open_run
+from .io.store import open_store
 from .underway import SaveUnderWay, saves_under_way
 
 __all__ = [
@@ -38,15 +40,19 @@ __all__ = [
     "FileCache",
     "Status",
     "is_checkpoint",
+    "is_there",
     "look",
     "read_index",
     "read_timings",
     "scan",
     "step_of",
+    "survey",
 ]
 
 Status = Literal["complete", "partial", "corrupt", "foreign"]
 
+FAR = 16
+"""Folders of an object store that are looked at at a time."""
 METRICS = "metrics"
 """The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
 
@@ -124,6 +130,8 @@ class FileCache:
                 return _result(kept[1])
         try:
             result: T | TreeckptError = read()
+        except StoreError:
+            raise
         except TreeckptError as error:
             result = error
         with self._lock:
@@ -146,7 +154,7 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         CheckpointNotFound: there is none.
         CheckpointError: it cannot be read, or is no index.
     """
-    return codec.read_index(LocalStore(path))
+    return codec.read_index(open_store(path))
 
 
 def read_timings(path: str | os.PathLike[str]) -> Timings:
@@ -156,7 +164,7 @@ def read_timings(path: str | os.PathLike[str]) -> Timings:
         CheckpointNotFound: there is none.
         CheckpointError: it cannot be read.
     """
-    folder = LocalFolder(path)
+    folder = open_folder(path)
     save_id = None
     with contextlib.suppress(TreeckptError):
         save_id = codec.read_index(folder.store).save_id
@@ -192,8 +200,19 @@ def _regular(entries: Files) -> Files:
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a directory itself holds files of a checkpoint, complete or not."""
-    entries = LocalFolder(path).entries()
+    entries = open_folder(path).entries()
     return any(map(_is_ours, _regular(entries))) or INDEX_NAME in entries
+
+
+def is_there(run: str) -> bool:
+    """Whether there is something at a path or URL that may be a run or a checkpoint.
+
+    Raises:
+        StoreError: an object store cannot be reached, or refuses.
+    """
+    if is_url(run):
+        return bool(open_run(run).names() or open_folder(run).entries())
+    return Path(local_path(run)).is_dir()
 
 
 def _is_ours(name: str) -> bool:
@@ -203,13 +222,28 @@ def _is_ours(name: str) -> bool:
 def scan(run: str | os.PathLike[str] | RunStore, *, cache: FileCache | None = None) -> list[CheckpointInfo]:
     """Every checkpoint of a run, newest first, then what is none; a checkpoint's own path gives that one.
 
-    Names that start with a dot, and what is no directory, are left out. A run that cannot be listed is empty.
+    Names that start with a dot, and what is no directory, are left out. A directory that cannot be listed is empty.
+
+    Raises:
+        StoreError: an object store cannot be reached, or refuses.
     """
     cache = cache or FileCache(0)
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         return [look(run, cache=cache, follow=True)]
-    store = open_run(run)
-    return sorted((look(store.folder(name), cache=cache) for name in store.names()), key=_newest_first)
+    return sorted((info for _, info in survey(open_run(run), cache)), key=_newest_first)
+
+
+def survey(run: RunStore, cache: FileCache) -> list[tuple[Folder, CheckpointInfo]]:
+    """Every folder of a run, and what it is.
+
+    Raises:
+        StoreError: where they are cannot be reached.
+    """
+    folders = folders_of(run)
+    if not isinstance(run, Remote):
+        return [(folder, look(folder, cache=cache)) for folder in folders]
+    with ThreadPoolExecutor(FAR, "treeckpt-look") as pool:
+        return list(zip(folders, pool.map(lambda folder: look(folder, cache=cache), folders), strict=True))
 
 
 def _newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:
@@ -225,7 +259,7 @@ def look(
         follow: looks behind a symbolic link: for paths that a person gave, not for what stands in a run.
     """
     cache = cache or FileCache(0)
-    folder = LocalFolder(path) if isinstance(path, (str, os.PathLike)) else path
+    folder = open_folder(path) if isinstance(path, (str, os.PathLike)) else path
     name = folder.name
     if folder.is_link and not follow:
         return CheckpointInfo(name, folder.url, "foreign", error="a symbolic link, which is not followed")
@@ -234,6 +268,8 @@ def look(
     if (index := entries.get(INDEX_NAME)) is not None:
         try:
             summary = cache.recall((folder.url, "summary"), index, lambda: _summarize(folder))
+        except StoreError:  # says nothing of the checkpoint
+            raise
         except TreeckptError as error:
             return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
         return _with_index(folder, summary, files, cache)

@@ -13,10 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-from . import catalog, cli_runs
+from . import catalog, cli_convert, cli_runs
 from .bars import reading_bar
 from .cli_rules import show_rules
 from .core.diff import Added, Diff, Moved, Removed, diff, leaf_text
@@ -83,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     rebuild.add_argument("checkpoint", metavar="CKPT")
     rebuild.add_argument("--replace", action="store_true", help="even where there is an index")
     cli_runs.add_commands(command)
+    cli_convert.add_convert(command)
     _add_dashboard(command("dashboard", _dashboard, "browse runs in a web browser", json=False))
     command("demo", _no_demo, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
     command("bench", _no_bench, "measure saves and loads beside the disk's limits and other libraries", json=False)
@@ -121,7 +121,7 @@ def _usage(text: str) -> int:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not Path(run).is_dir()]:
+    if missing := [run for run in options.runs if not catalog.is_there(run)]:
         return _usage(f"{missing[0]}: no such directory")
     found = [info for run in options.runs for info in catalog.scan(run)]
     if options.json:
@@ -333,7 +333,7 @@ def _rebuild_index(options: argparse.Namespace) -> int:
 
 
 def _dashboard(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not Path(run).is_dir()]:
+    if missing := [run for run in options.runs if not catalog.is_there(run)]:
         return _usage(f"{missing[0]}: no such directory")
     try:
         from treeckpt_dashboard.server import ServeError, serve

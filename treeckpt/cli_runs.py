@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
+from .catalog import is_there
 from .core.files import step_name
 from .core.policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 from .core.wording import bytes_text
@@ -115,7 +115,7 @@ def _policies(options: argparse.Namespace) -> list[Policy]:
 
 
 def _gc(options: argparse.Namespace) -> int:
-    if not Path(options.run_path).is_dir():
+    if not is_there(options.run_path):
         fail(f"treeckpt: {options.run_path}: no such directory")
         return 2
     report = Run(options.run_path).clean(_policies(options), grace=options.grace, dry_run=options.dry_run)
@@ -154,5 +154,5 @@ def _say_pinned(options: argparse.Namespace, *, pinned: bool) -> int:
     if options.json:
         print_json({"run": options.run_path, "step": options.step, "pinned": pinned})
     else:
-        print_line(f"{Path(options.run_path) / step_name(options.step)} is {'' if pinned else 'no longer '}pinned")
+        print_line(f"{Run(options.run_path).folder(options.step).url} is {'' if pinned else 'no longer '}pinned")
     return 0

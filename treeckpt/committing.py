@@ -16,7 +16,7 @@ from .agreement import Done, FileRow, Verdict
 from .core.build import build_index
 from .core.errors import CheckpointExists, CheckpointNotFound
 from .core.events import Timings, encode_timings, timings_name
-from .core.index import INDEX_NAME, encode_index, encode_manifest
+from .core.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
 from .core.plan import FilePlan, place
 from .core.progress import parse_progress_name
 from .core.records import FileTable, Index, file_table
@@ -26,7 +26,7 @@ from .faults import fault_of, ours, silent_faults
 from .io.codec import read_index
 from .io.engine import SaveFile, entries_of, run_save
 from .io.record import Recorder
-from .io.store import Store
+from .io.store import Store, Swapping
 from .leaves.base import Piece
 from .plans import Plans
 
@@ -144,7 +144,7 @@ def judge(
                 data = encode_index(_placed(facts, plans, reports))
                 _put_timings(store, facts, reports, None, recorder)
                 publishing = True
-                store.publish(INDEX_NAME, data, replace=facts.overwrite)
+                _publish(store, data, facts)
         except Exception as met:
             error = ours(met, store.url)
             faults.append(fault_of(error, 0, common=isinstance(error, CheckpointExists)))
@@ -156,6 +156,18 @@ def judge(
     with contextlib.suppress(Exception):  # the error that is being reported matters more
         _put_timings(store, facts, reports, "; ".join(f"rank {f.rank}: {f.text}" for f in faults)[:4000], recorder)
     return Verdict(tuple(faults), publishing and may_be_in_place(store, facts.save_id)), error
+
+
+def _publish(store: Store, data: bytes, facts: Facts) -> None:
+    """Puts the index up; where the store can tell, only over that of the save which this one is to replace."""
+    if facts.previous and isinstance(store, Swapping):
+
+        def is_previous(found: bytes) -> bool:
+            return decode_index(found, store.url).save_id == facts.previous
+
+        store.swap(INDEX_NAME, data, holds=is_previous, limit=MAX_INDEX)
+    else:
+        store.publish(INDEX_NAME, data, replace=facts.overwrite)
 
 
 def _placed(facts: Facts, plans: Plans, reports: Mapping[int, Done]) -> Index:

@@ -22,6 +22,7 @@ from .core.events import Span
 from .core.inventory import Plenum
 from .faults import fault_of
 from .io.arena import map_arena
+from .io.objects import open_address
 from .io.record import Recorder, Trail
 from .io.store import LocalStore, Store
 from .io.writer import Channel, WriterGone
@@ -117,6 +118,8 @@ def _open(address: bytes) -> Store:
     kind, _, rest = address.partition(b":")
     if kind == b"path":
         return LocalStore(os.fsdecode(rest))
+    if kind == b"url":
+        return open_address(rest)
     _complete_package()
     return pickle.loads(rest)  # from our own parent, by a socket that only it has
 

@@ -8,7 +8,7 @@ read through a few buffers and copied box by box.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -19,13 +19,13 @@ from .composing import only_chunk, pieces_of
 from .core.chunks import BoxChunks, WholeChunk
 from .core.dtypes import dtype_of
 from .core.errors import CorruptError, FormatError
-from .core.plan import Chunk, Run, Want, plan_load, plan_runs
+from .core.plan import Block, Chunk, Copy, Run, Want, cuts, plan_load, plan_runs
 from .core.records import AliasRecord, ArrayRecord, Index, Leaf, LeafRecord
-from .core.region import Region
+from .core.region import Region, intersect, overlapping
 from .core.spec import ArraySpec
 from .core.views import MadeLeaf
-from .dealing import SMALL, Dealer, Few
-from .io.intake import Landed, Reading, list_landings, list_readings, read_limit, run_map, run_readings
+from .dealing import Dealer, Member, deal
+from .io.intake import STRETCH, Landed, Reading, list_landings, list_readings, read_limit, run_map, run_readings
 from .io.record import Recorder
 from .io.relay import Part, Relay, together
 from .io.residency import cache_room
@@ -37,6 +37,8 @@ from .leaves.registry import library_of
 __all__ = ["Filling", "Means", "Slot", "Verify"]
 
 Verify = bool | Literal["stream"]
+SMALL = 64 << 10
+"""Bytes up to which each rank reads an array itself, rather than be handed it by another."""
 
 
 class Means(msgspec.Struct, frozen=True):
@@ -90,7 +92,8 @@ class Filling:
         self._wants: list[Want] = []
         self._pieces: list[TargetPiece] = []
         self._paths: list[str] = []
-        self._small: list[Few] = []
+        self._members: list[Member] = []
+        self._boxes = 0
         self._after: list[Callable[[], None]] = []
 
     def claim(self, path: str, leaf: Leaf) -> None:
@@ -158,7 +161,7 @@ class Filling:
         if isinstance(leaf, MadeLeaf):
             self._want_made(path, leaf, target)
             return Slot(target.leaf)
-        if self._want_small(path, leaf.record, target, spec):
+        if self._want_whole(path, leaf.record, target, spec):
             return Slot(target.leaf)
         pieces = list(target.pieces)
         if target.spec.dtype != spec.dtype:
@@ -188,30 +191,46 @@ class Filling:
             else:
                 self._want_piece(path, source, piece, itemsize)
 
-    def _want_small(self, path: str, record: LeafRecord, target: Target, spec: ArraySpec) -> bool:
-        """Wants a small array whole, from the one chunk that holds it, where nothing but bytes has to be moved."""
+    def _want_whole(self, path: str, record: LeafRecord, target: Target, spec: ArraySpec) -> bool:
+        """Wants an array whole, from the one chunk that holds it, where nothing but bytes has to be moved."""
         if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk) or len(target.pieces) != 1:
             return False
-        [piece] = target.pieces
-        memory = piece.data
+        memory = target.pieces[0].data
         if not isinstance(memory, HostMemory) or target.spec.dtype != spec.dtype or memory.shape != spec.shape:
             return False
         nbytes = math.prod(spec.shape) * memory.itemsize
-        if nbytes > SMALL:
-            return False
         self.nbytes += nbytes
-        self._small.append(Few(path, record.chunks.rank, record.chunks.start, nbytes, memory))
+        chunk = record.chunks
+        self._members.append(Member(path, chunk.rank, chunk.start, nbytes, memory.address, memory))
         return True
 
-    def _join_small(self) -> None:
-        """Small arrays that lie together are wanted as one stretch of bytes."""
-        small, self._small = self._small, []
-        for run in plan_runs([(few.rank, few.start, few.nbytes) for few in small], borders=self._borders):
-            stretch = Region((0,), (run.stop - run.start,))
-            members = [small[i] for i in run.members]
-            self._wants.append(Want(stretch, 1, (Chunk(stretch, run.rank, run.start),)))
-            self._pieces.append(TargetPiece(stretch, Dealer(run.start, members)))
-            self._paths.append(members[0].path)
+    def _join_members(self, limit: int, *, apart: bool) -> None:
+        """What lies together is wanted as one stretch of bytes, cut at borders of checksums.
+
+        Args:
+            apart: large ones stay alone, so that ranks which want the same one can tell.
+        """
+        members, self._members = self._members, []
+        close = [m for m in members if not (apart and m.nbytes > SMALL)]
+        for member in members if apart else ():
+            if member.nbytes > SMALL:
+                self._want_stretch([member], [(member.start, member.start + member.nbytes)])
+        self._boxes = len(self._wants)
+        for run in plan_runs([(m.rank, m.start, m.nbytes) for m in close], borders=self._borders):
+            inside = [close[i] for i in run.members]
+            file, _ = self.index.locate(run.rank, run.start, run.stop, inside[0].path)
+            self._want_stretch(inside, cuts(run.start, run.stop, file.stream, limit))
+
+    def _want_stretch(self, members: Sequence[Member], parts: Iterable[tuple[int, int]]) -> None:
+        """Wants parts of the stream, which go to members that lie together."""
+        rank, start, path = members[0].rank, members[0].start, members[0].path
+        stop = max(member.start + member.nbytes for member in members)
+        piece = TargetPiece(Region((0,), (stop - start,)), Dealer(start, members))
+        for low, high in parts:
+            part = Region((low - start,), (high - low,))
+            self._wants.append(Want(part, 1, (Chunk(part, rank, low),)))
+            self._pieces.append(piece)
+            self._paths.append(path)
 
     def _want_piece(self, path: str, leaf: Leaf, piece: TargetPiece, itemsize: int) -> None:
         if not piece.region.size:
@@ -219,16 +238,28 @@ class Filling:
         chunks = self.index.chunks_of(leaf, piece.region, rank=self.source_rank)
         covered = sum(_overlap(chunk.region, piece.region) for chunk in chunks)
         listed = isinstance(leaf.record, ArrayRecord) and isinstance(leaf.record.chunks, BoxChunks)
-        if covered != piece.region.size or (listed and _overlapping(chunks)):
+        if covered != piece.region.size or (listed and overlapping([chunk.region for chunk in chunks])):
             raise FormatError(
                 path,
                 expected=f"chunks that hold each of {piece.region.size} elements once",
                 found=f"{covered} elements" if covered != piece.region.size else "chunks that overlap",
                 hint="The index does not describe the whole array; try treeckpt rebuild-index",
             )
-        self._wants.append(Want(piece.region, itemsize, chunks))
-        self._pieces.append(piece)
-        self._paths.append(path)
+        left = [chunk for chunk in chunks if not self._want_run(path, chunk, piece)]
+        if left:
+            self._wants.append(Want(piece.region, itemsize, left))
+            self._pieces.append(piece)
+            self._paths.append(path)
+
+    def _want_run(self, path: str, chunk: Chunk, piece: TargetPiece) -> bool:
+        """Wants what a chunk has of a piece as a run of bytes, if it is one."""
+        box = intersect(chunk.region, piece.region)
+        if box is None or not isinstance(piece.data, HostMemory):
+            return False
+        member = deal(path, (chunk.region, chunk.rank, chunk.start), piece.region, piece.data, box)
+        if member is not None:
+            self._members.append(member)
+        return member is not None
 
     def _want_view(self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece]) -> None:
         """A view is cut out of its base, which is read whole."""
@@ -247,6 +278,10 @@ class Filling:
 
         self._after.append(cut)
 
+    def then(self, act: Callable[[], None]) -> None:
+        """Has something done when everything has been read."""
+        self._after.append(act)
+
     def run(self, verify: Verify, means: Means, *, in_place: bool = False) -> None:
         """Reads everything.
 
@@ -257,10 +292,11 @@ class Filling:
         shards = Shards(self.store, self.index, self.recorder, verify=verify is not False)
         if means.mapped:
             self._map(shards)
-        self._join_small()
+        limit = read_limit(means.memory)
+        self._join_members(min(limit, STRETCH), apart=means.relay is not None)
         parts = self._parts(means.relay)
         with together(means.relay):
-            work = [(part.members, self._readings(shards, part.wants, read_limit(means.memory))) for part in parts]
+            work = [(part.members, self._readings(shards, part.wants, limit)) for part in parts]
         if verify is True and in_place:
             self._check(shards, work, means)
             shards.verify = False
@@ -287,14 +323,22 @@ class Filling:
         runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self._borders)
         landed, readings = list_landings(shards, runs, lambda i: lands[i].path)
         self._show(lands, runs, landed)
-        plan = plan_load([self._wants[i] for i in wants], borders=self._borders, limit=limit)
+        boxes = [i for i in wants if i < self._boxes]
+        wants = boxes + [i for i in wants if i >= self._boxes]
+        plan = plan_load([self._wants[i] for i in boxes], borders=self._borders, limit=limit)
         return readings + list_readings(
             shards,
-            plan,
+            [*plan.blocks, *(self._stretch(i, wants[i]) for i in range(len(boxes), len(wants)))],
             lambda i: self._pieces[wants[i]],
             itemsize=lambda i: self._wants[wants[i]].itemsize,
             paths=lambda i: self._paths[wants[i]],
         )
+
+    def _stretch(self, number: int, want: int) -> Block:
+        """The block that holds a stretch of members, and nothing else."""
+        region, [chunk] = self._wants[want].region, self._wants[want].chunks
+        stop = chunk.start + region.size
+        return Block(chunk.rank, chunk.start, stop, (Copy(number, region, region, chunk.start, stop),))
 
     @cached_property
     def _borders(self) -> dict[int, Sequence[int]]:
@@ -324,21 +368,6 @@ class Filling:
                 mine = means.relay.owned(readings, members) if means.relay is not None else readings
                 checks = [Reading(reading.stretch, shared=reading.shared or stays) for reading in mine]
                 run_readings(shards, checks, memory=means.memory)
-
-
-def _overlapping(chunks: Sequence[Chunk]) -> bool:
-    """Whether two chunks share an element, which no save writes: a sweep along the dimension that is cut the most."""
-    regions = [chunk.region for chunk in chunks]
-    if len(regions) < 2 or not regions[0].shape:
-        return len(regions) > 1
-    dim = max(range(len(regions[0].shape)), key=lambda d: len({region.offset[d] for region in regions}))
-    active: list[Region] = []
-    for region in sorted(regions, key=lambda region: region.offset[dim]):
-        active = [other for other in active if other.stop[dim] > region.offset[dim]]
-        if any(_overlap(region, other) for other in active):
-            return True
-        active.append(region)
-    return False
 
 
 def _overlap(a: Region, b: Region) -> int:

@@ -17,7 +17,8 @@ from .core.errors import MismatchError, TreeckptError
 from .core.records import AliasRecord, Leaf
 from .core.runs import encode_runs
 from .core.spec import ArraySpec
-from .core.structure import PerRankNode, Structure, rank_key
+from .core.structure import PerRankNode, Structure, any_rank
+from .core.table import Column
 from .core.tree import flatten, graft, own_child, replace_leaves, unflatten
 from .filling import Means, Slot
 from .io.comm import Comm, global_rank
@@ -27,8 +28,9 @@ from .leaves.base import Target
 from .leaves.registry import abstract_of, encode, library_of, like_of, resolve, target_of
 from .lookup import Load, LoadOptions, Make
 from .reports import LoadReport
+from .tables import column_slot, find_column
 
-__all__ = ["check_into_tree", "load_into_tree", "load_tree", "plain_path"]
+__all__ = ["check_into_tree", "load_into_tree", "load_tree"]
 
 
 # without like ----------------------------------------------------------------------------------------------------
@@ -41,8 +43,8 @@ def _as_saved(job: Load) -> Callable[[], object]:
     """
     job.view.check_fills()
     made: dict[int, Slot] = {}
-    order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.find(leaf.path) is leaf]
-    taken = [leaf for leaf in order if job.selected(leaf.path)]
+    order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
+    taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
     whole = {leaf.number for leaf in taken}
     for leaf in taken:
         if leaf.number in made:
@@ -103,14 +105,6 @@ def _own_structure(structure: Structure, job: Load) -> Structure:
 # with like -------------------------------------------------------------------------------------------------------
 
 
-def plain_path(path: str, rank: int) -> str:
-    """A path of a live tree as the index has it, with `~rank*` for the step into this rank's own."""
-    mark = rank_key(rank)
-    if mark not in path:
-        return path
-    return "/".join("~rank*" if step == mark else step for step in path.split("/"))
-
-
 def _is_array_like(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
@@ -121,10 +115,12 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
     asked: set[str] = set()
     pairs: list[tuple[object, str, Leaf | None]] = []
     for text, wanted in leaves:
-        path = plain_path(text, job.rank)
+        path = any_rank(text, job.rank)
         asked.add(path)
         leaf = None
-        if wanted is not ... and job.selected(path):
+        if type(wanted) is Column:
+            leaf = find_column(job, wanted, path)
+        elif wanted is not ... and job.selected(path):
             leaf = job.find(path)
             if leaf is None:
                 leaf = job.view.filled(path, abstract_of(wanted, path, job.here))
@@ -134,7 +130,11 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], Slot] = {}
     return leaves, [
-        Slot(wanted) if leaf is None else _slot(job, wanted, path, leaf, make, ties, views)
+        column_slot(job, wanted, path, leaf)
+        if type(wanted) is Column
+        else Slot(wanted)
+        if leaf is None
+        else _slot(job, wanted, path, leaf, make, ties, views)
         for wanted, path, leaf in pairs
     ]
 

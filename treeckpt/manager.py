@@ -26,11 +26,11 @@ from typing import Any, Literal, Self
 
 from . import api
 from .answers import ask
+from .arguments import check_options, is_maker, numbers_of, policies_of
 from .catalog import METRICS
-from .core.containers import take
 from .core.errors import TreeckptError, TreeError
 from .core.files import as_step
-from .core.policy import All, Best, Last, Policy, check_policies
+from .core.policy import Best, Policy, check_policies
 from .finding import Finder
 from .inflight import Flights, Sweeper
 from .io.channel import Channel
@@ -40,10 +40,11 @@ from .io.runs import RunStore
 from .io.store import Store
 from .pacing import Pace
 from .pending import Pending
+from .ranks import Policy as Changed
+from .registering import Registered
 from .reports import SaveReport
 from .restoring import Restorer
 from .run import GRACE, CleanReport, Run, step_info
-from .stateful import is_stateful
 
 __all__ = ["Manager"]
 
@@ -79,12 +80,13 @@ class Manager:
         comm: Comm | None = None,
         **options: Any,
     ) -> None:
-        _check_options(options, background=background)
-        self._run, self._policies = Run(run), _policies(keep)
+        check_options(options, background=background)
+        self._run, self._policies = Run(run), policies_of(keep)
         self._finder = Finder(self._run)
         self._saving_comm = as_comm(comm)
         self._comm = Channel(self._saving_comm, "manager")
-        self._restorer = Restorer(self._run, self._finder, self._comm, self._saving_comm)
+        self._registered = Registered()
+        self._restorer = Restorer(self._run, self._finder, self._comm, self._saving_comm, self._registered)
         self._pace = Pace(self._saving_comm, every=every, seconds=seconds)
         self._background, self._options = background, {"overwrite": True, **options}
         self._flights = Flights(self._sweep)
@@ -103,6 +105,33 @@ class Manager:
         """Whether a signal has asked to save: after that save, end the training."""
         return self._pace.stopping
 
+    # what is saved each time -----------------------------------------------------------------------------------
+
+    def register(self, name: str, thing: Any) -> None:
+        """Has something saved with every step, under `registered/<name>`, and restored by every `restore`, in place.
+
+        Args:
+            thing: an object with `state_dict` and `load_state_dict`, `KeyedTable.of` a hash table, or a tree whose
+                containers can change; the same on all ranks, but for what it marks.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        self._registered.add(name, thing)
+
+    def register_io_state(self, name: str, reader: Any, *, changed: Changed = "error") -> None:
+        """Has the state of this rank's reader of input saved with every step, under `io/<name>`, and restored.
+
+        Args:
+            reader: with `state_dict` and `load_state_dict`, or `dump_io_state` and `load_io_state`.
+            changed: what it is given when the number of ranks is another one: "error" refuses, "take" takes that of
+                rank modulo the old world, or `merge(states of all old ranks, rank, world)` makes it.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        self._registered.add_reader(name, reader, changed)
+
     # saving --------------------------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
@@ -111,12 +140,12 @@ class Manager:
         return self._pace.due(step) and (step != self._reached or self.stopping)
 
     def step(
-        self, tree: Any | Callable[[], Any], *, metrics: Mapping[str, float] | None = None
+        self, tree: Any | Callable[[], Any] = ..., *, metrics: Mapping[str, float] | None = None
     ) -> SaveReport | Pending | None:
         """Counts a step, from the one that was restored, and saves it if it is due.
 
         Args:
-            tree: or a function that gives it, called only then.
+            tree: or a function that gives it, called only then; left out, what is registered is saved alone.
 
         Returns:
             What `save` returns; None where nothing was due.
@@ -124,12 +153,12 @@ class Manager:
         self.count += 1
         if not self.should_save(self.count):
             return None
-        return self.save(self.count, tree() if _is_maker(tree) else tree, metrics=metrics)
+        return self.save(self.count, tree() if is_maker(tree) else tree, metrics=metrics)
 
     def save(
         self,
         step: int,
-        tree: Any,
+        tree: Any = ...,
         *,
         metrics: Mapping[str, float] | None = None,
         pin: bool = False,
@@ -138,6 +167,7 @@ class Manager:
         """Saves a tree as this step, and cleans up when it is committed.
 
         Args:
+            tree: a dict, if anything is registered, which is saved beside it; left out, that is saved alone.
             metrics: numbers by which `Best` and `best` choose.
             pin: keeps the checkpoint until it is unpinned.
 
@@ -151,15 +181,14 @@ class Manager:
         step = as_step(step)
         if step < 0:
             raise TreeError("step", expected="a step, 0 or more", found=f"{step}")
-        metadata = {**(custom_metadata or {})}
-        if metrics is not None:
-            metadata[METRICS] = {name: _number(name, value) for name, value in metrics.items()}
+        named = {} if metrics is None else {METRICS: numbers_of(metrics)}
+        metadata = {**(custom_metadata or {}), **named}
         if self.stopping:
             self._flights.drain()  # the last save is neither skipped nor held up by what went wrong before
         elif self._options.get("busy", "wait") == "wait":
             self._flights.settle()
         with self._flights.starting(step):
-            result = self._save(step, tree, metadata, pin=pin)
+            result = self._save(step, self._registered.joined(tree), metadata, pin=pin)
         self._after_save(result)
         self.count = step
         if isinstance(result, Pending) and result.skipped:
@@ -364,33 +393,3 @@ class Manager:
 
     def _ask(self, what: str, answer: Callable[[], Any], kind: Any) -> Any:
         return ask(self._comm, f"{self._run.url} {what}", answer, kind)
-
-
-def _policies(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:
-    if keep is None:
-        return (All(),)
-    if isinstance(keep, int):
-        return (Last(keep),)
-    policies = tuple(keep) if isinstance(keep, Sequence) else (keep,)
-    check_policies(policies)
-    return policies
-
-
-def _is_maker(tree: Any) -> bool:
-    """Whether it gives the tree when it is called. Models can be called too, but are trees themselves."""
-    return callable(tree) and not is_stateful(tree) and take(tree, "", "", 0) is None
-
-
-def _check_options(options: dict[str, Any], *, background: bool) -> None:
-    """Refuses what the save would refuse, but now."""
-    save = api.save_async if background else api.save
-    known = (save.__kwdefaults__ or {}).keys() - {"step", "comm", "custom_metadata"}
-    if unknown := options.keys() - known:
-        raise TypeError(f"{sorted(unknown)[0]!r} is no option of Manager, nor of {save.__name__}")
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TreeError(f"metrics/{name}", expected="a number", found=f"{value!r:.60}") from error

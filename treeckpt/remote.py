@@ -16,6 +16,7 @@ from .core.progress import progress_name
 from .desk import Answer, Arrange, Assignment, Attach, Detach, End, Judge, Modules, Reply
 from .faults import fault_of
 from .io.arena import Arena
+from .io.objects import ObjectStore
 from .io.record import Recorder
 from .io.store import LocalStore, Store
 from .io.writer import WriterGone, WriterProcess
@@ -31,6 +32,8 @@ def address_of(store: Store) -> bytes | None:
     """By which another process opens the same store; None for one that lives in this process only."""
     if type(store) is LocalStore:
         return b"path:" + os.fsencode(store.directory)
+    if type(store) is ObjectStore:
+        return b"url:" + address if (address := store.address) is not None else None
     try:
         return b"made:" + pickle.dumps(store)
     except Exception:

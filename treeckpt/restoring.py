@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from . import api
 from .answers import ask, tally
 from .bars import reading_bar
 from .faults import raise_faults
 from .finding import Finder
 from .io.comm import Comm
 from .io.leases import hold_lease
+from .registering import Registered
 from .run import Run, step_info
 
 __all__ = ["Restorer"]
@@ -40,10 +40,12 @@ class Restorer:
     Args:
         comm: for questions between ranks.
         load_comm: for the loads.
+        registered: is given its state with every restore.
     """
 
-    def __init__(self, run: Run, finder: Finder, comm: Comm, load_comm: Comm) -> None:
+    def __init__(self, run: Run, finder: Finder, comm: Comm, load_comm: Comm, registered: Registered) -> None:
         self._run, self._finder, self._comm, self._load_comm = run, finder, comm, load_comm
+        self._registered = registered
 
     def restore(self, like: Any, into: Any, step: int | None, options: dict[str, Any]) -> tuple[Any, int]:
         """What was loaded, and from which step; see `Manager.restore`."""
@@ -68,13 +70,11 @@ class Restorer:
         return _Choice(step_info(info).step, info.path, info.nbytes)
 
     def _load(self, choice: _Choice, like: Any, into: Any, options: dict[str, Any]) -> tuple[Any, Exception | None]:
-        store, options = self._run.folder(choice.step).store, {"comm": self._load_comm, **options}
+        store = self._run.folder(choice.step).store
         total = choice.nbytes if self._comm.size == 1 and like is None and into is None else None
         bar = reading_bar(store, f"restoring step {choice.step}", total)
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
-                if into is not None:
-                    return api.load_into(source, into, **options), None
-                return api.load(source, like, **options), None
+                return self._registered.restore(source, like, into, self._load_comm, options), None
         except Exception as error:
             return None, error

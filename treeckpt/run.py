@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
-from .catalog import CheckpointInfo, FileCache, look, scan
+from .catalog import CheckpointInfo, FileCache, look, survey
 from .core.errors import CheckpointError, CheckpointNotFound, TreeckptError
-from .core.files import PIN_NAME, deleted_name, kind_of, step_name, step_of
+from .core.files import PIN_NAME, as_step, deleted_name, kind_of, step_name, step_of
 from .core.index import INDEX_NAME
 from .core.policy import Policy, StepInfo
 from .core.retention import Cleaning, FileFact, FolderFact, Left, Removal, Times, plan_cleaning
@@ -93,12 +93,17 @@ class Run:
 
     def folder(self, step: int) -> Folder:
         """The directory of a step, whether or not it is there."""
-        return self.store.folder(step_name(step))
+        return self.store.folder(step_name(as_step(step)))
 
     def look(self) -> list[CheckpointInfo]:
         """Every directory that is named as a step is, newest first; links and what holds no files of ours left out."""
-        found = [i for i in scan(self.store, cache=self._cache) if i.status != "foreign" and _is_canonical(i.name)]
-        return sorted((_checked(info) for info in found), key=lambda info: step_info(info).step, reverse=True)
+        return sorted(
+            (_checked(info) for _, info in self._survey()), key=lambda info: step_info(info).step, reverse=True
+        )
+
+    def _survey(self) -> list[tuple[Folder, CheckpointInfo]]:
+        seen = survey(self.store, self._cache)
+        return [(folder, i) for folder, i in seen if i.status != "foreign" and _is_canonical(i.name)]
 
     def checkpoint(self, step: int) -> CheckpointInfo:
         """The complete checkpoint of a step.
@@ -193,14 +198,15 @@ class Run:
         return CleanReport(self.url, cleaning.kept, tuple(removed), tuple(left), tuple(failed))
 
     def _plan(self, policies: Sequence[Policy], grace: float, busy: frozenset[str]) -> Cleaning:
-        facts = [self._fact(info) for info in self.look()]
+        seen = [(folder, _checked(info)) for folder, info in self._survey()]
+        facts = [self._fact(info, folder) for folder, info in seen]
         return plan_cleaning(facts, policies, self._times(grace), busy=busy)
 
     def _times(self, grace: float) -> Times:
         return Times(self._clock(), int(grace * 1e9), int(LEASE * 1e9))
 
-    def _fact(self, info: CheckpointInfo) -> FolderFact:
-        folder, step = self.store.folder(info.name), step_of(info.name)
+    def _fact(self, info: CheckpointInfo, folder: Folder) -> FolderFact:
+        step = step_of(info.name)
         assert step is not None and info.status != "foreign", "look gives only these"
         files = (FileFact(n, e.nbytes, e.modified_ns) for n, e in folder.entries().items() if e.regular)
         committed = info.status != "partial"
@@ -240,7 +246,7 @@ class Run:
         folder.store.publish(mark, b"{}", replace=True)
         # what was decided may be old by now: other removals came before this one
         info = _checked(look(folder, cache=self._cache))
-        now = self._plan_one(info, grace)
+        now = self._plan_one(info, folder, grace)
         if _committed(folder) != removal.save_id or isinstance(now, Left):
             folder.store.delete(mark)
             return now.why if isinstance(now, Left) else "another save has been committed there meanwhile"
@@ -250,14 +256,14 @@ class Run:
             return "its index is gone; the rest goes when its reader is done"
         return ""
 
-    def _plan_one(self, info: CheckpointInfo, grace: float) -> Left | None:
+    def _plan_one(self, info: CheckpointInfo, folder: Folder, grace: float) -> Left | None:
         """Why a checkpoint must stay after all: it was pinned, or is being read or written."""
         if info.pinned:
             return Left(info.name, "it has been pinned meanwhile")
         if info.status != "complete":
             return Left(info.name, f"it is {info.status} now")
         newer = FolderFact("newer", 1 << 62, "complete", 0, (), "0" * 16)
-        cleaning = plan_cleaning([self._fact(info), newer], [], self._times(grace))
+        cleaning = plan_cleaning([self._fact(info, folder), newer], [], self._times(grace))
         return next(iter(cleaning.left), None)
 
 
@@ -277,7 +283,7 @@ def _checked(info: CheckpointInfo) -> CheckpointInfo:
 def _committed(folder: Folder) -> str | None:
     try:
         return read_index(folder.store).save_id
-    except TreeckptError:
+    except CheckpointError:
         return None
 
 

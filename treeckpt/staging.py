@@ -67,6 +67,14 @@ class _Area:
         """Appends a small array."""
         self.feed(memory.array)
 
+    def room(self) -> np.ndarray:
+        """All that is left."""
+        return self._memory[self._at :]
+
+    def advance(self, nbytes: int) -> None:
+        """Takes the front of `room` as filled."""
+        self._at += nbytes
+
     def feed(self, data: np.ndarray) -> None:
         """Appends the elements of an array, in C order."""
         start, self._at = self._at, self._at + data.nbytes

@@ -15,7 +15,7 @@ import msgspec
 
 from .core.containers import is_common_leaf, take
 from .core.errors import MismatchError
-from .core.structure import MAX_DEPTH, key_text, rank_key
+from .core.structure import MAX_DEPTH, any_rank, key_text, rank_key
 from .core.tree import PerRank, flatten, graft, replace_leaves
 
 __all__ = ["Expanded", "expand", "holds_stateful", "is_stateful"]
@@ -94,7 +94,7 @@ class Expanded:
         """
         for found in self.found.values():
             if not found.has_arrays:
-                found.state = _at(load(_in_index(found.path, self.rank)), found, self.rank, self.namespace)
+                found.state = _at(load(any_rank(found.path, self.rank)), found, self.rank, self.namespace)
         target = self.target()
         report = fill(target)
         graft(self.original, replace_leaves(self.original, self._filled(target), namespace=self.namespace))
@@ -115,11 +115,6 @@ class Expanded:
 def expand(tree: object, *, rank: int = 0, namespace: str = "") -> Expanded | None:
     """The tree with states in the places of objects; None for a tree without such objects."""
     return Expanded(tree, rank, namespace) if holds_stateful(tree, namespace) else None
-
-
-def _in_index(path: str, rank: int) -> str:
-    """A path as the index has it, where `~rank*` stands for what each rank has."""
-    return "/".join("~rank*" if step == rank_key(rank) else step for step in path.split("/"))
 
 
 def _at(tree: Any, found: _Found, rank: int, namespace: str) -> Any:

@@ -25,7 +25,7 @@ def verify_store(store: Store) -> VerifyReport:
     for file in index.file_list:
         try:
             opened = open_shard(store, index, file, sizes.get(file.name))
-            headers.append(read_header(store, file.name))
+            headers.append(read_header(store, file.name, file_size=sizes.get(file.name)))
             nbytes += verify_shard(store, opened)
         except (TreeckptError, OSError) as error:
             problems.append(Problem(file.name, str(error)))

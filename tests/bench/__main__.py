@@ -1,16 +1,18 @@
-"""Runs the benchmarks and prints their tables: `python -m tests.bench [name ...]`."""
+"""Runs a benchmark of what needs no disk: `python -m tests.bench scale [--json FILE] [--plot FILE] [--most RANKS]`."""
 
 import sys
 
-from tests.bench import planning
+from tests.bench.scale import report
 
-BENCHMARKS = {"planning": planning.main}
+BENCHMARKS = {"scale": report.main}
 
 
-def main(names: list[str]) -> None:
-    """Runs the named benchmarks, all of them without a name."""
-    for name in names or BENCHMARKS:
-        BENCHMARKS[name]()
+def main(arguments: list[str]) -> None:
+    """Runs the named benchmark with the arguments that follow; all of them without a name."""
+    if arguments:
+        BENCHMARKS[arguments[0]](arguments[1:])
+    for benchmark in () if arguments else BENCHMARKS.values():
+        benchmark([])
 
 
 if __name__ == "__main__":

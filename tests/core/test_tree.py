@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+import os
 import time
 
 import msgspec
@@ -73,6 +74,28 @@ def test_a_single_leaf_is_a_tree_with_an_empty_path(leaf):
 def test_whatever_is_no_container_is_one_leaf(value):
     [(path, leaf)] = flatten({"k": value})[1]
     assert path == "k" and leaf is value
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [os.stat(os.curdir), time.localtime(), time.struct_time(range(9)), os.times()],
+    ids=["stat", "zone", "no zone", "times"],
+)
+def test_struct_sequences_keep_the_fields_that_are_no_items(tree):
+    resolve = {f"{type(tree).__module__}:{type(tree).__qualname__}": type(tree)}.__getitem__
+    structure, leaves = flatten({"s": tree})
+    assert len({path for path, _ in leaves}) == len(leaves) == type(tree).n_fields
+    found = unflatten(structure, iter([leaf for _, leaf in leaves]), resolve=resolve)["s"]
+    assert type(found) is type(tree) and found.__reduce__() == tree.__reduce__()
+    renewed = replace_leaves(tree, iter([leaf for _, leaf in leaves]))
+    assert renewed.__reduce__() == tree.__reduce__()
+
+
+def test_struct_sequences_that_were_saved_as_items_alone_come_back():
+    names = ("tm_year", "tm_mon", "tm_mday", "tm_hour", "tm_min", "tm_sec", "tm_wday", "tm_yday", "tm_isdst")
+    node = StructSequenceNode("time:struct_time", names, (None,) * 9)
+    found = unflatten(node, iter(range(9)), resolve=lambda name: time.struct_time)
+    assert found == time.struct_time(range(9)) and found.tm_zone is None
 
 
 def test_paths_name_fields_positions_and_keys():

@@ -52,7 +52,7 @@ def results_in(out: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_training_that_is_killed_twice_ends_as_if_it_never_was(tmp_path: Path) -> None:
     with started(tmp_path / "calm", tmp_path / "calm out", 20) as process:
         output_of(process)
@@ -74,7 +74,7 @@ def test_a_training_that_is_killed_twice_ends_as_if_it_never_was(tmp_path: Path)
     assert all(info.status == "complete" for info in found[1])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("who", [[1], pytest.param([0, 1], marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_exit_well(tmp_path: Path, who: list[int]) -> None:
     run, out = tmp_path / "run", tmp_path / "out"

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import treeckpt as tc
 from treeckpt import training
 
-from .layouts import bits, mesh_of
+from .layouts import bits, distribute, mesh_of
 from .registry import Case, Rank
-from .training_jobs import Net, arrange, arrangements, close, get_losses, put_losses, train, whole_state
+from .training_jobs import Job, Net, arrange, arrangements, close, get_losses, put_losses, train, whole_state
 
 __all__ = ["PHASES"]
 
@@ -71,7 +72,9 @@ def every_arrangement_is_saved(here: Rank) -> None:
 def arrangements_save_the_same_tree(here: Rank) -> None:
     paths = {name: set(tc.inspect(here.directory / f"job {name}").by_path) for name in arrangements(4)}
     assert paths["plain"] == paths["ddp"] == paths["fsdp"] == paths["hsdp"] == paths["fsdp tp"]
-    assert {"model/up.weight", "optimizer/up.weight/exp_avg", "param_groups/of/up.bias"} <= paths["plain"]
+    assert {"model/up.weight", "optimizer/up.weight/exp_avg", "param_groups/members/down.weight/up.weight"} <= paths[
+        "plain"
+    ]
 
 
 @case("four train")
@@ -210,6 +213,57 @@ def _stage(full: Net, rank: int) -> nn.Module:
     for name in (("up",), ("norm", "down"))[rank]:
         stage.add_module(name, getattr(full, name))
     return stage
+
+
+class Experts(nn.Module):
+    """A trunk, and one layer for each of the given experts."""
+
+    def __init__(self, experts: Sequence[int]) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({f"{e}": nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)) for e in experts})
+        self.trunk = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+
+
+@case("four train")
+def experts_of_pairs_of_ranks_and_a_trunk_of_all_keep_their_moments(here: Rank) -> None:
+    """Each pair of ranks has an expert of its own, cut over the two; the trunk is cut over all four.
+
+    Of statistics, the first rank of the pair, or of all, speaks for those that have the module.
+    """
+    pairs = [mesh_of(2, first=first) for first in (0, 2)]
+    number = here.rank // 2
+
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = Experts((0, 1))
+        del model.experts[f"{1 - number}"]
+        fully_shard(model.experts[f"{number}"], mesh=pairs[number])
+        fully_shard(model.trunk, mesh=mesh_of(4))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+
+    model, optimizer = make(0)
+    for seed, parameter in enumerate(model.parameters()):
+        full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        parameter.grad = distribute(full, parameter.device_mesh, parameter.placements)
+    optimizer.step()
+    for name, buffer in model.named_buffers():
+        if name.endswith("mean"):
+            buffer.fill_(here.rank)
+    path = here.directory / "experts"
+    tc.save(path, training.state(model, optimizer, rng=False))
+    fresh, again = make(1)
+    training.restore(path, fresh, again, rng=False, partial=True)
+    whole = Experts((0, 1))
+    plain = torch.optim.AdamW(whole.parameters())
+    report = training.restore(path, whole, plain, rng=False)
+    assert (report.missing, report.unexpected) == ((), ())
+    expected = whole_state(Job(model, optimizer, None))
+    assert set(expected) > {f"experts.{number}.0.bias:exp_avg", "trunk.1.weight:step"}
+    means = {name: set(buffer.tolist()) for name, buffer in whole.named_buffers() if name.endswith("mean")}
+    assert means == {"experts.0.1.running_mean": {0}, "experts.1.1.running_mean": {2}, "trunk.1.running_mean": {0}}
+    for found in (whole_state(Job(fresh, again, None)), whole_state(Job(whole, plain, None))):
+        assert all(bits(found[name]) == bits(expected[name]) for name in expected)
+    assert plain.param_groups[0]["lr"] == 0.1
 
 
 @case("two train")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.training.groups import Group, labels_of, match_groups, tree_of_groups
+from treeckpt.training.groups import Group, labels_by_member, labels_of, match_groups, tree_of_groups
 from treeckpt.training.names import key_path
 from treeckpt.training.schedules import from_groups, to_groups
 from treeckpt.training.values import is_same
@@ -37,12 +37,17 @@ def _values_of(groups: list[Group]) -> dict[str, Any]:
     return {key_path(member): group.values for group in groups for member in group.members}
 
 
+def _taken(live: list[Group], tree: dict[str, Any]) -> list[dict[str, Any]]:
+    of = labels_by_member(tree["members"])
+    return match_groups(live, of, tree["values"], path="param_groups", same=is_same)
+
+
 @given(saved=splits(), data=st.data())
 def test_each_parameter_gets_its_values_under_any_order_and_split(saved: list[Group], data: st.DataObject) -> None:
     expected = _values_of(saved)
     live = data.draw(splits(of=expected))
     tree = tree_of_groups(saved)
-    taken = match_groups(live, tree["of"], tree["values"], path="param_groups", same=is_same)
+    taken = _taken(live, tree)
     for group, values in zip(live, taken, strict=True):
         assert all(expected[key_path(member)] == values for member in group.members)
 
@@ -52,7 +57,7 @@ def test_groups_that_join_different_values_are_refused(saved: list[Group], live:
     expected, tree = _values_of(saved), tree_of_groups(saved)
     alike = all(len({tuple(sorted(expected[key_path(m)].items())) for m in group.members}) == 1 for group in live)
     try:
-        match_groups(live, tree["of"], tree["values"], path="param_groups", same=is_same)
+        _taken(live, tree)
     except tc.MismatchError as error:
         assert not alike and error.path in ("param_groups/lr", "param_groups/betas")
     else:
@@ -62,7 +67,7 @@ def test_groups_that_join_different_values_are_refused(saved: list[Group], live:
 @given(st.permutations(NAMES), st.permutations(NAMES))
 def test_what_is_saved_does_not_depend_on_the_order_of_parameters(one: list[str], other: list[str]) -> None:
     trees = [tree_of_groups([Group(tuple((n,) for n in order), {"lr": 0.1})]) for order in (one, other)]
-    assert trees[0] == trees[1] and list(trees[0]["of"]) == list(trees[1]["of"])
+    assert trees[0] == trees[1] and list(trees[0]["members"]["p0"]) == list(trees[1]["members"]["p0"]) == NAMES
 
 
 def test_a_group_is_labelled_by_its_name_or_its_first_parameter() -> None:
@@ -79,7 +84,27 @@ def test_a_value_of_another_type_is_another_value() -> None:
 def test_a_hyper_parameter_that_only_some_had_is_refused() -> None:
     tree = tree_of_groups([Group((("a",),), {"lr": 1, "extra": 2}), Group((("b",),), {"lr": 1})])
     with pytest.raises(tc.MismatchError, match=r"param_groups/extra: .*no such hyper-parameter for b"):
-        match_groups([Group((("a",), ("b",)), {})], tree["of"], tree["values"], path="param_groups", same=is_same)
+        _taken([Group((("a",), ("b",)), {})], tree)
+
+
+def _joined(trees: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a save makes of the groups of ranks that hold different parameters."""
+    return {part: {key: value for tree in trees for key, value in tree[part].items()} for part in ("members", "values")}
+
+
+def test_a_parameter_of_several_ranks_may_stand_in_a_group_of_each() -> None:
+    ranks = [[Group(((first,), ("shared",)), {"lr": rate})] for first, rate in (("a", 0.5), ("b", 0.5), ("c", 0.25))]
+    tree = _joined([tree_of_groups(groups) for groups in ranks[:2]])
+    assert labels_by_member(tree["members"]) == {"a": ["a"], "shared": ["a", "b"], "b": ["b"]}
+    assert _taken([Group((("shared",), ("b",), ("a",)), {})], tree) == [{"lr": 0.5}]
+    assert _taken([Group((("shared",),), {}), Group((("new",),), {})], tree) == [{"lr": 0.5}, {}]
+    with pytest.raises(tc.MismatchError, match=r"param_groups/lr: .*0.5 for shared, found 0.25 for shared"):
+        _taken([Group((("shared",),), {})], _joined([tree_of_groups(groups) for groups in ranks]))
+    rates = to_groups({"base_lrs": [0.5]}, ["a"])["base_lrs"]["by_group"] | {"b": 0.5}
+    of = labels_by_member(tree["members"])
+    state = {"base_lrs": {"by_group": rates}}
+    live = [Group((("shared",),), {}), Group((("b",),), {})]
+    assert from_groups(state, live, of, path="scheduler", same=is_same) == {"base_lrs": [0.5, 0.5]}
 
 
 @given(saved=splits(), data=st.data())
@@ -87,7 +112,9 @@ def test_schedules_follow_the_groups(saved: list[Group], data: st.DataObject) ->
     state = {"last_epoch": 3, "_schedulers": [{"base_lrs": [group.values["lr"] for group in saved]}], "gamma": [1]}
     live = data.draw(splits(of=_values_of(saved)))
     tree = tree_of_groups(saved)
-    found = from_groups(to_groups(state, labels_of(saved)), live, tree["of"], path="scheduler", same=is_same)
+    found = from_groups(
+        to_groups(state, labels_of(saved)), live, labels_by_member(tree["members"]), path="scheduler", same=is_same
+    )
     expected = [{"base_lrs": [group.values["lr"] for group in live]}]
     assert found == {"last_epoch": 3, "_schedulers": expected, "gamma": [1]}
 
@@ -95,6 +122,6 @@ def test_schedules_follow_the_groups(saved: list[Group], data: st.DataObject) ->
 def test_a_schedule_for_joined_groups_is_refused_where_they_differed() -> None:
     groups = [Group((("a",),), {}), Group((("b",),), {})]
     state = to_groups({"base_lrs": [0.1, 0.2]}, labels_of(groups))
-    of = tree_of_groups(groups)["of"]
+    of = labels_by_member(tree_of_groups(groups)["members"])
     with pytest.raises(tc.MismatchError, match=r"scheduler/base_lrs: .*0.1 for a, found 0.2 for b"):
         from_groups(state, [Group((("a",), ("b",)), {})], of, path="scheduler", same=is_same)

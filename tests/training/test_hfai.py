@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 import treeckpt as tc
+from treeckpt.io.comm import thread_comms
 from treeckpt.training import load, save
 
+from ..world import errors_of, on_ranks
 from .jobs import net, run, same_tensors, stepped
 
 
@@ -92,13 +95,67 @@ def test_buffers_are_kept_non_persistent_ones_are_not_and_views_cost_what_they_s
     assert int(state["norm.num_batches_tracked"]) == 0
 
 
+def test_ties_are_written_once_and_kept_as_state_dicts_keep_them(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = nn.ModuleDict({"embedding": nn.Embedding(50, 8), "head": nn.Linear(8, 50, bias=False)})
+        model["head"].weight = model["embedding"].weight
+        return model
+
+    model, fresh = make(), make()
+    assert save(tmp_path / "c", model).nbytes == 50 * 8 * 4
+    state = load(tmp_path / "c")["model"]
+    assert list(state) == list(model.state_dict()) and state["head.weight"] is state["embedding.weight"]
+    load(tmp_path / "c", fresh)
+    assert fresh["head"].weight is fresh["embedding"].weight and torch.equal(fresh["head"].weight, model["head"].weight)
+
+
+def test_state_of_an_optimizer_may_be_nested(tmp_path: Path) -> None:
+    model, optimizer = _job(0)
+    nested = {"deep": {"er": [torch.arange(3), {"n": 1}]}, "step": 2}
+    optimizer.state = dict.fromkeys(model.parameters(), nested)  # pyright: ignore[reportAttributeAccessIssue]
+    save(tmp_path / "c", model, optimizer)
+    state = load(tmp_path / "c")["optimizer"]["state"]
+    assert set(state) == set(range(6)) and all(same_tensors(state[n], nested) for n in state)
+
+
+def test_ranks_share_large_tensors_by_bytes_and_buffers_are_written_once(tmp_path: Path) -> None:
+    model = net()
+    model.register_parameter("large", nn.Parameter(torch.arange(1.0, 1 + (1 << 20))))
+
+    def act(comm: Any) -> Any:
+        return save(tmp_path / "c", model, None, {"own": tc.PerRank(comm.rank), "n": 1}, comm)
+
+    outcomes = on_ranks(2, act)
+    assert errors_of(outcomes) == [None, None]
+    nbytes = [outcome.value.nbytes for outcome in outcomes]
+    assert sum(nbytes) == sum(t.nbytes for t in model.state_dict().values()) and max(nbytes) < 1.1 * min(nbytes)
+    for comm, own in zip(thread_comms(3), (0, 1, 0), strict=True):
+        state = load(tmp_path / "c", group=comm)
+        assert (state["own"], state["n"]) == (own, 1) and same_tensors(state["model"], dict(model.state_dict()))
+
+
+def test_what_a_call_of_hfais_may_say_is_understood(tmp_path: Path) -> None:
+    model = net()
+    save(tmp_path / "c", model, None, {"args": argparse.Namespace(lr=0.5)}, allow_pickle=True)
+    assert load(tmp_path / "c", 8, map_location="cpu", allow_pickle=True)["args"].lr == 0.5
+    larger = nn.ModuleDict({"first": model.first, "norm": model.norm, "last": model.last, "new": nn.Linear(2, 2)})
+    state = load(tmp_path / "c", larger, strict=False, allow_pickle=True)
+    assert state["args"].lr == 0.5 and "new.weight" in state["model"]
+    with pytest.raises(tc.TreeError, match=r"extra/args: .*allow_pickle=True"):
+        save(tmp_path / "c", model, None, {"args": argparse.Namespace(lr=0.5)})
+
+
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     save(tmp_path / "c", net())
     with pytest.raises(tc.MismatchError, match="nthreads"):
         load(tmp_path / "c", nthreads=-1)
-    with pytest.raises(tc.MismatchError, match="optimizer: expected its model"):
+    with pytest.raises(tc.MismatchError, match="model: expected the model, too, found an optimizer"):
         load(tmp_path / "c", None, torch.optim.SGD(net().parameters()))
-    with pytest.raises(tc.TreeError, match="group: expected a ProcessGroup"):
+    with pytest.raises(tc.MismatchError, match=r"model: .*found strict alone"):
+        load(tmp_path / "c", strict=False)
+    with pytest.raises(tc.MismatchError, match="map_location: expected a device or None, found dict"):
+        load(tmp_path / "c", map_location={"cuda:0": "cpu"})
+    with pytest.raises(tc.TreeckptError, match=r"expected a process group of torch.distributed.*found 'world'"):
         save(tmp_path / "c", net(), group="world")
     tc.save(tmp_path / "other", {"a": 1})
     with pytest.raises(tc.MismatchError, match=r"what training.save wrote"):

@@ -217,3 +217,55 @@ def test_parametrised_and_half_precision_models_come_back(tmp_path: Path) -> Non
     assert same_tensors(fresh.state_dict(), model.state_dict())
     for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
         assert same_tensors(again.state[q], optimizer.state[p]), "moments stay float32"
+
+
+class Twice(nn.Module):
+    """Two layers with one buffer between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.zeros(300)
+        self.first, self.second = nn.Module(), nn.Module()
+        for layer in (self.first, self.second):
+            layer.register_buffer("table", table)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_buffer_that_two_layers_share_is_written_once_and_stays_shared(tmp_path: Path, device: str) -> None:
+    model = Twice()
+    model.first.table.copy_(torch.arange(300))
+    assert tc.save(tmp_path / "c", training.state(model, rng=False)).nbytes == 1200
+    with torch.device(device):
+        fresh = Twice()
+    training.restore(tmp_path / "c", fresh, rng=False)
+    assert fresh.first.table is fresh.second.table and torch.equal(fresh.second.table, model.second.table)
+
+
+def test_a_fresh_optimizer_takes_its_state_beside_gradients_that_are_left_alone(tmp_path: Path) -> None:
+    model, fresh = net(), net(1)
+    optimizer, again = (torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, fresh))
+    stepped(model, optimizer)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    fresh(torch.ones(2, 5)).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in fresh.named_parameters() if p.grad is not None}
+    assert len(gradients) == 6
+    training.restore(tmp_path / "c", fresh, again)
+    assert same_tensors(again.state_dict(), optimizer.state_dict())
+    assert same_tensors({name: p.grad for name, p in fresh.named_parameters()}, gradients)
+
+
+def test_an_optimizer_for_each_parameter_is_as_good_as_one_for_all(tmp_path: Path) -> None:
+    """As where the step is taken during the backward pass."""
+    model, fresh, last = net(), net(1), net(2)
+    optimizers = [torch.optim.AdamW([p], lr=0.01) for p in model.parameters()]
+    for optimizer in optimizers:
+        stepped(model, optimizer)
+    tc.save(tmp_path / "each", training.state(model, optimizers))
+    one = torch.optim.AdamW(fresh.parameters())
+    training.restore(tmp_path / "each", fresh, one)
+    tc.save(tmp_path / "all", training.state(fresh, one))
+    again = [torch.optim.AdamW([p]) for p in reversed(list(last.parameters()))]
+    training.restore(tmp_path / "all", last, again)
+    for p, q, optimizer in zip(model.parameters(), last.parameters(), optimizers, strict=True):
+        found = next(each for each in again if q in each.state)
+        assert same_tensors(found.state[q], optimizer.state[p]) and found.param_groups[0]["lr"] == 0.01

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "main"]
 
-NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard", "async", "async-tiny")
+NAMES = ("gpt2", "tiny", "one", "slice", "replicated", "reshard", "table", "async", "async-tiny")
 QUICK_SCALE, QUICK_REPETITIONS = 1 / 8, 2
 MARGIN = 1 << 30
 """Bytes of disk to leave free."""
@@ -152,6 +152,7 @@ def _run_scenarios(
     from .beside import run_beside
     from .contenders import chosen, contenders_for
     from .ranks import run_ranks
+    from .tables import run_table
     from .turns import run_alone, run_slice
 
     trials: list[Trial] = []
@@ -171,7 +172,9 @@ def _run_scenarios(
             run_beside(scenario, directory, scale=scale, repetitions=repetitions, on_stay=on_stay, names=names)
             print_stays(scenario.text, [row for row in summarize_stays(stays) if row.scenario == scenario.name])
             continue
-        if scenario.ranks > 1:
+        if scenario.keyed:
+            run_table(scenario, directory, scale=scale, repetitions=repetitions, on_trials=on_trials, names=names)
+        elif scenario.ranks > 1:
             run_ranks(scenario, directory, scale=scale, repetitions=repetitions, on_trials=on_trials, names=names)
         elif scenario.part > 1:
             run_slice(scenario, directory, scale=scale, repetitions=repetitions, on_trials=on_trials, names=names)

@@ -53,7 +53,7 @@ def judge(rows: Sequence[Row]) -> list[Bar]:
     def find(scenario: str, contender: str, phase: Phase) -> Row | None:
         return table.get((scenario, contender, phase))
 
-    return [*_saves(find), *_loads(find), *_on_ranks(find), *_tiny(find), *_memory(find)]
+    return [*_saves(find), *_loads(find), *_on_ranks(find), *_tiny(find), *_tables(find), *_memory(find)]
 
 
 def _against(find: Find, scenario: str, phase: Phase, peer: str, target: float) -> Bar:
@@ -121,6 +121,16 @@ def _slice_bytes(find: Find) -> Bar:
 def _tiny(find: Find) -> list[Bar]:
     phases: tuple[Phase, ...] = ("save", "load cold", "load warm", "fill cold", "fill warm")
     return [_against(find, "tiny", phase, "dcp", 10.0) for phase in phases]
+
+
+def _tables(find: Find) -> list[Bar]:
+    bars: list[Bar] = []
+    phases: tuple[Phase, ...] = ("save", "load cold", "load warm")
+    for phase in phases:
+        table, dense = find("table", "treeckpt", phase), find("table", "treeckpt dense", phase)
+        figure = table.summed / dense.summed if table and dense else None
+        bars.append(Bar("table", f"{phase}, times as long as dense tensors of the same bytes", figure, 1.3, "<=", "x"))
+    return bars
 
 
 def _memory(find: Find) -> list[Bar]:

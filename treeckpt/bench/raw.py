@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from .meter import hand_memory
+
 __all__ = ["Raw"]
 
 BLOCK = 8 << 20
@@ -91,6 +93,7 @@ class Raw:
         return max(map(self._read_fresh, THREADS))
 
     def _read_fresh(self, threads: int) -> float:
+        hand_memory(self.nbytes)
         start = time.perf_counter()
         with _fresh(self.nbytes, huge=True) as memory:
             made = time.perf_counter() - start
@@ -127,6 +130,7 @@ class Raw:
         """A buffered read of a cached file into new memory, by one thread."""
         with self._opened(0) as fd:
             self._plain(fd, self._memory)
+            hand_memory(self.nbytes)
             start = time.perf_counter()
             with _fresh(self.nbytes, huge=False) as memory:
                 return self._plain(fd, memory, time.perf_counter() - start)

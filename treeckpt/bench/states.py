@@ -82,6 +82,11 @@ def rows(scale: float) -> Shapes:
     return {"weight": _rows((125_000, 1_024), scale)}
 
 
+def table(scale: float) -> Shapes:
+    """Ten million rows of 16 numbers, and two moments of each: 1.92 GB, beside 80 MB of ids."""
+    return {name: _rows((10_000_000, 16), scale) for name in ("embedding", "exp_avg", "exp_avg_sq")}
+
+
 class Scenario(msgspec.Struct, frozen=True):
     """What is measured under one name."""
 
@@ -97,6 +102,8 @@ class Scenario(msgspec.Struct, frozen=True):
     """Saved in the background, beside training steps."""
     ticks: bool = False
     """... beside a thread that ticks."""
+    keyed: bool = False
+    """Rows by id."""
 
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -108,6 +115,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "reshard", "GPT-2 small and Adam on 2 ranks, saved by rows, loaded by columns", gpt2, ranks=2, columns=True
     ),
+    Scenario("table", "10 M rows by id: 16 numbers and two moments", table, keyed=True),
     Scenario("async", "GPT-2 small and Adam, saved in the background of training steps", gpt2, beside=True),
     Scenario("async-tiny", "20,000 tensors of one element, saved in the background", tiny, beside=True, ticks=True),
 )

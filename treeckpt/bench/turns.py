@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from .contenders import Contender, SliceReader, Streamer, chosen, slice_readers
-from .meter import Meter, Usage, cached_part, drop_cache, files_of, fill_cache, settle
+from .meter import Meter, Usage, cached_part, drop_cache, files_of, fill_cache, hand_memory, settle
 from .raw import LEAST, Raw
 from .results import Limit, Phase, Trial
 from .states import Scenario, State, bytes_equal, make_leaf, make_state, shapes_bytes, sum_bytes, touch
@@ -125,6 +125,9 @@ class Turns:
             cached = cached_part(self._place)
         rates = self.limits(*limits)
         self.group.gather(None)
+        if key[1].startswith("load"):
+            hand_memory(nbytes // self.group.size)
+            self.group.gather(None)
         took, made = _measure(work)
         if made is not None and check is not None:
             check(made)

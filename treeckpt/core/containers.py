@@ -1,8 +1,8 @@
 """One container at a time: which classes are containers, what their children are, and how their node is made.
 
 Containers are dict (any insertion order, keys of str, int, bool, float, None, bytes and tuples of these), OrderedDict,
-defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, and every class registered with
-optree. Whatever else is met is a leaf.
+defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, and every class
+registered with optree. Whatever else is met is a leaf.
 """
 
 # A tree holds objects of any type.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import types
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -25,6 +26,7 @@ from .errors import TreeError
 from .runs import encode_runs
 from .spec import Value, encode_value, type_name
 from .structure import (
+    TABLE_KEYS,
     CustomNode,
     DataclassNode,
     DefaultDictNode,
@@ -37,11 +39,23 @@ from .structure import (
     PerRankNode,
     StructSequenceNode,
     Structure,
+    TableNode,
     TupleNode,
     key_text,
 )
+from .table import KeyedTable, columns_of
 
-__all__ = ["FACTORIES", "PerRank", "Taken", "is_common_leaf", "made_of", "registered", "take"]
+__all__ = [
+    "FACTORIES",
+    "PerRank",
+    "Taken",
+    "is_common_leaf",
+    "made_of",
+    "registered",
+    "struct_sequence_fields",
+    "struct_sequence_of",
+    "take",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,6 +142,31 @@ def _take_fields(tree: Any, path: str, fields: Sequence[str], node: type[Any]) -
     return Taken(lambda c: node(name, names, c), names, children)
 
 
+@lru_cache(maxsize=1024)
+def struct_sequence_fields(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The fields of a struct sequence's class that are its items, each under a name of its own, and those that are not.
+
+    os.stat_result has both kinds: three items without a name, and times that only their names lead to.
+    """
+    items = optree.structseq_fields(kind)
+    names = tuple(f"item {n}" if items.count(name) > 1 else name for n, name in enumerate(items))
+    members = (name for name, member in vars(kind).items() if isinstance(member, types.MemberDescriptorType))
+    return names, tuple(name for name in members if name not in items)
+
+
+def _take_struct_sequence(tree: Any) -> Taken:
+    name, (items, hidden) = type_name(type(tree)), struct_sequence_fields(type(tree))
+    fields = (*items, *hidden)
+    children = (*tree, *(getattr(tree, field) for field in hidden))
+    return Taken(lambda c: StructSequenceNode(name, fields, c), fields, children)
+
+
+def struct_sequence_of(kind: Any, children: Sequence[object]) -> object:
+    """An instance of a struct sequence's class, of its items and then, if they are given, its other fields."""
+    items, hidden = struct_sequence_fields(kind)
+    return kind(children[: len(items)], dict(zip(hidden, children[len(items) :], strict=False)))
+
+
 def registered(kind: type, namespace: str) -> Any:
     """The entry of a class in optree's registry, None for one that is not there by itself (as each namedtuple is)."""
     find: Any = optree.register_pytree_node.get  # pyright: ignore[reportUnknownMemberType, reportFunctionMemberAccess]
@@ -168,6 +207,9 @@ def take(tree: Any, path: str, namespace: str, rank: int) -> Taken | None:
     if kind is PerRank:
         ranks = (encode_runs([rank]),)
         return Taken(lambda c: PerRankNode(ranks, c), (rank,), (tree.value,))
+    if kind is KeyedTable:
+        spec = tree.spec
+        return Taken(lambda c: TableNode(spec, c), TABLE_KEYS, columns_of(tree))
     if is_common_leaf(kind):
         return None  # the common leaves, decided without asking the registries
     if (custom := _take_custom(tree, path, namespace)) is not None:
@@ -176,7 +218,7 @@ def take(tree: Any, path: str, namespace: str, rank: int) -> Taken | None:
         if optree.is_namedtuple(tree):
             return _take_fields(tree, path, kind._fields, NamedTupleNode)
         if optree.is_structseq(tree):
-            return _take_fields(tree, path, optree.structseq_fields(tree), StructSequenceNode)
+            return _take_struct_sequence(tree)
     if _is_plain_dataclass(kind):
         return _take_fields(tree, path, [f.name for f in dataclasses.fields(kind)], DataclassNode)
     return None

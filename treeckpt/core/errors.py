@@ -9,6 +9,7 @@
     |  |- CheckpointExists     the directory already holds a checkpoint
     |  |- FormatError          unknown version or field, or metadata that no save of ours writes
     |  `- CorruptError         bytes changed: checksum, truncation, a file of another save
+    |- StoreError            the place of the files cannot be reached, or refuses: network, credentials, permissions
     `- RankError             a rank failed or fell silent; every rank raises it
 
 Each error says four things: `path` (the leaf or file), `expected`, `found`, and `hint` (what to do next).
@@ -25,6 +26,7 @@ __all__ = [
     "LayoutError",
     "MismatchError",
     "RankError",
+    "StoreError",
     "TreeError",
     "TreeckptError",
 ]
@@ -87,6 +89,10 @@ class FormatError(CheckpointError):
 
 class CorruptError(CheckpointError):
     """Bytes are missing or changed."""
+
+
+class StoreError(TreeckptError):
+    """The place of the files cannot be reached, or refuses. It says nothing of the checkpoint: try again."""
 
 
 class RankError(TreeckptError):

@@ -20,6 +20,7 @@ from .errors import LayoutError, MismatchError
 from .layout import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated
 from .records import View
 from .region import Region, intersect
+from .rows import Claim, row_starts
 from .runs import Runs, decode_runs, encode_runs
 from .spec import ArraySpec
 from .structure import Structure, merge, paths_of, widen_ranks
@@ -51,6 +52,8 @@ class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     view: View | None = None
     per_rank: Runs | None = None
     """The ranks that have a leaf of their own here; one rank's word says an empty column."""
+    rows: int | None = None
+    """On one rank's word, of a table: how many rows it has in the buckets by which shape and layout count instead."""
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
@@ -87,6 +90,7 @@ def unify(classes: Sequence[RankClass], world: int) -> Plenum:
         MismatchError: two classes contradict each other about a path.
         LayoutError: a mesh reaches outside of the world.
     """
+    classes = _by_row(classes)
     if len(classes) == 1:
         only = classes[0].inventory
         structure = widen_ranks(only.structure, classes[0].ranks)
@@ -103,6 +107,39 @@ def unify(classes: Sequence[RankClass], world: int) -> Plenum:
             checked.add(id(leaf.layout))
             _check_ranks(leaf, world)
     return Plenum(world, structure, tuple(leaves))
+
+
+def _by_row(classes: Sequence[RankClass]) -> Sequence[RankClass]:
+    """The same with the arrays of tables cut by row, where ranks have cut them by bucket; see `rows`."""
+    claims: dict[str, list[Claim]] = {}
+    buckets: dict[str, int] = {}
+    for group in classes:
+        for leaf in group.inventory.leaves:
+            if leaf.rows is not None and leaf.spec is not None:
+                claims.setdefault(leaf.path, []).append(_claim(leaf))
+                buckets[leaf.path] = leaf.spec.shape[0]
+    if not claims:
+        return classes
+    placed = {path: row_starts(claims[path], buckets[path], path) for path in claims}
+
+    def by_row(leaf: LeafSpec) -> LeafSpec:
+        if leaf.rows is None or leaf.spec is None:
+            return leaf
+        (starts, rows), mine, row = placed[leaf.path], _claim(leaf), leaf.spec.shape[1:]
+        region = Region((starts[mine.start, mine.stop], *(0 for _ in row)), (mine.rows, *row))
+        spec = msgspec.structs.replace(leaf.spec, shape=(rows, *row))
+        return LeafSpec(leaf.path, spec, BoxLayout(((mine.rank, region),)))
+
+    return [
+        RankClass(group.ranks, Inventory(group.inventory.structure, tuple(map(by_row, group.inventory.leaves))))
+        for group in classes
+    ]
+
+
+def _claim(leaf: LeafSpec) -> Claim:
+    assert isinstance(leaf.layout, BoxLayout) and leaf.rows is not None, "tables are cut by bucket"
+    rank, region = leaf.layout.pieces[0]
+    return Claim(rank, region.offset[0], region.stop[0], leaf.rows)
 
 
 def _resolved(leaf: LeafSpec, ranks: Runs) -> LeafSpec:

@@ -30,6 +30,7 @@ __all__ = [
     "SavePlan",
     "Want",
     "Write",
+    "cuts",
     "place",
     "plan_load",
     "plan_runs",
@@ -178,6 +179,14 @@ def plan_runs(
                 inside = tuple(order[i] for i in places)
                 runs.append(Run(rank, low, high, inside))
     return runs
+
+
+def cuts(start: int, stop: int, origin: int, step: int) -> Iterable[tuple[int, int]]:
+    """Cuts `start:stop` at every multiple of `step` from `origin` on."""
+    while start < stop:
+        high = min(start + step - (start - origin) % step, stop)
+        yield start, high
+        start = high
 
 
 def plan_load(

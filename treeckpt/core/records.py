@@ -20,8 +20,8 @@ from .plan import Chunk
 from .region import Region
 from .runs import Runs, decode_runs, encode_runs, value_at
 from .shard import shard_name
-from .spec import ArraySpec, Value
-from .structure import Structure, paths_of
+from .spec import ArraySpec, TableSpec, Value
+from .structure import TABLE_KEYS, Structure, paths_of, tables_of
 
 __all__ = [
     "AliasRecord",
@@ -157,6 +157,19 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         for leaf in self.entries:
             found[leaf.path] = (leaf,) if leaf.ranks is None else (*found.get(leaf.path, ()), leaf)
         return found
+
+    @cached_property
+    def tables(self) -> dict[tuple[str, Runs | None], TableSpec]:
+        """How each keyed table is parted, by the path of its ids, with the ranks it stands for under `PerRank`."""
+        return tables_of(self.structure)
+
+    @cached_property
+    def offsets(self) -> frozenset[int]:
+        """The numbers of the leaves that say where a table's buckets begin: they are no part of the tree itself."""
+        if not self.tables:
+            return frozenset()
+        of = {(path.removesuffix(TABLE_KEYS[0]) + TABLE_KEYS[1], ranks) for path, ranks in self.tables}
+        return frozenset(number for number, key in enumerate(self.paths) if key in of)
 
     @cached_property
     def file_list(self) -> tuple[File, ...]:

@@ -8,7 +8,7 @@ legal everywhere; it intersects nothing. A 0-dimensional region has one element.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -21,8 +21,10 @@ __all__ = [
     "coalesce",
     "flat_regions",
     "intersect",
+    "overlapping",
     "split_points",
     "subtract",
+    "tiles",
 ]
 
 
@@ -85,6 +87,20 @@ def intersect(a: Region, b: Region) -> Region | None:
     return Region(tuple(offset), tuple(shape))
 
 
+def overlapping(regions: Sequence[Region]) -> bool:
+    """Whether two regions share an element: a sweep along the dimension that is cut the most."""
+    if len(regions) < 2 or not regions[0].shape:
+        return len(regions) > 1
+    dim = max(range(len(regions[0].shape)), key=lambda d: len({region.offset[d] for region in regions}))
+    active: list[Region] = []
+    for region in sorted(regions, key=lambda region: region.offset[dim]):
+        active = [other for other in active if other.stop[dim] > region.offset[dim]]
+        if any(intersect(region, other) is not None for other in active):
+            return True
+        active.append(region)
+    return False
+
+
 def subtract(a: Region, b: Region) -> tuple[Region, ...]:
     """Disjoint boxes that together are `a` without `b`; at most two per dimension."""
     common = intersect(a, b)
@@ -143,6 +159,18 @@ def flat_regions(shape: Sequence[int], start: int, stop: int) -> tuple[Region, .
 
 def _rows(index: int, inner: Iterable[Region]) -> tuple[Region, ...]:
     return tuple(Region((index, *r.offset), (1, *r.shape)) for r in inner)
+
+
+def tiles(box: Region, limit: int) -> Iterator[Region]:
+    """Boxes of at most `limit` elements (at least 1) that, one after the other, are `box` in C order."""
+    if box.size <= limit:
+        yield box
+        return
+    dim = next(d for d, n in enumerate(box.shape) if n > 1)
+    step = max(1, limit // (box.size // box.shape[dim]))
+    stop = box.offset[dim] + box.shape[dim]
+    for low in range(box.offset[dim], stop, step):
+        yield from tiles(_with(list(box.offset), list(box.shape), dim, low, min(step, stop - low)), limit)
 
 
 class ByteRuns(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from .structure import (
     PerRankNode,
     StructSequenceNode,
     Structure,
+    TableNode,
     TupleNode,
     key_text,
     keys_of,
@@ -36,6 +37,8 @@ from .structure import (
 __all__ = ["empty_nodes", "regrow"]
 
 OWN = "~rank*"
+_FIELDS = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TableNode)
+"""Kinds that need all of their children."""
 Steps = tuple[str, ...]
 
 
@@ -145,7 +148,7 @@ def _grown(twig: _Twig, steps: Steps, nodes: dict[Steps, Node], rank: int) -> No
     texts = list(twig.children)
     if isinstance(was, (ListNode, TupleNode, DequeNode)):
         texts.sort(key=lambda text: (not text.isdecimal(), int(text) if text.isdecimal() else 0))
-    elif isinstance(was, (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode)):
+    elif isinstance(was, _FIELDS):
         known = [key_text(key) for key in keys_of(was, "")]
         texts = known if set(known) == set(texts) else texts
     pairs = ((text, twig.children[text]) for text in texts)
@@ -154,9 +157,7 @@ def _grown(twig: _Twig, steps: Steps, nodes: dict[Steps, Node], rank: int) -> No
         return PerRankNode((encode_runs([rank]),), children)
     if isinstance(was, (ListNode, TupleNode, DequeNode)) and texts == [str(i) for i in range(len(texts))]:
         return msgspec.structs.replace(was, children=children)
-    if isinstance(was, (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode)) and texts == [
-        key_text(key) for key in keys_of(was, "")
-    ]:
+    if isinstance(was, _FIELDS) and texts == [key_text(key) for key in keys_of(was, "")]:
         return msgspec.structs.replace(was, children=children)
     stored: dict[str, Value] = {}
     if isinstance(was, (DictNode, OrderedDictNode, DefaultDictNode)):

@@ -33,6 +33,7 @@ __all__ = [
     "decode_header",
     "encode_header",
     "hash_block",
+    "hash_parts",
     "header_nbytes",
     "parse_shard_name",
     "sealed",
@@ -137,6 +138,16 @@ def block_count(nbytes: int, block: int = BLOCK) -> int:
 def hash_block(data: bytes | memoryview | np.ndarray) -> int:
     """The checksum of one block."""
     return xxhash.xxh3_64_intdigest(data)  # pyright: ignore[reportArgumentType] (an ndarray is a buffer)
+
+
+def hash_parts(parts: Sequence[memoryview]) -> int:
+    """The checksum of one block that lies in several places."""
+    if len(parts) == 1:
+        return hash_block(parts[0])
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)  # pyright: ignore[reportArgumentType] (a memoryview is a buffer)
+    return state.intdigest()
 
 
 def sealed(document: bytes) -> bytes:

@@ -84,12 +84,13 @@ class ValueSpec(msgspec.Struct, frozen=True):
     value: Value
 
 
-class TableSpec(msgspec.Struct, frozen=True):
-    """A keyed table: ids of `key_dtype` hashed into `buckets`, each with one row per slot (name, dtype, row shape)."""
+class TableSpec(msgspec.Struct, frozen=True, array_like=True):
+    """How a keyed table's ids are parted into buckets; its slots are arrays with specs of their own."""
 
-    key_dtype: str
+    function: str
+    version: int
+    """Of the function."""
     buckets: int
-    slots: tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 MAX_DEPTH = 100

@@ -17,9 +17,10 @@ import msgspec
 
 from .errors import FormatError, MismatchError, TreeError
 from .runs import Runs, check_runs
-from .spec import Typed, Value, decode_value, type_name
+from .spec import TableSpec, Typed, Value, decode_value, type_name
 
 __all__ = [
+    "TABLE_KEYS",
     "CustomNode",
     "DataclassNode",
     "DefaultDictNode",
@@ -32,13 +33,16 @@ __all__ = [
     "PerRankNode",
     "StructSequenceNode",
     "Structure",
+    "TableNode",
     "TupleNode",
+    "any_rank",
     "key_text",
     "keys_of",
     "merge",
     "parse_path",
     "paths_of",
     "rank_key",
+    "tables_of",
     "widen_ranks",
 ]
 
@@ -127,6 +131,13 @@ class PerRankNode(msgspec.Struct, frozen=True, tag="per_rank", array_like=True):
     children: tuple[Structure, ...]
 
 
+class TableNode(msgspec.Struct, frozen=True, tag="table", array_like=True):
+    """A `KeyedTable`; its children are ids, the first row of each bucket, a dict of slots, and scalars."""
+
+    table: TableSpec
+    children: tuple[Structure, ...]
+
+
 Node = (
     DictNode
     | OrderedDictNode
@@ -139,10 +150,13 @@ Node = (
     | DataclassNode
     | CustomNode
     | PerRankNode
+    | TableNode
 )
 Structure = Node | None
 """A structure's leaves are None, `null` in JSON."""
 
+TABLE_KEYS = ("ids", "offsets", "slots", "scalars")
+"""The keys of a table's children."""
 _Mapping = DictNode | OrderedDictNode | DefaultDictNode
 _NUMBER = re.compile(r"-?[0-9]+")
 
@@ -197,6 +211,12 @@ def rank_key(rank: int) -> str:
     return f"~rank{rank}"
 
 
+def any_rank(path: str, rank: int) -> str:
+    """A path of one rank's tree as the index has it: `~rank*` stands for the rank."""
+    mark = rank_key(rank)
+    return "/".join("~rank*" if step == mark else step for step in path.split("/")) if mark in path else path
+
+
 def parse_path(text: str) -> tuple[str, ...]:
     """The steps of a path as text, with `~0` and `~1` undone in plain string keys; other keys keep their marks."""
     if not text:
@@ -216,6 +236,8 @@ def keys_of(node: Node, path: str) -> Sequence[object]:
         return [decode_value(key, path) if type(key) is Typed else key for key in node.keys]
     if isinstance(node, (NamedTupleNode, StructSequenceNode, DataclassNode)):
         return node.fields
+    if isinstance(node, TableNode):
+        return TABLE_KEYS
     return range(len(node.children))
 
 
@@ -238,6 +260,8 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
                 walk(child, prefix + "~rank*", group, depth + 1)
             return
         keys = keys_of(node, path)
+        if isinstance(node, TableNode):
+            _check_table(node, path)
         if len(keys) != len(node.children):
             raise FormatError(path, expected=f"{len(keys)} children", found=f"{len(node.children)}")
         for key, child in zip(keys, node.children, strict=True):
@@ -248,6 +272,35 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
 
     walk(structure, "", None, 0)
     return found
+
+
+def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
+    """Each table, by the path of its ids, and its ranks as `paths_of` gives both."""
+    found: dict[tuple[str, Runs | None], TableSpec] = {}
+
+    def walk(node: Node, path: str, ranks: Runs | None) -> None:
+        prefix = path + "/" if path else ""
+        if isinstance(node, TableNode):
+            found[prefix + TABLE_KEYS[0], ranks] = node.table
+        if isinstance(node, PerRankNode):
+            steps = [("~rank*", group) for group in node.ranks]
+        elif all(child is None for child in node.children):
+            return
+        else:
+            steps = [(key_text(key, path), ranks) for key in keys_of(node, path)]
+        for (text, group), child in zip(steps, node.children, strict=True):
+            if child is not None:
+                walk(child, prefix + text, group)
+
+    if structure is not None:
+        walk(structure, "", None)
+    return found
+
+
+def _check_table(node: TableNode, path: str) -> None:
+    legal = [child if child is None else type(child) for child in node.children] == [None, None, DictNode, DictNode]
+    if not legal or not 0 < node.table.buckets < 1 << 32:
+        raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=f"{node!r:.80}")
 
 
 def merge(a: Structure, b: Structure, path: str = "") -> Structure:

@@ -18,7 +18,16 @@ from typing import Any
 
 import optree
 
-from .containers import FACTORIES, PerRank, is_common_leaf, made_of, registered, take
+from .containers import (
+    FACTORIES,
+    PerRank,
+    is_common_leaf,
+    made_of,
+    registered,
+    struct_sequence_fields,
+    struct_sequence_of,
+    take,
+)
 from .errors import FormatError, MismatchError, TreeError
 from .runs import decode_runs, length_of
 from .spec import Resolver, decode_value
@@ -36,11 +45,13 @@ from .structure import (
     PerRankNode,
     StructSequenceNode,
     Structure,
+    TableNode,
     TupleNode,
     key_text,
     keys_of,
     rank_key,
 )
+from .table import KeyedTable, restored
 
 __all__ = ["PerRank", "flatten", "graft", "own_child", "replace_leaves", "unflatten"]
 
@@ -152,13 +163,15 @@ def _assemble(
         factory: Any = FACTORIES[node.factory] if node.factory is not None else None
         return collections.defaultdict(factory, zip(keys, children, strict=True))
     assert not isinstance(node, PerRankNode), "handled by unflatten"
+    if isinstance(node, TableNode):
+        return restored(node.table, children[0], *children[2:])
     kind = _class_of(node, path, resolve)
     if isinstance(node, CustomNode):
         return _assemble_custom(node, kind, children, path, namespace)
     if isinstance(node, NamedTupleNode):
         return kind._make(children)
     if isinstance(node, StructSequenceNode):
-        return kind(children)
+        return struct_sequence_of(kind, children)
     return made_of(kind, node.fields, children)
 
 
@@ -185,7 +198,8 @@ def _class_of(
     if isinstance(node, NamedTupleNode):
         fields = kind._fields if optree.is_namedtuple_class(kind) else None
     elif isinstance(node, StructSequenceNode):
-        fields = optree.structseq_fields(kind) if optree.is_structseq_class(kind) else None
+        items, hidden = struct_sequence_fields(kind) if optree.is_structseq_class(kind) else ((), ())
+        fields = items if items == node.fields else (*items, *hidden) or None
     else:
         fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else None
     if fields is None or tuple(fields) != node.fields:
@@ -227,11 +241,13 @@ def _rebuilt(node: Any, keys: Sequence[object], children: list[Any], namespace: 
         return collections.deque(children, node.maxlen)
     if kind is PerRank:
         return PerRank(children[0])
+    if kind is KeyedTable:
+        return node.with_parts(children[0], *children[2:])
     entry = registered(kind, namespace)
     if entry is not None:
         return entry.unflatten_func(entry.flatten_func(node)[1], tuple(children))
     if isinstance(node, tuple):
-        return kind._make(children) if optree.is_namedtuple(node) else kind(children)
+        return kind._make(children) if optree.is_namedtuple(node) else struct_sequence_of(kind, children)
     return made_of(kind, [str(key) for key in keys], children)
 
 
@@ -241,6 +257,10 @@ def graft(tree: object, new: object, *, namespace: str = "", path: str = "") -> 
     `new` has the structure of `tree`, as `replace_leaves` makes it. Returns what could not be put in place because
     its container cannot be changed: (path, new leaf).
     """
+    if isinstance(tree, KeyedTable) and isinstance(new, KeyedTable):
+        tree.ids, tree.slots = new.ids, new.slots
+        below = f"{path}/scalars" if path else "scalars"
+        return graft(tree.scalars, new.scalars, namespace=namespace, path=below)
     taken, other = take(tree, path, namespace, 0), take(new, path, namespace, 0)
     if taken is None or other is None:
         return []

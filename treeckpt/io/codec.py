@@ -86,9 +86,9 @@ def rebuild_from_shards(store: Store) -> Index:
 
 
 def _rebuild(store: Store, names: list[str]) -> Index:
-    headers = [read_header(store, name) for name in names]
-    index = rebuild(headers, store.url)
     sizes = store.sizes()
+    headers = [read_header(store, name, file_size=sizes.get(name)) for name in names]
+    index = rebuild(headers, store.url)
     present = {header.rank for _, header in headers}
     missing = [rank for rank in range(index.world) if rank not in present]
     if missing:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..core.errors import RankError
+from ..core.errors import RankError, TreeckptError
 
 __all__ = [
     "Comm",
@@ -210,19 +210,13 @@ def comm_of(group: Any) -> Comm:
 
     Raises:
         RankError: this rank is not part of the group.
+        TreeckptError: it is none.
     """
     import torch.distributed as dist
 
     if group is None or group is dist.group.WORLD:
         return default_comm()
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        rank = dist.get_rank()
-        raise RankError(
-            "comm",
-            ranks={rank: "not part of the group"},
-            expected="a process group that this rank is part of",
-            hint="Call save and load on the ranks of the group only",
-        )
+    check_group(group, "comm")
     members = tuple(dist.get_process_group_ranks(group))
     kept = _kept()
     key = f"treeckpt/{group.group_name}/{','.join(map(str, members))}"
@@ -231,6 +225,34 @@ def comm_of(group: Any) -> Comm:
             kept.store, dist.get_rank(group), len(members), timeout=kept.world.timeout, prefix=key, members=members
         )
     return kept.groups[key]
+
+
+def check_group(group: Any, name: str) -> None:
+    """Refuses what is no process group of this rank's.
+
+    Args:
+        name: of the argument.
+
+    Raises:
+        RankError: this rank is not part of the group.
+        TreeckptError: it is none.
+    """
+    import torch.distributed as dist
+
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise RankError(
+            name,
+            ranks={dist.get_rank(): "not part of the group"},
+            expected="a process group that this rank is part of",
+            hint="Call it on the ranks of the group only",
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TreeckptError(
+            name,
+            expected="a process group of torch.distributed, or None for all ranks",
+            found=f"{group!r:.60}",
+            hint="dist.new_group(ranks) makes one, and DeviceMesh.get_group() gives that of a mesh",
+        )
 
 
 def as_comm(comm: Any) -> Comm:

@@ -2,7 +2,8 @@
 
 Saving copies entries one after the other into page-aligned buffers of `BUFFER` bytes; full buffers go to a few threads
 that hash and write them while the next is filled, so a save needs no more memory than those buffers. The header is
-written last, with the checksums.
+written last, with the checksums. An upload takes bytes in order, so there the data is read twice: once for the
+checksums, and once to send it behind the header.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from ..core.errors import CheckpointError
 from ..core.plan import FilePlan, Write
-from ..core.region import Region
+from ..core.region import Region, tiles
 from ..core.shard import BLOCK, Entry, ShardHeader, block_count, encode_header, hash_block, with_hashes
 from ..leaves.base import HostArray, HostMemory, Piece, Readable
 from .buffers import PAGE, aligned_buffer
@@ -45,6 +47,14 @@ class Sink(Protocol):
         """Takes a small array, all of it."""
         ...
 
+    def room(self) -> np.ndarray:
+        """Memory for what comes next, uint8[n], to be filled from the front; n > 0 may be less than is wanted."""
+        ...
+
+    def advance(self, nbytes: int) -> None:
+        """Takes that many bytes of `room` as filled."""
+        ...
+
 
 class _Pipe:
     """Buffers on their way to a file: filled by the caller, hashed and written by threads."""
@@ -66,6 +76,18 @@ class _Pipe:
             return
         ctypes.memmove(self._address + self._at, memory.address, nbytes)
         self._at += nbytes
+
+    def room(self) -> np.ndarray:
+        """What is free of the buffer that is being filled."""
+        return self._bytes[self._at :]
+
+    def advance(self, nbytes: int) -> None:
+        """Takes the front of `room` as filled."""
+        self._at += nbytes
+        if self._at == BUFFER:
+            self._send(self._buffer, BUFFER, self._ring)
+            self._at = 0
+            self._take()
 
     def feed(self, data: np.ndarray) -> None:
         """Appends the elements of an array, in C order."""
@@ -92,12 +114,8 @@ class _Pipe:
         while done < len(data):
             count = min(len(data) - done, BUFFER - self._at)
             self._bytes[self._at : self._at + count] = data[done : done + count]
-            self._at += count
+            self.advance(count)
             done += count
-            if self._at == BUFFER:
-                self._send(self._buffer, BUFFER, self._ring)
-                self._at = 0
-                self._take()
 
     def _send_in_place(self, data: np.ndarray) -> np.ndarray:
         """Writes whole blocks from where they are, no copy made; returns what is left."""
@@ -212,25 +230,61 @@ def _save_file(
     created(file.name)
     with recorder.span("write", base + file.plan.nbytes):
         writer = store.create(file.name, base + file.plan.nbytes)
-        try:
-            pipe = _Pipe(writer, base, file.plan.nbytes, pool, ring)
-            try:
-                start = recorder.now()
-                for write in file.plan.writes:
-                    feed(pipe, write, pieces(write.leaf))
-                pipe.finish()
-            finally:
-                pipe.drain()
-            recorder.add("hash", start, start + pipe.hash_ns, file.plan.nbytes)
+
+        def stream(to: Writer) -> list[int]:
+            return _stream(_Pipe(to, base, file.plan.nbytes, pool, ring), file.plan, pieces, recorder)
+
+        def put_head(hashes: list[int]) -> None:
             head = aligned_buffer(base)
-            head[:] = with_hashes(blank, pipe.hashes)
+            head[:] = with_hashes(blank, hashes)
             writer.write(0, head)
+
+        try:
+            if getattr(writer, "ordered", False):
+                hashes = stream(_Nowhere())
+                put_head(hashes)
+                if stream(writer) != hashes:
+                    raise _changed(f"{store.url}/{file.name}")
+            else:
+                put_head(stream(writer))
             with recorder.span("fsync"):
                 writer.commit()
         except BaseException:
             writer.abort()
             raise
     return base, file.plan.nbytes
+
+
+class _Nowhere:
+    """Takes what is only hashed."""
+
+    def write(self, offset: int, data: memoryview) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+def _stream(pipe: _Pipe, plan: FilePlan, pieces: Callable[[int], Sequence[Piece]], recorder: Recorder) -> list[int]:
+    """Sends a file's data through a pipe; returns its checksums."""
+    start = recorder.now()
+    try:
+        for write in plan.writes:
+            feed(pipe, write, pieces(write.leaf))
+        pipe.finish()
+    finally:
+        pipe.drain()
+    recorder.add("hash", start, start + pipe.hash_ns, plan.nbytes)
+    return pipe.hashes
+
+
+def _changed(path: str) -> CheckpointError:
+    return CheckpointError(
+        path,
+        expected="arrays that stay as they are while they are being saved",
+        found="other bytes than a moment ago",
+        hint="Wait for the save before anything trains on, or use save_async",
+    )
 
 
 def feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
@@ -244,8 +298,10 @@ def feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
     elif isinstance(piece.data, (HostArray, HostMemory)):
         array = piece.data.array
         pipe.feed(array if region == piece.region else array[region.relative_to(piece.region).slices()])
+    elif (gather := getattr(piece.data, "gather", None)) is not None:
+        _feed_gathered(pipe, region.relative_to(piece.region), write.nbytes, gather)
     else:
-        _feed_rows(pipe, region.relative_to(piece.region), piece.data)
+        _feed_boxes(pipe, region.relative_to(piece.region), piece.data, write.nbytes // region.size)
 
 
 def _holder(region: Region, pieces: Sequence[Piece]) -> Piece | None:
@@ -256,16 +312,28 @@ def _holder(region: Region, pieces: Sequence[Piece]) -> Piece | None:
     return None
 
 
-def _feed_rows(pipe: Sink, box: Region, data: Readable) -> None:
-    """Reads what is lazily transformed, or on a device, in rows: no more than a buffer is made of it at a time."""
-    if not box.shape:
-        pipe.feed(data.read(()))
-        return
-    first = data.read(tuple(slice(o, o + 1) for o in box.offset))
-    rows = max(1, BUFFER // max(1, first.itemsize * (box.size // box.shape[0])))
-    for low in range(0, box.shape[0], rows):
-        high = min(low + rows, box.shape[0])
-        pipe.feed(data.read((slice(box.offset[0] + low, box.offset[0] + high), *box.slices()[1:])))
+def _feed_gathered(pipe: Sink, box: Region, nbytes: int, gather: Callable[[slice, np.ndarray], None]) -> None:
+    """Has rows that lie here and there put together where they are written from. Of an array only whole rows are."""
+    low, high = box.offset[0], box.offset[0] + box.shape[0]
+    size = nbytes // box.shape[0]
+    while low < high:
+        room = pipe.room()
+        count = min(len(room) // size, high - low)
+        if count:
+            gather(slice(low, low + count), room[: count * size])
+            pipe.advance(count * size)
+        else:  # a row that lies across two buffers, or is longer than one
+            count = 1
+            row = np.empty(size, np.uint8)
+            gather(slice(low, low + 1), row)
+            pipe.feed(row)
+        low += count
+
+
+def _feed_boxes(pipe: Sink, box: Region, data: Readable, itemsize: int) -> None:
+    """Reads what is lazily transformed, on a device or in another file: no more than a buffer of it at a time."""
+    for part in tiles(box, BUFFER // itemsize):
+        pipe.feed(data.read(part.slices()))
 
 
 def entries_of(plan: FilePlan, describe: Callable[[int], tuple[str, str, tuple[int, ...]]]) -> tuple[Entry, ...]:

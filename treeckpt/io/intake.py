@@ -15,17 +15,30 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import msgspec
 import numpy as np
 
-from ..core.plan import READ_LIMIT, Block, Copy, LoadPlan, Run
+from ..core.plan import READ_LIMIT, Block, Copy, Run
 from ..core.region import c_strides
 from ..core.shard import BLOCK
-from ..leaves.base import TargetPiece, raw_dtype
+from ..leaves.base import Spread, TargetPiece, raw_dtype
 from .buffers import PAGE, aligned_buffer
-from .engine import BUFFER
 from .shards import Shards, Stretch, stretch_of
 
-__all__ = ["Landed", "Reading", "list_landings", "list_readings", "read_limit", "ring_of", "run_map", "run_readings"]
+__all__ = [
+    "STRETCH",
+    "Landed",
+    "Reading",
+    "list_landings",
+    "list_readings",
+    "read_limit",
+    "ring_of",
+    "run_map",
+    "run_readings",
+]
 
-READERS = 3
+READERS = 4
+STRETCH = 4 << 20
+"""Bytes of one read where any would do: a device wants several under way more than it wants them large."""
+ALONE = 1 << 20
+"""Bytes that are read before threads are ready."""
 SPARSE = 0.75
 """Part of a block that this rank wants, below which it is taken that other ranks of the host want the rest of it."""
 
@@ -40,6 +53,8 @@ class Reading(msgspec.Struct, frozen=True):
     """What is done with the bytes; None if they only are to be verified, or stay."""
     shared: bool = False
     """Whether other ranks of the host read it too: then through the page cache, so that the device reads it once."""
+    parts: Callable[[], list[memoryview] | None] | None = None
+    """The memory where it can be read straight to instead, in order; None where it cannot."""
 
     @property
     def nbytes(self) -> int:
@@ -48,25 +63,47 @@ class Reading(msgspec.Struct, frozen=True):
 
 def list_readings(
     shards: Shards,
-    plan: LoadPlan,
+    blocks: Iterable[Block],
     targets: Callable[[int], TargetPiece],
     *,
     itemsize: Callable[[int], int],
     paths: Callable[[int], str],
 ) -> list[Reading]:
-    """What is to be read for a plan: a stretch per block, whose boxes are copied to their targets.
+    """What is to be read: a stretch per block, whose boxes are copied to their targets.
 
     Args:
         targets: the piece that want number i fills.
     """
     readings: list[Reading] = []
-    for block in plan.blocks:
+    for block in blocks:
         opened, start = shards.locate(block.rank, block.start, block.stop, paths(block.copies[0].want))
         stretch = stretch_of(opened, start, start + block.stop - block.start, verify=shards.verify)
         wanted = sum(copy.box.size * itemsize(copy.want) for copy in block.copies)
         shared = wanted < SPARSE * (block.stop - block.start)
-        readings.append(Reading(stretch, None, _user(block, start - stretch.low, targets, itemsize), shared))
+        skip = start - stretch.low
+        straight = _straight(block, skip, stretch.high - stretch.low, targets)
+        readings.append(Reading(stretch, None, _user(block, skip, targets, itemsize), shared, straight))
     return readings
+
+
+def _straight(
+    block: Block, skip: int, nbytes: int, targets: Callable[[int], TargetPiece]
+) -> Callable[[], list[memoryview] | None] | None:
+    """The memory of a block's one copy, with some to spare for what is read only to be verified."""
+    if len(block.copies) != 1:
+        return None
+    [copy] = block.copies
+    data = targets(copy.want).data
+    if not isinstance(data, Spread):
+        return None
+    low, size = copy.box.offset[0], copy.box.size
+
+    def parts() -> list[memoryview] | None:
+        inside = data.parts(low, low + size)
+        ends = [memoryview(bytearray(n)) for n in (skip, nbytes - skip - size)]
+        return None if inside is None else [part for part in (ends[0], *inside, ends[1]) if len(part)]
+
+    return parts
 
 
 def _user(
@@ -123,7 +160,7 @@ def list_landings(
         whole = stretch_of(opened, start, start + run.stop - run.start, verify=shards.verify)
         memory = aligned_buffer(whole.high - whole.low, huge=True)
         landed.append(Landed(run.start, memory[start - whole.low :]))
-        step = max(BUFFER // opened.block, 1) * opened.block
+        step = max(STRETCH // opened.block, 1) * opened.block
         for low in range(whole.low, whole.high, step):
             part = Stretch(opened, low, min(low + step, whole.high))
             readings.append(Reading(part, memory[low - whole.low : part.high - whole.low]))
@@ -132,7 +169,7 @@ def list_landings(
 
 def read_limit(memory: int) -> int:
     """Bytes of one block, so that a few of them, rounded out to the borders of checksums, fit into the memory."""
-    return min(READ_LIMIT, max(memory // READERS - 2 * BLOCK, BLOCK))
+    return min(READ_LIMIT, max(memory // READERS // BLOCK * BLOCK - 2 * BLOCK, BLOCK))
 
 
 def ring_of(readings: Iterable[Reading], count: int) -> queue.Queue[memoryview]:
@@ -158,6 +195,9 @@ def run_readings(shards: Shards, readings: Sequence[Reading], *, memory: int) ->
     ring = ring_of(readings, readers)
 
     def job(reading: Reading) -> None:
+        parts = reading.parts() if reading.parts is not None else None
+        if parts is not None and shards.read_parts(reading.stretch, parts):
+            return
         out = reading.out if reading.out is not None else ring.get()
         try:
             shards.read(reading.stretch, out[: reading.nbytes], shared=reading.shared)
@@ -173,7 +213,7 @@ def run_readings(shards: Shards, readings: Sequence[Reading], *, memory: int) ->
 
 def _in_parallel(job: Callable[[Reading], None], readings: Sequence[Reading], threads: int) -> None:
     """Does jobs on a few threads; the first error stops what has not begun, and is raised."""
-    if len(readings) <= 2:
+    if len(readings) <= 1 or sum(reading.nbytes for reading in readings) < ALONE:
         for reading in readings:
             job(reading)
         return

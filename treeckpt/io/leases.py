@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from ..core.errors import StoreError
 from ..core.files import kind_of, lease_name
 from .runs import Folder
 
@@ -43,12 +44,12 @@ def hold_lease(folder: Folder, *, renew: float = RENEW) -> Iterator[bool]:
 
     def keep() -> None:
         while not stop.wait(renew):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, StoreError):
                 folder.store.publish(name, text, replace=True)
 
     try:
         folder.store.publish(name, text, replace=True)
-    except OSError:
+    except (OSError, StoreError):
         yield False
         return
     renewer = threading.Thread(target=keep, name="treeckpt-lease", daemon=True)
@@ -58,7 +59,7 @@ def hold_lease(folder: Folder, *, renew: float = RENEW) -> Iterator[bool]:
     finally:
         stop.set()
         renewer.join()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StoreError):
             folder.store.delete(name)
 
 

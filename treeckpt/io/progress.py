@@ -1,8 +1,8 @@
 """Keeps the record of a save under way in its directory: small, replaced as a whole, never a reason to fail.
 
 A record is put up only once a save has taken `PATIENCE` seconds, so that quick saves cost nothing, and then at most
-every `PAUSE` seconds; it is not made durable. `counting` gives a store through which bytes are counted as they are
-written.
+every `PAUSE` seconds (`FAR_PAUSE` in an object store); it is not made durable. `counting` gives a store through which
+bytes are counted as they are written.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from ..core.progress import (
     parse_progress_name,
     progress_name,
 )
+from .objects import ObjectStore
 from .store import LocalStore, Store, Writer
 
 __all__ = ["ProgressNote", "put_note", "read_progress"]
 
 PATIENCE = 0.5
 PAUSE = 0.25
+FAR_PAUSE = 5.0
+"""Seconds between renewals where each is a request that costs."""
 
 
 def put_note(store: Store, name: str, data: bytes) -> None:
@@ -73,6 +76,8 @@ class ProgressNote:
         self._name = progress_name(first.rank, first.save_id)
         self._lock = threading.Lock()
         self._started = self._renewed = time.monotonic()
+        self._pause = FAR_PAUSE if isinstance(store, ObjectStore) else 0.0
+        self._noted = -FAR_PAUSE
         self._up = False
 
     def counting(self) -> Store:
@@ -94,12 +99,12 @@ class ProgressNote:
         with self._lock:
             self._now = msgspec.structs.replace(self._now, phase="commit", written=self._now.planned)
             if self._up:
-                self._renew(time.monotonic())
+                self._renew(time.monotonic(), last=True)
 
-    def _renew(self, now: float) -> None:
+    def _renew(self, now: float, *, last: bool = False) -> None:
         self._heard(self._now.written)
-        if now - self._started >= PATIENCE:
-            self._up = True
+        if now - self._started >= PATIENCE and (last or now - self._noted >= self._pause):
+            self._up, self._noted = True, now
             with contextlib.suppress(Exception):
                 record = msgspec.structs.replace(self._now, updated_ns=time.time_ns())
                 put_note(self._store, self._name, encode_progress(record))
@@ -117,7 +122,8 @@ class _Counting:
     def __init__(self, inner: Store, count: Callable[[int], None]) -> None:
         self._inner, self._count, self.url = inner, count, inner.url
         self.prepare, self.sizes, self.read, self.read_into = inner.prepare, inner.sizes, inner.read, inner.read_into
-        self.map, self.publish, self.delete, self.close = inner.map, inner.publish, inner.delete, inner.close
+        self.read_parts, self.map, self.publish = inner.read_parts, inner.map, inner.publish
+        self.delete, self.close = inner.delete, inner.close
 
     def create(self, name: str, nbytes: int) -> Writer:
         return _CountingWriter(self._inner.create(name, nbytes), self._count)
@@ -126,6 +132,7 @@ class _Counting:
 class _CountingWriter:
     def __init__(self, inner: Writer, count: Callable[[int], None]) -> None:
         self._inner, self._count = inner, count
+        self.ordered = getattr(inner, "ordered", False)
         self.commit, self.abort = inner.commit, inner.abort
 
     def write(self, offset: int, data: memoryview) -> None:

@@ -12,6 +12,9 @@ import errno
 import os
 import stat
 import threading
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +25,8 @@ from .residency import is_cached
 __all__ = ["LocalReader", "open_regular"]
 
 PAGE = 4096
+VECTORS = 256
+"""Pieces of memory that one call fills, at most."""
 DIRECT = 64 << 10
 """Bytes below which a read goes through the page cache: the device would not be faster."""
 
@@ -76,19 +81,45 @@ class LocalReader:
             error.filename = str(self._path)
             raise
 
+    def read_parts(self, offset: int, parts: Sequence[memoryview]) -> bool:
+        """Fills pieces of memory one after the other from the page cache; False where the file is not all there.
+
+        Raises:
+            CorruptError: the file ends before.
+            OSError: it cannot be read; with its name.
+        """
+        nbytes = sum(map(len, parts))
+        if not is_cached(self._fd, offset, nbytes):
+            return False
+        try:
+            self._copy(offset, parts, nbytes)
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
+        return True
+
     def _fill(self, offset: int, out: memoryview, shared: bool) -> None:
         cached = shared or len(out) < DIRECT or is_cached(self._fd, offset, len(out))
         filled = 0 if cached else self._from_device(offset, out)
-        while filled < len(out):
-            count = os.preadv(self._fd, [out[filled:]], offset + filled)
+        self._copy(offset + filled, [out[filled:]], len(out) - filled)
+
+    def _copy(self, offset: int, parts: Sequence[memoryview], nbytes: int) -> None:
+        """Reads through the page cache."""
+        rest, filled = deque(parts), 0
+        while filled < nbytes:
+            count = os.preadv(self._fd, list(islice(rest, VECTORS)), offset + filled)
             if count == 0:
                 raise CorruptError(
                     str(self._path),
-                    expected=f"{len(out)} bytes at {offset}",
+                    expected=f"{nbytes} bytes at {offset}",
                     found=f"{filled} before the end of the file",
                     hint="The file was cut short; restore it from a copy",
                 )
             filled += count
+            while rest and count >= len(rest[0]):
+                count -= len(rest.popleft())
+            if count:
+                rest[0] = rest[0][count:]
 
     def _from_device(self, offset: int, out: memoryview) -> int:
         """Reads whole pages past the page cache, as far as alignment allows; returns how much is filled."""

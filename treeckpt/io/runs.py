@@ -1,8 +1,8 @@
-"""Where a run's checkpoints live: a directory of directories, local or in memory.
+"""Where a run's checkpoints live: a directory of directories, local or in memory; or objects, see `objects`.
 
 A folder is one of those directories: it gives the store of its files, and what a store does not need to know: times,
-and what is no regular file. Retention and the catalog go through this protocol alone, so that an object store can
-follow. Links are told apart and never followed unless the caller asks for it.
+and what is no regular file. Retention and the catalog go through this protocol alone. Links are told apart and never
+followed unless the caller asks for it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,28 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from ..core.errors import CheckpointError
+from .bucket import is_url, local_path
 from .diskfile import sync_directory
 from .store import LocalStore, MemoryStore, Store, Writer
 
-__all__ = ["Entry", "Folder", "LocalFolder", "LocalRun", "MemoryRun", "RunStore", "open_run"]
+__all__ = [
+    "Entry",
+    "Folder",
+    "LocalFolder",
+    "LocalRun",
+    "MemoryRun",
+    "Remote",
+    "RunStore",
+    "folders_of",
+    "open_folder",
+    "open_run",
+]
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -86,19 +97,48 @@ class RunStore(Protocol):
         ...
 
 
+@runtime_checkable
+class Remote(Protocol):
+    """A run whose folders are far away: they are listed together, and several are looked at at a time."""
+
+    def folders(self) -> Sequence[Folder]:
+        """The folders of all names, with what is in them now."""
+        ...
+
+
+def folders_of(run: RunStore) -> Sequence[Folder]:
+    """The folders of all names of a run."""
+    return run.folders() if isinstance(run, Remote) else [run.folder(name) for name in run.names()]
+
+
 def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
-    """The run of a path, or the run itself.
+    """The run of a path or URL, or the run itself.
 
     Raises:
-        CheckpointError: a URL of a kind that is not known.
+        StoreError: a URL of a kind that is not known, or whose library is not installed.
     """
     if not isinstance(run, (str, os.PathLike)):
         return run
     text = os.fspath(run)
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme != "file":
-        raise CheckpointError(text, expected="a path or a file:// URL", found=f"{scheme}://")
-    return LocalRun(rest if separator else text)
+    if is_url(text):
+        from .objects import ObjectRun
+
+        return ObjectRun(text)
+    return LocalRun(local_path(text))
+
+
+def open_folder(path: str | os.PathLike[str]) -> Folder:
+    """The directory of a checkpoint's path or URL.
+
+    Raises:
+        StoreError: as `open_run`.
+    """
+    text = os.fspath(path)
+    if is_url(text):
+        from .objects import ObjectFolder, ObjectStore
+
+        return ObjectFolder(ObjectStore(text))
+    return LocalFolder(local_path(text))
 
 
 class LocalFolder:

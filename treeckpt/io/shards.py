@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from ..core.errors import CorruptError
 from ..core.extents import extents_in
 from ..core.records import File, Index
-from ..core.shard import ShardHeader, block_count, decode_header, hash_block, header_nbytes
+from ..core.shard import ShardHeader, block_count, decode_header, hash_block, hash_parts, header_nbytes
 from .buffers import PAGE, aligned_buffer
 from .record import Recorder
 from .store import Store
@@ -27,8 +29,13 @@ class Opened(msgspec.Struct, frozen=True):
     index: Index
 
 
-def read_header(store: Store, name: str, *, entries: bool = True) -> tuple[int, ShardHeader]:
+def read_header(
+    store: Store, name: str, *, entries: bool = True, file_size: int | None = None
+) -> tuple[int, ShardHeader]:
     """(bytes of the header, what it says), without its entries if those are not wanted.
+
+    Args:
+        file_size: the file's, in bytes, where that is known; else the store is asked.
 
     Raises:
         CorruptError, FormatError: naming the file.
@@ -37,7 +44,7 @@ def read_header(store: Store, name: str, *, entries: bool = True) -> tuple[int, 
     prefix = bytearray(8)
     store.read_into(name, 0, memoryview(prefix))
     size = header_nbytes(prefix, label)
-    if size > (actual := store.sizes().get(name, 0)):
+    if size > (actual := store.sizes().get(name, 0) if file_size is None else file_size):
         raise CorruptError(label, expected=f"a header of {size} bytes", found=f"a file of {actual}")
     data = bytearray(size)
     store.read_into(name, 0, memoryview(data))
@@ -64,7 +71,7 @@ def open_shard(store: Store, index: Index, file: File, size: int | None) -> Open
             found=f"{size}",
             hint="The file was changed or cut short after it was written; restore it from a copy",
         )
-    length, header = read_header(store, file.name, entries=False)
+    length, header = read_header(store, file.name, entries=False, file_size=size)
     blocks = block_count(file.nbytes, header.block)
     found = (header.save_id, header.rank, header.part, header.stream, length, len(header.hashes))
     wanted = (index.save_id, file.rank, file.part, file.stream, file.header, blocks)
@@ -81,16 +88,36 @@ def open_shard(store: Store, index: Index, file: File, size: int | None) -> Open
 def _check_blocks(store: Store, opened: Opened, start: int, data: memoryview) -> None:
     """Compares checksums of data that starts at a border of a block."""
     for at in range(0, len(data), opened.block):
-        number = (start + at) // opened.block
-        if hash_block(data[at : at + opened.block]) != opened.hashes[number]:
-            first = number * opened.block + opened.file.header
-            last = first + len(data[at : at + opened.block])
-            raise CorruptError(
-                f"{_leaves_in(opened, first, last)}: {store.url}/{opened.file.name}",
-                expected="bytes that match their checksum",
-                found=f"changed bytes in {first}:{last} of the file",
-                hint="Restore the file from a copy, or load without these leaves",
-            )
+        block = data[at : at + opened.block]
+        _compare(store, opened, start + at, len(block), hash_block(block))
+
+
+def _check_parts(store: Store, opened: Opened, start: int, parts: Sequence[memoryview]) -> None:
+    """The same of data that lies in several places."""
+    at = start
+    block: list[memoryview] = []
+    need = opened.block
+    for part in parts:
+        while len(part):
+            block.append(part[:need])
+            part = part[need:]
+            need -= len(block[-1])
+            if not need:
+                _compare(store, opened, at, opened.block, hash_parts(block))
+                at, block, need = at + opened.block, [], opened.block
+    if block:
+        _compare(store, opened, at, opened.block - need, hash_parts(block))
+
+
+def _compare(store: Store, opened: Opened, start: int, nbytes: int, found: int) -> None:
+    if found != opened.hashes[start // opened.block]:
+        first = start + opened.file.header
+        raise CorruptError(
+            f"{_leaves_in(opened, first, first + nbytes)}: {store.url}/{opened.file.name}",
+            expected="bytes that match their checksum",
+            found=f"changed bytes in {first}:{first + nbytes} of the file",
+            hint="Restore the file from a copy, or load without these leaves",
+        )
 
 
 def _leaves_in(opened: Opened, first: int, last: int) -> str:
@@ -146,6 +173,17 @@ class Shards:
         begin = self.recorder.now()
         read_stretch(self.store, stretch, out, verify=self.verify, shared=shared)
         self.recorder.add("read", begin, self.recorder.now(), len(out))
+
+    def read_parts(self, stretch: Stretch, parts: Sequence[memoryview]) -> bool:
+        """Reads a stretch straight to where it belongs, if its bytes are at hand; False if not."""
+        begin = self.recorder.now()
+        opened = stretch.opened
+        if not self.store.read_parts(opened.file.name, opened.file.header + stretch.low, parts):
+            return False
+        if self.verify:
+            _check_parts(self.store, opened, stretch.low, parts)
+        self.recorder.add("read", begin, self.recorder.now(), stretch.high - stretch.low)
+        return True
 
 
 def verify_shard(store: Store, opened: Opened) -> int:

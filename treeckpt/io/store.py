@@ -1,4 +1,4 @@
-"""Where a checkpoint's files live: a flat directory of named files, local or in memory.
+"""Where a checkpoint's files live: a flat directory of named files, local or in memory; or objects, see `objects`.
 
 A store writes big files in place under names that no other save uses, and publishes small ones atomically. What is
 durable when: a shard after `Writer.commit`, a published file when `publish` returns. Local shards are written with
@@ -13,18 +13,23 @@ import mmap
 import os
 import secrets
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..core.errors import CheckpointError, CheckpointExists, CorruptError
+from .bucket import is_url, local_path
 from .diskfile import LocalWriter, sync_directory
 from .reader import LocalReader, open_regular
 
-__all__ = ["LocalStore", "MemoryStore", "Store", "Writer", "open_store"]
+__all__ = ["LocalStore", "MemoryStore", "Store", "Swapping", "Writer", "open_store"]
 
 
 class Writer(Protocol):
-    """A file being written, block by block, in any order."""
+    """A file being written, block by block, in any order.
+
+    One with a true attribute `ordered` takes them in order only, from the first byte on: an upload.
+    """
 
     def write(self, offset: int, data: memoryview) -> None:
         """Writes a block. Offsets are multiples of a page; only the block at the end may have an odd length."""
@@ -68,6 +73,16 @@ class Store(Protocol):
         """
         ...
 
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+        """Fills several pieces of memory, one after the other, if that takes no more than a copy.
+
+        Returns:
+            False, with nothing read, where the bytes are not at hand, or may not be.
+
+        Raises CorruptError where the file ends before.
+        """
+        ...
+
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         """Bytes of a file as memory, read when touched; writing to it changes the copy, not the file.
 
@@ -92,18 +107,40 @@ class Store(Protocol):
         ...
 
 
+@runtime_checkable
+class Swapping(Protocol):
+    """A store that can publish a file over a certain one only, whoever else does the same at that moment."""
+
+    def swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
+        """Publishes a file over the one that is there, if `holds` says so of its content.
+
+        Raises:
+            CheckpointExists: another one is there, or came meanwhile.
+        """
+        ...
+
+
 def open_store(path: str | os.PathLike[str] | Store) -> Store:
-    """The store of a path, or the store itself.
+    """The store of a path or URL, or the store itself.
 
     Raises:
-        CheckpointError: a URL of a kind that is not known.
+        StoreError: a URL of a kind that is not known, or whose library is not installed.
+        CheckpointError: nothing like a path.
     """
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
-        scheme, separator, rest = text.partition("://")
-        if separator and scheme != "file":
-            raise CheckpointError(text, expected="a path or a file:// URL", found=f"{scheme}://")
-        return LocalStore(rest if separator else text)
+        if is_url(text):
+            from .objects import ObjectStore
+
+            return ObjectStore(text)
+        return LocalStore(local_path(text))
+    if not hasattr(path, "sizes"):
+        raise CheckpointError(
+            "path",
+            expected="a path, a URL or a store",
+            found=type(path).__qualname__,
+            hint="The path comes first: save(path, tree), load(path, like)",
+        )
     return path
 
 
@@ -152,11 +189,16 @@ class LocalStore:
         return data
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        self._reader(name).read_into(offset, out, shared=shared)
+
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+        return self._reader(name).read_parts(offset, parts)
+
+    def _reader(self, name: str) -> LocalReader:
         with self._lock:
             if name not in self._readers:
                 self._readers[name] = LocalReader(self._directory / name)
-            reader = self._readers[name]
-        reader.read_into(offset, out, shared=shared)
+            return self._readers[name]
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         fd = open_regular(self._directory / name)
@@ -268,6 +310,12 @@ class MemoryStore:
         if len(data) < len(out):
             raise _too_short(f"{self.url}/{name}", offset, len(out), len(data))
         out[:] = data
+
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+        for part in parts:
+            self.read_into(name, offset, part)
+            offset += len(part)
+        return True
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         data = bytearray(nbytes)

@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ __all__ = [
     "Piece",
     "Readable",
     "Source",
+    "Spread",
     "Storage",
     "Take",
     "Target",
@@ -59,6 +60,17 @@ class Writable(Protocol):
     """Takes the elements of a box from a host array of raw dtype."""
 
     def write(self, box: Box, data: np.ndarray) -> None: ...
+
+
+@runtime_checkable
+class Spread(Protocol):
+    """A stretch of bytes that goes to several places in memory."""
+
+    def write(self, box: Box, data: np.ndarray) -> None: ...
+
+    def parts(self, low: int, high: int) -> list[memoryview] | None:
+        """The memory that bytes `low:high` go to, in order; None where that cannot be told."""
+        ...
 
 
 class HostArray(msgspec.Struct, frozen=True, gc=False):

@@ -10,18 +10,20 @@ import numpy as np
 import xxhash
 
 from ..core.dtypes import dtype_of
-from ..core.inventory import Inventory, LeafSpec, piece_key
-from ..core.layout import MeshLayout, Replicate, among
+from ..core.inventory import Inventory, LeafSpec, Plenum, piece_key
+from ..core.layout import BoxLayout, MeshLayout, Replicate, among
 from ..core.records import View
 from ..core.region import c_strides
 from ..core.spec import Value
-from ..core.structure import rank_key
+from ..core.structure import TABLE_KEYS, any_rank, rank_key
+from ..core.table import Column
 from ..core.tree import flatten
 from .base import HostMemory, Piece, Source
 from .registry import encode, source_of
 from .sharded import Sharded
+from .table import column_source, placed
 
-__all__ = ["Brought", "bring", "content_digests"]
+__all__ = ["Brought", "bring", "content_digests", "place_tables"]
 
 SMALL = 64 << 10
 """Replicas of up to this many bytes are compared on every save."""
@@ -45,10 +47,12 @@ def bring(
     allow_pickle: bool = False,
     namespace: str = "",
     members: tuple[int, ...] | None = None,
+    tables: bool = False,
 ) -> Brought:
     """Takes a tree apart and describes its leaves.
 
     Args:
+        tables: there may be keyed tables; whose rows are whose, `place_tables` then says.
         members: where a group of ranks saves, the global rank of each: distributed arrays name ranks by these.
 
     Raises:
@@ -65,8 +69,12 @@ def bring(
     for path, leaf in leaves:
         own = "~rank" in path and mark in path.split("/")
         if own:
-            path = "/".join("~rank*" if step == mark else step for step in path.split("/"))
-        source = source_of(leaf, path, here)
+            path = any_rank(path, rank)
+        rows = None
+        if type(leaf) is Column and tables:
+            source, rows = column_source(leaf, path, here, source_of, own=own)
+        else:
+            source = source_of(leaf, path, here)
         if source is None:
             (own_values if own else values)[path] = encode(leaf, path, allow_pickle=allow_pickle)
             specs.append(LeafSpec(path, None, per_rank=() if own else None))
@@ -80,8 +88,22 @@ def bring(
             if first not in (None, path):
                 specs.append(LeafSpec(path, source.spec, None, first, per_rank=() if own else None))
             else:
-                specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None))
+                specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None, rows=rows))
     return Brought(Inventory(structure, tuple(_with_aliases(specs, sources))), sources, values, own_values)
+
+
+def place_tables(brought: Brought, plenum: Plenum, rank: int) -> None:
+    """Moves the rows of tables to where they stand among those of all ranks, in place, now that it is known."""
+    tables = {spec.path for spec in brought.inventory.leaves if spec.rows is not None}
+    starts: dict[str, tuple[int, str]] = {}
+    for leaf in plenum.leaves if tables else ():
+        if leaf.path in tables and isinstance(leaf.layout, BoxLayout):
+            start = next(region.offset[0] for holder, region in leaf.layout.pieces if holder == rank)
+            at = leaf.path.rpartition("/")
+            offsets = f"{at[0]}{at[1]}{TABLE_KEYS[1]}"
+            is_ids = at[2] == TABLE_KEYS[0] and offsets in brought.sources and offsets not in tables
+            starts[leaf.path] = start, offsets if is_ids else ""
+    placed(brought.sources, starts)
 
 
 def _identity(leaf: Any) -> object:
@@ -198,7 +220,11 @@ def content_digests(brought: Brought, *, every: bool) -> dict[str, bytes]:
         if source is None or spec.per_rank is not None:
             continue
         itemsize = dtype_of(source.spec.dtype).itemsize
-        if _is_replica(source):
+        if spec.rows is not None and isinstance(source.layout, BoxLayout):
+            # which buckets are owned twice over is not known here; equal ids make it the same part of the table
+            if every or spec.path.rpartition("/")[2] == TABLE_KEYS[0]:
+                found[piece_key(spec.path, source.layout.pieces[0][1])] = _hash_piece(source.pieces[0], itemsize)
+        elif _is_replica(source):
             if every or itemsize * source.pieces[0].region.size <= SMALL:
                 found[spec.path] = _hash_piece(source.pieces[0], itemsize)
         elif every:  # which pieces other ranks hold too is not known here

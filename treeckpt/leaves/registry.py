@@ -14,7 +14,9 @@ from typing import Any, cast
 from ..core.dtypes import dtype_of
 from ..core.errors import FormatError, MismatchError, TreeError
 from ..core.spec import ArraySpec, Typed, Value, decode_value, encode_value
+from ..core.table import Column
 from .base import Adapter, Source, Take, Target
+from .lazy import Lazy, lazy_source
 from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sharded_target
 
 __all__ = ["abstract_of", "decode", "encode", "library_of", "like_of", "new_array", "resolve", "source_of", "target_of"]
@@ -55,6 +57,15 @@ def source_of(leaf: object, path: str, rank: int) -> Source | None:
         return adapter.source(leaf, path, rank)
     if isinstance(leaf, Sharded):
         return sharded_source(leaf, path, rank, _inner(leaf, path))
+    if isinstance(leaf, Column):
+        raise TreeError(
+            path,
+            expected="arrays and values",
+            found="a KeyedTable",
+            hint="Tables are saved and loaded; other operations take their arrays",
+        )
+    if isinstance(leaf, Lazy):
+        return lazy_source(leaf)
     if isinstance(leaf, ArraySpec) or leaf is ...:
         raise TreeError(
             path, expected="a leaf with data", found=f"{leaf!r:.60}", hint="Such leaves are for like= of load"
@@ -83,6 +94,8 @@ def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
         return leaf
     if isinstance(leaf, Sharded):
         return sharded_abstract(leaf, path, rank, _inner(leaf, path))
+    if isinstance(leaf, Column) and leaf.kind != "offsets":
+        return abstract_of(leaf.array, path, rank)
     return None
 
 

@@ -52,13 +52,13 @@ class Sharded:
     offset: Any
 
     def __post_init__(self) -> None:
-        index = operator.index
+        index, offset = operator.index, _listed(self.offset)
         object.__setattr__(self, "global_shape", tuple(map(index, self.global_shape)))
-        if isinstance(self.local, (list, tuple)) and isinstance(self.offset, Sequence):
+        if isinstance(self.local, (list, tuple)) and isinstance(offset, Sequence):
             object.__setattr__(self, "local", tuple(self.local))
-            object.__setattr__(self, "offset", tuple(map(_offset, self.offset)))
+            object.__setattr__(self, "offset", tuple(map(_offset, offset)))
         else:
-            object.__setattr__(self, "offset", _offset(self.offset))
+            object.__setattr__(self, "offset", _offset(offset))
 
     @property
     def several(self) -> bool:
@@ -90,7 +90,13 @@ class Sharded:
         return (*map(id, self.locals), self.global_shape, self.offset)
 
 
+def _listed(numbers: Any) -> Any:
+    """Integers of an array of numpy or torch as Python's."""
+    return numbers.tolist() if hasattr(numbers, "tolist") else numbers
+
+
 def _offset(offset: Any) -> Offset:
+    offset = _listed(offset)
     return tuple(map(operator.index, offset)) if isinstance(offset, Sequence) else operator.index(offset)
 
 

@@ -317,7 +317,12 @@ def _like_dtensor(leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch
 
 def _device(device: str | None, path: str) -> torch.device | None:
     """The device that load was told to use, None where each tensor has its own."""
-    where = None if device in (None, "original") else torch.device(device)
+    try:
+        where = None if device in (None, "original") else torch.device(device)
+    except RuntimeError as error:
+        raise MismatchError(
+            "device", expected='a device of torch, as "cuda:0"', found=f"{device!r:.60}", hint=f"{error!s:.300}"
+        ) from error
     if where is not None and where.type == "meta":
         raise MismatchError(
             path,

@@ -8,10 +8,11 @@
 What is saved under one parallelism is restored into any other. It imports torch; `import treeckpt` alone does not.
 """
 
+from ..ranks import Merge, Policy
 from .capture import state
 from .guard import Guard, guard
 from .hfai import load, save
-from .ranks import Merge, Policy
-from .restoring import RestoreReport, restore
+from .report import RestoreReport
+from .restoring import restore
 
 __all__ = ["Guard", "Merge", "Policy", "RestoreReport", "guard", "load", "restore", "save", "state"]

@@ -48,8 +48,8 @@ def state(
         loader: what tells where this rank's data loader stands: an object with `state_dict`, or any tree.
         rng: whether the generators of torch, CUDA, numpy and Python belong to the state.
         extra: any tree of your own. What differs between ranks goes under `treeckpt.PerRank`.
-        buffers: of modules whose buffers every rank has: one for all (that of the first rank of the model's
-            process groups), or each rank's own.
+        buffers: of modules whose buffers several ranks have: one for all (that of the first of the ranks over which
+            the module is laid), or each rank's own.
 
     Raises:
         TreeError: an optimizer with parameters that are not the model's, or names that stand for two things.

@@ -1,10 +1,11 @@
 """Which hyper-parameters does each parameter train under, whatever groups an optimizer has them in?
 
-An optimizer keeps groups of parameters by position. What is saved is `of`, parameter -> label of its group, and
-`values`, label -> hyper-parameters; a label is the group's own `name`, or else its first parameter by name, so that
-it stays the same from step to step and ranks that hold different parameters put theirs side by side. A live group
-takes each hyper-parameter that all of its parameters agree on: their order is free, and a group may be split or
-joined where that has one meaning. Nothing here knows torch.
+An optimizer keeps groups of parameters by position. What is saved is `members`, label -> the group's parameters as
+keys, and `values`, label -> hyper-parameters; a label is the group's own `name`, or else its first parameter by name,
+so that it stays the same from step to step and ranks that hold different parameters put theirs side by side. A
+parameter that such ranks share (beside experts, say) may then stand under several labels. A live group takes each
+hyper-parameter that all of its parameters agree on: their order is free, and a group may be split or joined where that
+has one meaning. Nothing here knows torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 from ..core.errors import MismatchError, TreeError
 from .names import Key, key_path
 
-__all__ = ["Group", "agreed", "labels_of", "match_groups", "tree_of_groups"]
+__all__ = ["Group", "Labels", "agreed", "labels_by_member", "labels_of", "match_groups", "tree_of_groups"]
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -28,6 +29,8 @@ class Group(msgspec.Struct, frozen=True):
 
 
 Same = Callable[[Any, Any], bool]
+Labels = Mapping[str, Sequence[str]]
+"""Parameter -> the labels of its groups, as saved: one, or more where ranks that hold different parameters share it."""
 
 
 def labels_of(groups: Sequence[Group]) -> list[str]:
@@ -53,11 +56,21 @@ def labels_of(groups: Sequence[Group]) -> list[str]:
 
 
 def tree_of_groups(groups: Sequence[Group]) -> dict[str, Any]:
-    """`of` and `values` of an optimizer's groups."""
+    """`members` and `values` of an optimizer's groups."""
     labels = labels_of(groups)
-    of = {key_path(member): label for group, label in zip(groups, labels, strict=True) for member in group.members}
-    values = {label: group.values for group, label in zip(groups, labels, strict=True)}
-    return {"of": {name: of[name] for name in sorted(of)}, "values": values}
+    members = {
+        label: dict.fromkeys(sorted(map(key_path, group.members))) for label, group in zip(labels, groups, strict=True)
+    }
+    return {"members": members, "values": {label: g.values for label, g in zip(labels, groups, strict=True)}}
+
+
+def labels_by_member(members: Mapping[str, Mapping[str, None]]) -> dict[str, list[str]]:
+    """The labels of each parameter."""
+    found: dict[str, list[str]] = {}
+    for label, names in members.items():
+        for name in names:
+            found.setdefault(name, []).append(label)
+    return found
 
 
 def agreed(members: Sequence[Key], found: Sequence[Any], path: str, same: Same) -> Any:
@@ -79,7 +92,7 @@ def agreed(members: Sequence[Key], found: Sequence[Any], path: str, same: Same) 
 
 def match_groups(
     groups: Sequence[Group],
-    of: Mapping[str, str],
+    of: Labels,
     values: Mapping[str, Mapping[str, Any]],
     *,
     path: str,
@@ -97,8 +110,8 @@ def match_groups(
     """
     taken: list[dict[str, Any]] = []
     for group in groups:
-        members = [member for member in group.members if key_path(member) in of]
-        labels = [of[key_path(member)] for member in members]
+        places = [(member, label) for member in group.members for label in of.get(key_path(member), ())]
+        members, labels = [member for member, _ in places], [label for _, label in places]
         found: dict[str, Any] = {}
         names = dict.fromkeys(name for label in dict.fromkeys(labels) for name in values[label])
         for name in names:

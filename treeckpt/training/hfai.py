@@ -13,6 +13,7 @@ process does it all. What is on disk is a training state as `training.state` giv
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ import torch
 from .. import api
 from ..core.errors import MismatchError, TreeError
 from ..core.tree import PerRank
-from ..io.comm import Comm, comm_of, default_comm
+from ..io.comm import Comm, as_comm
 from ..reports import SaveReport
 from .capture import state, ties_of
+from .groups import labels_by_member
 from .modules import collect
 from .names import key_path, parse_key
 from .optimizers import survey
@@ -42,6 +44,7 @@ def save(
     *,
     step: int | None = None,
     overwrite: bool = True,
+    allow_pickle: bool = False,
 ) -> SaveReport:
     """Saves models, optimizers and other state; call it on every rank of the group.
 
@@ -51,6 +54,7 @@ def save(
         optimizer: an optimizer or a list of several.
         others: whatever else, by name; "model" and "optimizer" are taken. Under `treeckpt.PerRank` each rank's own.
         group: a process group; None for all ranks, or for a single process without torch.distributed.
+        allow_pickle: stores others of unknown kinds (an argparse.Namespace, say) as pickles.
 
     Raises:
         TreeError: `others` is no dict, or has a name that is taken.
@@ -65,7 +69,7 @@ def save(
     models, optimizers = _by_position(model), _by_position(optimizer)
     tree = state(models, optimizers, rng=False, extra=dict(others or {}))
     tree["order"] = _order(models, optimizers)
-    return api.save(path, tree, step=step, overwrite=overwrite, comm=_comm_of(group))
+    return api.save(path, tree, step=step, overwrite=overwrite, comm=as_comm(group), allow_pickle=allow_pickle)
 
 
 def load(
@@ -75,15 +79,20 @@ def load(
     *,
     nthreads: int = 8,
     group: Any = None,
-    map_location: Any = None,
+    map_location: str | torch.device | None = None,
+    allow_pickle: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """What `save` was given: {"model": ..., "optimizer": ..., and the others by their names}.
 
     Args:
         model: a module, or a list as in `save`: it is filled in place, and its entry in the result is its state dict.
+            A number in its place is hfai's `nthreads`.
         optimizer: likewise; parameters are matched by name, in any order.
         nthreads: of no effect: each rank reads the ranges that it needs.
         map_location: a device for what is not filled in place.
+        allow_pickle: unpickles others that were saved so. This can run any code: only for files you trust.
+        options: more for `training.restore` where a model is given: strict, partial, cast, ...
 
     Returns:
         Without `model`, state dicts of whole tensors for `load_state_dict`, an optimizer's numbered in the order of
@@ -92,15 +101,19 @@ def load(
     Raises:
         MismatchError: models or optimizers are not those that were saved.
     """
+    if isinstance(model, int):
+        model, nthreads = None, model
     if nthreads < 0:
         raise MismatchError("nthreads", expected="0 or more", found=f"{nthreads}")
-    comm = _comm_of(group)
+    comm = as_comm(group)
     if model is None:
-        if optimizer is not None:
-            raise MismatchError("optimizer", expected="its model, too", found="an optimizer alone")
-        return _as_state_dicts(path, comm, map_location)
+        if optimizer is not None or options:
+            alone = "an optimizer" if optimizer is not None else ", ".join(options)
+            raise MismatchError("model", expected="the model, too", found=f"{alone} alone")
+        return _as_state_dicts(path, comm, map_location, allow_pickle=allow_pickle)
     models, optimizers = _by_position(model), _by_position(optimizer)
-    report = restore(path, models, optimizers, rng=False, comm=comm, world_changed={"extra": "take"})
+    given = {"rng": False, "comm": comm, "world_changed": {"extra": "take"}, "allow_pickle": allow_pickle}
+    report = restore(path, models, optimizers, **{**given, **options})
     found = {"model": _unwrapped([m.state_dict() for m in models.values()])}
     if optimizers is not None:
         found["optimizer"] = _unwrapped([o.state_dict() for o in optimizers.values()])
@@ -124,23 +137,14 @@ def _order(models: Any, optimizers: Any) -> dict[str, list[list[str]]]:
     return {live.prefix[0]: [[key_path(key) for key in group.members] for group in live.groups] for live in lives}
 
 
-def _comm_of(group: Any) -> Comm:
-    """The ranks of a process group, as a world of their own."""
-    if group is None:
-        return default_comm()
-    import torch.distributed as dist
-
-    if not isinstance(group, dist.ProcessGroup):
-        raise TreeError("group", expected="a ProcessGroup or None", found=type(group).__qualname__)
-    return comm_of(group)
-
-
 # as state dicts -------------------------------------------------------------------------------------------------------
 
 
-def _as_state_dicts(path: Any, comm: Comm, map_location: Any) -> dict[str, Any]:
+def _as_state_dicts(path: Any, comm: Comm, map_location: Any, *, allow_pickle: bool) -> dict[str, Any]:
+    if not isinstance(map_location, (str, torch.device, NoneType)):
+        raise MismatchError("map_location", expected="a device or None", found=f"{type(map_location).__qualname__}")
     device = None if map_location is None else str(map_location)
-    tree = api.load(path, comm=comm, per_rank="take", device=device)
+    tree = api.load(path, comm=comm, per_rank="take", device=device, allow_pickle=allow_pickle)
     if not isinstance(tree, dict) or not {"model", "order"} <= set(tree):
         raise MismatchError(
             str(path),
@@ -172,9 +176,9 @@ def _numbered(moments: dict[str, Any], groups: dict[str, Any], order: list[list[
     numbers: dict[str, int] = {}
     for name in (name for group in order for name in group):
         numbers[name] = len(numbers)
-    by_group: list[dict[str, Any]] = []
+    of, by_group = labels_by_member(groups["members"]), []
     for group in order:
-        values = groups["values"][groups["of"][group[0]]] if group else {}
+        values = groups["values"][of[group[0]][0]] if group else {}
         by_group.append({**values, "params": [numbers[name] for name in group]})
     found: dict[int, Any] = {}
     for name, number in numbers.items():

@@ -2,7 +2,7 @@
 
 The content is what `state_dict` gives, hooks and `get_extra_state` included and non-persistent buffers not, under
 names without the steps of wrappers. A buffer that is no DTensor has a copy on every rank, and these may differ
-(batch statistics do): the first rank of the model's process groups speaks for all.
+(batch statistics do): the first of the ranks that have the module speaks for all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..core.errors import TreeError
 from ..leaves.dtensor import is_dtensor
 from .names import Key, key_path, strip_hops
 
-__all__ = ["Entry", "Modules", "collect", "materialise", "named", "owns_buffers", "settle_shards"]
+__all__ = ["Entry", "Modules", "collect", "materialise", "named", "on_meta", "settle_shards", "speakers"]
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
@@ -88,7 +88,7 @@ def collect(model: Modules) -> list[Entry]:
 
 def _collect_one(root: nn.Module, prefix: Key) -> Iterator[Entry]:
     hops, modules = _scan(root)
-    owned, ours = owns_buffers(root), [*root.parameters(), *root.buffers()]
+    speaks, ours = speakers(root), [*root.parameters(), *root.buffers()]
     identities = set(map(id, ours))
     for raw, value in root.state_dict(keep_vars=True).items():
         name = strip_hops(raw, hops)
@@ -97,7 +97,8 @@ def _collect_one(root: nn.Module, prefix: Key) -> Iterator[Entry]:
         extra = last == _EXTRA_STATE_KEY_SUFFIX or not isinstance(value, Tensor)
         kind = "extra" if extra else "parameter" if isinstance(value, nn.Parameter) else "buffer"
         live = extra or id(value) in identities or any(_shares(value, one) for one in ours)
-        yield Entry((*prefix, name), kind, value, module, last, owned or kind != "buffer" or is_dtensor(value), live)
+        owned = kind != "buffer" or is_dtensor(value) or speaks.get(id(value), True)
+        yield Entry((*prefix, name), kind, value, module, last, owned, live)
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:
@@ -144,18 +145,39 @@ def _hop_of(module: nn.Module, name: str) -> str | None:
     return None
 
 
-def owns_buffers(root: nn.Module) -> bool:
-    """Whether this rank comes first in every process group that the model's parameters or wrappers are laid over."""
-    for module in root.modules():
-        group = getattr(module, "process_group", None)
-        if group is not None and f"{type(module).__module__}" == "torch.nn.parallel.distributed" and group.rank() > 0:
-            return False
-    meshes = {parameter.device_mesh for parameter in root.parameters() if is_dtensor(parameter)}  # type: ignore[attr-defined]
-    for mesh in meshes:
-        place = mesh.get_coordinate()
-        if place is None or any(place):
-            return False
-    return True
+def speakers(root: nn.Module) -> dict[int, bool]:
+    """By identity of each buffer whether this rank saves it, as the first of the ranks that have its module.
+
+    Which these are is told by the wrappers and distributed parameters in the smallest part of the model around the
+    buffer that has any: experts may be laid over other ranks than what is around them. Where nothing tells, each rank
+    speaks, and the save compares what they say.
+    """
+    found: dict[int, bool] = {}
+
+    def walk(module: nn.Module) -> tuple[list[bool], list[int]]:
+        """Whether this rank comes first in each group that the module is laid over; buffers that wait for an answer."""
+        firsts, waiting = _firsts(module), [id(buffer) for buffer in module.buffers(recurse=False)]
+        for child in module.children():
+            below = walk(child)
+            firsts += below[0]
+            waiting += below[1]
+        if firsts:
+            found.update((buffer, found.get(buffer, False) or all(firsts)) for buffer in waiting)
+            waiting = []
+        return firsts, waiting
+
+    _, rest = walk(root)
+    return found | dict.fromkeys(rest, True)
+
+
+def _firsts(module: nn.Module) -> list[bool]:
+    """Whether this rank comes first in the groups of a wrapper, and of a module's own parameters."""
+    meshes = {p.device_mesh for p in module.parameters(recurse=False) if is_dtensor(p)}  # type: ignore[attr-defined]
+    firsts = [(place := mesh.get_coordinate()) is not None and not any(place) for mesh in meshes]
+    group = getattr(module, "process_group", None)
+    if group is not None and type(module).__module__ == "torch.nn.parallel.distributed":
+        firsts.append(group.rank() == 0)
+    return firsts
 
 
 # without memory -------------------------------------------------------------------------------------------------------
@@ -194,6 +216,16 @@ def _swapped(old: Tensor, new: Tensor) -> Tensor:
         return new
     torch.utils.swap_tensors(old, nn.Parameter(new, requires_grad=old.requires_grad))
     return old
+
+
+def on_meta(model: Modules) -> list[str]:
+    """The paths of parameters and buffers, persistent or not, that stand on the meta device."""
+    found: list[str] = []
+    for prefix, root in named(model, nn.Module, "model"):
+        hops, _ = _scan(root)
+        tensors = [*root.named_parameters(), *root.named_buffers()]
+        found += [f"model/{key_path((*prefix, strip_hops(name, hops)))}" for name, tensor in tensors if tensor.is_meta]
+    return found
 
 
 def settle_shards(model: Modules) -> None:

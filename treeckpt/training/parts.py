@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..core.errors import MismatchError
-from ..core.structure import key_text
+from ..core.structure import any_rank, key_text
 from ..core.tree import flatten
 from ..stateful import expand, holds_stateful, is_stateful
-from .sources import Source, any_rank
+from .sources import Source
 
 __all__ = ["compare_extra", "loads_of"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.errors import MismatchError
 from ..core.structure import Structure, key_text, paths_of
-from .groups import Group, match_groups
+from .groups import Group, Labels, labels_by_member, match_groups
 from .moments import Place, build_state, expected_moments
 from .names import Key, get_in, key_path, parse_key
 from .optimizers import Live, groups_of, is_lbfgs, prefixes
@@ -37,8 +37,8 @@ class OptimizerPlan(msgspec.Struct):
 
     prefix: Key
     live: Live
-    of: dict[str, str]
-    """Parameter -> label of its group, as saved, under the names that the parameters have here."""
+    of: Labels
+    """As saved, under the names that the parameters have here."""
     values: list[dict[str, Any]]
     """What each live group takes."""
     saved: dict[Key, tuple[str, Structure]]
@@ -88,12 +88,13 @@ def plan_optimizers(
     used: set[str] = set()
     for prefix in prefixes(lives):
         saved_groups = get_in(groups_tree, prefix, {})
-        if "of" not in saved_groups or "values" not in saved_groups:
+        if "members" not in saved_groups or "values" not in saved_groups:
             raise MismatchError(
                 key_path(("param_groups", *prefix)),
                 expected="the groups of an optimizer",
-                found=f"{', '.join(map(str, saved_groups)) or 'none'}",
-                hint="Give as many optimizers, under the same names, as when this was saved",
+                found=f"those of optimizers named {', '.join(map(repr, saved_groups))}" if saved_groups else "none",
+                hint="Give as many optimizers, under the same names, as when this was saved; or, for what "
+                "training.save has written, use training.load",
             )
         matcher = _Matcher(source, prefix, ties, saved_groups, differences)
         plans += [matcher.plan(live, keep) for live in lives if live.prefix == prefix]
@@ -117,7 +118,7 @@ class _Matcher:
     ) -> None:
         self.source, self.prefix, self.differences = source, prefix, differences
         self.tied = {keys[0]: [key_path(key) for key in keys] for keys in ties.values()}
-        self.saved_of: dict[str, str] = saved_groups["of"]
+        self.saved_of = labels_by_member(saved_groups["members"])
         self.values: dict[str, dict[str, Any]] = saved_groups["values"]
         self.order, self.shared = saved_groups.get("order"), saved_groups.get("shared", {})
         self.path = key_path(("param_groups", *prefix))
@@ -127,7 +128,7 @@ class _Matcher:
 
     def plan(self, live: Live, keep: tuple[str, ...]) -> OptimizerPlan:
         """What one optimizer takes."""
-        of: dict[str, str] = {}
+        of: dict[str, list[str]] = {}
         for key in (member for group in live.groups for member in group.members):
             if (name := self._saved_name(key)) is not None:
                 of[key_path(key)] = self.saved_of[name]
@@ -155,9 +156,7 @@ class _Matcher:
     def _state_path(self, name: str) -> str:
         return f"{key_path(('optimizer', *self.prefix))}/{name}"
 
-    def _compare_values(
-        self, group: Group, found: Mapping[str, Any], of: Mapping[str, str], keep: tuple[str, ...]
-    ) -> None:
+    def _compare_values(self, group: Group, found: Mapping[str, Any], of: Labels, keep: tuple[str, ...]) -> None:
         """Notes hyper-parameters that the checkpoint lacks; a group of new parameters is not at issue here."""
         if any(key_path(member) in of for member in group.members):
             lacking = [name for name in group.values if name not in found and name not in (*keep, "name")]
@@ -216,7 +215,7 @@ def _leaves_below(path: str, structure: Structure) -> list[str]:
     return [f"{path}/{below}" if below else path for below, _ in paths_of(structure)] if structure is not None else []
 
 
-def _keys_in(node: Structure, names: Mapping[str, str]) -> dict[str, Structure]:
+def _keys_in(node: Structure, names: Labels) -> dict[str, Structure]:
     """The saved state of each parameter, by the path of its name."""
     found: dict[str, Structure] = {}
 

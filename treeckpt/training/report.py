@@ -1,4 +1,4 @@
-"""What a restore says it did."""
+"""What a restore put in place, and what it did not."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class RestoreReport(msgspec.Struct, frozen=True):
     """In the checkpoint, wanted by nothing here."""
     materialised: tuple[str, ...]
     """What stood on the meta device and has memory now."""
+    on_meta: tuple[str, ...]
+    """What stands on the meta device still, as it is not saved: buffers that are not persistent, or what was missing.
+    Give it memory and values before the model runs."""
     ignored: tuple[str, ...]
     """In the checkpoint, and of no use here: moments of frozen parameters, generators of devices that are not here."""
     loader: Any = None
@@ -44,6 +47,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         rows = [f"restored {self.path}  {self.loaded} leaves, {human_bytes(self.nbytes)} in {self.seconds:.3f} s"]
         rows += [f"  missing     {path}" for path in self.missing]
+        rows += [f"  on meta     {path}" for path in self.on_meta]
         rows += [f"  ignored     {path}" for path in self.ignored]
         rows += [f"  unexpected  {path}" for path in self.unexpected]
         rows += [f"  dropped     {path}" for path in self.dropped]

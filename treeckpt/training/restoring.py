@@ -7,6 +7,7 @@ extra states, loader, schedulers and generators take what they are given. Ranks 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -22,21 +23,23 @@ from ..filling import Verify
 from ..io.comm import Comm, as_comm
 from ..io.relay import open_relay, together
 from ..leaves.torch import dtype_name
+from ..ranks import Policy, policy_of
 from ..rules import Renaming, Transforms, as_rules, carried
 from .capture import live_of, ties_of
-from .modules import Entry, Modules, collect, materialise, settle_shards
+from .modules import Entry, Modules, collect, materialise, on_meta, settle_shards
 from .names import Key, key_path, put_in
 from .optimizers import Live, Optimizers, survey
 from .parts import compare_extra, loads_of
 from .plans import OptimizerPlan, apply_optimizers, plan_optimizers
-from .ranks import Policy, policy_of
 from .report import RestoreReport
 from .rng import check_rng, set_rng
 from .schedules import from_groups
 from .sources import Options, Source, children_of, descend, open_source
 from .values import is_same
 
-__all__ = ["RestoreReport", "restore"]
+__all__ = ["restore"]
+
+_log = logging.getLogger("treeckpt")
 
 
 def restore(
@@ -71,7 +74,9 @@ def restore(
     Args:
         source: a path or store, or a tree in memory as `state(..., buffers="per_rank")` gives it, with all that this
             rank holds.
-        model: as for `state`. Parts on the meta device get memory for this rank's share, and only that.
+        model: as for `state`. Parts on the meta device get memory for this rank's share, and only that. Buffers that
+            are not persistent are in no checkpoint: those on the meta device stay there, are named in the report and
+            in a warning to the log "treeckpt", and are yours to set.
         optimizer: as for `state`; it may be fresh: its moments are made as they were saved.
         scheduler, loader, rng, extra: as for `state`. A part that is None or False is left alone; an `extra` that is
             not given comes back in the report.
@@ -355,6 +360,11 @@ class _Restore:
         apply_optimizers(self.plans)
         for act in self.last:
             act()
+        left = on_meta(self.model)
+        if left:
+            _log.warning(
+                "%s: still on the meta device, as not saved: %s. Set before the model runs", self.source.url, left
+            )
         return RestoreReport(
             self.source.url,
             self.source.step,
@@ -365,6 +375,7 @@ class _Restore:
             tuple(self.missing),
             tuple(self.unexpected),
             tuple(made),
+            tuple(left),
             tuple(self.ignored),
             self.loader,
             self.extra,

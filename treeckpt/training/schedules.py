@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.errors import MismatchError
-from .groups import Group, Same, agreed
+from .groups import Group, Labels, Same, agreed
 from .names import key_path
 
 __all__ = ["PER_GROUP", "from_groups", "to_groups"]
@@ -39,11 +39,11 @@ def to_groups(state: Any, labels: Sequence[str]) -> Any:
     return found
 
 
-def from_groups(state: Any, groups: Sequence[Group], of: Mapping[str, str], *, path: str, same: Same) -> Any:
+def from_groups(state: Any, groups: Sequence[Group], of: Labels, *, path: str, same: Same) -> Any:
     """The state for a scheduler of an optimizer with these groups; the inverse of `to_groups`.
 
     Args:
-        of: parameter -> label, as saved.
+        of: the labels of each parameter, as saved.
 
     Raises:
         MismatchError: the parameters of one live group were saved with different entries.
@@ -57,13 +57,13 @@ def from_groups(state: Any, groups: Sequence[Group], of: Mapping[str, str], *, p
     return {k: from_groups(value, groups, of, path=f"{path}/{k}", same=same) for k, value in state.items()}
 
 
-def _entry(group: Group, entries: Mapping[str, Any], of: Mapping[str, str], path: str, same: Same) -> Any:
-    members = [member for member in group.members if of.get(key_path(member)) in entries]
-    if not members:
+def _entry(group: Group, entries: Mapping[str, Any], of: Labels, path: str, same: Same) -> Any:
+    places = [(member, label) for member in group.members for label in of.get(key_path(member), ()) if label in entries]
+    if not places:
         raise MismatchError(
             path,
             expected="an entry for each group of the live optimizer",
             found=f"entries of the groups {', '.join(map(repr, entries))} only",
             hint="Give the optimizer parameters that were trained when this was saved, or leave the scheduler out",
         )
-    return agreed(members, [entries[of[key_path(member)]] for member in members], path, same)
+    return agreed([member for member, _ in places], [entries[label] for _, label in places], path, same)

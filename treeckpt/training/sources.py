@@ -18,16 +18,16 @@ from ..core.errors import MismatchError
 from ..core.records import AliasRecord, ValueRecord
 from ..core.rules import Carried, Drop, Rule
 from ..core.spec import ArraySpec
-from ..core.structure import Node, PerRankNode, Structure, keys_of, rank_key
+from ..core.structure import Node, PerRankNode, Structure, any_rank, keys_of
 from ..core.tree import PerRank, flatten
 from ..core.views import View, plain_view, ruled_view
 from ..filling import Verify
 from ..io.comm import Comm
 from ..leaves.registry import abstract_of, decode, source_of
 from ..lookup import LoadOptions
+from ..ranks import Policy, load_own
 from ..stateful import expand
 from ..trees.moving import put_leaves
-from .ranks import Policy, load_own
 from .values import is_same
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "Options",
     "Source",
     "TreeSource",
-    "any_rank",
     "children_of",
     "descend",
     "open_source",
@@ -245,12 +244,6 @@ class TreeSource:
             cast=self.options.cast,
         )  # fmt: skip
         return Filled(len(given), nbytes, 0)
-
-
-def any_rank(path: str, rank: int) -> str:
-    """A path as `leaves` has it, with `~rank*` for a rank's own."""
-    mark = rank_key(rank)
-    return "/".join("~rank*" if step == mark else step for step in path.split("/")) if mark in path else path
 
 
 def open_source(given: Any, comm: Comm, options: Options) -> Source:

@@ -16,7 +16,7 @@ import xxhash
 
 from ..agreement import Told, compare
 from ..core.assign import ArrayLeaf, assign, writes_of
-from ..core.errors import RankError
+from ..core.errors import RankError, TreeError
 from ..core.inventory import LeafSpec, Plenum, RankClass, array_leaves, digest_of, unify
 from ..core.layout import Layout, MeshLayout, Replicate, mesh_ranks
 from ..core.region import c_strides
@@ -66,6 +66,8 @@ class _Gather:
 
     def __init__(self, wire: Wire, tree: Any, ranks: Sequence[int] | None, device: str | None, namespace: str) -> None:
         self.wire, self.tree, self.device, self.namespace = wire, tree, device, namespace
+        if isinstance(ranks, int):
+            raise TreeError("ranks", expected="a list of ranks", found=f"{ranks}", hint=f"Pass ranks=[{ranks}]")
         self.receivers = sorted(set(range(wire.size) if ranks is None else ranks))
         if not all(0 <= rank < wire.size for rank in self.receivers):
             raise RankError(

@@ -156,6 +156,7 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     _, before = flatten(into, rank=rank, namespace=namespace)
     _check_paths(given, [path for path, _ in before])
+    _check_ties(before, given, rank)
     put_leaves(
         into,
         before,
@@ -181,7 +182,7 @@ def put_leaves(
 
     Args:
         before: the leaves of `into`.
-        given: what they take; those that are not in it stay.
+        given: what they take; those that are not in it stay, and an array that stands twice takes the last.
         value: (old, new, path) -> the value to put, `old` itself where they are alike.
 
     Returns:
@@ -201,10 +202,9 @@ def put_leaves(
             new.append(value(leaf, given[path], path))
             continue
         new.append(leaf)
-        if id(leaf) not in copies:
-            storage = getattr(source_of(leaf, path, rank), "storage", None)
-            place = None if storage is None else (storage.address, storage.address + storage.nbytes)
-            copies[id(leaf)] = _Copy(_matched(target, source, path, cast), source, place)
+        storage = getattr(source_of(leaf, path, rank), "storage", None)
+        place = None if storage is None else (storage.address, storage.address + storage.nbytes)
+        copies[id(leaf)] = _Copy(_matched(target, source, path, cast), source, place)
     _put(into, before, new, list(copies.values()), namespace)
     return sum(copy.nbytes for copy in copies.values())
 
@@ -243,6 +243,21 @@ def _check_paths(given: dict[str, object], asked: list[str]) -> None:
             found=f"{len(missing)} missing in the source, {len(unexpected)} of it not in the target",
             hint="treeckpt.trees.same_structure lists the differences",
         )
+
+
+def _check_ties(leaves: Sequence[tuple[str, object]], given: Mapping[str, object], rank: int) -> None:
+    """Refuses two arrays for one of the target, of which the last would win."""
+    first: dict[int, str] = {}
+    for path, leaf in leaves:
+        other = first.setdefault(id(leaf), path)
+        if given[other] is given[path]:
+            continue
+        sources = source_of(given[other], other, rank), source_of(given[path], path, rank)
+        places = [source.storage for source in sources if source is not None and source.storage is not None]
+        if len(set(places)) > 1:
+            raise MismatchError(
+                path, expected=f"one array with {other}, as in the target", found="another", hint="Untie the target"
+            )
 
 
 def check_dtype(wanted: str, given: str, path: str) -> None:

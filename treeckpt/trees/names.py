@@ -30,8 +30,14 @@ def flatten_names(tree: Any, *, separator: str = ".", namespace: str = "") -> di
     return {name: leaf for name, _, leaf in _named(tree, separator, namespace)}
 
 
+def _check_separator(separator: str) -> None:
+    if not separator:
+        raise TreeError("separator", expected="text between the keys of a name", found="none", hint='The usual is "."')
+
+
 def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, Any]]:
     """(name, path, leaf) of each leaf."""
+    _check_separator(separator)
     found: list[tuple[str, str, Any]] = []
     paths: dict[str, str] = {}
 
@@ -98,6 +104,7 @@ def _check_names(wanted: Iterable[str], names: Mapping[str, Any]) -> None:
 
 
 def _nested(names: Mapping[str, Any], separator: str) -> Any:
+    _check_separator(separator)
     root: dict[str, Any] = {}
     inner = {id(root)}  # of the dicts made here: a leaf may be a dict too
     for name, leaf in names.items():

@@ -8,10 +8,11 @@ driver or one file descriptor however many leaves there are; it lives as long as
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ..core.errors import TreeError
 from ..core.spec import ArraySpec
 from ..core.tree import flatten, replace_leaves
 from ..leaves.registry import abstract_of
@@ -28,6 +29,9 @@ ALIGN = 64
 
 def offload(tree: Any, *, rank: int, memory: Memory, namespace: str) -> Any:
     """See `treeckpt.trees.offload`."""
+    if memory not in get_args(Memory):
+        choices = ", ".join(map(repr, get_args(Memory)))
+        raise TreeError("memory", expected=f"one of {choices}", found=f"{memory!r:.60}")
     _, leaves = flatten(tree, rank=rank, namespace=namespace)
     specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]  # refuses what can not be copied
     parts = [_parts(leaf, path, rank) if spec else [] for (path, leaf), spec in zip(leaves, specs, strict=True)]

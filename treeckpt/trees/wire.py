@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..core.errors import RankError
+from ..io.comm import check_group
 
 __all__ = ["SoloWire", "TorchWire", "Wire", "wire_of"]
 
@@ -114,17 +114,12 @@ def wire_of(group: Any) -> Wire:
 
     Raises:
         RankError: this rank is not part of the group.
+        TreeckptError: it is none.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return SoloWire()
     if group is None:
         group = dist.group.WORLD
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise RankError(
-            "group",
-            ranks={dist.get_rank(): "not part of the group"},
-            expected="a process group that this rank is part of",
-            hint="Call it on the ranks of the group only",
-        )
+    check_group(group, "group")
     return TorchWire(group)

@@ -6,13 +6,13 @@ rank from those of all old ones. Only the function has every old rank's state re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from .. import api
-from ..core.errors import MismatchError
-from ..core.tree import PerRank
-from ..io.comm import Comm, SoloComm
+from . import api
+from .core.errors import MismatchError
+from .core.tree import PerRank
+from .io.comm import Comm, SoloComm
 
 __all__ = ["Merge", "Policy", "load_own", "policy_of", "states_of_all_ranks"]
 
@@ -48,9 +48,11 @@ def _as_rank(path: Any, part: str, rank: int, world: int, **options: Any) -> Any
     return state.value if isinstance(state, PerRank) else state
 
 
-def states_of_all_ranks(path: Any, part: str, world: int, **options: Any) -> list[Any]:
-    """The per-rank part `part` of every rank of the world that saved, by rank."""
-    return [_as_rank(path, part, rank, world, **options) for rank in range(world)]
+def states_of_all_ranks(
+    path: Any, part: str, world: int, *, ranks: Sequence[int] | None = None, **options: Any
+) -> list[Any]:
+    """The per-rank part `part` of every rank of the world that saved, or of some of them, by rank."""
+    return [_as_rank(path, part, rank, world, **options) for rank in (range(world) if ranks is None else ranks)]
 
 
 def load_own(path: Any, part: str, policy: Policy, comm: Comm, *, saved_world: int, **options: Any) -> Any:

@@ -1,0 +1,304 @@
+"""One save and one load of a simulated world, through the functions that a real one goes through.
+
+What a rank does is done for one rank; what the coordinator does is done with the messages of all. Messages are encoded
+and decoded as on the wire, the index is published into a store in memory. Only the bytes of arrays are missing.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from treeckpt.agreement import Arguments, Done, Hello, Joined, Told, check_hellos, is_known, join, key_of, tellers_of
+from treeckpt.bench.meter import Meter
+from treeckpt.committing import Facts, judge
+from treeckpt.core.dtypes import dtype_of
+from treeckpt.core.events import Span, timings_name
+from treeckpt.core.index import INDEX_NAME, decode_index
+from treeckpt.core.inventory import Inventory, LeafSpec, RankClass, digest_of, unify
+from treeckpt.core.layout import BoxLayout, held_by
+from treeckpt.core.plan import LoadPlan, Want, place, plan_load
+from treeckpt.core.records import Index
+from treeckpt.core.region import Region, coalesce
+from treeckpt.core.runs import encode_runs
+from treeckpt.core.tree import flatten
+from treeckpt.io.record import Recorder
+from treeckpt.io.store import MemoryStore
+from treeckpt.plans import Plans, plans_of
+
+from .models import Array, Grid, Layouts, Model, arrays_of, flat_pieces
+
+__all__ = ["Figures", "simulate"]
+
+T = TypeVar("T")
+PHASES = ("save", "flatten", "agree", "plan", "copy", "hash", "write", "sync", "commit", "gather", "wait", "end")
+STEP = 10_000_019
+"""Nanoseconds of a phase."""
+HOST = 8
+"""Ranks of a host."""
+HOSTS = 2
+"""Hosts whose loads are planned."""
+_encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+
+
+class Figures(msgspec.Struct):
+    """Seconds and bytes of one simulated world."""
+
+    model: str
+    layout: str
+    target: str
+    world: int
+    leaves: int
+    nbytes: int
+    classes: int
+    """Kinds of ranks by what they bring."""
+    chunks: int = 0
+    """Of flat ranges only, where each is listed."""
+    hello: float = 0.0
+    """One rank: digest, and the encoded message."""
+    agree: float = 0.0
+    """The coordinator: reads all hellos, joins all inventories."""
+    plan: float = 0.0
+    """One rank: decodes the coordinator's word, plans all and its own part."""
+    again: float = 0.0
+    """The coordinator: reads all hellos of a second save of the same tree."""
+    commit: float = 0.0
+    """The coordinator: reads all reports, checks, builds and publishes index and timings."""
+    commit_rss: int = 0
+    open: float = 0.0
+    """One rank: decodes and checks the index."""
+    load: float = 0.0
+    """One rank: plans its load into the other layout (the slowest of some)."""
+    hello_nbytes: int = 0
+    told_nbytes: int = 0
+    """Of all tellers together."""
+    joined_nbytes: int = 0
+    """To each rank."""
+    done_nbytes: int = 0
+    """Of one rank."""
+    messages: int = 0
+    """Of the first save: of all ranks to the coordinator, and its words."""
+    index_nbytes: int = 0
+    timings_nbytes: int = 0
+    amplification: float = 0.0
+    """Bytes that the ranks of a host read / bytes that they need, each counted once."""
+    write_balance: float = 0.0
+    """Bytes that the busiest rank writes / mean."""
+    read_balance: float = 0.0
+
+
+def _timed(verb: Callable[[], T]) -> tuple[float, T]:
+    started = time.perf_counter()
+    result = verb()
+    return time.perf_counter() - started, result
+
+
+def _nested(arrays: list[Array]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for array in arrays:
+        at = tree
+        for step in array.path[:-1]:
+            at = at.setdefault(step, {})
+        at[array.path[-1]] = None
+    return tree
+
+
+def _stages(arrays: list[Array], grid: Grid) -> list[tuple[Inventory, range]]:
+    """Each stage's inventory and ranks: what its ranks would make of their trees of DTensors."""
+    found: list[tuple[Inventory, range]] = []
+    size = grid.dp * grid.tp
+    for stage in range(grid.pp):
+        mine, layouts = [array for array in arrays if array.stage == stage], Layouts(grid, stage)
+        structure, leaves = flatten(_nested(mine))
+        specs = {"/".join(array.path): LeafSpec("", array.spec, layouts.of(array)) for array in mine}
+        ordered = tuple(msgspec.structs.replace(specs[path], path=path) for path, _ in leaves)
+        found.append((Inventory(structure, ordered), range(stage * size, (stage + 1) * size)))
+    return found
+
+
+def _flat(arrays: list[Array], world: int) -> list[tuple[Inventory, range]]:
+    """Each rank's inventory: ranges of uneven length, which nothing regular describes."""
+    total = sum(int(np.prod(array.shape, dtype=np.int64)) for array in arrays)
+    draw = random.Random(world)
+    inner = sorted(draw.sample(range(1, total), world - 1))
+    found: list[tuple[Inventory, range]] = []
+    for rank, pieces in enumerate(flat_pieces(arrays, [0, *inner, total])):
+        structure, leaves = flatten(_nested([arrays[number] for number, _ in pieces]))
+        by_path = {"/".join(arrays[number].path): (arrays[number].spec, regions) for number, regions in pieces}
+        ordered = tuple(
+            LeafSpec(path, by_path[path][0], BoxLayout(tuple((rank, region) for region in by_path[path][1])))
+            for path, _ in leaves
+        )
+        found.append((Inventory(structure, ordered), range(rank, rank + 1)))
+    return found
+
+
+class _World:
+    """The ranks of one save."""
+
+    def __init__(self, kinds: list[tuple[Inventory, range]], figures: Figures) -> None:
+        self.kinds, self.figures, self.size = kinds, figures, sum(len(ranks) for _, ranks in kinds)
+
+    def _hellos(self, remembered: str = "") -> list[bytes]:
+        arguments = Arguments("run/step_00000100", 100, False, False, 1 << 62, "wait", False)
+        messages: list[bytes] = []
+        for inventory, ranks in self.kinds:
+            hello = Hello(None, arguments, digest_of(inventory), bytes(16), remembered, {})
+            messages += [_encode(hello)] * len(ranks)
+        return messages
+
+    def agree(self) -> tuple[str, bytes]:
+        """The key of the plan, and the word of the coordinator that all ranks decode; none where all bring the same."""
+        figures = self.figures
+        busiest = max((inventory for inventory, _ in self.kinds), key=lambda inventory: len(inventory.leaves))
+        figures.hello, _ = _timed(lambda: digest_of(busiest))
+        messages = self._hellos()
+        figures.hello_nbytes = max(map(len, messages))
+        heard, (key, tellers) = _timed(lambda: _heard(messages))
+        inventory_of = {ranks[0]: inventory for inventory, ranks in self.kinds}
+        told = {rank: _encode(Told(inventory_of[rank], {}, {})) for rank in tellers}
+        figures.told_nbytes = sum(map(len, told.values()))
+        figures.messages = 2 * self.size + len(told)
+
+        def joined() -> bytes:
+            hellos = {rank: _decode(message, type=Hello) for rank, message in enumerate(messages)}
+            tales = {rank: _decode(message, type=Told) for rank, message in told.items()}
+            return _encode(Joined((), join(hellos, tales, self.size)))
+
+        joining, word = _timed(joined) if told else (0.0, b"")
+        figures.agree, figures.joined_nbytes = heard + joining, len(word)
+        again = self._hellos(key)
+        figures.again, _ = _timed(lambda: _heard(again))
+        return key, word
+
+    def plans(self, key: str, word: bytes, rank: int) -> Plans:
+        """What follows for one rank."""
+
+        def make() -> Plans:
+            plenum = _decode(word, type=Joined).plenum if word else None
+            if plenum is None:
+                plenum = unify([RankClass(encode_runs(range(self.size)), self.kinds[0][0])], self.size)
+            return plans_of(key, plenum, rank, max_shard_bytes=1 << 62)
+
+        self.figures.plan, plans = _timed(make)
+        return plans
+
+    def commit(self, plans: Plans) -> Index:
+        """All ranks report, and the coordinator publishes; gives the index as a reader would decode it."""
+        figures = self.figures
+        _, totals = place([leaf for _, leaf in plans.arrays], plans.shares, self.size)
+        figures.write_balance = float(totals.max() / totals.mean())
+        messages = [_encode(_report(rank, int(nbytes))) for rank, nbytes in enumerate(totals.tolist())]
+        figures.done_nbytes = max(map(len, messages))
+        facts = Facts(0, self.size, "0" * 16, 0, 100, False, plans.key, 1 << 62)
+        store = MemoryStore()
+
+        def publish() -> None:
+            reports = {rank: _decode(message, type=Done) for rank, message in enumerate(messages)}
+            verdict, error = judge(store, facts, plans, reports, {}, Recorder(0))
+            assert error is None and not verdict.faults
+
+        with Meter() as meter:
+            publish()
+            usage = meter.lap()
+        figures.commit, figures.commit_rss = usage.seconds, usage.extra_rss
+        data = bytes(store.files[INDEX_NAME])
+        figures.index_nbytes, figures.timings_nbytes = len(data), len(store.files[timings_name(facts.save_id)])
+        figures.open, index = _timed(lambda: decode_index(data, INDEX_NAME))
+        return index
+
+
+def _heard(messages: list[bytes]) -> tuple[str, tuple[int, ...]]:
+    """What the coordinator makes of all hellos: the key of the plan, and who is to tell more."""
+    hellos = {rank: _decode(message, type=Hello) for rank, message in enumerate(messages)}
+    check_hellos(hellos)
+    key = key_of(hellos)
+    return key, () if is_known(hellos, key) else tellers_of(hellos)
+
+
+def _report(rank: int, nbytes: int) -> Done:
+    start = 1_700_000_000_000_000_000 + rank * 977
+    spans = tuple(
+        Span(
+            name,
+            rank,
+            start + i * 10_000_019,
+            start + (i + 1) * 10_000_019 + rank % 251,
+            nbytes if i == 6 else 0,
+            0 if i else -1,
+        )
+        for i, name in enumerate(PHASES)
+    )
+    return Done(None, ((rank, 0, 0, nbytes, 8192),), spans)
+
+
+class _Loads:
+    """Loads of ranks of another layout, planned."""
+
+    def __init__(self, index: Index, model: Model, grid: Grid) -> None:
+        self._index, self._grid, self._arrays = index, grid, arrays_of(model, grid.pp)
+        self._layouts = [Layouts(grid, stage) for stage in range(grid.pp)]
+
+    def plan(self, rank: int) -> tuple[dict[tuple[str, Region], int], LoadPlan]:
+        """The regions that a rank needs, with their bytes, and what it reads for them."""
+        needs: dict[tuple[str, Region], int] = {}
+        wants: list[Want] = []
+        stage = rank // (self._grid.dp * self._grid.tp)
+        for array in self._arrays:
+            if array.stage != stage:
+                continue
+            leaf = self._index.by_path["/".join(array.path)][0]
+            itemsize = dtype_of(array.dtype).itemsize
+            for held in held_by(self._layouts[stage].of(array), array.shape, rank):
+                if held.region.size:
+                    wants.append(Want(held.region, itemsize, self._index.chunks_of(leaf, held.region)))
+                    needs[leaf.path, held.region] = held.region.size * itemsize
+        return needs, plan_load(wants)
+
+    def host(self, first: int) -> tuple[float, int, int]:
+        """Of the ranks of a host, which share its page cache: the longest planning, bytes needed, and bytes read."""
+        needs: dict[tuple[str, Region], int] = {}
+        spans: dict[int, list[tuple[int, int]]] = {}
+        longest = 0.0
+        for rank in range(first, first + min(HOST, self._grid.world)):
+            took, (needed, plan) = _timed(lambda rank=rank: self.plan(rank))
+            longest = max(longest, took)
+            needs |= needed
+            for block in plan.blocks:
+                spans.setdefault(block.rank, []).append((block.start, block.stop))
+        return longest, sum(needs.values()), sum(_joined_length(found) for found in spans.values())
+
+
+def _joined_length(spans: list[tuple[int, int]]) -> int:
+    ordered = np.array(sorted(spans), np.int64)
+    bounds, _ = coalesce(ordered[:, 0], ordered[:, 1], 0)
+    return int((bounds[:, 1] - bounds[:, 0]).sum())
+
+
+def simulate(model: Model, source: Grid, target: Grid, *, flat: bool = False) -> Figures:
+    """One save under `source`, and loads under `target`.
+
+    Args:
+        flat: every rank saves an uneven range of all arrays laid end to end instead.
+    """
+    arrays = arrays_of(model, source.pp)
+    kinds = _flat(arrays, source.world) if flat else _stages(arrays, source)
+    nbytes = sum(int(np.prod(a.shape, dtype=np.int64)) * dtype_of(a.dtype).itemsize for a in arrays)
+    name = f"flat ranges x {source.world}" if flat else str(source)
+    figures = Figures(model.name, name, str(target), source.world, len(arrays), nbytes, len(kinds))
+    world = _World(kinds, figures)
+    key, word = world.agree()
+    index = world.commit(world.plans(key, word, source.world // 3))
+    if flat:
+        figures.chunks = sum(len(index.chunks_of(leaf)) for leaf in index.entries)
+    loads = _Loads(index, model, target)
+    hosts = range(0, target.world, max(HOST, -(-target.world // HOSTS // HOST) * HOST))
+    seconds, needed, read = zip(*(loads.host(first) for first in hosts), strict=True)
+    figures.load, figures.amplification = max(seconds), sum(read) / sum(needed)
+    figures.read_balance = max(read) * len(read) / sum(read)
+    return figures

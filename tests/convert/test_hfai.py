@@ -1,0 +1,113 @@
+"""Directories in the shape of hfai.checkpoint.save, written here as its source says: parts, shares, param groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import treeckpt as tc
+
+from .trees import assert_same
+
+convert = tc.convert.convert
+LARGE = 500
+"""Bytes above which a tensor is shared out; 256 MB there."""
+
+
+def write_parts(path: Path, states: dict[str, list[dict[str, Any]]], others: dict[str, Any], world: int) -> None:
+    """A checkpoint of some models and optimizers, by their state dicts."""
+    path.mkdir()
+    for rank in range(world):
+        part: dict[str, Any] = {"__nshards__": world, "__version__": "2.0.0"}
+        part["model"] = [model_part(state, rank, world) for state in states["model"]]
+        part["optimizer"] = [optimizer_part(state, rank, world) for state in states["optimizer"]]
+        torch.save(part | (others if rank == 0 else {}), path / f"PART_{rank:03d}.pt")
+
+
+def _share(tensor: torch.Tensor, rank: int, world: int) -> tuple[torch.Size, torch.Tensor]:
+    return tensor.shape, tensor.view(-1).chunk(world)[rank].clone()
+
+
+def _mine(state: dict[Any, Any], rank: int, world: int) -> dict[Any, Any]:
+    return dict(list(state.items())[rank::world])
+
+
+def model_part(state: dict[str, torch.Tensor], rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    large = {name: _share(t, rank, world) for name, t in state.items() if t.nbytes > LARGE}
+    return _mine({name: t for name, t in state.items() if name not in large}, rank, world), large
+
+
+def optimizer_part(state: dict[str, Any], rank: int, world: int) -> tuple[dict[str, Any], dict[Any, Any]]:
+    large: dict[Any, Any] = {}
+    small: dict[Any, Any] = {}
+    for number, moments in state["state"].items():
+        split = {name: t for name, t in moments.items() if isinstance(t, torch.Tensor) and t.nbytes > LARGE}
+        large |= {(number, name): _share(t, rank, world) for name, t in split.items()}
+        small[number] = {name: t for name, t in moments.items() if name not in split}
+    return {**state, "state": _mine(small, rank, world)}, large
+
+
+def trained(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(17, 23), torch.nn.BatchNorm1d(23), torch.nn.Linear(23, 5))
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.8, 0.9))
+    model(torch.randn(3, 17)).sum().backward()
+    optimizer.step()
+    return dict(model.state_dict()), optimizer.state_dict()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_parts_are_put_together_as_hfai_load_does(tmp_path: Path, world: int) -> None:
+    model, optimizer = trained(0)
+    write_parts(
+        tmp_path / "ckpt.pt", {"model": [model], "optimizer": [optimizer]}, {"epoch": 3, "rng": torch.ones(5)}, world
+    )
+    report = convert(tmp_path / "ckpt.pt", tmp_path / "one")
+    assert report.source_format == "hfai" and not report.losses
+    back = tc.load(tmp_path / "one")
+    assert list(back) == ["model", "optimizer", "epoch", "rng"] and back["epoch"] == 3
+    assert_same({name: back["model"][name] for name in model}, model)
+    assert_same(back["optimizer"]["param_groups"], optimizer["param_groups"])
+    assert list(back["optimizer"]["state"]) == list(optimizer["state"])
+    for number, moments in optimizer["state"].items():
+        assert_same({name: back["optimizer"]["state"][number][name] for name in moments}, moments)
+
+
+def test_several_models_and_no_optimizer(tmp_path: Path) -> None:
+    first, second = trained(1)[0], trained(2)[0]
+    write_parts(tmp_path / "ckpt", {"model": [first, second], "optimizer": []}, {}, 2)
+    convert(tmp_path / "ckpt", tmp_path / "file.pt")
+    back = torch.load(tmp_path / "file.pt")
+    assert list(back) == ["model"] and len(back["model"]) == 2
+    for found, expected in zip(back["model"], (first, second), strict=True):
+        assert_same({name: found[name] for name in expected}, expected)
+
+
+def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    states = {"model": [model], "optimizer": [optimizer]}
+    path = tmp_path / "ckpt"
+    write_parts(path, states, {}, 3)
+    last = (path / "PART_002.pt").read_bytes()
+    (path / "PART_002.pt").unlink()
+    with pytest.raises(tc.CorruptError, match="2 parts in part 0, found 3"):
+        convert(path, tmp_path / "one")
+    (path / "PART_004.pt").write_bytes(last)
+    with pytest.raises(tc.CorruptError, match=r"PART_000\.pt to PART_002\.pt"):
+        convert(path, tmp_path / "one")
+    (path / "PART_004.pt").rename(path / "PART_002.pt")
+    part = torch.load(path / "PART_001.pt")
+    torch.save(part | {"__version__": "1.0.0"}, path / "PART_001.pt")
+    with pytest.raises(tc.FormatError, match=r"version 2\.0\.0, found '1\.0\.0'"):
+        convert(path, tmp_path / "one")
+    shorter = {name: (shape, data[:-1]) for name, (shape, data) in part["model"][0][1].items()}
+    torch.save(part | {"model": [(part["model"][0][0], shorter)]}, path / "PART_001.pt")
+    with pytest.raises(tc.CorruptError, match="391 elements for shape"):
+        convert(path, tmp_path / "one")
+    torch.save([1], path / "PART_001.pt")
+    with pytest.raises(tc.FormatError, match=r"PART_001\.pt: expected a part of hfai"):
+        convert(path, tmp_path / "one")
+    assert not (tmp_path / "one").exists()

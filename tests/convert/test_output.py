@@ -1,0 +1,189 @@
+"""Conversions that fail, die or are shared: what appears is whole, and nothing else stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import treeckpt as tc
+from treeckpt.convert import output
+
+from ..world import errors_of, on_ranks
+from .trees import assert_same, training_tree
+
+convert = tc.convert.convert
+TARGETS = ("torch", "dcp", "safetensors", "treeckpt")
+
+
+def _big() -> dict[str, Any]:
+    large = {f"a{n}": torch.full((1200, 1000), float(n)) for n in range(4)}
+    return {**large, "b": torch.arange(100_000), "c": [torch.ones(50, 50), torch.ones(3)]}
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_share_the_bytes_and_write_what_one_would(tmp_path: Path, to: str, world: int) -> None:
+    torch.save(_big(), tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "one", to=to)
+    outcomes = on_ranks(world, lambda comm: convert(tmp_path / "in.pt", tmp_path / "many", to=to, comm=comm))
+    assert errors_of(outcomes) == [None] * world
+    shares = [outcome.value.written_nbytes for outcome in outcomes]
+    total = sum(t.nbytes for t in (*list(_big().values())[:-1], *_big()["c"]))
+    assert sum(shares) == total and max(shares) < 0.75 * total, "each writes a share"
+    if to == "treeckpt":
+        assert_same(tc.load(tmp_path / "many"), tc.load(tmp_path / "one"))
+        assert tc.verify(tmp_path / "many").ok
+    elif to == "torch":
+        assert (tmp_path / "many").read_bytes() == (tmp_path / "one").read_bytes()
+        assert zipfile.ZipFile(tmp_path / "many").testzip() is None
+    else:
+        names = sorted(path.name for path in (tmp_path / "one").iterdir())
+        assert names == sorted(path.name for path in (tmp_path / "many").iterdir())
+        for name in names:
+            assert (tmp_path / "many" / name).read_bytes() == (tmp_path / "one" / name).read_bytes(), name
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_one_rank_that_fails_ends_it_for_all_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(_big(), tmp_path / "in.pt")
+    original = output._write_part
+
+    def fails(fd: int, part: Any, tile: int) -> None:
+        if part.path == "b":
+            raise OSError(28, "No space left on device")
+        original(fd, part, tile)
+
+    monkeypatch.setattr(output, "_write_part", fails)
+    outcomes = on_ranks(2, lambda comm: convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", comm=comm))
+    for error in errors_of(outcomes):
+        assert isinstance(error, tc.RankError) and len(error.ranks) == 1
+        assert "No space left" in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+
+
+def test_ranks_that_convert_different_things_are_told(tmp_path: Path) -> None:
+    torch.save(_big(), tmp_path / "in.pt")
+    outcomes = on_ranks(
+        2, lambda comm: convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", exclude="ab"[comm.rank], comm=comm)
+    )
+    for error in errors_of(outcomes):
+        assert isinstance(error, tc.MismatchError) and "same conversion on every rank" in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "safetensors"])
+def test_a_changed_byte_of_the_source_ends_it_and_leaves_nothing(tmp_path: Path, to: str) -> None:
+    tc.save(tmp_path / "one", {"w": np.arange(100_000)})
+    shard = next((tmp_path / "one").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1000] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(tc.CorruptError, match=r"w: .*match their checksum"):
+        convert(tmp_path / "one", tmp_path / "out", to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_what_is_there_is_not_replaced_unless_asked(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
+    for name, to in (("f.pt", "torch"), ("f.safetensors", "safetensors")):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(tc.CheckpointExists, match="overwrite"):
+            convert(tmp_path / "in.pt", tmp_path / name)
+        assert (tmp_path / name).read_text() == "mine"
+        assert convert(tmp_path / "in.pt", tmp_path / name, overwrite=True).format == to
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    convert(tmp_path / "in.pt", folder, to="dcp")  # an empty one is taken
+    with pytest.raises(tc.CheckpointExists, match="remove it first"):
+        convert(tmp_path / "in.pt", folder, to="dcp", overwrite=True)
+    with pytest.raises(tc.CheckpointExists, match="a directory"):
+        convert(tmp_path / "in.pt", folder, to="torch", overwrite=True)
+    convert(tmp_path / "in.pt", tmp_path / "ours")
+    with pytest.raises(tc.CheckpointExists):
+        convert(tmp_path / "in.pt", tmp_path / "ours")
+    convert(tmp_path / "in.pt", tmp_path / "ours", overwrite=True)
+
+
+CHILD = """
+import sys, treeckpt as tc
+from treeckpt.convert import output
+kept = output._write_part
+def slow(fd, part, tile):
+    kept(fd, part, tile)
+    print("wrote", flush=True)
+    sys.stdin.readline()
+output._write_part = slow
+tc.convert.convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize(("to", "blow"), [("dcp", signal.SIGKILL), ("torch", signal.SIGINT)])
+def test_a_killed_conversion_leaves_nothing_that_counts_and_the_next_clears_it(
+    tmp_path: Path, to: str, blow: signal.Signals
+) -> None:
+    torch.save({"w": torch.ones(2), "v": torch.ones(1000)}, tmp_path / "in.pt")
+    root = str(Path(tc.__file__).parent.parent)
+    path = os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "in.pt"), str(tmp_path / "out"), to]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes) as child:
+        assert child.stdout is not None and child.stdin is not None
+        assert child.stdout.readline() == b"wrote\n"
+        assert list(tmp_path.glob(".out.*.tmp")) and not (tmp_path / "out").exists()
+        convert(tmp_path / "in.pt", tmp_path / "out", to=to)  # another one beside it: neither disturbs the other
+        assert list(tmp_path.glob(".out.*.tmp")), "its place is not taken for litter while it lives"
+        child.send_signal(blow)
+        time.sleep(0.05)
+        child.stdin.close()  # the interrupted one may go on to its end
+        child.wait(30)
+    if blow == signal.SIGINT:
+        assert not list(tmp_path.glob(".*")), "it cleared up after itself"
+    else:
+        assert list(tmp_path.glob(".out.*.tmp"))
+        os.rename(tmp_path / "out", tmp_path / "first")
+        convert(tmp_path / "in.pt", tmp_path / "out", to=to)
+    assert not list(tmp_path.glob(".*"))
+    convert(tmp_path / "out", tmp_path / "back")
+    assert_same(tc.load(tmp_path / "back"), torch.load(tmp_path / "in.pt"))
+
+
+def test_a_large_model_takes_no_more_memory_than_the_budget(tmp_path: Path) -> None:
+    budget, mebibytes = 56 << 20, 224
+    root = str(Path(tc.__file__).parent.parent)
+    script = str(Path(__file__).parent / "memory_child.py")
+    path = os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", script, str(tmp_path), str(mebibytes), str(budget)],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    grown = json.loads(found.stdout)
+    assert len(grown) == 4 and all(nbytes <= budget for nbytes in grown.values()), grown
+    source, back = torch.load(tmp_path / "source.pt", mmap=True), torch.load(tmp_path / "back.pt", mmap=True)
+    for name, tensor in source["model"].items():
+        assert torch.equal(back[name][:5000:7], tensor[:5000:7].bfloat16()), name
+
+
+def test_every_leaf_of_a_training_state_survives_all_formats_in_a_row(tmp_path: Path) -> None:
+    tree = {key: value for key, value in training_tree().items() if key not in ("parameter", "optimizer")}
+    torch.save(tree, tmp_path / "0.pt")
+    steps = ("1", "2.pt", "3", "4")
+    kinds = ("treeckpt", "torch", "dcp", "treeckpt")
+    before = "0.pt"
+    for name, to in zip(steps, kinds, strict=True):
+        convert(tmp_path / before, tmp_path / name, to=to)
+        before = name
+    back = tc.load(tmp_path / before)
+    assert_same({key: back[key] for key in tree}, tree)

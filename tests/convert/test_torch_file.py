@@ -1,0 +1,164 @@
+"""Files of torch.save, both ways."""
+
+from __future__ import annotations
+
+import collections
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import treeckpt as tc
+from treeckpt.convert.files import read_strided
+from treeckpt.core.region import Region
+
+from .trees import assert_same, training_tree
+
+convert = tc.convert.convert
+
+
+def test_a_training_state_goes_there_and_back_bit_for_bit(tmp_path: Path) -> None:
+    tree = training_tree()
+    tc.save(tmp_path / "one", tree, step=7)
+    report = tc.convert.to_torch_file(tmp_path / "one", tmp_path / "file.pt")
+    assert not report.losses and not report.notes, str(report)
+    assert_same(torch.load(tmp_path / "file.pt"), tree)  # weights_only
+    assert_same(torch.load(tmp_path / "file.pt", mmap=True), tree)
+    convert(tmp_path / "file.pt", tmp_path / "two")
+    back = tc.load(tmp_path / "two")
+    assert_same(back, tree)
+    assert tc.inspect(tmp_path / "two").nbytes == tc.inspect(tmp_path / "one").nbytes, "ties and views are stored once"
+    assert back["tie"].data_ptr() == back["model"]["0.weight"].data_ptr()
+
+
+def test_what_torch_saved_is_read_with_its_ties_and_views(tmp_path: Path) -> None:
+    tree = training_tree()
+    base = torch.randn(6, 7)
+    tree |= {"whole": base, "columns": base[:, 2:5], "turned": base.t(), "steps": base.view(-1)[3::4]}
+    tree["channels"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tree["conjugate"] = torch.randn(4, dtype=torch.complex64).conj()
+    tree["negative"] = torch.randn(4, dtype=torch.complex64).conj().imag
+    torch.save(tree, tmp_path / "file.pt")
+    convert(tmp_path / "file.pt", tmp_path / "one")
+    back = tc.load(tmp_path / "one")
+    assert_same(back, tree)
+    assert back["columns"].data_ptr() == back["whole"].data_ptr() + 2 * 4
+    again = tmp_path / "again.pt"
+    convert(tmp_path / "file.pt", again)
+    loaded = torch.load(again)
+    assert_same(loaded, tree)
+    assert loaded["turned"].untyped_storage().data_ptr() == loaded["whole"].untyped_storage().data_ptr()
+
+
+def test_the_archive_is_a_sound_zip_file_with_aligned_data(tmp_path: Path) -> None:
+    tc.save(tmp_path / "one", training_tree())
+    convert(tmp_path / "one", tmp_path / "file.pt")
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        assert archive.testzip() is None
+        heads = {info.filename: info.header_offset for info in archive.infolist()}
+    data = (tmp_path / "file.pt").read_bytes()
+    for name, at in heads.items():
+        extra = int.from_bytes(data[at + 28 : at + 30], "little")
+        assert (at + 30 + len(name) + extra) % 64 == 0, name
+
+
+def test_numpy_and_odd_containers_come_in(tmp_path: Path) -> None:
+    tree = {
+        "small": np.arange(5.0),
+        "large": np.arange(30_000, dtype=">i4").reshape(100, 300),
+        "turned": np.asfortranarray(np.arange(6).reshape(2, 3)),
+        "scalar": np.float32(2.5),
+        "ordered": collections.OrderedDict(b=1, a=torch.ones(2)),
+        "default": collections.defaultdict(list, {1: 2}),
+        "counter": collections.Counter("aab"),
+        "buffer": torch.nn.Buffer(torch.ones(3)),
+        "frozen": frozenset((1, 2)),
+        "state": torch.nn.Linear(2, 2).state_dict(),
+    }
+    for protocol in (2, 4, 5):
+        torch.save(tree, tmp_path / f"{protocol}.pt", pickle_protocol=protocol)
+        convert(tmp_path / f"{protocol}.pt", tmp_path / f"{protocol}")
+        back = tc.load(tmp_path / f"{protocol}")
+        for key in ("small", "large", "turned"):
+            assert np.array_equal(back[key], tree[key]) and back[key].dtype == tree[key].dtype.newbyteorder("<")
+        assert back["scalar"] == 2.5 and type(back["scalar"]) is np.float32
+        for key in ("ordered", "default", "counter", "frozen"):
+            assert type(back[key]) is type(tree[key]) and list(back[key]) == list(tree[key])
+        assert tc.inspect(tmp_path / f"{protocol}").by_path["buffer"][0].spec.kind == "buffer"  # type: ignore[union-attr]
+        assert torch.equal(back["state"]["weight"], tree["state"]["weight"])
+
+
+class Settings:
+    """A class that no reader knows."""
+
+    def __init__(self) -> None:
+        self.lr = 0.1
+
+
+def test_an_object_is_named_with_its_path_and_can_be_left_out(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "args": [Settings()], "f": len}, tmp_path / "file.pt")
+    with pytest.raises(tc.TreeError, match=r"args/0: .*Settings.*exclude='args/0'"):
+        convert(tmp_path / "file.pt", tmp_path / "one")
+    assert not (tmp_path / "one").exists()
+    with pytest.raises(tc.TreeError, match=r"^f: .*the class or function .*len"):
+        convert(tmp_path / "file.pt", tmp_path / "one", exclude="args")
+    convert(tmp_path / "file.pt", tmp_path / "one", exclude=["args", "f"])
+    assert list(tc.load(tmp_path / "one")) == ["w"]
+
+
+def test_files_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(tc.FormatError, match=r"bare pickle, as torch before 1\.6"):
+        convert(tmp_path / "old.pt", tmp_path / "one")
+    with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:
+        archive.writestr("m/data.pkl", b"")
+        archive.writestr("m/constants.pkl", b"")
+    with pytest.raises(tc.FormatError, match="TorchScript"):
+        convert(tmp_path / "script.pt", tmp_path / "one")
+    with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("m/data.pkl", b"x" * 1000)
+    with pytest.raises(tc.FormatError, match="packed"):
+        convert(tmp_path / "packed.pt", tmp_path / "one")
+    for name, data in (("text.pt", b"hello world"), ("empty.pt", b"")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(tc.FormatError, match="begins with"):
+            convert(tmp_path / name, tmp_path / "one")
+    with pytest.raises(tc.CheckpointNotFound):
+        convert(tmp_path / "nothing.pt", tmp_path / "one")
+    sparse = torch.eye(3).to_sparse()
+    torch.save({"s": sparse}, tmp_path / "sparse.pt")
+    with pytest.raises(tc.TreeError, match=r"s: .*_rebuild_sparse_tensor"):
+        convert(tmp_path / "sparse.pt", tmp_path / "one")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_box_of_any_strided_array_is_what_numpy_says(data: st.DataObject) -> None:
+    ndim = data.draw(st.integers(0, 4))
+    shape = tuple(data.draw(st.integers(1, 40)) for _ in range(ndim))
+    order = data.draw(st.permutations(range(ndim)))
+    steps = [0] * ndim
+    reach = 1
+    for d in order:
+        steps[d] = 0 if data.draw(st.integers(0, 5)) == 0 else reach * data.draw(st.integers(1, 3))
+        reach = max(reach, steps[d] * shape[d])
+    offset = data.draw(st.integers(0, 5))
+    memory = np.arange(offset + 1 + sum((n - 1) * s for n, s in zip(shape, steps, strict=True)), dtype=np.uint32)
+    low = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    box = Region(low, tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, low, strict=True)))
+    reads: list[int] = []
+
+    def flat(start: int, count: int) -> np.ndarray:
+        assert start >= 0 and start + count <= len(memory)
+        reads.append(count)
+        return memory[start : start + count]
+
+    found = read_strided(flat, 4, offset, tuple(steps), box)
+    whole = np.lib.stride_tricks.as_strided(memory[offset:], shape, [4 * s for s in steps])
+    assert np.array_equal(found, whole[box.slices()])
+    if box.size and all(steps):
+        assert all(count <= max(1024, 2 * box.size) for count in reads), "little more than is wanted"

@@ -1,0 +1,118 @@
+"""A real S3 server, moto's, in a process of its own, behind a proxy that counts requests and injects faults."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import treeckpt as tc
+
+BUCKET = "bucket"
+PAGE = 40
+"""Keys in a page of a listing: S3 has 1000; fewer make paging cheap to test."""
+_PROXY = str(Path(__file__).with_name("s3_proxy.py"))
+_MOTO = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
+_numbers = itertools.count()
+
+
+class S3:
+    """The server, as a test sees it."""
+
+    def __init__(self, port: int, proxy: int) -> None:
+        self.port, self.proxy = port, proxy
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """By which a store reaches it."""
+        return {
+            "endpoint": f"http://127.0.0.1:{self.proxy}",
+            "access_key_id": "key",
+            "secret_access_key": "secret",
+            "region": "us-east-1",
+            **more,
+        }
+
+    def environment(self) -> dict[str, str]:
+        """The same as variables."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.proxy}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+        }
+
+    def url(self, name: str = "run") -> str:
+        """A place that no other test uses."""
+        return f"s3://{BUCKET}/{os.getpid()}-{next(_numbers)}/{name}"
+
+    def store(self, url: str = "", **options: Any) -> tc.ObjectStore:
+        """A store that the proxy watches."""
+        return tc.ObjectStore(url or self.url(), **self.options(**options))
+
+    def request(self, method: str, path: str, body: bytes = b"", *, port: int = 0) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=30)
+        try:
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            data = response.read()
+            assert response.status < 300, (response.status, data)
+            return data
+        finally:
+            connection.close()
+
+    def rules(self, *rules: dict[str, Any]) -> None:
+        """What the proxy does from now on; forgets what it has counted."""
+        self.request(
+            "POST", "/!rules", json.dumps([{"times": 1, "seconds": 0, **r} for r in rules]).encode(), port=self.proxy
+        )
+
+    def log(self) -> list[dict[str, Any]]:
+        """The requests since then."""
+        return json.loads(self.request("GET", "/!log", port=self.proxy))
+
+    def uploads(self) -> bytes:
+        """The multipart uploads that never ended, as the server lists them."""
+        return self.request("GET", f"/{BUCKET}?uploads")
+
+    def put(self, key: str, data: bytes = b"x") -> None:
+        """Puts an object past the client, under any key."""
+        self.request("PUT", f"/{BUCKET}/{key}", data)
+
+
+@contextmanager
+def s3_server() -> Iterator[S3]:
+    """Starts server and proxy, ends them again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    env = {**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
+    moto = subprocess.Popen([sys.executable, "-c", _MOTO, str(port)], env=env, **quiet)
+    proxy = subprocess.Popen([sys.executable, _PROXY, str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert proxy.stdout is not None
+        server = S3(port, int(proxy.stdout.readline()))
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                server.request("PUT", f"/{BUCKET}")
+                break
+            except OSError:
+                assert moto.poll() is None and time.monotonic() < deadline, "the server does not come up"
+                time.sleep(0.05)
+        yield server
+    finally:
+        for process in (moto, proxy):
+            process.kill()
+            process.wait()
+        if proxy.stdout is not None:
+            proxy.stdout.close()

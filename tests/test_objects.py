@@ -1,0 +1,562 @@
+"""Object stores against a real S3 server: requests, faults, races, hostile names; and everything that works on runs."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from tests.background import session
+from tests.s3 import BUCKET, PAGE, S3
+from tests.world import assert_equal, errors_of, on_ranks, small_tree, whole_tree
+from treeckpt import catalog, committing
+from treeckpt.cli import main
+from treeckpt.core.files import step_name
+from treeckpt.core.policy import Last
+from treeckpt.core.shard import parse_shard_name
+from treeckpt.io import objects as objects_module
+from treeckpt.io import obstores, upload
+from treeckpt.io.bucket import Found, Listing
+from treeckpt.io.buffers import aligned_buffer
+from treeckpt.io.comm import SoloComm
+from treeckpt.io.profiles import s3_options
+from treeckpt.remote import modules_of
+from treeckpt.run import Run
+
+QUICK = {"retry_config": {"backoff": {"init_backoff": timedelta(milliseconds=10)}}}
+ONCE = {"retry_config": {"max_retries": 1, "backoff": {"init_backoff": timedelta(milliseconds=10)}}}
+MIB = 1 << 20
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files from 1 MiB on go out in parts, the smallest that S3 takes."""
+    monkeypatch.setattr(objects_module, "WHOLE", MIB)
+    monkeypatch.setattr(obstores, "PART", 5 * MIB)
+
+
+def array(mib: int) -> np.ndarray:
+    return np.arange(mib * MIB // 8)
+
+
+def same(store: Any, tree: dict[str, Any]) -> bool:
+    back = tc.load(store)
+    return all(np.array_equal(back[key], tree[key]) for key in tree)
+
+
+# what goes over the wire ---------------------------------------------------------------------------------------------
+
+
+def test_a_save_uploads_parts_side_by_side_in_order_and_publishes_last(s3: S3, in_parts: None) -> None:
+    s3.rules({"match": "PUT .*partNumber", "do": "slow", "times": 99, "seconds": 0.1})
+    store, tree = s3.store(), {"w": array(34), "n": 1}
+    tc.save(store, tree)
+    log = s3.log()
+    parts = [row for row in log if "partNumber" in row["path"]]
+    assert len(parts) == 7 and sum(row["sent"] for row in parts) > 34 * MIB
+    assert 3 <= max(row["flying"] for row in parts) <= obstores.UPLOADS
+    writes = [row for row in log if row["method"] in ("PUT", "POST")]
+    [index] = [row for row in writes if row["path"].endswith("index.json")]
+    assert index["condition"] == "*" and all("shard" not in row["path"] for row in log[log.index(index) :])
+    assert b"<Upload>" not in s3.uploads() and same(store, tree)
+
+
+def test_a_slow_store_holds_the_save_up_instead_of_filling_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    class Slow:
+        def upload(self, key: str, nbytes: int, blocks: Any) -> None:
+            for block in blocks:
+                time.sleep(0.02)
+                taken.append(len(block))
+
+    writer = upload.PartsWriter(Slow(), "key", 20 * MIB)  # pyright: ignore[reportArgumentType]
+    ahead: list[int] = []
+    for start in range(0, 20 * MIB, MIB):
+        writer.write(start, memoryview(bytearray(MIB)))
+        ahead.append(start + MIB - sum(taken))
+    writer.commit()
+    assert sum(taken) == 20 * MIB and max(ahead) <= (upload.WAITING + 2) * MIB
+
+
+def test_memory_stays_bounded_whatever_the_size(s3: S3) -> None:
+    # arrays that take no memory themselves, in a process whose peak only a save of half the size has raised
+    program = """
+import resource, sys, numpy as np, treeckpt as tc
+from treeckpt.io import obstores
+obstores.PART, obstores.UPLOADS = 5 << 20, 4
+row = np.arange(1 << 17)
+tc.save(sys.argv[1] + "/small", {"w": np.broadcast_to(row, (36, 1 << 17))})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tc.save(sys.argv[1] + "/large", {"w": np.broadcast_to(row, (72, 1 << 17))})
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+    done = subprocess.run([sys.executable, "-c", program, s3.url()], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20, "MiB"
+
+
+def test_a_slice_is_read_by_ranged_requests_for_its_bytes_only(s3: S3) -> None:
+    store, full = s3.store(), np.arange(3 * MIB).reshape(24, -1)
+    tc.save(store, {"w": full, "other": array(4)})
+    s3.rules({"match": "GET .*shard", "do": "slow", "times": 99, "seconds": 0.05})
+    piece = tc.Sharded(np.zeros((16, full.shape[1]), full.dtype), full.shape, (4, 0))
+    part = tc.load(store, {"w": piece, "other": ...})
+    assert np.array_equal(part["w"].local, full[4:20])
+    shard = [row for row in s3.log() if "shard" in row["path"] and row["method"] == "GET"]
+    assert all(row["range"].startswith("bytes=") for row in shard)
+    assert sum(row["got"] for row in shard) <= 1.05 * full[4:20].nbytes + objects_module.HEAD
+    assert max(row["flying"] for row in shard) >= 3
+
+
+def test_arrays_that_change_while_they_are_uploaded_fail_the_save(s3: S3, in_parts: None) -> None:
+    array_, store = array(12), s3.store()
+    real = upload.PartsWriter.write
+
+    def write(self: Any, offset: int, data: memoryview) -> None:
+        array_[-1] = offset  # as a training that does not wait
+        real(self, offset, data)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(tc.CheckpointError, match="stay as they are"):
+        patch.setattr(upload.PartsWriter, "write", write)
+        tc.save(store, {"w": array_})
+    assert not [name for name in store.sizes() if parse_shard_name(name) or name == "index.json"]
+    assert b"<Upload>" not in s3.uploads().replace(b"\n", b"")
+
+
+def test_an_upload_whose_blocks_come_out_of_turn_or_short_fails(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects_module, "WHOLE", 0)
+    monkeypatch.setattr(upload, "PATIENCE", 0.1)
+    store = s3.store()
+    writer = store.create("a", 10_000)
+    writer.write(0, aligned_buffer(4096))
+    for offset in (0, 8192):
+        with pytest.raises(ValueError, match=f"a block at {offset} where 4096 is next"):
+            writer.write(offset, aligned_buffer(4096)[:1808])
+    with pytest.raises(Exception, match="4096 of 10000 bytes"):
+        writer.commit()
+    writer.abort()
+    assert store.sizes() == {}
+
+
+# faults --------------------------------------------------------------------------------------------------------------
+EACH = [
+    r"POST .*\?uploads",
+    r"PUT .*partNumber=2",
+    r"POST .*uploadId",
+    r"PUT .*index",
+    "GET .*list-type",
+    "GET .*index",
+    "GET .*shard",
+]
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "slow", "cut", "lost", "half"])
+def test_a_save_and_a_load_survive_a_fault_of_every_request(s3: S3, in_parts: None, fault: str) -> None:
+    store, tree = s3.store(**QUICK), {"w": array(11), "n": np.arange(3)}
+    s3.rules(*({"match": line, "do": fault, "seconds": 0.1} for line in EACH))
+    tc.save(store, tree)
+    assert same(store, tree)
+    assert sum(name.startswith("shard") for name in store.sizes()) == 1 and "index.json" in store.sizes()
+
+
+@pytest.mark.parametrize("line", [r"POST .*\?uploads", "PUT .*partNumber=2", "PUT .*index"])
+def test_a_save_that_fails_leaves_no_index_no_shard_and_no_parts(s3: S3, in_parts: None, line: str) -> None:
+    store, before = s3.store(**ONCE), s3.uploads().count(b"<UploadId>")
+    s3.rules({"match": line, "do": "503", "times": 99})
+    with pytest.raises(tc.StoreError, match=r"s3://bucket/.*expected to write it, found .*503.*SlowDown.*try again"):
+        tc.save(store, {"w": array(11)})
+    s3.rules()
+    assert not [name for name in store.sizes() if not name.startswith("timings")]
+    assert s3.uploads().count(b"<UploadId>") == before
+    with pytest.raises(tc.CheckpointNotFound):
+        tc.load(store)
+
+
+def test_ranks_all_hear_of_one_that_cannot_upload(s3: S3) -> None:
+    stores, url = {}, s3.url()
+    for rank in range(3):
+        stores[rank] = s3.store(url, **ONCE)
+    s3.rules({"match": "PUT .*shard-00001", "do": "403", "times": 99})
+
+    def save(comm: Any) -> None:
+        tc.save(stores[comm.rank], small_tree(comm.rank, 3), comm=comm)
+
+    errors = errors_of(on_ranks(3, save))
+    assert all(isinstance(e, tc.RankError) and "policies" in str(e) and list(e.ranks) == [1] for e in errors)
+    s3.rules()
+    assert not [name for name in stores[0].sizes() if not name.startswith("timings")]
+    assert not any(errors_of(on_ranks(3, save)))
+    assert_equal(tc.load(stores[0], per_rank="take"), whole_tree())
+
+
+def test_a_killed_save_leaves_nothing_that_is_seen(s3: S3) -> None:
+    url = s3.url()
+    s3.rules({"match": "PUT .*partNumber=[23]", "do": "slow", "times": 9, "seconds": 30})
+    program = "import sys, numpy as np, treeckpt as tc\ntc.save(sys.argv[1], {'w': np.zeros(5 << 20)})"
+    saving = subprocess.Popen([sys.executable, "-c", program, url])
+    deadline = time.monotonic() + 30
+    while not any("partNumber=2" in row["path"] for row in s3.log()):
+        assert time.monotonic() < deadline and saving.poll() is None
+        time.sleep(0.05)
+    saving.send_signal(signal.SIGKILL)
+    saving.wait()
+    assert not [name for name in s3.store(url).sizes() if not name.startswith("progress")]
+    with pytest.raises(tc.CheckpointNotFound, match="found none"):
+        tc.load(url)
+    s3.rules()
+    tc.save(url, {"w": np.arange(3)})
+    assert same(url, {"w": np.arange(3)})
+
+
+def test_a_network_that_fails_sends_nobody_back_to_an_older_checkpoint(s3: S3) -> None:
+    url = s3.url()
+    run = tc.ObjectRun(url, **s3.options(**ONCE))
+    with tc.Manager(run, background=False) as made:
+        for step in (1, 2):
+            made.save(step, {"step": step})
+        for line in (f"GET .*{step_name(2)}/index", "GET .*list-type"):
+            s3.rules({"match": line, "do": "500", "times": 99})
+            for act in (tc.Manager.latest, tc.Manager.restore, tc.Manager.clean):
+                with pytest.raises(tc.StoreError, match="500"):
+                    act(tc.Manager(run))
+        s3.rules()
+        assert made.latest() == 2 and made.restore() == {"step": 2}
+        s3.rules({"match": f"GET .*{step_name(2)}/shard", "do": "500", "times": 99})
+        made.save(3, {"w": np.arange(9)})
+        s3.rules({"match": f"GET .*{step_name(3)}/shard", "do": "500", "times": 99})
+        with pytest.raises(tc.StoreError, match="500"):
+            made.restore()
+
+
+# races ---------------------------------------------------------------------------------------------------------------
+
+
+def test_of_saves_that_replace_the_same_checkpoint_exactly_one_wins(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, real = s3.store(), committing._publish
+    tc.save(store, {"by": "first"})
+
+    def outrun(*arguments: Any) -> None:
+        monkeypatch.setattr(committing, "_publish", real)
+        tc.save(store, {"by": "the faster"}, overwrite=True)
+        real(*arguments)
+
+    monkeypatch.setattr(committing, "_publish", outrun)
+    with pytest.raises(tc.CheckpointExists, match="written meanwhile by another save"):
+        tc.save(store, {"by": "the slower"}, overwrite=True)
+    assert tc.load(store) == {"by": "the faster"} and tc.verify(store).ok
+
+
+def test_of_many_swaps_at_once_exactly_one_wins(s3: S3) -> None:
+    store, won, start = s3.store(), list[bytes](), threading.Barrier(6)
+    store.publish("index.json", b"old", replace=False)
+
+    def swap(data: bytes) -> None:
+        start.wait()
+        try:
+            store.swap("index.json", data, holds=lambda found: found == b"old", limit=99)
+            won.append(data)
+        except tc.CheckpointExists:
+            pass
+
+    threads = [threading.Thread(target=swap, args=(b"new %d" % n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [store.read("index.json", limit=99)] == won
+    store.delete("index.json")
+    store.swap("index.json", b"anew", holds=lambda found: False, limit=99)
+    assert store.read("index.json", limit=99) == b"anew", "what is gone meanwhile is nobody's"
+
+
+# names ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../other", "a/b", "/a", "a\x00", "a\n"])
+def test_names_that_lead_out_of_the_prefix_are_refused(s3: S3, name: str) -> None:
+    store, run = s3.store(), tc.ObjectRun(s3.url(), **s3.options())
+    for act in (
+        lambda: store.read(name, limit=9),
+        lambda: store.read_into(name, 0, memoryview(bytearray(9))),
+        lambda: store.create(name, 9),
+        lambda: store.publish(name, b"", replace=True),
+        lambda: store.delete(name),
+        lambda: run.folder(name),
+    ):
+        with pytest.raises(tc.StoreError, match="expected the plain name"):
+            act()
+    assert s3.log() == [], "nobody is even asked"
+
+
+def test_keys_that_a_service_should_not_list_are_passed_over() -> None:
+    keys = [
+        "run/a",
+        "run/a/b",
+        "run/",
+        "run",
+        "other/c",
+        "runs/d",
+        "run/..",
+        "run/e\x01",
+        "run/f/../g",
+        "/run/h",
+        "run//i",
+    ]
+    listing = Listing([Found(key, 1, 0, 0) for key in keys], [])
+    assert set(objects_module._under(listing, "run")) == {"a", "i"}
+
+
+def test_a_key_that_no_client_can_name_is_an_error_that_names_it(s3: S3) -> None:
+    url = s3.url("odd")
+    s3.put(f"{url.removeprefix(f's3://{BUCKET}/')}//x")
+    for act in (lambda: tc.ObjectRun(url).names(), lambda: catalog.scan(url)):
+        with pytest.raises(tc.StoreError, match=r"odd//.* Another program has put this object there"):
+            act()
+
+
+def test_what_others_have_put_into_a_run_is_left_alone(s3: S3) -> None:
+    url = s3.url()
+    root = url.removeprefix(f"s3://{BUCKET}/")
+    tc.save(f"{url}/{step_name(1)}", {"n": 1}, step=1)
+    for key in ("README", ".hidden/x", "notes/a%20b%23.txt", f"{step_name(2)}/", f"{step_name(1)}/deep/er/x"):
+        s3.put(f"{root}/{key}")
+    assert tc.ObjectRun(url).names() == ["notes", step_name(1), step_name(2)]
+    found = {info.name: info.status for info in catalog.scan(url)}
+    assert found == {step_name(1): "complete", "notes": "foreign"}
+    assert Run(url).clean([Last(1)], grace=0).removed == ()
+    assert tc.load(f"{url}/{step_name(1)}") == {"n": 1}
+
+
+# listing -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_long_run_is_listed_by_pages(s3: S3, count: int) -> None:
+    url = s3.url()
+    bucket = s3.store(url)._bucket
+    for step in range(count):
+        bucket.put(f"{url.removeprefix(f's3://{BUCKET}/')}/{step_name(step)}/index.json", b"{}", replace=True)
+    s3.rules()
+    run = tc.ObjectRun(url)
+    assert run.names() == [step_name(step) for step in range(count)]
+    assert len(s3.log()) <= count // PAGE + 1
+    s3.rules()
+    folders = run.folders()
+    assert [folder.name for folder in folders] == run.names()
+    assert all(folder.entries()["index.json"].nbytes == 2 and folder.modified_ns() for folder in folders)
+    assert len(s3.log()) <= 2 * (count // PAGE + 1), "not one for each checkpoint"
+
+
+# errors --------------------------------------------------------------------------------------------------------------
+
+
+def test_errors_say_where_what_and_how_to_go_on(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        tc.StoreError, match=r"^s3://nobucket/run.*: expected a bucket to list in, found no such bucket"
+    ):
+        tc.save("s3://nobucket/run", {})
+    with pytest.raises(tc.StoreError, match="found no such bucket"):
+        tc.load("s3://nobucket/run")
+    s3.rules({"match": "GET .*list-type", "do": "403", "times": 9})
+    with pytest.raises(tc.StoreError, match=r"expected to list it, found .*AccessDenied.* do not allow to list here"):
+        catalog.scan(s3.url())
+    s3.rules()
+    with pytest.raises(tc.CheckpointNotFound, match=r"expected a checkpoint \(index.json\), found none"):
+        tc.load(s3.url())
+    with pytest.raises(tc.StoreError, match=r"expected options that obstore takes, found .*nosuchoption"):
+        tc.ObjectStore("s3://bucket/x", nosuchoption=1)
+    for name in s3.environment():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/nowhere")
+    options = {**ONCE, "metadata_endpoint": "http://127.0.0.1:9", "region": "us-east-1"}
+    with pytest.raises(tc.StoreError, match=r"No credentials are found, or not taken\. Set AWS_ACCESS_KEY_ID"):
+        tc.load(tc.ObjectStore("s3://bucket/run", **options))
+
+
+def test_mapping_an_object_is_refused(s3: S3) -> None:
+    store = s3.store()
+    tc.save(store, {"w": array(1)})
+    with pytest.raises(tc.StoreError, match=r"expected a file on a disk.*Load without mmap"):
+        tc.load(store, mmap=True)
+
+
+# credentials ---------------------------------------------------------------------------------------------------------
+
+
+def aws_files(home: Path, config: str = "", credentials: str = "") -> dict[str, str]:
+    (home / ".aws").mkdir()
+    (home / ".aws" / "config").write_text(config)
+    (home / ".aws" / "credentials").write_text(credentials)
+    return {"HOME": str(home)}
+
+
+KEYS = "aws_access_key_id = {0}\naws_secret_access_key = secret of {0}\n"
+
+
+def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path) -> None:
+    config = "[default]\nregion = eu-west-1\n[profile lab]\nregion = eu-west-2\nendpoint_url = https://s3.lab\n"
+    keys = f"[default]\n{KEYS.format('a')}[lab]\n{KEYS.format('b')}aws_session_token = t\n"
+    env = aws_files(tmp_path, config, keys)
+    plain = {"access_key_id": "a", "secret_access_key": "secret of a", "region": "eu-west-1"}
+    lab = {"access_key_id": "b", "secret_access_key": "secret of b", "session_token": "t"}
+    assert s3_options("s3://b", {}, env) == plain
+    assert s3_options("s3://b", {}, {**env, "AWS_REGION": "x"}) == {k: v for k, v in plain.items() if k != "region"}
+    assert s3_options("s3://b", {"region": "mine"}, env) == {**plain, "region": "mine"}
+    found = s3_options("s3://b", {}, {**env, "AWS_PROFILE": "lab", "AWS_ACCESS_KEY_ID": "not this"})
+    assert found == {**lab, "region": "eu-west-2", "endpoint_url": "https://s3.lab"}
+
+
+def test_given_keys_and_the_environment_go_before_a_profile(tmp_path: Path) -> None:
+    env = aws_files(tmp_path, credentials=f"[default]\n{KEYS.format('a')}")
+    assert s3_options("s3://b", {"access_key_id": "mine"}, env) == {"access_key_id": "mine"}
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+        assert s3_options("s3://b", {}, {**env, name: "x"}) == {}
+    assert s3_options("s3://b", {}, {"HOME": "/nowhere"}) == {}
+
+
+def test_a_profile_that_is_missing_or_signs_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = aws_files(tmp_path, "[profile sso]\nsso_session = corp\n")
+    with pytest.raises(tc.StoreError, match="expected the profile other of AWS_PROFILE"):
+        s3_options("s3://b", {}, {**env, "AWS_PROFILE": "other"})
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(tc.StoreError, match="or boto3 to sign on with it"):
+        s3_options("s3://b", {}, {**env, "AWS_PROFILE": "sso"})
+
+
+def test_a_profile_reaches_the_server(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in s3.environment():
+        monkeypatch.delenv(name)
+    config = f"[default]\nregion = us-east-1\nendpoint_url = http://127.0.0.1:{s3.proxy}\n"
+    monkeypatch.setenv("HOME", aws_files(tmp_path, config, f"[default]\n{KEYS.format('a')}")["HOME"])
+    url = s3.url()
+    tc.save(url, {"n": 1})
+    assert tc.load(url) == {"n": 1}
+
+
+# the rest of the system ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["environment", "options"])
+def test_the_writer_process_uploads_without_torch(s3: S3, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    comm, tree, url = SoloComm(), {"w": array(17), "n": 3}, s3.url()
+    if given == "options":
+        for name in s3.environment():
+            monkeypatch.delenv(name)
+    store = url if given == "environment" else s3.store(url, **QUICK)
+    try:
+        report = tc.save_async(store, tree, comm=comm).result(60)
+        process = session(comm).writer.process
+        assert process is not None and process.alive
+        modules = modules_of(process)
+        assert "obstore" in modules and not {"torch", "fsspec"} & set(modules)
+    finally:
+        session(comm).writer.end()
+    assert report.nbytes >= tree["w"].nbytes and same(store, tree)
+    assert any("partNumber" in row["path"] for row in s3.log())
+
+
+def test_a_store_that_no_other_process_can_open_is_written_by_a_thread() -> None:
+    comm, url = SoloComm(), "memory://of/this/process"
+    tc.save_async(url, {"n": 1}, comm=comm).result(60)
+    assert session(comm).writer.process is None and tc.load(url) == {"n": 1}
+    assert pickle.loads(pickle.dumps(tc.ObjectStore(url))).url == url
+
+
+@pytest.fixture(params=["s3", "memory"])
+def run(request: pytest.FixtureRequest, s3: S3, tmp_path: Path) -> str:
+    return s3.url() if request.param == "s3" else f"memory://{tmp_path}/run"
+
+
+def test_a_manager_saves_keeps_pins_restores_and_cleans_up(run: str) -> None:
+    with tc.Manager(run, keep=2, background=False) as made:
+        assert made.latest() is None
+        for step in (1, 2, 3, 4):
+            made.save(step, small_tree(0, 1, seed=step), pin=step == 1, metrics={"loss": step})
+        assert made.steps() == [1, 3, 4] and made.latest(verify=True) == 4 and made.best("loss") == 1
+        assert_equal(made.restore(step=3), whole_tree(seed=3))
+        made.save(4, small_tree(0, 1, seed=9))
+        assert_equal(made.restore(), whole_tree(seed=9))
+        made.unpin(1)
+        [removal] = made.clean().removed
+        assert removal.name == step_name(1)
+    assert tc.ObjectRun(run).names() == [step_name(3), step_name(4)]
+    store = tc.ObjectStore(f"{run}/{step_name(4)}")
+    assert len(store.sizes()) == 3, "what was replaced is gone"
+    tc.rebuild_index(f"{run}/{step_name(4)}", replace=True)
+    assert tc.verify(store).ok
+
+
+def test_a_reader_keeps_a_checkpoint_until_it_is_done(run: str) -> None:
+    made = tc.Manager(run, keep=None, background=False)
+    for step in (1, 2):
+        made.save(step, {"step": step})
+    with made.reading(1) as store:
+        assert not Run(run).clean([Last(1)]).removed and tc.load(store) == {"step": 1}
+    assert [r.name for r in Run(run).clean([Last(1)]).removed] == [step_name(1)]
+
+
+def test_leftovers_of_crashed_saves_and_deletions_go(run: str) -> None:
+    made = tc.Manager(run, keep=None, background=False)
+    for step in (1, 2):
+        made.save(step, {"w": np.arange(9)})
+    tc.ObjectStore(f"{run}/{step_name(1)}").delete("index.json")
+    assert made.steps() == [2] and not Run(run).clean([Last(5)]).removed, "it may be a save under way"
+    later = Run(run, clock=lambda: time.time_ns() + 7200 * 10**9)
+    assert [r.name for r in later.clean([Last(5)]).removed] == [step_name(1)]
+    assert tc.ObjectRun(run).names() == [step_name(2)] and made.restore()["w"].sum() == 36
+
+
+def test_a_deletion_goes_mark_index_shards_mark(s3: S3) -> None:
+    url = s3.url()
+    for step in (1, 2):
+        tc.save(f"{url}/{step_name(step)}", {"w": np.arange(9)}, step=step)
+    s3.rules()
+    Run(url).clean([Last(1)])
+    changes = [(row["method"], row["path"].rpartition("/")[2].partition(".")[0]) for row in s3.log()]
+    changes = [change for change in changes if change[0] in ("PUT", "DELETE", "POST")]
+    assert changes[:2] == [("PUT", "deleted"), ("DELETE", "index")] and changes[-1] == ("DELETE", "deleted")
+    assert {name for _, name in changes[2:-1]} == {"shard-00000-of-00001", "timings"}
+
+
+def test_the_command_line_reads_and_cleans_runs(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        tc.save(f"{run}/{step_name(step)}", {"w": np.arange(9), "v": step}, step=step)
+    first, second = (f"{run}/{step_name(step)}" for step in (1, 2))
+    for command, text in (
+        (["ls", run], step_name(2)),
+        (["show", first], "int64"),
+        (["verify", first], "intact"),
+        (["diff", first, second], "1 leaves alike"),
+        (["rebuild-index", first, "--replace"], "made again"),
+        (["pin", run, "1"], f"{first} is pinned"),
+        (["unpin", run, "1"], "no longer"),
+        (["gc", run, "--keep-last", "1"], "1 removed"),
+        (["ls", first.replace("00001", "00002")], step_name(2)),
+    ):
+        assert main(command) == 0
+        assert text in capsys.readouterr().out, command
+    assert main(["ls", f"{run}/nothing"]) == 2 and main(["gc", f"{run}/nothing"]) == 2
+    assert "no such directory" in capsys.readouterr().err
+
+
+def test_the_dashboard_reads_runs(run: str) -> None:
+    testclient = pytest.importorskip("starlette.testclient")
+    from treeckpt_dashboard.app import create_app
+
+    tc.save(f"{run}/{step_name(7)}", {"layer": {"w": np.arange(9)}}, step=7)
+    client = testclient.TestClient(create_app([run]), base_url="http://127.0.0.1:8265")
+    [found] = client.get("/api/v1/runs").json()["runs"]
+    [row] = found["checkpoints"]
+    assert (row["name"], row["status"], row["step"]) == (step_name(7), "complete", 7)
+    assert "layer" in client.get(f"/api/v1/checkpoints/{row['id']}/tree").text
+    assert client.get(f"/api/v1/checkpoints/{row['id']}/timing").status_code == 200

@@ -1,0 +1,135 @@
+"""Ranks that hold different parts of a model, some parameters on several: experts, stages that share a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import treeckpt as tc
+from treeckpt import training
+
+from ..world import errors_of, on_ranks
+from .jobs import same_tensors
+
+EXPERTS = 4
+
+
+class Mixture(nn.Module):
+    """A trunk and experts; the rows of a batch go to them in turn. A part of it may lack some experts, or the trunk."""
+
+    def __init__(self, experts: Sequence[int] = range(EXPERTS), seed: int = 0, *, trunk: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        if trunk:
+            self.trunk = nn.Linear(5, 6)
+        self.experts = nn.ModuleDict({str(e): nn.Linear(6, 3) for e in experts})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.trunk(x).relu()
+        return torch.cat([expert(hidden[n::EXPERTS]) for n, expert in enumerate(self.experts.values())])
+
+
+class Job:
+    """A model, its optimizer of two groups, and a scheduler of their rates."""
+
+    def __init__(self, model: nn.Module, *, lr: float = 0.5) -> None:
+        self.model = model
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+        self.optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=lr)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+    def train(self, first: int, steps: int) -> list[float]:
+        losses: list[float] = []
+        for step in range(first, first + steps):
+            self.optimizer.zero_grad()
+            loss = self.model(torch.randn(8, 5, generator=torch.Generator().manual_seed(step))).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def save(self, path: Path, comm: Any = None) -> None:
+        tree = training.state(self.model, self.optimizer, scheduler=self.scheduler, rng=False)
+        tc.save(path, tree, comm=comm)
+
+    def restore(self, path: Path, comm: Any = None, **options: Any) -> training.RestoreReport:
+        given = {"scheduler": self.scheduler, "rng": False, "comm": comm, **options}
+        return training.restore(path, self.model, self.optimizer, **given)
+
+    def moments(self) -> dict[str, Any]:
+        return {name: dict(self.optimizer.state[p]) for name, p in self.model.named_parameters()}
+
+
+PARTS = {
+    "experts": lambda rank, world: Mixture(range(rank, EXPERTS, world), seed=7),
+    "stages": lambda rank, world: Mixture(range(rank - 1, EXPERTS, world - 1) if rank else [], trunk=not rank, seed=7),
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_parts_of_a_model_train_on_with_their_moments_in_any_world(tmp_path: Path, parts: str) -> None:
+    whole = Job(Mixture())
+    whole.train(0, 3)
+    whole.save(tmp_path / "1")
+    worlds = (1, 2, 4, 3)
+
+    def act(comm: Any) -> Job:
+        part = Job(PARTS[parts](comm.rank, comm.size), lr=0.125)
+        report = part.restore(tmp_path / f"{worlds[worlds.index(comm.size) - 1]}", comm, partial=True)
+        assert report.missing == () and len(part.optimizer.state) == len(list(part.model.parameters()))
+        part.save(tmp_path / f"{comm.size}", comm)
+        return part
+
+    for world in worlds[1:]:
+        outcomes = on_ranks(world, act)
+        assert errors_of(outcomes) == [None] * world
+        for outcome in outcomes:
+            expected = whole.moments()
+            for name, moments in outcome.value.moments().items():
+                assert same_tensors(moments, expected[name]), name
+    again = Job(Mixture(seed=3), lr=0.125)
+    report = again.restore(tmp_path / "3")
+    assert (report.missing, report.unexpected) == ((), ())
+    assert again.train(3, 3) == whole.train(3, 3)
+
+
+def test_a_rank_that_trains_what_it_shares_under_another_rate_is_found_at_restore(tmp_path: Path) -> None:
+    jobs = [Job(Mixture([rank]), lr=0.5 + rank) for rank in range(2)]  # threads share one generator
+    assert errors_of(on_ranks(2, lambda comm: jobs[comm.rank].save(tmp_path / "c", comm))) == [None, None]
+    with pytest.raises(tc.MismatchError, match=r"param_groups/lr: .*0.5 for trunk\.\w+, found 1.5 for trunk\.\w+"):
+        Job(Mixture([0, 1])).restore(tmp_path / "c")
+
+
+class Stage(nn.Module):
+    """The first or last stage of a language model, which share the embedding."""
+
+    def __init__(self, last: bool, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(11, 4)
+        self.add_module("norm" if last else "inner", nn.Linear(4, 4))
+
+
+def test_stages_that_share_an_embedding_save_its_moments_once(tmp_path: Path) -> None:
+    models = [[Stage(last, seed) for last in (False, True)] for seed in (0, 5)]
+
+    def act(comm: Any) -> None:
+        model, fresh = models[0][comm.rank], models[1][comm.rank]
+        optimizer, again = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, fresh))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        tc.save(tmp_path / "c", training.state(model, optimizer, rng=False), comm=comm)
+        training.restore(tmp_path / "c", fresh, again, rng=False, partial=True, comm=comm)
+        assert same_tensors(again.state_dict(), optimizer.state_dict())
+        assert same_tensors(fresh.state_dict(), model.state_dict())
+
+    assert errors_of(on_ranks(2, act)) == [None, None]
+    assert "optimizer/embedding.weight/exp_avg" in tc.inspect(tmp_path / "c").by_path

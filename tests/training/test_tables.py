@@ -1,0 +1,87 @@
+"""A dynamic embedding in training: saved by some owners, evicted between saves, resumed by others to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import treeckpt as tc
+from tests.training.hashing import HashEmbedding, Job
+from tests.world import errors_of, on_ranks
+
+
+def save(job: Job, path: Path) -> None:
+    def act(comm: Any) -> None:
+        state = tc.training.state(job.model, job.optimizer, rng=False, extra=job.extra(comm.rank))
+        tc.save(path, state, comm=comm, step=job.step)
+
+    assert errors_of(on_ranks(len(job.owners), act)) == [None] * len(job.owners)
+
+
+def resume(path: Path, owners: int) -> Job:
+    jobs = [Job(owners) for _ in range(owners)]
+
+    def act(comm: Any) -> int:
+        job = jobs[comm.rank]
+        extra = job.extra(comm.rank)
+        tc.training.restore(path, job.model, job.optimizer, rng=False, extra=extra, comm=comm)
+        return extra["step"]
+
+    outcomes = on_ranks(owners, act)
+    assert errors_of(outcomes) == [None] * owners
+    job = jobs[0]
+    job.owners = [one.owners[rank] for rank, one in enumerate(jobs)]
+    job.step = outcomes[0].value
+    return job
+
+
+def test_training_goes_on_to_the_last_bit_under_any_number_of_owners(tmp_path: Path) -> None:
+    whole = Job(1)
+    whole.run(60)
+    job, losses, evicted = Job(3), [], 0
+    for stop, owners in ((25, 2), (45, 5), (60, 1)):
+        job.run(stop)
+        save(job, tmp_path / f"{stop}")
+        losses, evicted = losses + job.losses, evicted + job.evicted
+        before = job.tables()
+        job = resume(tmp_path / f"{stop}", owners)
+        assert job.step == stop and job.tables() == before
+    assert losses == whole.losses and evicted == whole.evicted > 1000
+    assert job.tables() == whole.tables()
+    assert sum(whole.right[-10:]) / 10 > 0.75  # 63 of 100 are not high
+
+
+def test_what_was_evicted_is_neither_saved_nor_there_after_loading(tmp_path: Path) -> None:
+    job = Job(1)
+    job.run(10, evict_every=1000)
+    save(job, tmp_path / "before")
+    seen = set(job.tables())
+    assert job.owners[0].evict(9) > 500
+    left = set(job.tables())
+    save(job, tmp_path / "after")
+    job.run(12, evict_every=1000)  # rows of the evicted are used again
+    assert set(job.tables()) - seen
+    sizes = [tc.inspect(tmp_path / name).by_path["extra/table/ids"][0].spec.shape[0] for name in ("before", "after")]
+    assert sizes == [len(seen), len(left)]
+    job = resume(tmp_path / "after", 1)
+    assert set(job.tables()) == left
+    ids, slots = job.owners[0].export()
+    assert len(ids) == len(left) and not any(slot.isnan().any() for slot in slots.values())
+
+
+def test_a_hash_table_that_lacks_a_slot_is_filled_where_that_is_asked_for(tmp_path: Path) -> None:
+    job = Job(1)
+    job.run(2)
+    ids, slots = job.owners[0].export()
+    del slots["exp_avg_sq"]
+    tc.save(tmp_path, {"table": tc.KeyedTable(ids, slots)})
+    fresh = HashEmbedding()
+    with pytest.raises(tc.MismatchError, match="table/slots/exp_avg_sq"):
+        tc.load_into(tmp_path, {"table": tc.KeyedTable.of(fresh)})
+    assert fresh.rows == {}
+    tc.load_into(tmp_path, {"table": tc.KeyedTable.of(fresh, fill={"exp_avg_sq": 0})})
+    assert set(fresh.rows) == set(ids.tolist())
+    assert torch.equal(fresh.slots["exp_avg_sq"], torch.zeros(len(ids), 8))

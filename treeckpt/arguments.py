@@ -1,0 +1,61 @@
+"""What a manager is told, understood and checked before anything is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import api
+from .core.containers import take
+from .core.errors import TreeError
+from .core.policy import All, Last, Policy, check_policies
+from .stateful import is_stateful
+
+__all__ = ["check_options", "is_maker", "numbers_of", "policies_of"]
+
+
+def policies_of(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:
+    """The policies that `keep` stands for."""
+    if keep is None:
+        return (All(),)
+    if isinstance(keep, int):
+        return (Last(keep),)
+    policies = tuple(keep) if isinstance(keep, Sequence) else (keep,)
+    check_policies(policies)
+    return policies
+
+
+def is_maker(tree: Any) -> bool:
+    """Whether it gives the tree when it is called. Models can be called too, but are trees themselves."""
+    return callable(tree) and not is_stateful(tree) and take(tree, "", "", 0) is None
+
+
+def check_options(options: dict[str, Any], *, background: bool) -> None:
+    """Refuses what the save would refuse, but now."""
+    save = api.save_async if background else api.save
+    known = (save.__kwdefaults__ or {}).keys() - {"step", "comm", "custom_metadata"}
+    if unknown := options.keys() - known:
+        raise TypeError(f"{sorted(unknown)[0]!r} is no option of Manager, nor of {save.__name__}")
+
+
+def numbers_of(metrics: Any) -> dict[str, float]:
+    """What was measured of a step, by name.
+
+    Raises:
+        TreeError: anything else.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TreeError("metrics", expected='numbers by name, as {"loss": 0.5}', found=f"{metrics!r:.60}")
+    return {str(name): _number(str(name), value) for name, value in metrics.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    """The number of a metric.
+
+    Raises:
+        TreeError: it is none.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TreeError(f"metrics/{name}", expected="a number", found=f"{value!r:.60}") from error

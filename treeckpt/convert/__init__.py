@@ -1,0 +1,35 @@
+"""Checkpoints from elsewhere, and to elsewhere: torch.save, PyTorch DCP, safetensors, hfai, Paddle.
+
+    tc.convert.convert("model.pt", "run/step_00000100")
+    tc.convert.to_safetensors("run/step_00000100", "hub/model", subtree="model", dtype="bfloat16")
+
+Arrays are streamed: what is in memory at a time is bounded by `memory=`, not by the model. Several ranks that call it
+together share the work. Nothing in a file is executed. What a format cannot hold is an error before anything is
+written, with the leaf's path; `dry_run=True` lists it all.
+"""
+
+from .contents import Finding
+from .converting import (
+    FORMATS,
+    SOURCES,
+    ConvertReport,
+    convert,
+    detect,
+    to_dcp,
+    to_safetensors,
+    to_torch_file,
+    to_treeckpt,
+)
+
+__all__ = [
+    "FORMATS",
+    "SOURCES",
+    "ConvertReport",
+    "Finding",
+    "convert",
+    "detect",
+    "to_dcp",
+    "to_safetensors",
+    "to_torch_file",
+    "to_treeckpt",
+]

@@ -1,0 +1,74 @@
+"""Arrays of another dtype, converted box by box while they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..core.dtypes import dtype_of
+from ..core.errors import MismatchError
+from ..core.region import Region
+from ..leaves.base import Storage
+from ..leaves.lazy import Lazy
+from ..leaves.registry import library_of
+from .contents import Contents, map_leaves
+from .files import Addresses
+
+__all__ = ["FLOATS", "cast_floats"]
+
+FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""Of dtypes that hold fewer magnitudes than float32."""
+
+
+def cast_floats(contents: Contents, dtype: str, addresses: Addresses) -> Contents:
+    """The contents with all arrays of floating point in one dtype. Ties stay, views become arrays of their own.
+
+    Raises:
+        MismatchError: no such dtype to cast to.
+    """
+    name = dtype.removeprefix("torch.")
+    if name not in FLOATS:
+        raise MismatchError("dtype", expected=f"one of {', '.join(FLOATS)}", found=dtype)
+    moved: dict[Any, int] = {}
+
+    def change(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Lazy) or leaf.spec.dtype not in FLOATS or leaf.spec.dtype == name:
+            return leaf
+        storage = leaf.storage
+        if storage is not None:
+            key = (storage.address, storage.strides, leaf.spec.shape, leaf.spec.dtype)
+            nbytes = Region.whole(leaf.spec.shape).size * dtype_of(name).itemsize
+            storage = Storage(moved.setdefault(key, 0) or addresses.take(nbytes), nbytes, None)
+            moved[key] = storage.address
+        return _cast(leaf, name, path, storage)
+
+    return map_leaves(contents, change)
+
+
+def _cast(leaf: Lazy, dtype: str, path: str, storage: Storage | None) -> Lazy:
+    spec = msgspec.structs.replace(leaf.spec, dtype=dtype)
+    convert = library_of(spec).cast
+
+    def read(region: Region) -> np.ndarray:
+        data = leaf.read(region)
+        if dtype in _LARGEST:
+            _check_range(convert(data, leaf.spec.dtype, "float64"), dtype, path)
+        return convert(data, leaf.spec.dtype, dtype).reshape(region.shape)
+
+    return Lazy(spec, read, storage)
+
+
+def _check_range(raw: np.ndarray, dtype: str, path: str) -> None:
+    """Refuses finite values that would come out as infinity."""
+    values = np.abs(np.ascontiguousarray(raw).view(np.float64))
+    beyond = np.isfinite(values) & (values > _LARGEST[dtype])
+    if beyond.any():
+        raise MismatchError(
+            path,
+            expected=f"values up to {_LARGEST[dtype]:g}, which {dtype} holds",
+            found=f"{values[beyond].max():g}",
+            hint="Cast to bfloat16, or leave the leaf out",
+        )

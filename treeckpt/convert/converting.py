@@ -1,0 +1,312 @@
+"""One checkpoint into another format: open, choose, check, and stream. See `convert`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .. import api
+from ..core.dtypes import dtype_of
+from ..core.errors import CheckpointError, MismatchError
+from ..core.structure import PerRankNode
+from ..io.comm import as_comm
+from ..io.store import Store
+from ..leaves.lazy import Lazy
+from . import contents as choosing
+from .casting import cast_floats
+from .contents import NODES, Contents, Finding, lower, named, tree_of
+from .files import Addresses
+from .holding import Held, hold_dcp, hold_safetensors, hold_torch, refuse_losses
+from .output import Output, check_free, run_output
+from .sources import SOURCES, detect, open_source
+from .writing import lay_out_safetensors, lay_out_torch
+
+__all__ = [
+    "FORMATS",
+    "SOURCES",
+    "ConvertReport",
+    "convert",
+    "detect",
+    "to_dcp",
+    "to_safetensors",
+    "to_torch_file",
+    "to_treeckpt",
+]
+
+FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
+"""Formats that can be written."""
+MEMORY = 64 << 20
+LEAST = 4 << 20
+SAVING = 56 << 20
+"""Bytes that a save of ours takes: its own buffers, and what is read into them."""
+SHARD = 5_000_000_000
+"""Bytes of a file, unless told otherwise; as Hugging Face has it."""
+_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20,
+          "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+AnyPath = str | os.PathLike[str]
+
+
+class ConvertReport(msgspec.Struct, frozen=True):
+    """What a conversion did, or would do."""
+
+    source: str
+    destination: str
+    source_format: str
+    format: str
+    leaves: int
+    arrays: int
+    nbytes: int
+    """Bytes of all arrays, each as often as it stands in the tree."""
+    files: tuple[str, ...]
+    written_nbytes: int
+    """Bytes of array data that this rank wrote."""
+    notes: tuple[Finding, ...]
+    """What changes its form."""
+    losses: tuple[Finding, ...]
+    """What is left out, or changed: only with `lossy`, and in a dry run."""
+    dry_run: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        did = "would convert" if self.dry_run else "converted"
+        rows = [
+            f"{did} {self.source} ({self.source_format}) to {self.destination} ({self.format}): "
+            f"{self.leaves} leaves, {self.nbytes} bytes, {len(self.files)} files"
+        ]
+        rows += [f"  lost  {finding}" for finding in self.losses]
+        return "\n".join(rows + [f"  note  {finding}" for finding in self.notes])
+
+
+class _Options(msgspec.Struct, frozen=True):
+    to: str
+    directory: bool
+    dtype: str | None
+    max_shard_size: int | None
+    memory: int
+    select: tuple[str, ...]
+    exclude: tuple[str, ...]
+    subtree: str
+    lossy: bool
+
+
+def convert(
+    source: AnyPath | Store,
+    destination: AnyPath,
+    *,
+    to: str | None = None,
+    dtype: str | None = None,
+    max_shard_size: int | str | None = None,
+    memory: int | str = MEMORY,
+    select: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    subtree: str = "",
+    lossy: bool = False,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    step: int | None = None,
+    comm: Any = None,
+) -> ConvertReport:
+    """Writes a checkpoint in another format. Call it on every rank: they share the bytes.
+
+    Args:
+        source: a checkpoint of any of `SOURCES`; the format is found by looking.
+        destination: a local path; for our own format any path that `save` takes. It appears when it is whole.
+        to: one of `FORMATS`; by default what the destination's suffix says, and our own without one.
+        dtype: casts arrays of floating point while they are streamed, e.g. "bfloat16".
+        max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
+            then, and an index.
+        memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
+        select: globs over paths; a path under a named one counts.
+        exclude: globs over paths that are left out. An object that cannot be read without running code is none then.
+        subtree: a path: what is below it is the tree, and its names begin there.
+        lossy: goes without what the format cannot hold, instead of refusing it.
+        dry_run: writes nothing; the report says what would be lost, and what changes its form.
+        overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
+        step: of training, kept in a checkpoint of ours; by default what the source says.
+        comm: as in `save`.
+
+    Raises:
+        CheckpointNotFound, FormatError, CorruptError: the state of the source.
+        TreeError: what cannot be read without running code, or what the format cannot hold.
+        MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
+        CheckpointExists: there is something at the destination.
+    """
+    begin = time.perf_counter()
+    kind = detect(source)
+    options = _options(destination, to, dtype, max_shard_size, memory, select, exclude, subtree, lossy)
+    addresses = Addresses()
+    contents = _chosen(open_source(source, kind, addresses, lambda at: named(at, options.exclude)), options, addresses)
+    held, plan = _PLANS[options.to](contents, options)
+    if not (dry_run or lossy):
+        refuse_losses(held.contents, options.to)
+    findings = held.contents.findings
+    names: tuple[str, ...] = ()
+    written = 0
+    if options.to == "treeckpt":
+        if not dry_run:
+            report = _save(held, destination, options, overwrite, step, comm)
+            names, written = report.files, report.nbytes
+    else:
+        output = plan()
+        names = tuple(file.name or Path(destination).name for file in output.files)
+        if not dry_run:
+            written = run_output(output, _local(destination), as_comm(comm), memory=options.memory, overwrite=overwrite)
+        else:
+            check_free(_local(destination), output, overwrite=overwrite)
+    arrays = [leaf for _, leaf in held.contents.leaves if isinstance(leaf, Lazy)]
+    return ConvertReport(
+        contents.label,
+        os.fspath(destination),
+        kind,
+        options.to,
+        len(held.contents.leaves),
+        len(arrays),
+        sum(math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize for leaf in arrays),
+        names,
+        written,
+        tuple(f for f in findings if not f.lost),
+        tuple(f for f in findings if f.lost),
+        dry_run,
+        time.perf_counter() - begin,
+    )
+
+
+def _options(
+    destination: AnyPath, to: str | None, dtype: str | None, max_shard_size: Any, memory: Any, selected: Any,
+    excluded: Any, below: str, lossy: bool,
+) -> _Options:  # fmt: skip
+    suffix = Path(os.fspath(destination)).suffix
+    kind = to or _SUFFIXES.get(suffix, "treeckpt")
+    if kind not in FORMATS:
+        raise MismatchError("to", expected=f"one of {', '.join(FORMATS)}", found=f"{kind}")
+    budget = _bytes(memory, "memory")
+    least = SAVING if kind == "treeckpt" else LEAST
+    if budget < least:
+        raise MismatchError("memory", expected=f"at least {least} bytes, for {kind}", found=f"{budget}")
+    directory = kind == "dcp" or (kind == "safetensors" and suffix != ".safetensors")
+    if max_shard_size is not None and not directory and kind != "treeckpt":
+        raise MismatchError(
+            "max_shard_size",
+            expected="a destination that can have several files",
+            found=f"one {kind} file",
+            hint="Leave the suffix away to get a directory" if kind == "safetensors" else "Leave it out",
+        )
+    size = _bytes(max_shard_size, "max_shard_size") if max_shard_size is not None else None
+    return _Options(kind, directory, dtype, size, budget, _globs(selected), _globs(excluded), below, lossy)
+
+
+def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def _bytes(size: int | str, name: str) -> int:
+    """A number of bytes, which may be given with a unit: "5GB", "64MiB"."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or not (number := int(float(match[1]) * unit)):
+        raise MismatchError(name, expected="bytes, as 5000000 or 5GB", found=f"{size!r}")
+    return number
+
+
+def _local(destination: AnyPath) -> Path:
+    text = os.fspath(destination)
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme != "file":
+        raise CheckpointError(
+            text, expected="a local path", found=f"{scheme}://", hint="Convert to a local path, and copy it there"
+        )
+    return Path(rest if separator else text).absolute()
+
+
+def _chosen(contents: Contents, options: _Options, addresses: Addresses) -> Contents:
+    if options.exclude:
+        contents = choosing.exclude(contents, options.exclude)
+    if options.select:
+        contents = choosing.select(contents, options.select)
+    contents = choosing.subtree(contents, options.subtree)
+    return cast_floats(contents, options.dtype, addresses) if options.dtype else contents
+
+
+_Plan = tuple[Held, Callable[[], Output]]
+
+
+def _plan_torch(contents: Contents, options: _Options) -> _Plan:
+    held = hold_torch(contents)
+    return held, lambda: lay_out_torch(held)
+
+
+def _plan_dcp(contents: Contents, options: _Options) -> _Plan:
+    held = hold_dcp(contents)
+
+    def plan() -> Output:
+        from .dcp_write import lay_out_dcp
+
+        return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD)
+
+    return held, plan
+
+
+def _plan_safetensors(contents: Contents, options: _Options) -> _Plan:
+    held = hold_safetensors(contents)
+    limit = options.max_shard_size or SHARD
+    return held, lambda: lay_out_safetensors(held, directory=options.directory, max_shard_size=limit)
+
+
+def _plan_native(contents: Contents, options: _Options) -> _Plan:
+    return Held(lower(contents, NODES - {PerRankNode}), {}), _no_output
+
+
+def _no_output() -> Output:
+    raise AssertionError("a save of ours has a protocol of its own")
+
+
+_PLANS: dict[str, Callable[[Contents, _Options], _Plan]] = {
+    "torch": _plan_torch,
+    "dcp": _plan_dcp,
+    "safetensors": _plan_safetensors,
+    "treeckpt": _plan_native,
+}
+
+
+def _save(held: Held, destination: AnyPath, options: _Options, overwrite: bool, step: int | None, comm: Any) -> Any:
+    contents = held.contents
+    return api.save(
+        destination,
+        tree_of(contents),
+        step=contents.step if step is None else step,
+        comm=comm,
+        custom_metadata=contents.metadata,
+        overwrite=overwrite,
+        max_shard_bytes=options.max_shard_size,
+    )
+
+
+def to_safetensors(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+    """Writes safetensors: one file where the destination ends so, else a directory as Hugging Face has it.
+
+    See `convert` for the options and errors.
+    """
+    return convert(source, destination, to="safetensors", **options)
+
+
+def to_torch_file(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+    """Writes a file that `torch.load` takes with `weights_only=True`. See `convert` for the options and errors."""
+    return convert(source, destination, to="torch", **options)
+
+
+def to_dcp(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+    """Writes a directory that torch.distributed.checkpoint loads. See `convert` for the options and errors."""
+    return convert(source, destination, to="dcp", **options)
+
+
+def to_treeckpt(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+    """Writes a checkpoint of ours. See `convert` for the options and errors."""
+    return convert(source, destination, to="treeckpt", **options)

@@ -1,0 +1,124 @@
+"""Directories that torch.distributed.checkpoint loads: its classes for `.metadata`, archives streamed into files."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from ..core.dtypes import dtype_of
+from ..core.errors import TreeError
+from ..core.region import Region, tiles
+from ..core.tree import flatten, replace_leaves
+from ..leaves.lazy import Lazy
+from ..leaves.torch import torch_dtype
+from .contents import tree_of
+from .dcp import METADATA
+from .holding import Held
+from .output import Output, OutputFile, Part
+from .torch_write import Archive, build_archive
+from .writing import slice_of
+
+__all__ = ["lay_out_dcp"]
+
+CHUNK = 256 << 20
+"""Bytes of a chunk, at most: what a reader, or a rank that writes, has to take at once."""
+
+
+class _Item(msgspec.Struct, frozen=True):
+    """An entry of a file: a chunk of a tensor, or another value."""
+
+    name: str
+    archive: Archive
+    offset: tuple[int, ...] | None
+    """Of a chunk."""
+    number: int = 0
+
+
+def lay_out_dcp(held: Held, *, max_shard_size: int) -> Output:
+    """The files of a DCP directory.
+
+    Raises:
+        TreeError: DCP would give two leaves one name.
+    """
+    tree = tree_of(held.contents)
+    arrays: dict[int, tuple[str, Lazy]] = {}
+    leaves: list[Any] = []
+    for path, leaf in held.contents.leaves:
+        if isinstance(leaf, Lazy):  # DCP's own traversal decides what is an entry: it looks for tensors
+            mark = torch.empty(leaf.spec.shape, dtype=torch_dtype(leaf.spec.dtype, path), device="meta")
+            arrays[id(mark)] = path, leaf
+            leaf = mark
+        leaves.append(leaf)
+    try:
+        marked: Any = replace_leaves(tree, iter(leaves))
+        flat, paths = flatten_state_dict(marked)
+    except ValueError as error:
+        raise TreeError(held.contents.label, expected="a name of its own for each leaf", found=f"{error}") from error
+    entries: dict[str, Any] = {}
+    items: list[_Item] = []
+    for name, value in flat.items():
+        if isinstance(value, torch.Tensor):
+            entries[name], chunks = _tensor(name, *arrays[id(value)])
+            items += chunks
+        else:
+            entries[name] = dcp.BytesStorageMetadata()
+            items.append(_Item(name, _value(name, value, arrays), None))
+    return _packed(entries, paths, items, max_shard_size)
+
+
+def _tensor(name: str, path: str, lazy: Lazy) -> tuple[Any, list[_Item]]:
+    dtype = torch_dtype(lazy.spec.dtype, path)
+    chunks: list[Any] = []
+    items: list[_Item] = []
+    itemsize = dtype_of(lazy.spec.dtype).itemsize
+    for number, box in enumerate(tiles(Region.whole(lazy.spec.shape), CHUNK // itemsize)):
+        chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
+        piece = slice_of(lazy, box)
+        items.append(_Item(name, build_archive(piece, [(path, piece)], {}, "archive"), box.offset, number))
+    properties = dcp.TensorProperties(dtype=dtype)
+    return dcp.TensorStorageMetadata(properties, torch.Size(lazy.spec.shape), chunks), items
+
+
+def _value(name: str, value: Any, arrays: dict[int, tuple[str, Lazy]]) -> Archive:
+    """A value, and what tensors it holds: a tuple is one entry."""
+    leaves: list[tuple[str, Any]] = []
+    for below, leaf in flatten(value)[1]:
+        path, lazy = arrays.get(id(leaf), (f"{name}/{below}", leaf))
+        leaves.append((path, lazy))
+    return build_archive(value, leaves, {}, "archive")
+
+
+def _packed(entries: dict[str, Any], paths: Any, items: Sequence[_Item], limit: int) -> Output:
+    """Items one after the other, in files of at most `limit` bytes; a larger item alone."""
+    files: list[OutputFile] = []
+    parts: list[Part] = []
+    places: dict[Any, Any] = {}
+    literals: list[tuple[int, bytes]] = []
+    at = 0
+    for item in items:
+        size = item.archive.layout.nbytes
+        if at and at + size > limit:
+            files.append(OutputFile(_file_name(len(files)), at, tuple(literals)))
+            literals, at = [], 0
+        literals += item.archive.literals(at)
+        parts += item.archive.parts(len(files), at)
+        index = dcp.MetadataIndex(item.name, item.offset, None if item.offset is None else item.number)
+        places[index] = filesystem._StorageInfo(_file_name(len(files)), at, size)
+        at += size
+    files.append(OutputFile(_file_name(len(files)), at, tuple(literals)))
+    metadata = dcp.Metadata(entries, paths, places, dcp.StorageMeta())
+    metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    data = pickle.dumps(metadata, protocol=4)
+    files.append(OutputFile(METADATA, len(data), ((0, data),)))
+    return Output(tuple(files), tuple(parts), True)
+
+
+def _file_name(number: int) -> str:
+    return f"__{number}_0.distcp"

@@ -1,0 +1,200 @@
+"""Reading stretches of files that others wrote: within bounds, and any box of a strided array with few bytes more.
+
+Nothing here believes what a file says of itself: a stretch that does not lie in its file is an error before memory is
+allocated for it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ..core.dtypes import dtype_of
+from ..core.errors import CheckpointNotFound, CorruptError
+from ..core.region import Region
+from ..core.spec import ArraySpec
+from ..io.store import LocalStore, Store
+from ..leaves.base import Storage, raw_dtype
+from ..leaves.lazy import Lazy
+from ..leaves.numpy import dtype_name
+
+__all__ = [
+    "Addresses",
+    "Flat",
+    "Window",
+    "c_steps",
+    "file_window",
+    "flat_array",
+    "flat_of",
+    "memory_array",
+    "read_strided",
+    "store_window",
+    "strided_array",
+]
+
+NARROW = 4096
+"""Bytes that cost no more to read than a part of them."""
+ADDRESSES = 1 << 60
+"""Where addresses begin that stand for bytes in files: no memory is there."""
+
+Flat = Callable[[int, int], np.ndarray]
+"""Gives `count` elements from number `start` on, of raw dtype, in one dimension."""
+
+
+class Window(msgspec.Struct, frozen=True):
+    """A stretch of a file."""
+
+    store: Store
+    name: str
+    start: int
+    size: int
+    """Bytes."""
+
+    @property
+    def label(self) -> str:
+        """The file, for errors."""
+        return f"{self.store.url}/{self.name}"
+
+    def within(self, start: int, size: int) -> Window:
+        """A stretch of this one.
+
+        Raises:
+            CorruptError: it does not lie inside.
+        """
+        if start < 0 or size < 0 or start + size > self.size:
+            raise CorruptError(
+                self.label,
+                expected=f"a stretch of {size} bytes from {start} on",
+                found=f"{self.size} bytes in all",
+                hint="The file is damaged, was cut short, or lies; get it anew from where it was written",
+            )
+        return Window(self.store, self.name, self.start + start, size)
+
+    def read(self, start: int, size: int) -> np.ndarray:
+        """Bytes of it, as uint8[size]."""
+        inner = self.within(start, size)
+        data = np.empty(size, np.uint8)
+        if size:
+            self.store.read_into(self.name, inner.start, data.data)
+        return data
+
+
+def file_window(path: str | os.PathLike[str]) -> Window:
+    """A whole local file.
+
+    Raises:
+        CheckpointNotFound: there is none.
+    """
+    file = Path(path).absolute()
+    store = LocalStore(file.parent)
+    return store_window(store, file.name)
+
+
+def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -> Window:
+    """A whole file of a store.
+
+    Raises:
+        CheckpointNotFound: there is none.
+    """
+    size = (sizes if sizes is not None else store.sizes()).get(name)
+    if size is None:
+        raise CheckpointNotFound(f"{store.url}/{name}", expected="a file", found="none", hint="Check the path")
+    return Window(store, name, 0, size)
+
+
+class Addresses:
+    """Gives stretches of an address space to the storages of a conversion, so that ties and views are found in it."""
+
+    def __init__(self) -> None:
+        self._next = ADDRESSES
+
+    def take(self, nbytes: int) -> int:
+        """The first address of a stretch that is no other's."""
+        start = self._next
+        self._next += max(nbytes, 1) + 4096
+        return start
+
+
+def read_strided(flat: Flat, itemsize: int, offset: int, strides: tuple[int, ...], box: Region) -> np.ndarray:
+    """A box of a strided array over a flat stretch of elements.
+
+    What is read is cut until it is hardly more than what is wanted, so a box of a transposed array costs many small
+    reads, and never a large one.
+
+    Args:
+        offset, strides: of the array, in elements; none is negative.
+    """
+    raw = raw_dtype(itemsize)
+    if not box.size:
+        return np.empty(box.shape, raw)
+    start = offset + sum(o * s for o, s in zip(box.offset, strides, strict=True))
+    spans = [(n - 1) * s for n, s in zip(box.shape, strides, strict=True)]
+    span = sum(spans) + 1
+    if span * itemsize <= max(NARROW, 2 * box.size * itemsize):
+        return np.ndarray(box.shape, raw, flat(start, span), strides=tuple(s * itemsize for s in strides))
+    dim = max(range(len(spans)), key=lambda d: strides[d] if box.shape[d] > 1 else -1)
+    out = np.empty(box.shape, raw)
+    half = box.shape[dim] // 2
+    for low, high in ((0, half), (half, box.shape[dim])):
+        where = tuple(slice(low, high) if d == dim else slice(None) for d in range(len(spans)))
+        corner = tuple(o + low if d == dim else o for d, o in enumerate(box.offset))
+        shape = tuple(high - low if d == dim else n for d, n in enumerate(box.shape))
+        out[where] = read_strided(flat, itemsize, offset, strides, Region(corner, shape))
+    return out
+
+
+def c_steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of an array in C order."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def strided_array(
+    spec: ArraySpec, flat: Flat, offset: int, strides: tuple[int, ...] | None, address: int | None
+) -> Lazy:
+    """A lazy array over a flat stretch of elements.
+
+    Args:
+        offset, strides: where it stands in the stretch, in elements; None for C order.
+        address: of the stretch; None where it is not to be compared with others.
+    """
+    itemsize = dtype_of(spec.dtype).itemsize
+    steps = c_steps(spec.shape) if strides is None else strides
+    plain = all(s == c or n == 1 for n, s, c in zip(spec.shape, steps, c_steps(spec.shape), strict=True))
+
+    def read(region: Region) -> np.ndarray:
+        return read_strided(flat, itemsize, offset, steps, region)
+
+    storage = None
+    if address is not None and math.prod(spec.shape):
+        span = 1 + sum((n - 1) * s for n, s in zip(spec.shape, steps, strict=True))
+        storage = Storage(address + offset * itemsize, span * itemsize, None if plain else steps)
+    return Lazy(spec, read, storage)
+
+
+def flat_array(spec: ArraySpec, window: Window, address: int | None = None) -> Lazy:
+    """A lazy array that is all of a stretch of a file, in C order.
+
+    Raises:
+        CorruptError: the stretch is of another size.
+    """
+    itemsize = dtype_of(spec.dtype).itemsize
+    window = window.within(0, math.prod(spec.shape) * itemsize)
+    return strided_array(spec, flat_of(window, itemsize), 0, None, address)
+
+
+def flat_of(window: Window, itemsize: int) -> Flat:
+    """The elements of a stretch of a file."""
+    raw = raw_dtype(itemsize)
+    return lambda start, count: window.read(start * itemsize, count * itemsize).view(raw)
+
+
+def memory_array(array: np.ndarray) -> Lazy:
+    """An array of numpy that is in memory, as the others are."""
+    array = array if array.dtype.byteorder != ">" else array.astype(array.dtype.newbyteorder("<"))
+    raw = np.ascontiguousarray(array).reshape(-1).view(raw_dtype(array.itemsize)).reshape(array.shape)
+    return Lazy(ArraySpec(array.shape, dtype_name(array.dtype, ""), kind="numpy"), lambda region: raw[region.slices()])

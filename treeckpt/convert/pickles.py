@@ -1,0 +1,312 @@
+"""Reads a pickle as data. Nothing that it names is imported, looked up or called.
+
+The stream is taken apart by `pickletools`, and a small machine with a stack carries out what builds containers and
+plain values. A class or function is only its name (`Symbol`); what a pickle wants made by calling it becomes an
+`Opaque` record of the name, the arguments and the state, unless the caller gives a constructor of its own for that very
+name. No attribute is set of anything but these records. Long byte strings stay in the file (`Blob`).
+"""
+
+from __future__ import annotations
+
+import pickletools
+import reprlib
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import msgspec
+
+from ..core.errors import CorruptError, FormatError, TreeckptError
+from .files import Window
+
+__all__ = ["Blob", "Constructors", "Maker", "Opaque", "Symbol", "Unpickled", "read_pickle", "short"]
+
+MAX_PICKLE = 1 << 30
+"""Bytes of a pickle, blobs not counted: beyond that it is no description of a checkpoint."""
+LONG = 4 << 10
+"""Bytes from which a byte string stays in the file."""
+BUFFER = 1 << 20
+
+Constructors = Mapping[str, Callable[..., Any]]
+"""By `module name`, what makes a value of the arguments that a pickle gives."""
+
+
+class Symbol(msgspec.Struct, frozen=True):
+    """A class or function that a pickle names."""
+
+    text: str
+    """Its module and its name, with a blank between."""
+
+
+class Opaque(msgspec.Struct, eq=False):
+    """What a pickle wants made by a call: the call, and what follows it."""
+
+    symbol: str
+    args: tuple[Any, ...]
+    state: Any = None
+    items: list[Any] = []
+    """What is appended or set on it."""
+
+    def __repr__(self) -> str:
+        return f"<{self.symbol.replace(' ', '.')[:200]}>"
+
+
+class Maker(msgspec.Struct, eq=False):
+    """What a constructor gives for something that a state follows: made once all is read."""
+
+    state: Any = None
+
+    def make(self) -> Any:
+        """The value."""
+        raise NotImplementedError
+
+
+class Blob(msgspec.Struct, frozen=True, eq=False):
+    """A long byte string that is still in the file."""
+
+    window: Window
+
+    def __len__(self) -> int:
+        return self.window.size
+
+    def bytes(self) -> bytes:
+        """Reads it."""
+        return self.window.read(0, self.window.size).tobytes()
+
+
+def short(value: Any) -> str:
+    """A value from a file in few characters, however large it is: containers may hold each other over and over."""
+    try:
+        return reprlib.repr(value)[:80]
+    except (ValueError, RecursionError) as error:
+        return f"{type(value).__name__} ({error!s:.40})"
+
+
+class Unpickled(msgspec.Struct, frozen=True):
+    """What came of a pickle."""
+
+    value: Any
+    stop: int
+    """Bytes of the stream that it took."""
+    steps: int
+    """How many instructions it had: no honest tree has many more nodes."""
+
+
+class _Stream:
+    """A window as pickletools reads it; it is told of long byte strings without their bytes."""
+
+    def __init__(self, window: Window) -> None:
+        self._window, self._at, self._read = window, 0, 0
+        self._buffer, self._first = b"", 0
+        self._opcode = b""
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, count: int) -> Any:
+        if count >= LONG and self._opcode in b"B\x8e":
+            blob = Blob(self._window.within(self._at, count))
+            self._at += count
+            return blob
+        self._read += count
+        if self._read > MAX_PICKLE:
+            raise ValueError(f"a pickle of more than {MAX_PICKLE} bytes")
+        if not self._first <= self._at <= self._at + count <= self._first + len(self._buffer):
+            self._fill(count)
+        start = self._at - self._first
+        data = self._buffer[start : start + count]
+        self._at += len(data)
+        if count == 1:
+            self._opcode = data
+        return data
+
+    def _fill(self, count: int) -> None:
+        size = min(max(count, BUFFER), self._window.size - self._at)
+        if count > size:  # before room is made for what is not there
+            raise ValueError(f"{count} bytes are announced, {size} are left")
+        self._buffer, self._first = self._window.read(self._at, size).tobytes(), self._at
+
+    def readline(self) -> bytes:
+        parts: list[bytes] = []
+        while not parts or parts[-1] not in (b"\n", b""):
+            if len(parts) > LONG:
+                raise ValueError(f"a line of more than {LONG} bytes")
+            parts.append(self._line_byte())
+        return b"".join(parts)
+
+    def _line_byte(self) -> bytes:
+        if self._at >= self._window.size:
+            return b""
+        kept = self._opcode
+        data = self.read(1)
+        self._opcode = kept
+        return data
+
+
+def read_pickle(
+    window: Window, constructors: Constructors, *, persistent: Callable[[Any], Any] | None = None
+) -> Unpickled:
+    """The value of the pickle at the beginning of a stretch of a file.
+
+    Args:
+        constructors: what may be made; any other call becomes an `Opaque`.
+        persistent: resolves a persistent id.
+
+    Raises:
+        FormatError: no pickle, or one that asks for what no checkpoint needs.
+        CorruptError: it is cut short.
+    """
+    machine = _Machine(constructors, persistent)
+    stream = _Stream(window)
+    steps = 0
+    try:
+        for opcode, argument, _ in pickletools.genops(stream):  # pyright: ignore[reportArgumentType] (it only reads)
+            steps += 1
+            _STEPS[opcode.name](machine, argument)
+        [value] = machine.stack
+    except TreeckptError:
+        raise
+    except KeyError as error:
+        raise FormatError(window.label, expected="a pickle of plain data", found=f"{error!s:.100}") from error
+    except (ValueError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, AssertionError) as error:
+        raise CorruptError(
+            window.label,
+            expected="a whole pickle of plain data",
+            found=f"{type(error).__name__}: {error}"[:200],
+            hint="The file is damaged, or not what its name says",
+        ) from error
+    return Unpickled(value, stream.tell(), steps)
+
+
+class _Machine:
+    def __init__(self, constructors: Constructors, persistent: Callable[[Any], Any] | None) -> None:
+        self.constructors, self.persistent = constructors, persistent
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def mark(self) -> None:
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def to_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def take(self, count: int) -> list[Any]:
+        items = [self.stack.pop() for _ in range(count)]
+        return items[::-1]
+
+    def put(self, number: int | None = None) -> None:
+        self.memo[len(self.memo) if number is None else int(number)] = self.stack[-1]
+
+    def call(self, function: Any, args: Any) -> None:
+        if not isinstance(function, Symbol) or not isinstance(args, tuple):
+            raise ValueError(f"a call of {type(function).__name__}")
+        make = self.constructors.get(function.text)
+        self.push(Opaque(function.text, args, items=[]) if make is None else make(*args))
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        made = self.stack[-1]
+        if isinstance(made, (Opaque, Maker)):
+            made.state = state
+        elif not isinstance(made, dict):  # attributes of an OrderedDict, as state dicts have, are not part of the tree
+            raise ValueError(f"a state for a {type(made).__name__}")
+
+    def append(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Opaque):
+            target.items += items
+        elif isinstance(target, list):
+            target.extend(items)
+        elif isinstance(target, set):
+            target.update(items)
+        else:
+            raise ValueError(f"items for a {type(target).__name__}")
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        pairs = list(zip(items[::2], items[1::2], strict=True))
+        if isinstance(target, Opaque):
+            target.items += pairs
+        elif isinstance(target, dict):
+            target.update(pairs)
+        else:
+            raise ValueError(f"keys for a {type(target).__name__}")
+
+    def persist(self, identity: Any) -> None:
+        if self.persistent is None:
+            raise ValueError("a persistent id")
+        self.push(self.persistent(identity))
+
+    def symbol(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("a name that is no text")
+        self.push(Symbol(f"{module} {name}"))
+
+
+def _dict(items: list[Any]) -> dict[Hashable, Any]:
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _ignore(machine: _Machine, argument: Any) -> None:
+    pass
+
+
+def _drop(items: list[Any]) -> None:
+    pass
+
+
+def _pop(machine: _Machine, argument: Any) -> None:
+    if machine.stack:
+        machine.stack.pop()
+    else:  # pickle pops a mark so
+        machine.to_mark()
+
+
+_PUSHED = (
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING",
+    "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES",
+    "BINBYTES8", "BYTEARRAY8",
+)  # fmt: skip
+"""Instructions whose argument is the value. Out-of-band buffers and the registry of extensions are not among ours."""
+
+_STEPS: dict[str, Callable[[_Machine, Any], None]] = {
+    **dict.fromkeys(_PUSHED, _Machine.push),
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), _ignore),
+    "NONE": lambda m, _: m.push(None),
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "EMPTY_LIST": lambda m, _: m.push([]),
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "EMPTY_SET": lambda m, _: m.push(set()),
+    "TUPLE1": lambda m, _: m.push(tuple(m.take(1))),
+    "TUPLE2": lambda m, _: m.push(tuple(m.take(2))),
+    "TUPLE3": lambda m, _: m.push(tuple(m.take(3))),
+    "MARK": lambda m, _: m.mark(),
+    "POP": _pop,
+    "POP_MARK": lambda m, _: _drop(m.to_mark()),
+    "DUP": lambda m, _: m.push(m.stack[-1]),
+    "TUPLE": lambda m, _: m.push(tuple(m.to_mark())),
+    "LIST": lambda m, _: m.push(m.to_mark()),
+    "DICT": lambda m, _: m.push(_dict(m.to_mark())),
+    "FROZENSET": lambda m, _: m.push(frozenset(m.to_mark())),
+    "APPEND": lambda m, _: m.append(m.take(1)),
+    "APPENDS": lambda m, _: m.append(m.to_mark()),
+    "ADDITEMS": lambda m, _: m.append(m.to_mark()),
+    "SETITEM": lambda m, _: m.set_items(m.take(2)),
+    "SETITEMS": lambda m, _: m.set_items(m.to_mark()),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _Machine.put),
+    "MEMOIZE": lambda m, _: m.put(),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, n: m.push(m.memo[int(n)])),
+    "GLOBAL": lambda m, name: m.symbol(*name.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m.symbol(*m.take(2)),
+    "REDUCE": lambda m, _: m.call(*m.take(2)),
+    "NEWOBJ": lambda m, _: m.call(*m.take(2)),
+    "BUILD": lambda m, _: m.build(),
+    "BINPERSID": lambda m, _: m.persist(m.stack.pop()),
+}

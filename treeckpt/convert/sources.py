@@ -1,0 +1,126 @@
+"""Which format is at a path, and its contents."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import CheckpointError, CheckpointNotFound, FormatError
+from ..core.index import INDEX_NAME
+from ..core.shard import parse_shard_name
+from ..io.store import Store, open_store
+from ..leaves.lazy import Lazy
+from . import dcp, hfai, paddle, safetensors
+from .contents import Contents, contents_of, map_leaves
+from .files import Addresses, Window, file_window, memory_array
+from .native import read_native
+from .torch_file import read_torch
+from .values import Refused, refusal
+
+__all__ = ["SOURCES", "detect", "open_source"]
+
+SOURCES = ("treeckpt", "torch", "dcp", "safetensors", "hfai", "paddle")
+"""Formats that can be read."""
+_HINT = f"Known formats are {', '.join(SOURCES)}"
+
+
+def detect(path: str | os.PathLike[str] | Store) -> str:
+    """The format of the checkpoint at a path, by its files' names and first bytes: one of `SOURCES`.
+
+    Raises:
+        CheckpointNotFound: there is nothing.
+        FormatError: nothing that is known.
+    """
+    if isinstance(path, (str, os.PathLike)) and "://" not in os.fspath(path):
+        local = Path(path)
+        if not local.exists():
+            raise CheckpointNotFound(str(local), expected="a checkpoint", found="nothing", hint="Check the path")
+        if local.is_file():
+            return _of_file(local)
+    store = open_store(path)
+    names = store.sizes()
+    if INDEX_NAME in names or any(parse_shard_name(name) for name in names):
+        return "treeckpt"
+    if dcp.METADATA in names:
+        return "dcp"
+    if any(hfai.PART.fullmatch(name) for name in names):
+        return "hfai"
+    if any(name.endswith(paddle.SUFFIX) for name in names):
+        return "paddle"
+    if any(name.endswith((".safetensors", safetensors.INDEX)) for name in names):
+        return "safetensors"
+    raise FormatError(store.url, expected="a checkpoint", found=f"{sorted(names)[:5] or 'no files'}", hint=_HINT)
+
+
+def _of_file(path: Path) -> str:
+    if path.name.endswith(paddle.SUFFIX) and path.name != paddle.SUFFIX:
+        return "paddle"
+    head = file_window(path)
+    first = head.read(0, min(head.size, 9)).tobytes()
+    if first[:4] == b"PK\3\4":
+        return "torch"
+    if first[8:] == b"{":
+        return "safetensors"
+    old = first[:1] == b"\x80"
+    raise FormatError(
+        str(path),
+        expected="a file of torch.save or safetensors",
+        found="a bare pickle, as torch before 1.6 wrote it" if old else f"one that begins with {first!r}",
+        hint="Load it with torch, in a place where its code may run, and save it anew" if old else _HINT,
+    )
+
+
+def open_source(path: str | os.PathLike[str] | Store, kind: str, addresses: Addresses, exclude: Any) -> Contents:
+    """The contents of a checkpoint, with its arrays left in the files.
+
+    Args:
+        exclude: whether a path is to be left out anyhow: objects there that cannot be read are no error.
+
+    Raises:
+        CheckpointError: the state of the files.
+        TreeError: a leaf that only its own code could make.
+    """
+    refused: list[Refused] = []
+    contents = _read(path, kind, addresses, refused)
+    for one in refused:
+        if not exclude(one.path):
+            raise refusal(one, contents.label)
+    made: dict[int, Lazy] = {}
+
+    def lazy(at: str, leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        return made.setdefault(id(leaf), memory_array(leaf))
+
+    return map_leaves(contents, lazy)
+
+
+def _read(path: Any, kind: str, addresses: Addresses, refused: list[Refused]) -> Contents:
+    if kind == "treeckpt":
+        return read_native(open_store(path), addresses, refused)
+    window = file_window(path) if isinstance(path, (str, os.PathLike)) and Path(path).is_file() else None
+    if kind == "torch":
+        window = window or _no_file(path, "torch.save")
+        return contents_of(read_torch(window, addresses, refused), window.label)
+    if kind == "paddle" and window is not None:
+        return contents_of(paddle.read_paddle(window.store, addresses, name=window.name), window.label)
+    if kind == "safetensors":
+        read = safetensors.read_safetensors(window, addresses) if window else None
+        arrays, metadata = read or safetensors.read_sharded(open_store(path), addresses)
+        known = {key: value for key, value in metadata.items() if key != "format"}
+        return contents_of(dict(arrays), str(path), metadata=known)
+    store = open_store(path)
+    if kind == "dcp":
+        return contents_of(dcp.read_dcp(store, addresses, refused), store.url)
+    if kind == "hfai":
+        return contents_of(hfai.read_hfai(store, addresses, refused), store.url)
+    if kind == "paddle":
+        return contents_of(paddle.read_paddle(store, addresses), store.url)
+    raise CheckpointError(str(path), expected=f"one of {', '.join(SOURCES)}", found=kind)
+
+
+def _no_file(path: Any, what: str) -> Window:
+    raise CheckpointNotFound(f"{path}", expected=f"a file of {what}", found="none", hint="Check the path")

@@ -1,0 +1,35 @@
+"""Which arrays of a tree are one: found as a save finds them, for formats that can say so, or cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..core.inventory import LeafSpec
+from ..core.records import View
+from ..leaves.describe import bring
+from ..leaves.lazy import Lazy
+from .contents import Contents, map_leaves, tree_of
+
+__all__ = ["Tie", "ties_of"]
+
+
+class Tie(msgspec.Struct, frozen=True):
+    """A leaf that shows the array of another one, or a part of it."""
+
+    of: str
+    view: View | None
+    """None for the whole array in its own shape."""
+
+
+def ties_of(contents: Contents) -> dict[str, Tie]:
+    """By path, the leaves that share an array with one that stands elsewhere in the tree."""
+    arrays = map_leaves(contents, lambda _, leaf: leaf if isinstance(leaf, Lazy) else None)
+    found: dict[str, Tie] = {}
+    brought: Any = bring(tree_of(arrays), rank=0)
+    for spec in brought.inventory.leaves:
+        assert isinstance(spec, LeafSpec), "an inventory is made of them"
+        if spec.alias_of is not None:
+            found[spec.path] = Tie(spec.alias_of, spec.view)
+    return found

@@ -1,0 +1,144 @@
+"""Files of torch.save, written without ever holding the tensors: the pickle first, the storages streamed into place.
+
+The pickle is Python's own, of a tree in which each tensor is rebuilt by torch's function from a storage named by a
+persistent id, as torch writes it, so `torch.load(weights_only=True)` takes it. Tied tensors and views share a storage.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from ..core.dtypes import dtype_of
+from ..core.region import Region
+from ..core.spec import ArraySpec
+from ..core.tree import replace_leaves
+from ..leaves.lazy import Lazy
+from ..leaves.torch import torch_dtype
+from .files import c_steps
+from .output import Part
+from .ties import Tie
+from .torch_file import STORAGES
+from .zips import Entry, ZipLayout, lay_out
+
+__all__ = ["Archive", "build_archive"]
+
+_KINDS = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
+
+
+class _Storage(msgspec.Struct, frozen=True):
+    """What a persistent id stands for."""
+
+    key: str
+    dtype: str
+    size: int
+
+
+class _Tensor(msgspec.Struct, eq=False):
+    """A tensor in the tree that is pickled."""
+
+    spec: ArraySpec
+    storage: _Storage
+    offset: int
+    strides: tuple[int, ...]
+
+
+class Archive(msgspec.Struct, frozen=True):
+    """One archive: its layout, and the arrays that its storages are."""
+
+    layout: ZipLayout
+    arrays: tuple[tuple[str, Lazy], ...]
+    """Path and array of each storage."""
+    entries: tuple[int, ...]
+    """The number of each storage's entry."""
+
+    def literals(self, at: int = 0) -> tuple[tuple[int, bytes], ...]:
+        """Its known bytes, for an archive that starts at byte `at` of its file."""
+        return tuple((at + start, data) for start, data in self.layout.literals)
+
+    def parts(self, file: int, at: int = 0) -> list[Part]:
+        """Its storages, for an archive that starts at byte `at` of file number `file`."""
+        found: list[Part] = []
+        for (path, lazy), number in zip(self.arrays, self.entries, strict=True):
+            crcs = tuple(at + place for place in self.layout.crcs[number])
+            whole = Region.whole(lazy.spec.shape)
+            found.append(Part(file, at + self.layout.starts[number], path, lazy, whole, crcs))
+        return found
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        kind = _KINDS.get(obj.dtype)
+        if kind is None:  # torch has no class for the dtype: a storage of bytes
+            return ("storage", torch.UntypedStorage, obj.key, "cpu", obj.size * dtype_of(obj.dtype).itemsize)
+        return ("storage", kind, obj.key, "cpu", obj.size)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, _Tensor):
+            return NotImplemented
+        requires_grad = obj.spec.requires_grad and obj.spec.kind != "parameter"
+        args = (obj.storage, obj.offset, obj.spec.shape, obj.strides, requires_grad, collections.OrderedDict())
+        utilities: Any = importlib.import_module("torch._utils")
+        if obj.storage.dtype in _KINDS:
+            made = (utilities._rebuild_tensor_v2, args)
+        else:
+            made = (utilities._rebuild_tensor_v3, (*args, torch_dtype(obj.storage.dtype)))
+        if obj.spec.kind != "parameter":
+            return made
+        inner = _Made(*made)
+        return utilities._rebuild_parameter, (inner, obj.spec.requires_grad, collections.OrderedDict())
+
+
+class _Made:
+    """A call, as an argument of another one."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> Any:
+        return self.function, self.args
+
+
+def build_archive(tree: Any, leaves: Sequence[tuple[str, Any]], ties: Mapping[str, Tie], name: str) -> Archive:
+    """The archive of a tree.
+
+    Args:
+        leaves: of the tree, with their paths; the tree holds the lazy arrays among them by identity.
+        ties: by path, leaves that show the array of another one.
+        name: of the folder in the archive.
+    """
+    bases: dict[str, _Storage] = {}
+    arrays: list[tuple[str, Lazy]] = []
+    for path, leaf in leaves:
+        if isinstance(leaf, Lazy) and path not in ties:
+            bases[path] = _Storage(str(len(arrays)), leaf.spec.dtype, Region.whole(leaf.spec.shape).size)
+            arrays.append((path, leaf))
+    tensors = [_tensor(path, leaf, bases, ties) if isinstance(leaf, Lazy) else leaf for path, leaf in leaves]
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=2).dump(replace_leaves(tree, iter(tensors)))
+    entries = [Entry(f"{name}/data.pkl", len(stream.getvalue()), stream.getvalue())]
+    entries += [Entry(f"{name}/.format_version", 1, b"1"), Entry(f"{name}/.storage_alignment", 2, b"64")]
+    entries.append(Entry(f"{name}/byteorder", 6, b"little"))
+    first = len(entries)
+    entries += [
+        Entry(f"{name}/data/{i}", Region.whole(lazy.spec.shape).size * dtype_of(lazy.spec.dtype).itemsize)
+        for i, (_, lazy) in enumerate(arrays)
+    ]
+    entries.append(Entry(f"{name}/version", 2, b"3\n"))
+    return Archive(lay_out(entries), tuple(arrays), tuple(range(first, first + len(arrays))))
+
+
+def _tensor(path: str, leaf: Lazy, bases: Mapping[str, _Storage], ties: Mapping[str, Tie]) -> _Tensor:
+    tie = ties.get(path)
+    if tie is None or tie.view is None:
+        return _Tensor(leaf.spec, bases[path if tie is None else tie.of], 0, c_steps(leaf.spec.shape))
+    return _Tensor(leaf.spec, bases[tie.of], tie.view.offset, tie.view.strides)

@@ -1,0 +1,285 @@
+"""From what a pickle describes to a tree: plain values, numpy's arrays and scalars, torch's dtypes and devices.
+
+`PLAIN` has the constructors of what the standard library, numpy and torch put into state dicts; each makes a value of
+checked arguments. `settle` goes over what was read and puts the last things in place; what only a call of foreign code
+could make is named, with its path, and refused or left out.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..core.dtypes import dtype_of
+from ..core.errors import FormatError, TreeckptError, TreeError
+from ..core.spec import ArraySpec
+from ..core.structure import MAX_DEPTH, key_text
+from ..leaves.lazy import Lazy
+from .files import flat_array
+from .pickles import Blob, Constructors, Maker, Opaque, Symbol, Unpickled, short
+
+__all__ = ["PLAIN", "Refused", "dtype_named", "settle"]
+
+NODES = 100_000
+"""Nodes that a tree may have in any case; more only where the pickle is as long."""
+
+
+class _NumpyDtype(Maker, eq=False):
+    """numpy's dtype as it is pickled: a code, then a state with the byte order."""
+
+    code: Any = ""
+
+    def make(self) -> np.dtype[Any]:
+        order = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "|"
+        if not isinstance(self.code, str) or order not in ("<", ">", "|", "=") or "O" in self.code:
+            raise ValueError(f"a numpy dtype {short(self.code)}")
+        dtype = np.dtype(self.code)
+        if dtype.hasobject or dtype.fields is not None:
+            raise ValueError(f"a numpy dtype {short(self.code)}")
+        return dtype if order == "|" else dtype.newbyteorder(order)
+
+
+class _NumpyArray(Maker, eq=False):
+    """numpy's array as it is pickled: empty, then a state with all there is."""
+
+    def make(self) -> np.ndarray | Lazy:
+        _, shape, dtype, fortran, data = self.state
+        return _array(data, dtype, shape, "F" if fortran else "C")
+
+
+def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray | Lazy:
+    element = dtype.make()
+    if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape) or order not in "CF":
+        raise ValueError(f"an array of shape {short(shape)}")
+    if isinstance(data, Blob):
+        from ..leaves.numpy import dtype_name
+
+        plain = element.newbyteorder("<") == element or element.itemsize == 1
+        if not plain or (order == "F" and sum(n != 1 for n in shape) > 1):
+            data = data.bytes()
+        else:
+            return flat_array(ArraySpec(shape, dtype_name(element, ""), kind="numpy"), data.window)
+    if not isinstance(data, (bytes, bytearray)) or len(data) != math.prod(shape) * element.itemsize:
+        raise ValueError("an array whose bytes do not make up its shape")
+    return np.frombuffer(bytearray(data), element).reshape(shape, order=order)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+class _NumpyBuffer(Maker, eq=False):
+    """numpy's array as protocol 5 has it."""
+
+    args: tuple[Any, ...] = ()
+
+    def make(self) -> np.ndarray | Lazy:
+        data, dtype, shape, order = self.args
+        return _array(data, dtype, shape, order)
+
+
+class _NumpyScalar(Maker, eq=False):
+    dtype: Any = None
+    data: Any = None
+
+    def make(self) -> Any:
+        element = self.dtype.make()
+        if not isinstance(self.data, bytes) or len(self.data) != element.itemsize:
+            raise ValueError("a numpy scalar of the wrong size")
+        return np.frombuffer(self.data, element)[0]
+
+
+def _encode(text: Any, codec: Any) -> bytes:
+    """How protocol 2 writes bytes."""
+    if not isinstance(text, str) or codec not in ("latin1", "latin-1"):
+        raise ValueError(f"text in {short(codec)}")
+    return text.encode("latin-1")
+
+
+def _size(items: Any) -> Any:
+    import torch
+
+    return torch.Size(tuple(int(n) for n in items))
+
+
+def _device(*args: Any) -> Any:
+    import torch
+
+    return torch.device(*(a if type(a) in (str, int) else str(a) for a in args))
+
+
+def _layout(name: Any) -> Symbol:
+    return Symbol(str(name).replace(".", " ", 1))
+
+
+def _default(*args: Any) -> Any:
+    factories: dict[str, Callable[[], Any]] = {k.__name__: k for k in (list, dict, int, float, str, set)}
+    name = args[0].text.rpartition(" ")[2] if args and isinstance(args[0], Symbol) else ""
+    if args and args[0] is not None and name not in factories:
+        raise ValueError(f"a defaultdict of {name:.40}")
+    return collections.defaultdict(factories.get(name))
+
+
+def _both(name: str, make: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """A builtin, as Python 2 and 3 call its module."""
+    return {f"__builtin__ {name}": make, f"builtins {name}": make}
+
+
+def _numpy(name: str, make: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """A function of numpy's, as its versions call its module."""
+    module, name = name.split(" ")
+    return {f"numpy.{core}.{module} {name}": make for core in ("core", "_core")}
+
+
+PLAIN: Constructors = {
+    "collections OrderedDict": lambda items=(): collections.OrderedDict(_held(items)),
+    "collections Counter": lambda items=(): collections.Counter(_held(items)),
+    "collections defaultdict": _default,
+    "collections deque": lambda items=(), *most: collections.deque(_held(items), *most),
+    "_codecs encode": _encode,
+    **_both("set", lambda items=(): set(_held(items))),
+    **_both("frozenset", lambda items=(): frozenset(_held(items))),
+    **_both("bytearray", lambda data=b"", *codec: bytearray(_encode(data, *codec) if codec else _held(data))),
+    **_both("bytes", lambda items=(): bytes(_held(items))),
+    **_both("complex", lambda real, imag: complex(float(real), float(imag))),
+    **_both("slice", lambda *args: slice(*args)),
+    **_both("range", lambda *args: range(*args)),
+    "torch Size": _size,
+    "torch device": _device,
+    "torch.serialization _get_layout": _layout,
+    "numpy dtype": lambda code, *_: _NumpyDtype(code=code),
+    **_numpy("multiarray _reconstruct", lambda *_: _NumpyArray()),
+    **_numpy("multiarray scalar", lambda dtype, data: _NumpyScalar(dtype=dtype, data=data)),
+    **_numpy("numeric _frombuffer", lambda *args: _NumpyBuffer(args=args)),
+}
+"""Constructors by name. None of them runs what it is given, and none makes more than the pickle holds."""
+
+
+def _held(items: Any) -> Any:
+    """What a container is to be made of, if the pickle holds it: of a number or a range, much would be made."""
+    if not isinstance(items, (list, tuple, dict, set, frozenset, bytes, bytearray)):
+        raise ValueError(f"a container of a {type(items).__name__}")
+    return items
+
+
+def dtype_named(symbol: Any) -> str:
+    """Our name of the torch dtype that a symbol names.
+
+    Raises:
+        FormatError: it names none.
+    """
+    module, _, name = symbol.text.partition(" ") if isinstance(symbol, Symbol) else ("", "", "")
+    if module != "torch":
+        raise FormatError("dtype", expected="a dtype of torch", found=short(symbol))
+    return dtype_of(name).name
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """What could not be made without running foreign code."""
+
+    path: str
+    what: str
+
+
+def settle(read: Unpickled, label: str, refused: list[Refused] | None = None) -> Any:
+    """The tree that a pickle describes.
+
+    Args:
+        refused: takes note of what cannot be made, which `...` stands for; without it, it is an error.
+
+    Raises:
+        TreeError: naming the path of what cannot be made.
+        FormatError: more nodes than the pickle has parts: containers that hold one another over and over.
+    """
+    return _Settling(label, max(NODES, 2 * read.steps), refused).settle(read.value, "", 0)
+
+
+class _Settling:
+    def __init__(self, label: str, limit: int, refused: list[Refused] | None) -> None:
+        self.label, self.left, self.refused = label, limit, refused
+        self.made: dict[int, tuple[Any, Any]] = {}
+
+    def settle(self, node: Any, path: str, depth: int) -> Any:
+        self.left -= 1
+        if self.left < 0 or depth > MAX_DEPTH:
+            raise FormatError(
+                self.label,
+                expected="a tree",
+                found="containers that hold each other over and over",
+                hint="This is no honest checkpoint",
+            )
+        kind = type(node)
+        if kind in (dict, collections.OrderedDict, collections.defaultdict):
+            for key in list(node):
+                node[key] = self.settle(node[key], self._below(path, key), depth + 1)
+            return node
+        if kind in (list, collections.deque):
+            for i, child in enumerate(node):
+                node[i] = self.settle(child, self._below(path, i), depth + 1)
+            return node
+        if kind is tuple:
+            return tuple([self.settle(child, self._below(path, i), depth + 1) for i, child in enumerate(node)])
+        if isinstance(node, (Symbol, Opaque, Blob, Maker)):
+            return self._once(node, path)
+        return node
+
+    def _below(self, path: str, key: object) -> str:
+        if isinstance(key, (Symbol, Opaque, Blob)):
+            return f"{path}/?" if path else "?"
+        return f"{path}/{key_text(key, path)}" if path else key_text(key, path)
+
+    def _once(self, node: Any, path: str) -> Any:
+        """The value of what stands for one; the same where it is met again, so that ties stay."""
+        if id(node) not in self.made:
+            self.made[id(node)] = node, self._value(node, path)
+        return self.made[id(node)][1]
+
+    def _value(self, node: Any, path: str) -> Any:
+        if isinstance(node, Blob):
+            return node.bytes()
+        if isinstance(node, Symbol):
+            return self._named(node, path)
+        if isinstance(node, Opaque):
+            return self._refuse(path, f"an object made by {node.symbol.replace(' ', '.')}")
+        try:
+            return node.make()
+        except TreeckptError:
+            raise
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+            raise FormatError(
+                f"{path}: {self.label}", expected="an array or scalar of numpy", found=f"{error}"[:200]
+            ) from error
+
+    def _named(self, node: Symbol, path: str) -> Any:
+        module, _, name = node.text.partition(" ")
+        if module == "torch":
+            import torch
+
+            found = getattr(torch, name, None) if name.isidentifier() else None
+            if isinstance(found, (torch.dtype, torch.layout)):
+                return found
+        return self._refuse(path, f"the class or function {node.text.replace(' ', '.')}")
+
+    def _refuse(self, path: str, what: str) -> Any:
+        if self.refused is None:
+            raise refusal(Refused(path, what), self.label)
+        self.refused.append(Refused(path, what))
+        return ...
+
+
+def refusal(found: Refused, label: str) -> TreeError:
+    """The error for what cannot be made."""
+    return TreeError(
+        f"{found.path}: {label}",
+        expected="tensors, arrays, containers and plain values",
+        found=found.what[:200],
+        hint=f"Making it would run its code. Leave it out (exclude={found.path!r}, --exclude {found.path!r}), "
+        "or convert it to plain values with the program that wrote it",
+    )
+
+
+def refuse_all(found: Sequence[Refused], label: str) -> None:
+    """Raises for the first of what cannot be made, if there is any."""
+    if found:
+        raise refusal(found[0], label)

@@ -1,0 +1,253 @@
+"""What is registered with a manager is saved with every step, and given back by every restore.
+
+Two kinds: things that all ranks share, trees or objects with `state_dict` and `load_state_dict`, under `registered/` in
+the checkpoint; and readers of input, of which each rank has its own, under `io/`, with a word for each on what to do
+when the number of ranks has changed. Restoring first compares and loads everything that is small; readers are handed
+their state last.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from . import api
+from .core.errors import MismatchError, TreeError
+from .core.records import Index
+from .core.structure import key_text, keys_of
+from .core.tree import PerRank
+from .io.comm import Comm
+from .io.store import Store
+from .ranks import Policy, policy_of, states_of_all_ranks
+
+__all__ = ["Registered"]
+
+THINGS, READERS = "registered", "io"
+"""Where they stand at the root of the tree."""
+
+
+class _Reader(msgspec.Struct, frozen=True):
+    dump: Callable[[], Any]
+    load: Callable[[Any], Any]
+    changed: Policy
+
+
+class Registered:
+    """What is registered with one manager, on one rank."""
+
+    def __init__(self) -> None:
+        self._things: dict[str, Any] = {}
+        self._readers: dict[str, _Reader] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._things or self._readers)
+
+    def add(self, name: str, thing: Any) -> None:
+        """Registers something that ranks share.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        _check_name(name, self._things, "registered")
+        self._things[name] = thing
+
+    def add_reader(self, name: str, reader: Any, changed: Policy) -> None:
+        """Registers what each rank has of its own.
+
+        Raises:
+            ValueError: the name is taken.
+            TreeError: it keeps no state.
+        """
+        _check_name(name, self._readers, "registered as io state")
+        for dump, load in (("state_dict", "load_state_dict"), ("dump_io_state", "load_io_state")):
+            acts: tuple[Any, Any] = getattr(reader, dump, None), getattr(reader, load, None)
+            if all(map(callable, acts)):
+                self._readers[name] = _Reader(*acts, policy_of(changed, name))
+                return
+        raise TreeError(
+            f"{READERS}/{name}",
+            expected="an object with state_dict and load_state_dict, or dump_io_state and load_io_state",
+            found=f"a {type(reader).__qualname__}",
+            hint="Wrap it in one that has both",
+        )
+
+    # saving ------------------------------------------------------------------------------------------------------
+
+    def joined(self, tree: Any) -> Any:
+        """A tree together with what is registered; `...` stands for no tree.
+
+        Raises:
+            TreeError: there is nothing, or the tree cannot take it.
+        """
+        if not self:
+            if tree is ...:
+                raise TreeError("", expected="a tree", found="none, and nothing registered")
+            return tree
+        parts: dict[str, Any] = {}
+        if self._things:
+            parts[THINGS] = self._things
+        if self._readers:
+            parts[READERS] = {name: PerRank(one.dump()) for name, one in self._readers.items()}
+        return {**_as_dict(tree), **parts}
+
+    # restoring ---------------------------------------------------------------------------------------------------
+
+    def restore(self, store: Store, like: Any, into: Any, comm: Comm, options: Mapping[str, Any]) -> Any:
+        """Loads a tree as `treeckpt.load`, or fills one, and gives what is registered its state.
+
+        Raises:
+            As `treeckpt.load`; nothing that is registered has changed then.
+        """
+        if not self:
+            if into is not None:
+                return api.load_into(store, into, comm=comm, **options)
+            return api.load(store, like, comm=comm, **options)
+        index = api.inspect(store)
+        names = _Selection(index, options)
+        states = self._states(store, names, comm, options)
+        things = {name: self._things[name] for name in names.wanted(THINGS, self._things)}
+        target = {THINGS: things, READERS: ...} if things or names.left(THINGS, self._things) else {}
+        if into is not None:
+            result: Any = _fill(
+                store, _as_dict(into), {**dict.fromkeys((THINGS, READERS), ...), **target}, comm, options
+            )
+        else:
+            result = _load(store, like, index, comm, options)
+            if target:
+                rest = dict.fromkeys((key for key in _roots(index) if key not in target), ...)
+                _fill(store, {}, {**rest, **target}, comm, _for_filling(options))
+        for name, state in states.items():
+            self._readers[name].load(state)
+        return result
+
+    def _states(self, store: Store, names: _Selection, comm: Comm, options: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's state of each reader."""
+        wanted = names.wanted(READERS, self._readers)
+        if not wanted:
+            return {}
+        world = names.index.world
+        changed = {name: self._readers[name].changed for name in wanted} if comm.size != world else {}
+        for name in (name for name, policy in changed.items() if policy == "error"):
+            raise MismatchError(
+                f"{READERS}/{name}",
+                expected=f"state of one rank of {comm.size}",
+                found=f"state saved by a world of {world}",
+                hint="The world size changed: register it with changed='take' or a function that merges the states, "
+                "or leave it out",
+            )
+        ranks = range(world) if any(callable(policy) for policy in changed.values()) else [comm.rank % world]
+        reading = {key: options[key] for key in ("verify", "allow_pickle") if key in options}
+        found = dict(zip(ranks, states_of_all_ranks(store, READERS, world, ranks=ranks, **reading), strict=True))
+
+        def state_of(name: str) -> Any:
+            policy = changed.get(name)
+            if callable(policy):
+                return policy([found[rank][name].value for rank in ranks], comm.rank, comm.size)
+            return found[comm.rank % world][name].value
+
+        return {name: state_of(name) for name in wanted}
+
+
+class _Selection:
+    """Which of the registered names are in a checkpoint, and asked for."""
+
+    def __init__(self, index: Index, options: Mapping[str, Any]) -> None:
+        self.index, self._strict = index, options.get("strict", True)
+        self._select, self._exclude = _globs(options.get("select")), _globs(options.get("exclude"))
+
+    def _is_asked_for(self, path: str) -> bool:
+        wanted = self._select is None or _names(self._select, path)
+        return wanted and not (self._exclude is not None and _names(self._exclude, path))
+
+    def wanted(self, part: str, names: Iterable[str]) -> list[str]:
+        """The names of a part that are to be restored.
+
+        Raises:
+            MismatchError: under `strict`, one is not in the checkpoint.
+        """
+        found: list[str] = []
+        for name in names:
+            path = f"{part}/{key_text(name)}"
+            below = [p for p in self.index.by_path if p == path or p.startswith(f"{path}/")]
+            if any(map(self._is_asked_for, below)):
+                found.append(name)
+            elif not below and self._strict and self._is_asked_for(path):
+                raise MismatchError(
+                    path,
+                    expected=f"the state of {name!r}, which is registered",
+                    found="nothing in the checkpoint",
+                    hint="Pass strict=False, or leave it out",
+                )
+        return found
+
+    def left(self, part: str, names: Iterable[str]) -> bool:
+        """Whether the checkpoint has something of a part that is asked for and not registered."""
+        known = tuple(f"{part}/{key_text(name)}" for name in names)
+        return any(
+            path.startswith(f"{part}/") and not path.startswith(known) and self._is_asked_for(path)
+            for path in self.index.by_path
+        )
+
+
+def _fill(store: Store, into: dict[str, Any], parts: dict[str, Any], comm: Comm, options: Mapping[str, Any]) -> Any:
+    """Fills a dict's values and other parts at the root beside them, in one load."""
+    tree = {**into, **parts}
+    report = api.load_into(store, tree, comm=comm, **options)
+    into.update((key, tree[key]) for key in into)
+    return report
+
+
+def _load(store: Store, like: Any, index: Index, comm: Comm, options: Mapping[str, Any]) -> Any:
+    """The tree without what is registered."""
+    ours = {THINGS, READERS}
+    if like is not None:
+        tree = api.load(store, {**_as_dict(like), **dict.fromkeys(ours, ...)}, comm=comm, **options)
+    else:
+        rest = [key for key in _roots(index) if key not in ours]
+        select = options.get("select")
+        if select is None:
+            select = [_literal(key_text(key)) for key in rest]
+        tree = api.load(store, comm=comm, **{**options, "select": select})
+    return {key: value for key, value in tree.items() if key not in ours}
+
+
+def _for_filling(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that filling takes too."""
+    known = api.load_into.__kwdefaults__ or {}
+    return {key: value for key, value in options.items() if key in known}
+
+
+def _roots(index: Index) -> Sequence[Any]:
+    return keys_of(index.structure, "") if index.structure is not None else []
+
+
+def _as_dict(tree: Any) -> dict[str, Any]:
+    if tree is ...:
+        return {}
+    if type(tree) is not dict or not {THINGS, READERS}.isdisjoint(tree):
+        found = f"a {type(tree).__qualname__}" if type(tree) is not dict else f"one with {THINGS!r} or {READERS!r}"
+        raise TreeError("", expected=f"a dict, beside whose keys {THINGS!r} and {READERS!r} are put", found=found)
+    return tree
+
+
+def _literal(text: str) -> str:
+    """A glob that means just this text."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
+
+
+def _globs(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def _names(globs: Sequence[str], path: str) -> bool:
+    return any(fnmatch.fnmatchcase(path, glob) or path.startswith(glob.rstrip("/") + "/") for glob in globs)
+
+
+def _check_name(name: str, taken: Mapping[str, Any], what: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"expected a name, found {name!r:.60}")
+    if name in taken:
+        raise ValueError(f"{name!r} is {what} already")

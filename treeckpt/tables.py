@@ -1,0 +1,242 @@
+"""Which rows of a saved table does this rank want, and where do they lie?
+
+Rows are saved in the order of their buckets, so where the table that is wanted is parted as the saved one, its owner's
+rows are one range, and two numbers of `offsets` say which. Where it is parted otherwise (another function, another
+number of buckets), all ids are read, and of every slot the rows that are wanted are picked while it streams by.
+
+Nothing of a table is left half loaded: a slot that is not in the checkpoint, or not selected, is filled where the
+target says with what, and else refused, for its old rows are not those of the new ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from .core.dtypes import dtype_of
+from .core.errors import CorruptError, FormatError, MismatchError
+from .core.records import Leaf
+from .core.region import Region
+from .core.spec import ArraySpec, TableSpec
+from .core.structure import TABLE_KEYS
+from .core.table import Column, buckets_of
+from .filling import Filling, Means, Slot
+from .leaves.base import Box, Target, TargetPiece, raw_dtype
+from .leaves.registry import abstract_of, library_of, source_of
+from .leaves.table import Picked, check_order, read_ids
+
+if TYPE_CHECKING:
+    from .lookup import Load
+
+__all__ = ["column_slot", "find_column"]
+
+OFFSETS = TABLE_KEYS[1]
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """The rows that are wanted of a table."""
+
+    spec: TableSpec
+    saved: int
+    """Rows in the checkpoint."""
+    start: int
+    count: int
+    picked: np.ndarray | None = None
+    """Their numbers, where they are not `start:start + count`."""
+
+
+def find_column(job: Load, column: Column, path: str) -> Leaf | None:
+    """The saved leaf of a column; None where it stays as it is, or is filled.
+
+    Raises:
+        MismatchError: it would keep rows that are not those of the ids.
+    """
+    if column.kind == "offsets":
+        return None
+    leaf = job.find(path) if job.selected(path) else None
+    ids = _prefix(column, path) + TABLE_KEYS[0]
+    if leaf is not None and not job.selected(ids):
+        raise MismatchError(
+            path,
+            expected="a slot together with the ids of its rows",
+            found="only the slot selected",
+            hint=f"Select {ids} too, or the whole table and exclude what is not wanted",
+        )
+    if leaf is not None or job.find(ids) is None or not job.selected(ids):
+        if leaf is None and job.selected(path):
+            job.missing.append(path)  # with all of its table
+        return leaf
+    if column.name in column.view.table.fill:
+        return None
+    if job.selected(path):
+        job.missing.append(path)
+        if job.options.strict:
+            return None
+    raise MismatchError(
+        path,
+        expected="each slot of the table, or what to fill it with",
+        found="not in the checkpoint" if job.selected(path) else "not selected",
+        hint=f"Pass fill={{{column.name!r}: 0.0}} to the KeyedTable in like, or leave the slot out of it",
+    )
+
+
+def column_slot(job: Load, column: Column, path: str, leaf: Leaf | None) -> Slot:
+    """Wants the rows of a column, or fills them."""
+    ids_path = _prefix(column, path) + TABLE_KEYS[0]
+    ids = job.find(ids_path) if job.selected(ids_path) else None
+    if column.kind == "offsets" or ids is None:
+        return Slot(column)
+    rows = column.view.rows
+    if rows is None:
+        rows = column.view.rows = _find_rows(job, column, ids_path, ids)
+    wanted = _wanted(job, column, path)
+    if leaf is None:
+        return Slot(_filled(job, column, wanted, rows, path))
+    whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
+    slot = _picked(job, leaf, path, whole, rows) if rows.picked is not None else _range(job, leaf, path, whole, rows)
+    if column.kind == "ids":
+        job.filling.then(lambda: _check(job, slot, rows, column, path))
+    return slot
+
+
+def _prefix(column: Column, path: str) -> str:
+    """What the paths of a table's columns begin with."""
+    steps = path.split("/")[: -1 if column.kind != "slot" else -2]
+    return "/".join([*steps, ""])
+
+
+def _wanted(job: Load, column: Column, path: str) -> ArraySpec:
+    """What a column of the target says of kind, dtype and row shape; its number of rows says nothing."""
+    spec = abstract_of(column.array, path, job.here)
+    if spec is None or not spec.shape or spec.regions is not None:
+        raise MismatchError(
+            path,
+            expected="an array of rows, or an ArraySpec of one",
+            found=f"{type(column.array).__name__}",
+            hint='As in KeyedTable(tc.ArraySpec((0,), "int64"), {"embedding": tc.ArraySpec((0, 16), "float32")})',
+        )
+    if job.options.device == "original":
+        return spec
+    return msgspec.structs.replace(spec, device=job.options.device or spec.device)
+
+
+def _find_rows(job: Load, column: Column, path: str, leaf: Leaf) -> Rows:
+    table, saved = column.view.table, job.saved_table(leaf)
+    if saved is None or leaf.spec is None or len(leaf.spec.shape) != 1:
+        raise MismatchError(
+            path, expected="a KeyedTable in the checkpoint", found="something else", hint="Load it as what it is"
+        )
+    rows, (start, stop) = leaf.spec.shape[0], table.owned
+    if saved != table.spec:
+        picked = _scan(job, leaf, path, rows, table.spec, table.owned)
+        return Rows(table.spec, rows, 0, len(picked), picked)
+    if (start, stop) == (0, saved.buckets):
+        return Rows(saved, rows, 0, rows)
+    if start == stop:
+        return Rows(saved, rows, 0, 0)
+    offsets_path = path[: -len(TABLE_KEYS[0])] + OFFSETS
+    offsets = job.find(offsets_path)
+    if offsets is None or offsets.spec is None or offsets.spec.shape != (saved.buckets,):
+        raise FormatError(offsets_path, expected=f"the first rows of {saved.buckets} buckets", found="none")
+    firsts = np.empty(min(stop + 1, saved.buckets) - start, np.int64)
+    _read(job, offsets, offsets_path, Region((start,), firsts.shape), _Into(firsts))
+    low, high = int(firsts[0]), int(firsts[stop - start]) if stop < saved.buckets else rows
+    if not 0 <= low <= high <= rows:
+        raise FormatError(offsets_path, expected=f"rising numbers up to {rows}", found=f"{low}, {high}")
+    return Rows(saved, rows, low, high - low)
+
+
+class _Into:
+    """Takes a stretch of a one-dimensional array."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array.view(raw_dtype(array.itemsize))
+
+    def write(self, box: Box, data: np.ndarray) -> None:
+        self._array[box] = data
+
+
+class _Chosen:
+    """Looks at ids as they are read, and keeps which are in a range of buckets."""
+
+    def __init__(self, rows: int, spec: TableSpec, owned: tuple[int, int]) -> None:
+        self.mask, self._spec, self._owned = np.zeros(rows, bool), spec, owned
+
+    def write(self, box: Box, data: np.ndarray) -> None:
+        buckets = buckets_of(np.ascontiguousarray(data).view(np.int64), self._spec)
+        self.mask[box[0]] = (buckets >= self._owned[0]) & (buckets < self._owned[1])
+
+
+def _scan(job: Load, leaf: Leaf, path: str, rows: int, spec: TableSpec, owned: tuple[int, int]) -> np.ndarray:
+    """The numbers of the rows of a range of buckets, by a look at all ids."""
+    chosen = _Chosen(rows, spec, owned)
+    _read(job, leaf, path, Region((0,), (rows,)), chosen)
+    return np.flatnonzero(chosen.mask)
+
+
+def _read(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> None:
+    """Reads a part of an array at once, before it is known what else to read."""
+    saved = leaf.spec
+    assert saved is not None, "arrays only are read"
+    if saved.dtype != "int64":
+        raise FormatError(path, expected="an array of int64", found=saved.dtype)
+    job.filling.claim(path, leaf)
+    before = Filling(job.filling.store, job.index, job.source_rank, job.recorder)
+    before.want(path, leaf, Target(saved, None, (TargetPiece(region, into),)))
+    before.run(job.options.verify is not False, Means(job.options.memory))
+    job.filling.nbytes += before.nbytes
+    job.filling.read_nbytes += before.read_nbytes
+
+
+def _range(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> Slot:
+    """Wants rows that follow each other."""
+    if rows.count == rows.saved:
+        return job.array(path, leaf, whole, job.new, whole)
+    row = whole.shape[1:]
+    region = Region((rows.start, *(0 for _ in row)), (rows.count, *row))
+    part = msgspec.structs.replace(whole, regions=(region,))
+    return job.array(path, leaf, None, job.new, part)
+
+
+def _picked(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> Slot:
+    """Wants rows from here and there: all are read, and those that are not wanted let go of at once."""
+    numbers = rows.picked
+    assert numbers is not None, "asked before"
+
+    def make(wanted: Any, path: str) -> Target:
+        own = job.new(msgspec.structs.replace(whole, shape=(rows.count, *whole.shape[1:])), path)
+        pieces = [TargetPiece(Region.whole(whole.shape), Picked(piece.data, numbers)) for piece in own.pieces]
+        return Target(whole, own.leaf, pieces)
+
+    return job.array(path, leaf, None, make, whole)
+
+
+def _filled(job: Load, column: Column, wanted: ArraySpec, rows: Rows, path: str) -> Any:
+    """A slot of one number."""
+    spec = msgspec.structs.replace(wanted, shape=(rows.count, *wanted.shape[1:]))
+    target = job.new(spec, path)
+    number = np.array([column.view.table.fill[column.name]], np.float64).view(raw_dtype(8))
+    cast: Callable[..., np.ndarray] = library_of(spec).cast
+    element = cast(number, "float64", spec.dtype).view(raw_dtype(dtype_of(spec.dtype).itemsize))
+    for piece in target.pieces:
+        box = tuple(slice(0, n) for n in piece.region.shape)
+        piece.data.write(box, np.broadcast_to(element, piece.region.shape))
+    return target.leaf
+
+
+def _check(job: Load, slot: Slot, rows: Rows, column: Column, path: str) -> None:
+    """Compares ids that were loaded with the buckets that they were loaded for."""
+    if rows.picked is not None or not rows.count:
+        return
+    source = source_of(slot.leaf, path, job.here)
+    assert source is not None, "ids are an array"
+    if wrong := check_order(read_ids(source), rows.spec, column.view.table.owned):
+        raise CorruptError(
+            path,
+            expected=f"ids of buckets {column.view.table.owned} in rising order",
+            found=wrong,
+            hint="The table was changed after it was saved",
+        )
