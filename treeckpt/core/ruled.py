@@ -99,7 +99,7 @@ class Family(msgspec.Struct, frozen=True):
     before: str
     after: str
     quoted: bool = False
-    """Whether the name is one key, as in the tables of groups."""
+    """Whether the name is one key, as among the members of groups."""
 
     def path(self, name: str) -> str:
         """Where the moment of a parameter stands."""
@@ -113,7 +113,8 @@ Followers = dict[str, dict[Family, str]]
 def _followers(paths: Iterable[str]) -> Followers:
     """What a training state keeps of parameters.
 
-    A moment stands at `optimizer/[optimizer/]name/moment`, a parameter's group at `param_groups/[optimizer/]of/name`.
+    A moment stands at `optimizer/[optimizer/]name/moment`, and a parameter among the members of its group at
+    `param_groups/[optimizer/]members/label/name`.
     """
     there = list(paths)
     found: Followers = {path.removeprefix(MODEL): {} for path in there if path.startswith(MODEL)}
@@ -122,9 +123,9 @@ def _followers(paths: Iterable[str]) -> Followers:
         placed = None
         if path.startswith(OPTIMIZER):
             placed = _moment(path.removeprefix(OPTIMIZER).split("/"), found)
-        elif path.startswith(GROUPS) and "/of/" in path:
-            before, _, name = path.rpartition("/of/")
-            placed = (Family(f"{before}/of/", "", True), quoted[name]) if name in quoted else None
+        elif path.startswith(GROUPS) and path.split("/")[-3] == "members":
+            before, _, name = path.rpartition("/")
+            placed = (Family(f"{before}/", "", True), quoted[name]) if name in quoted else None
         if placed is not None:
             found[placed[1]][placed[0]] = path
     return found

@@ -263,12 +263,8 @@ class _Restore:
         frozen = (e for e in self.entries if e.kind == "parameter" and not e.value.requires_grad)
         names = frozenset(key_path(entry.key) for entry in frozen)
         self.plans, differences = plan_optimizers(self.lives, self.ties, self.source, keep=keep, frozen=names)
-        left = [f"{key_path(('optimizer', *live.prefix))}/{name}" for live in self.lives for name in self.left]
-        self.missing += [
-            path
-            for path in differences.missing
-            if not path.startswith(tuple(f"{p}/" for p in left)) and path not in left
-        ]
+        left = tuple(f"{key_path(('optimizer', *live.prefix))}/{name}/" for live in self.lives for name in self.left)
+        self.missing += [path for path in differences.missing if not f"{path}/".startswith(left)]
         self.unexpected += differences.unexpected
         self.ignored += differences.ignored
 
