@@ -113,7 +113,9 @@ def test_rules_and_then_their_inverse_are_the_identity_under_resharding(data: st
     for number in range(data.draw(st.integers(1, 4))):
         if (rule := data.draw(_rule(expected, number))) is not None:
             rules.append(rule)
-            expected = apply(expected, rule)
+            # in C order, also where a dimension of one element makes that hard to see
+            made = apply(expected, rule).items()
+            expected = {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for name, tensor in made}
     first, second = tc.MemoryStore(), tc.MemoryStore()
     cut = {n: data.draw(reshard.placed(tuple(t.shape), worlds[0], t.dtype, saved=True)) for n, t in full.items()}
     reshard.on_ranks(worlds[0], lambda comm: tc.save(first, _cut(full, cut, comm.rank), comm=comm))

@@ -95,8 +95,8 @@ class Carried(BaseRule, frozen=True, tag="carried"):
     """Rules for `model/...` of a state that `treeckpt.training` saved, which its optimizers' state follows.
 
     Moments (`optimizer/<name>/exp_avg`) are renamed, split, joined and turned as their parameters are. What a parameter
-    has only one of (`step`, its place in a group) goes to all that it becomes; where parameters are joined, which must be
-    of one group, the first one's is taken. Casts and fills are of parameters only.
+    has only one of (`step`, its place in a group) goes to all that it becomes; where parameters of one group are
+    joined, the first one's is taken. Casts and fills are of parameters only.
     """
 
     rules: tuple[Rule, ...]
