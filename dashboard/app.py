@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+import secrets
+import sqlite3
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI, Request
+from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from treeckpt.core.errors import TreeckptError
+from treeckpt.core.policy import Policy
 
+from . import routes_contents, routes_reshard, routes_time
+from .cache import Cache, default_directory
+from .comparing import Comparisons
+from .keeping import KeepError
 from .library import Library, Missing
+from .ops import Speeds
+from .queries import loading_page
+from .reading import StillReading
 from .render import render, templates
 from .routes import api, pages
+from .run_routes import Unchanged, run_api, run_pages
+from .runs import CursorError
 from .security import LOOPBACK_HOSTS, Guard
 
 __all__ = ["create_app"]
@@ -27,27 +41,55 @@ def create_app(
     token: str | None = None,
     root_path: str = "",
     allowed_hosts: Collection[str] = LOOPBACK_HOSTS,
+    cache: str | Path | None = None,
+    policies: Sequence[Policy] = (),
 ) -> FastAPI:
     """The dashboard of these runs, as an ASGI application.
 
     Args:
-        runs: directories of checkpoints, or single checkpoints.
+        runs: directories of checkpoints, or single checkpoints; URLs of runs too.
         token: what clients must show; None lets everyone in who reaches it.
         root_path: the path under which a proxy serves it.
         allowed_hosts: Host headers that are answered, with or without a port, compared exactly.
+        cache: the directory of the dashboard's own files; None takes the user's.
+        policies: what the runs are kept by, if that is known.
+
+    Raises:
+        ValueError: the cache would be inside a run.
     """
+    _check_cache(cache, runs)
     root = "/" + root_path.strip("/") if root_path.strip("/") else ""
-    app = FastAPI(title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json")
-    app.state.library = Library(runs)
+    app = FastAPI(
+        title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json", lifespan=_lifespan
+    )
+    app.state.library = Library(runs, cache=Cache(cache), policies=policies)
+    app.state.comparisons = Comparisons(app.state.library)
+    app.state.boot = secrets.token_hex(8)
+    app.state.speeds = Speeds()
     app.state.templates = templates()
+    app.include_router(run_api)
+    app.include_router(run_pages)
     app.include_router(api)
     app.include_router(pages)
+    for more in (routes_contents, routes_reshard, routes_time):
+        app.include_router(more.api)
+        app.include_router(more.pages)
     app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
     app.add_exception_handler(Missing, _missing)
+    app.add_exception_handler(StillReading, _still_reading)
+    app.add_exception_handler(Unchanged, _unchanged)
+    app.add_exception_handler(KeepError, _senseless)
+    app.add_exception_handler(CursorError, _senseless)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(TreeckptError, _unreadable)
-    app.add_exception_handler(OSError, _unreadable)
+    for kind in (
+        OSError,
+        ArithmeticError,
+        RecursionError,
+        sqlite3.Error,
+    ):  # hostile numbers, hostile depth, a full disk
+        app.add_exception_handler(kind, _unreadable)
     app.add_middleware(Guard, hosts=allowed_hosts, token=token, root_path=root)
     return app
 
@@ -58,8 +100,41 @@ def _answer(request: Request, status: int, text: str) -> Response:
     return render(request, "error.html", {"status": status, "text": text}, status)
 
 
+def _check_cache(cache: str | Path | None, runs: Sequence[str | Path]) -> None:
+    """A run is never written to."""
+    directory = Path(cache) if cache is not None else default_directory()
+    for run in runs:
+        if "://" not in str(run) and directory.resolve().is_relative_to(Path(run).resolve()):
+            raise ValueError(f"the cache {directory} would be inside the run {run}; give another one with --cache")
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    app.state.library.close()
+
+
+def _still_reading(request: Request, error: Exception) -> Response:
+    """A large index that nobody has looked at before: the answer comes at once and says how far it is."""
+    assert isinstance(error, StillReading), "it is registered for these"
+    library: Library = request.app.state.library
+    found = loading_page(library, error.url, error.progress)
+    if request.scope["path"].startswith("/api/"):
+        return JSONResponse(jsonable_encoder({"loading": found.progress}), 202, {"Retry-After": "1"})
+    return render(request, "loading.html", found)
+
+
 def _missing(request: Request, error: Exception) -> Response:
     return _answer(request, 404, str(error))
+
+
+def _unchanged(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Unchanged), "it is registered for these"
+    return Response(status_code=304, headers={"ETag": error.tag})
+
+
+def _senseless(request: Request, error: Exception) -> Response:
+    return _answer(request, 422, str(error))
 
 
 def _http_error(request: Request, error: Exception) -> Response:

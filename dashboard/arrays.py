@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+
+import numpy as np
 
 from treeckpt.core.dtypes import dtype_of
 from treeckpt.core.extents import Located, chunk_count, holders_of, layout_of, locate_chunks
@@ -15,12 +18,13 @@ from treeckpt.core.wording import layout_text, placement_text, region_text, valu
 
 from .library import Missing
 from .pages import CheckpointRow, ChunkRow, ChunksPage, Fact, LeafPage, MapPage, MeshPart, NodeRow
-from .queries import PAGE, node_row
+from .queries import PAGE, node_row, short
 
-__all__ = ["chunks_page", "leaf_of", "leaf_page", "map_page"]
+__all__ = ["chunks_page", "leaf_of", "leaf_page", "map_page", "parse_region"]
 
 MAX_BOXES = 4096
 """Regions drawn on one map."""
+MAX_OVERLAPS = 500
 MAX_CHUNKS = 1 << 18
 """Chunks of one leaf that are made for a page."""
 MAX_HOLDERS = 256
@@ -61,9 +65,35 @@ def _numbers(index: Index) -> dict[str, int]:
     return {file.name: number for number, file in enumerate(index.file_list)}
 
 
-def chunks_page(index: Index, leaf: Leaf, start: int) -> ChunksPage:
-    """A page of an array's chunks, in row-major order of the array."""
-    located = _located(index, leaf)
+def parse_region(text: str, shape: tuple[int, ...]) -> Region | None:
+    """The region that a text such as `100:200, :, 7` names, None for an empty text; dimensions left out are whole.
+
+    Raises:
+        ValueError: saying what is wrong.
+    """
+    parts = [part.strip() for part in text.strip().strip("[]").split(",")]
+    if parts == [""]:
+        return None
+    if len(parts) > len(shape):
+        raise ValueError(f"The array has {len(shape)} dimensions, not {len(parts)}.")
+    bounds = [_interval(part, n) for part, n in zip(parts, shape, strict=False)] + [(0, n) for n in shape[len(parts) :]]
+    return Region(tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
+
+
+def _interval(text: str, size: int) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,18})|([0-9]{0,18})\s*:\s*([0-9]{0,18})", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"{text[:40]!r} is neither a position nor a range such as 100:200.")
+    low = int(match[1] or match[2] or 0)
+    high = low + 1 if match[1] else min(int(match[3] or size), size)
+    if low >= high or high > size:
+        raise ValueError(f"{text[:40]} holds nothing of a dimension of {size}.")
+    return low, high
+
+
+def chunks_page(index: Index, leaf: Leaf, start: int, region: Region | None = None) -> ChunksPage:
+    """A page of an array's chunks, or of those with elements of a region, in row-major order of the array."""
+    located = _located(index, leaf, region)
     numbers = _numbers(index)
     rows = [
         ChunkRow(
@@ -104,7 +134,7 @@ def map_page(index: Index, leaf: Leaf, y: int | None, x: int | None, at: list[in
     """
     names, sizes = _dims(index, leaf)
     if not sizes:
-        return MapPage([], [], None, None, [], 0, 0, [], {}, 0)
+        return MapPage([], [], None, None, [], 0, 0, [], {}, 0, 0, [])
     x = _along(x, sizes, len(sizes) - 1)
     y = _along(y, sizes, next((d for d in reversed(range(len(sizes))) if d != x), None), x)
     where = [at[d] if d < len(at) and 0 <= at[d] < n else 0 for d, n in enumerate(sizes)]
@@ -119,7 +149,30 @@ def map_page(index: Index, leaf: Leaf, y: int | None, x: int | None, at: list[in
         count = len(holders) if holders is not None else 1
         boxes.append([top, left, top + rows, left + columns, chunk.rank, number, chunk.start, chunk.stop, count])
     rows, columns = sizes[y] if y is not None else 1, sizes[x] if x is not None else 1
-    return MapPage(names, sizes, y, x, where, rows, columns, boxes, files, max(0, len(found) - MAX_BOXES))
+    more = max(0, len(found) - MAX_BOXES)
+    overlaps, twice = _overlaps(boxes)
+    covered = sum((box[2] - box[0]) * (box[3] - box[1]) for box in boxes) - twice
+    missing = 0 if more else max(0, rows * columns - covered)
+    return MapPage(names, sizes, y, x, where, rows, columns, boxes, files, more, missing, overlaps)
+
+
+def _overlaps(boxes: list[list[int]]) -> tuple[list[list[int]], int]:
+    """What pairs of boxes share, as boxes, at most MAX_OVERLAPS of them; and how many elements all of them are."""
+    if len(boxes) < 2:
+        return [], 0
+    top, left, bottom, right = np.array([box[:4] for box in boxes], np.int64).T
+    found: list[list[int]] = []
+    twice = 0
+    for at in range(len(boxes) - 1):
+        rest = slice(at + 1, None)
+        low, high = np.maximum(top[at], top[rest]), np.minimum(bottom[at], bottom[rest])
+        first, last = np.maximum(left[at], left[rest]), np.minimum(right[at], right[rest])
+        shared = np.flatnonzero((low < high) & (first < last))
+        if len(shared):
+            cut = np.stack([low, first, high, last], 1)[shared]
+            twice += int(((cut[:, 2] - cut[:, 0]) * (cut[:, 3] - cut[:, 1])).sum())
+            found += cut[: MAX_OVERLAPS - len(found)].tolist()
+    return found, twice
 
 
 def _on_plane(
@@ -151,7 +204,7 @@ def _facts(index: Index, leaf: Leaf) -> list[Fact]:
     if spec.device:
         facts.append(Fact("device when saved", "", spec.device))
     if isinstance(leaf.record, AliasRecord):
-        target, view = index.entries[leaf.record.of].path, leaf.record.view
+        target, view = short(index.entries[leaf.record.of].path), leaf.record.view
         text = f"the storage of {target}" if view is None else f"a view of {target} at {view.offset}, {view.strides}"
         facts.append(Fact("shares", "", text))
     return facts
@@ -170,8 +223,8 @@ def _values(leaf: Leaf) -> list[Fact]:
     return []
 
 
-def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: int) -> LeafPage:
-    """One leaf.
+def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: int, region: str = "") -> LeafPage:
+    """One leaf; its chunks are those with elements of `region`, such as `100:200`, where one is given.
 
     Raises:
         Missing: there is none.
@@ -181,10 +234,15 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
     base = _base(index, leaf)
     layout = layout_of(index, base)
     dims, sizes = _dims(index, leaf)
+    asked, problem = None, None
+    try:
+        asked = parse_region(region, base.spec.shape) if base.spec else None
+    except ValueError as error:
+        problem = str(error)
     return LeafPage(
         checkpoint=checkpoint,
         leaf=number,
-        path=leaf.path,
+        path=short(leaf.path),
         above=_above(outline, leaf.path),
         kind=_kind(leaf),
         dtype=leaf.spec.dtype if leaf.spec else None,
@@ -195,11 +253,14 @@ def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
         mesh=_mesh(layout) if layout else [],
         mesh_ranks=mesh_ranks(layout.mesh).tolist()[:MAX_HOLDERS] if layout else [],
         values=_values(leaf),
-        chunks=chunks_page(index, leaf, start) if leaf.spec else None,
+        chunks=chunks_page(index, leaf, start, asked) if leaf.spec else None,
         dims=dims,
         dim_sizes=sizes,
         previous=number - 1 if number else None,
         following=number + 1 if number + 1 < len(index.entries) else None,
+        region=region,
+        found=[*asked.offset, *asked.shape] if asked else [],
+        problem=problem,
     )
 
 

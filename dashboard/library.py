@@ -1,47 +1,77 @@
-"""Which runs and checkpoints may be asked for, and their decoded indexes while they are being browsed.
+"""Which runs and checkpoints may be asked for, and how to get at what they hold.
 
 Clients know runs and checkpoints by ids made here from what a scan found; no path, and no part of one, ever comes from
-a request. What is decoded is kept for as long as the file stays the same, a few at a time.
+a request. Lists are kept up by `watch`, indexes are browsed from tables (`reading`), and nothing is held in memory that
+grows with a checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
 
 from treeckpt import catalog
 from treeckpt.catalog import CheckpointInfo, FileCache
+from treeckpt.core.errors import CheckpointNotFound
 from treeckpt.core.events import Timings, timings_name
+from treeckpt.core.files import step_of
 from treeckpt.core.index import INDEX_NAME
 from treeckpt.core.outline import Outline
+from treeckpt.core.policy import Policy
+from treeckpt.core.study import Study
 from treeckpt.core.wording import visible
-from treeckpt.io.bucket import is_url
-from treeckpt.io.runs import open_folder
+from treeckpt.io.runs import Entry, Folder, LocalFolder, RunStore, open_run
 
-__all__ = ["Library", "Missing", "Run"]
+from .cache import Cache
+from .reading import StillReading, TableReader, is_large
+from .watch import Known, Watch
+
+__all__ = ["Library", "Missing", "ReadingInfo", "Run"]
 
 T = TypeVar("T")
-FRESH = 1.0
-"""Seconds for which a scan of a run is not repeated."""
 
 
 class Missing(Exception):
     """Nothing is known under the id, or not the part of it that was asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+class ReadingInfo(CheckpointInfo, frozen=True):
+    """A directory whose large index is being read for the first time: what it is, is not known yet."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """A run that the dashboard was given."""
 
     id: str
     name: str
-    path: Path | str
-    """A string where it is a URL."""
+    path: Path
+    """What it is called; a path where it is local."""
+    store: RunStore
+    place: str
+    """By which another process opens it; empty for a local one, whose folders are opened by their paths."""
+
+
+class _Single:
+    """A checkpoint that was given by itself, as a run of one. Links on the way to it are followed."""
+
+    def __init__(self, path: Path) -> None:
+        self.url, self._path = str(path), path
+
+    def names(self) -> list[str]:
+        return [self._path.name] if self._path.is_dir() else []
+
+    def folder(self, name: str) -> LocalFolder:
+        return LocalFolder(self._path)
+
+
+def _unread(folder: Folder) -> ReadingInfo:
+    text = "its index is being read for the first time"
+    return ReadingInfo(folder.name, folder.url, "partial", step_of(folder.name), error=text)
 
 
 def _id(*parts: str) -> str:
@@ -49,24 +79,60 @@ def _id(*parts: str) -> str:
     return hashlib.blake2s(text, digest_size=6).hexdigest()
 
 
+def _run(given: str | Path | RunStore) -> Run:
+    if not isinstance(given, (str, Path)) or "://" in str(given):
+        store = open_run(given) if not isinstance(given, Path) else open_run(str(given))
+        name = store.url.rstrip("/").rpartition("/")[2] or store.url
+        return Run(_id(store.url), visible(name), Path(store.url), store, store.url)
+    path = Path(given).absolute()
+    store = _Single(path) if catalog.is_checkpoint(path) else open_run(path)
+    return Run(_id(str(path)), visible(path.name or str(path)), path, store, "")
+
+
 class Library:
-    """Runs by id, checkpoints by id, and what was decoded of them.
+    """Runs by id, checkpoints by id, and what is in them.
 
     Args:
-        paths: of runs, or of checkpoints by themselves.
+        paths: of runs, or of checkpoints by themselves; URLs and stores of runs too.
         clock: seconds, never going back.
+        cache: what was worked out before; None takes the user's own.
+        policies: what the runs are kept by, if that is known.
     """
 
-    def __init__(self, paths: Sequence[str | Path], *, clock: Callable[[], float] = time.monotonic) -> None:
-        absolute = [path.rstrip("/") if is_url(path) else Path(path).absolute() for path in paths]
-        self.runs = tuple(Run(_id(str(p)), visible(Path(p).name or str(p)), p) for p in dict.fromkeys(absolute))
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._scans: dict[str, tuple[float, list[CheckpointInfo]]] = {}
-        self._known: dict[str, tuple[Run, str]] = {}
-        self._summaries = FileCache(100_000)
-        self._outlines = FileCache(6)
+    def __init__(
+        self,
+        paths: Sequence[str | Path | RunStore],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        cache: Cache | None = None,
+        policies: Sequence[Policy] = (),
+    ) -> None:
+        found = [_run(path) for path in paths]
+        self.runs = tuple({run.id: run for run in found}.values())
+        self.cache = cache or Cache()
+        self.policies = tuple(policies)
+        self._reader = TableReader(self.cache)
         self._timings = FileCache(6)
+        self._studies = FileCache(6)
+        self.watches = {run.id: self._watch(run, clock) for run in self.runs}
+        self._known: dict[str, tuple[Run, str]] = {}
+        self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
+
+    def _watch(self, run: Run, clock: Callable[[], float]) -> Watch:
+        return Watch(run.store, lambda name: self._look(run, name), clock=clock)
+
+    def _look(self, run: Run, name: str) -> Known:
+        """What a directory is now; a large index that was not read yet is given to another process."""
+        folder = run.store.folder(name)
+        self._known[_id(str(run.path), name)] = (run, name)
+        modified = folder.modified_ns()
+        try:
+            info = catalog.look(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
+            return Known(info, modified)
+        except StillReading:
+            return Known(_unread(folder), None)
+        except OSError as error:  # of a mounted or remote store, say
+            return Known(CheckpointInfo(name, folder.url, "foreign", step_of(name), error=f"{error}"), None)
 
     def run(self, run_id: str) -> Run:
         """The run of an id.
@@ -79,42 +145,77 @@ class Library:
                 return run
         raise Missing("There is no such run here.")
 
-    def checkpoints(self, run: Run) -> list[tuple[str, CheckpointInfo]]:
-        """A run's checkpoints with their ids, newest first."""
-        with self._lock:
-            kept = self._scans.get(run.id)
-        if kept is None or self._clock() - kept[0] > FRESH:
-            kept = (self._clock(), catalog.scan(run.path, cache=self._summaries))
-            with self._lock:
-                self._scans[run.id] = kept
-                self._known.update({_id(str(run.path), i.name): (run, i.path) for i in kept[1]})
-        return [(_id(str(run.path), info.name), info) for info in kept[1]]
+    def checkpoints(self, run: Run, *, wait: float | None = None) -> list[tuple[str, CheckpointInfo]]:
+        """A run's checkpoints with their ids, newest first: those seen so far, see `Watch.progress`."""
+        watch = self.watches[run.id]
+        watch.refresh() if wait is None else watch.refresh(wait=wait)
+        watch.see([info.name for info in watch.infos if isinstance(info, ReadingInfo)])
+        infos, kept = watch.infos, self._lists.get(run.id)
+        if kept is None or kept[0] is not infos:
+            kept = self._lists[run.id] = (infos, [(self.id_of(run, info), info) for info in infos])
+        return kept[1]
+
+    @staticmethod
+    def id_of(run: Run, info: CheckpointInfo) -> str:
+        """The id of a checkpoint of a run."""
+        return _id(str(run.path), info.name)
 
     def checkpoint(self, checkpoint_id: str) -> tuple[Run, CheckpointInfo]:
         """The checkpoint of an id, as it is now.
 
         Raises:
             Missing: there is none.
+            StillReading: its index is being read for the first time.
         """
         if checkpoint_id not in self._known:
-            for run in self.runs:
-                self.checkpoints(run)
+            self._find(checkpoint_id)
         if checkpoint_id not in self._known:
             raise Missing("There is no such checkpoint here; it may have been removed.")
-        run, path = self._known[checkpoint_id]
-        if not catalog.is_there(path):
+        run, name = self._known[checkpoint_id]
+        folder = run.store.folder(name)
+        if folder.modified_ns() is None:
             raise Missing("This checkpoint is gone.")
-        return run, catalog.look(path, cache=self._summaries, follow=path == str(run.path))
+        info = catalog.look(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
+        return run, info
+
+    def _find(self, checkpoint_id: str) -> None:
+        """Looks for an id among names that were not looked at yet: an address may be older than this server."""
+        for run in self.runs:
+            for name in run.store.names():
+                found = _id(str(run.path), name)
+                if found == checkpoint_id:
+                    self._known[found] = (run, name)
+
+    def unread(self, url: str) -> tuple[str, Run, CheckpointInfo]:
+        """The checkpoint in a folder whose index is still being read, and what is known of it without that.
+
+        Raises:
+            Missing: there is none.
+        """
+        for checkpoint_id, (run, name) in list(self._known.items()):
+            if PurePath(url).name == name and (folder := run.store.folder(name)).url == url:
+                return checkpoint_id, run, _unread(folder)
+        raise Missing("This checkpoint is gone.")
+
+    def _place(self, info: CheckpointInfo) -> tuple[Run | None, Folder]:
+        for run in self.runs:
+            if (folder := run.store.folder(info.name)).url == info.path:
+                return run, folder
+        return None, LocalFolder(info.path)
 
     def outline(self, info: CheckpointInfo) -> Outline:
         """The tree of a checkpoint.
 
         Raises:
+            StillReading: it is being read for the first time.
             CheckpointError: the index is not to be read.
         """
-        if is_url(info.path):
-            return _recall(self._outlines, info.path, INDEX_NAME, lambda: Outline(catalog.read_index(info.path)))
-        return self._outlines.get(Path(info.path) / INDEX_NAME, _outline)
+        run, folder = self._place(info)
+        entry = folder.entries().get(INDEX_NAME)
+        if entry is None:
+            raise CheckpointNotFound(visible(folder.url), expected=f"a checkpoint ({INDEX_NAME})", found="none")
+        found: Any = self._reader.outline(run.place if run else "", folder, entry)
+        return found
 
     def timings(self, info: CheckpointInfo) -> Timings:
         """The timings of a checkpoint.
@@ -122,17 +223,65 @@ class Library:
         Raises:
             CheckpointError: there are none, or not to be read.
         """
-        if is_url(info.path):
-            name = timings_name(info.save_id) if info.save_id else ""
-            return _recall(self._timings, info.path, name, lambda: catalog.read_timings(info.path))
-        return self._timings.get(Path(info.path), catalog.read_timings)
+        _, folder = self._place(info)
+        save_id = info.save_id if info.leaves is not None else None
+        if save_id is None:
+            return catalog.read_timings(folder)
+        entry = folder.entries().get(timings_name(save_id), Entry(-1, 0))
+        return self._timings.recall((folder.url, save_id), entry, lambda: catalog.read_timings(folder, save_id=save_id))
+
+    @staticmethod
+    def is_run(run: Run) -> bool:
+        """Whether it is a run, not a checkpoint by itself."""
+        return not isinstance(run.store, _Single)
+
+    def remembering(self, run: Run) -> catalog.Recall:
+        """What a look at a run's directories remembers by."""
+        return _Reads(self, run)
+
+    @property
+    def reading(self) -> bool:
+        """Whether large indexes are being read."""
+        return self._reader.busy
+
+    def close(self) -> None:
+        """Writes the cache out."""
+        self.cache.close()
+
+    def summary(self, run: Run, url: str, entry: Entry) -> catalog.Summary:
+        """The summary of a large index, from its table.
+
+        Args:
+            url: of its folder.
+
+        Raises:
+            StillReading: it is being read for the first time.
+            CheckpointError: it is not to be read.
+        """
+        return self._reader.outline(run.place, run.store.folder(PurePath(url).name), entry).summary
+
+    def study(self, info: CheckpointInfo) -> Study:
+        """The timings of a checkpoint, with what follows from them.
+
+        Raises:
+            CheckpointError: there are none, or not to be read.
+        """
+        _, folder = self._place(info)
+        if info.save_id is None or info.leaves is None:
+            return Study(catalog.read_timings(folder))
+        entry = folder.entries().get(timings_name(info.save_id), Entry(-1, 0))
+        return self._studies.recall((folder.url, info.save_id), entry, lambda: Study(self.timings(info)))
 
 
-def _recall(cache: FileCache, url: str, name: str, read: Callable[[], T]) -> T:
-    """What was made of an object, for as long as it stays the same."""
-    entry = open_folder(url).entries().get(name)
-    return read() if entry is None else cache.recall((url, name), entry, read)
+class _Reads:
+    """What `catalog` remembers by: a large index is never decoded by the server itself."""
 
+    def __init__(self, library: Library, run: Run) -> None:
+        self._library, self._run = library, run
 
-def _outline(path: Path) -> Outline:
-    return Outline(catalog.read_index(path.parent))
+    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+        cache = self._library.cache
+        if key[1] != "summary" or not is_large(entry) or not entry.regular:
+            return cache.recall(key, entry, read)
+        summary: Any = lambda: self._library.summary(self._run, key[0], entry)  # noqa: E731
+        return cache.recall(key, entry, summary)

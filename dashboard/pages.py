@@ -6,7 +6,7 @@ whoever draws them escapes them. `nbytes` counts bytes; times are seconds, or IS
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = [
     "CheckpointPage",
@@ -23,15 +23,8 @@ __all__ = [
     "MapPage",
     "MeshPart",
     "NodeRow",
-    "PhaseRow",
-    "RankRow",
-    "RunPage",
-    "RunPart",
-    "RunsPage",
     "SearchPage",
-    "SpanRow",
     "StripPage",
-    "TimingPage",
     "TreePage",
 ]
 
@@ -57,36 +50,15 @@ class CheckpointRow:
     error: str | None
     readable: bool
     """Whether there is an index to browse."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunPart:
-    """One run and a page of its checkpoints, newest first."""
-
-    id: str
-    name: str
-    path: str
-    total: int
-    complete: int
-    nbytes: int
-    newest_step: int | None
-    start: int
-    next: int | None
-    checkpoints: list[CheckpointRow]
-
-
-@dataclass(frozen=True, slots=True)
-class RunsPage:
-    """Every run that the dashboard was given."""
-
-    runs: list[RunPart]
-
-
-@dataclass(frozen=True, slots=True)
-class RunPage:
-    """One run."""
-
-    run: RunPart
+    pinned: bool = False
+    kept: list[str] = field(default_factory=list[str])
+    """Why it stays; empty where that was not asked, or nothing keeps it."""
+    goes: bool = False
+    """Whether the next clean-up deletes it."""
+    saved: float | None = None
+    """From 0 to 1, of a save under way."""
+    phase: str | None = None
+    """Of a save under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +191,12 @@ class LeafPage:
     dim_sizes: list[int]
     previous: int | None
     following: int | None
+    region: str
+    """The region that chunks were asked for, as it was typed; empty for all."""
+    found: list[int]
+    """The same as [offset per dimension, then size per dimension]; empty for all."""
+    problem: str | None
+    """Why that region is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +215,10 @@ class MapPage:
     files: dict[int, str]
     more: int
     """Regions beyond those drawn."""
+    missing: int
+    """Elements of the plane that no region holds; 0 where not all regions are drawn."""
+    overlaps: list[list[int]]
+    """[top, left, bottom, right] of what two regions hold, which no save writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,66 +283,3 @@ class StripPage:
     nbytes: int
     groups: list[str]
     segments: list[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseRow:
-    """One phase over all ranks."""
-
-    name: str
-    ranks: int
-    median: float
-    longest: float
-    slowest: int
-    nbytes: int
-    rate: float | None
-    """Bytes a second over the longest time."""
-    waiting: bool
-    """Whether ranks mostly wait for others in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """One rank's save."""
-
-    rank: int
-    seconds: float
-    busy: float
-    nbytes: int
-    slowdown: float
-    """Its own work over the median rank's."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpanRow:
-    """One span; times from the start of the save."""
-
-    name: str
-    rank: int
-    start: float
-    seconds: float
-    nbytes: int
-    rate: float | None
-    depth: int
-    lane: int
-
-
-@dataclass(frozen=True, slots=True)
-class TimingPage:
-    """Where the time of one save went."""
-
-    checkpoint: CheckpointRow
-    problem: str | None
-    """Why there is nothing to show."""
-    error: str | None
-    """What the save failed with."""
-    seconds: float
-    rate: float | None
-    slowest: int | None
-    slowdown: float
-    world: int
-    start: int
-    next: int | None
-    phases: list[PhaseRow]
-    ranks: list[RankRow]
-    spans: list[SpanRow]

@@ -11,23 +11,34 @@ from treeckpt.core.outline import Outline, Row, leaf_nbytes
 from treeckpt.core.records import Index, Leaf
 from treeckpt.core.wording import value_text, value_type, visible
 
-from .library import Library, Missing, Run
+from .library import Library, Missing, ReadingInfo, Run
 from .pages import (
     CheckpointPage,
     CheckpointRow,
     Fact,
     Group,
     NodeRow,
-    RunPage,
-    RunPart,
-    RunsPage,
     SearchPage,
     TreePage,
 )
+from .reading import Reading
+from .run_pages import LoadingPage, ReadingRow
 
-__all__ = ["above", "checkpoint_page", "checkpoint_row", "opened", "run_page", "runs_page", "search_page", "tree_page"]
+__all__ = [
+    "above",
+    "checkpoint_page",
+    "checkpoint_row",
+    "loading_page",
+    "opened",
+    "search_page",
+    "short",
+    "status_of",
+    "tree_page",
+]
 
 PAGE = 100
+MAX_NAME = 2000
+"""Characters of a name or a path that are shown."""
 
 
 def moment(ns: int | None) -> str | None:
@@ -40,6 +51,18 @@ def moment(ns: int | None) -> str | None:
         return None
 
 
+def short(text: str) -> str:
+    """A name as stored, or its beginning: a hostile one may be as long as the index."""
+    return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}… ({len(text)} characters)"
+
+
+def status_of(info: CheckpointInfo) -> str:
+    """complete, saving, partial, corrupt, foreign, or reading: its large index is read for the first time."""
+    if isinstance(info, ReadingInfo):
+        return "reading"
+    return "saving" if info.status == "partial" and info.saving else info.status
+
+
 def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> CheckpointRow:
     """One directory of a run."""
     rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.status != "partial" else None
@@ -48,7 +71,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         run=run.id,
         run_name=run.name,
         name=visible(info.name),
-        status=info.status,
+        status=status_of(info),
         step=info.step,
         save_id=info.save_id,
         world=info.world,
@@ -59,35 +82,10 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         rate=rate,
         error=visible(info.error) if info.error else None,
         readable=info.leaves is not None,
+        pinned=info.pinned,
+        saved=info.saving[-1].fraction if info.saving else None,
+        phase=info.saving[-1].phase if info.saving else None,
     )
-
-
-def _run_part(library: Library, run: Run, start: int, count: int) -> RunPart:
-    found = library.checkpoints(run)
-    ours = [info for _, info in found if info.status != "foreign"]
-    return RunPart(
-        id=run.id,
-        name=run.name,
-        path=visible(str(run.path)),
-        total=len(found),
-        complete=sum(info.status == "complete" for info in ours),
-        nbytes=sum(info.nbytes or 0 for info in ours),
-        newest_step=next((info.step for info in ours if info.status == "complete"), None),
-        start=start,
-        next=start + count if start + count < len(found) else None,
-        checkpoints=[checkpoint_row(i, run, info) for i, info in found[start : start + count]],
-    )
-
-
-def runs_page(library: Library) -> RunsPage:
-    """Every run with its newest checkpoints."""
-    count = PAGE if len(library.runs) == 1 else 20
-    return RunsPage([_run_part(library, run, 0, count) for run in library.runs])
-
-
-def run_page(library: Library, run_id: str, start: int) -> RunPage:
-    """One run from its checkpoint number `start` on."""
-    return RunPage(_run_part(library, library.run(run_id), start, PAGE))
 
 
 def opened(library: Library, checkpoint_id: str) -> tuple[CheckpointRow, Outline]:
@@ -103,13 +101,25 @@ def opened(library: Library, checkpoint_id: str) -> tuple[CheckpointRow, Outline
     return row, library.outline(info)
 
 
+def loading_page(library: Library, url: str, reading: Reading) -> LoadingPage:
+    """A checkpoint whose index is still being read, as far as it is known.
+
+    Args:
+        url: of its folder.
+    """
+    checkpoint_id, run, info = library.unread(url)
+    row = checkpoint_row(checkpoint_id, run, info)
+    share = reading.done / reading.total if reading.phase == "write" and reading.total else None
+    return LoadingPage(row, ReadingRow(reading.phase, reading.done, reading.total, share, reading.seconds))
+
+
 def node_row(index: Index, row: Row) -> NodeRow:
     """One node of the tree."""
     leaf = index.entries[row.first] if row.kind == "leaf" else None
     return NodeRow(
         node=row.node,
-        key=row.key,
-        path=row.path,
+        key=short(row.key),
+        path=short(row.path),
         kind=row.kind,
         cls=row.cls,
         children=row.children,
@@ -130,8 +140,8 @@ def leaf_row(index: Index, leaf: Leaf) -> NodeRow:
     """A leaf found by its number: its place in the tree is left out."""
     nbytes = leaf_nbytes(leaf)
     share = nbytes / index.nbytes if index.nbytes else 0.0
-    key = leaf.path.rpartition("/")[2]
-    return NodeRow("", key, leaf.path, "leaf", "", 0, 1, nbytes, share, leaf.number, leaf_text(index, leaf))
+    key = short(leaf.path.rpartition("/")[2])
+    return NodeRow("", key, short(leaf.path), "leaf", "", 0, 1, nbytes, share, leaf.number, leaf_text(index, leaf))
 
 
 def above(outline: Outline, name: str) -> list[NodeRow]:
@@ -172,7 +182,7 @@ def _groups(outline: Outline) -> list[Group]:
     rows = outline.children(node.node, count=10_000)
     total = outline.index.nbytes or 1
     rows = sorted((row for row in rows if row.nbytes), key=lambda row: -row.nbytes)
-    groups = [Group(row.key, row.nbytes, row.leaves, row.nbytes / total) for row in rows[:6]]
+    groups = [Group(short(row.key), row.nbytes, row.leaves, row.nbytes / total) for row in rows[:6]]
     if rest := rows[6:]:
         nbytes = sum(row.nbytes for row in rest)
         groups.append(Group(f"{len(rest)} more", nbytes, sum(row.leaves for row in rest), nbytes / total))
@@ -181,7 +191,7 @@ def _groups(outline: Outline) -> list[Group]:
 
 def _metadata(index: Index) -> Sequence[Fact]:
     pairs = list(index.metadata.items())[:PAGE]
-    return [Fact(name, value_type(value), value_text(value, 1000)) for name, value in pairs]
+    return [Fact(short(name), value_type(value), value_text(value, 1000)) for name, value in pairs]
 
 
 def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str, start: int) -> CheckpointPage:

@@ -5,6 +5,7 @@ Addresses are relative to the page's own, so pages work under any root path, thr
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from typing import Any
 
@@ -50,6 +51,7 @@ def templates() -> Environment:
     environment.filters |= {
         "bytes": lambda n: "–" if n is None else bytes_text(n),
         "clock": _clock,
+        "json": json.dumps,  # of ASCII, and escaped as other text is: fit for an attribute, unlike tojson
         "number": _number,
         "rate": _rate,
         "seconds": lambda s: "–" if s is None else seconds_text(s),

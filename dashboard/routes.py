@@ -16,22 +16,20 @@ from .pages import (
     FilesPage,
     LeafPage,
     MapPage,
-    RunPage,
-    RunsPage,
     SearchPage,
     StripPage,
-    TimingPage,
     TreePage,
 )
 from .render import render
 
-__all__ = ["api", "pages"]
+__all__ = ["Start", "api", "pages"]
 
 Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first row")]
 Node = Annotated[str, Query(max_length=1000, description="positions of a node from the root, as `0.3.12`")]
 Words = Annotated[str, Query(max_length=500, description="words that a path must hold")]
 Dim = Annotated[int | None, Query(ge=0, le=64)]
 At = Annotated[str, Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
+RegionText = Annotated[str, Query(max_length=500, description="a part of an array, as `100:200, :, 7`")]
 Number = int
 
 api = APIRouter(prefix="/api/v1")
@@ -40,18 +38,6 @@ pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 def _library(request: Request) -> Library:
     return request.app.state.library
-
-
-@api.get("/runs")
-def get_runs(request: Request) -> RunsPage:
-    """Every run with its newest checkpoints."""
-    return queries.runs_page(_library(request))
-
-
-@api.get("/runs/{run_id}")
-def get_run(request: Request, run_id: str, start: Start = 0) -> RunPage:
-    """One run's checkpoints, newest first."""
-    return queries.run_page(_library(request), run_id, start)
 
 
 @api.get("/checkpoints/{checkpoint_id}")
@@ -77,10 +63,12 @@ def get_search(request: Request, checkpoint_id: str, q: Words, start: Start = 0)
 
 
 @api.get("/checkpoints/{checkpoint_id}/leaves/{number}")
-def get_leaf(request: Request, checkpoint_id: str, number: Number, start: Start = 0) -> LeafPage:
-    """One leaf, with a page of its chunks."""
+def get_leaf(
+    request: Request, checkpoint_id: str, number: Number, start: Start = 0, region: RegionText = ""
+) -> LeafPage:
+    """One leaf, with a page of its chunks, or of those with elements of a region."""
     row, outline = queries.opened(_library(request), checkpoint_id)
-    return arrays.leaf_page(row, outline, number, start)
+    return arrays.leaf_page(row, outline, number, start, region)
 
 
 @api.get("/checkpoints/{checkpoint_id}/leaves/{number}/chunks")
@@ -117,22 +105,6 @@ def get_strip(request: Request, checkpoint_id: str, number: Number) -> StripPage
     return saves.strip_page(outline, number)
 
 
-@api.get("/checkpoints/{checkpoint_id}/timing")
-def get_timing(request: Request, checkpoint_id: str, start: Start = 0) -> TimingPage:
-    """The spans of a save and their summary."""
-    return saves.timing_page(_library(request), checkpoint_id, start)
-
-
-@pages.get("/")
-def show_runs(request: Request) -> HTMLResponse:
-    return render(request, "runs.html", get_runs(request))
-
-
-@pages.get("/runs/{run_id}")
-def show_run(request: Request, run_id: str, start: Start = 0) -> HTMLResponse:
-    return render(request, "run.html", get_run(request, run_id, start))
-
-
 @pages.get("/checkpoints/{checkpoint_id}")
 def show_checkpoint(
     request: Request, checkpoint_id: str, node: Node = "", q: Words = "", start: Start = 0
@@ -141,8 +113,10 @@ def show_checkpoint(
 
 
 @pages.get("/checkpoints/{checkpoint_id}/leaves/{number}")
-def show_leaf(request: Request, checkpoint_id: str, number: Number, start: Start = 0) -> HTMLResponse:
-    return render(request, "leaf.html", get_leaf(request, checkpoint_id, number, start))
+def show_leaf(
+    request: Request, checkpoint_id: str, number: Number, start: Start = 0, region: RegionText = ""
+) -> HTMLResponse:
+    return render(request, "leaf.html", get_leaf(request, checkpoint_id, number, start, region))
 
 
 @pages.get("/checkpoints/{checkpoint_id}/files")
@@ -153,8 +127,3 @@ def show_files(request: Request, checkpoint_id: str, start: Start = 0) -> HTMLRe
 @pages.get("/checkpoints/{checkpoint_id}/files/{number}")
 def show_file(request: Request, checkpoint_id: str, number: Number, start: Start = 0) -> HTMLResponse:
     return render(request, "file.html", get_file(request, checkpoint_id, number, start))
-
-
-@pages.get("/checkpoints/{checkpoint_id}/timing")
-def show_timing(request: Request, checkpoint_id: str, start: Start = 0) -> HTMLResponse:
-    return render(request, "timing.html", get_timing(request, checkpoint_id, start))

@@ -1,38 +1,29 @@
-"""The queries of how a checkpoint was written: its shards, their extents, and the timings of the save."""
+"""The queries of how a checkpoint was written: its shards and their extents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treeckpt.core.errors import TreeckptError
-from treeckpt.core.events import Span, Timings
 from treeckpt.core.extents import Extent, extents_in
 from treeckpt.core.outline import Outline
-from treeckpt.core.profile import WAITING, Phase, Profile, RankTime, lanes_of, profile_of
 from treeckpt.core.records import File, Index
-from treeckpt.core.wording import region_text, visible
+from treeckpt.core.wording import region_text
 
-from .library import Library, Missing
+from .library import Missing
 from .pages import (
     CheckpointRow,
     ExtentRow,
     FilePage,
     FileRow,
     FilesPage,
-    PhaseRow,
-    RankRow,
-    SpanRow,
     StripPage,
-    TimingPage,
 )
-from .queries import PAGE, checkpoint_row
+from .queries import PAGE, short
 
-__all__ = ["file_page", "files_page", "strip_page", "timing_page"]
+__all__ = ["file_page", "files_page", "strip_page"]
 
 MAX_GROUPS = 7
 MAX_SEGMENTS = 2000
-TIMING_RANKS = 32
-"""Ranks drawn on one page."""
 
 
 def _file_row(number: int, file: File, largest: int) -> FileRow:
@@ -79,7 +70,7 @@ def file_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
     file = _file_of(index, number)
     extents = extents_in(index, file)
     rows = [
-        ExtentRow(e.leaf, index.entries[e.leaf].path, region_text(e.region), e.start, e.stop)
+        ExtentRow(e.leaf, short(index.entries[e.leaf].path), region_text(e.region), e.start, e.stop)
         for e in extents[start : start + PAGE]
     ]
     following = start + PAGE if start + PAGE < len(extents) else None
@@ -96,19 +87,36 @@ def strip_page(outline: Outline, number: int) -> StripPage:
     index = outline.index
     file = _file_of(index, number)
     names = _group_names(outline)
-    groups = ["header", *dict.fromkeys(names.values()), "other parts"]
+    groups = ["header", *dict.fromkeys(names.values()), "other parts", "padding"]
     where = {name: at for at, name in enumerate(groups)}
     extents = extents_in(index, file)
     segments = _joined(
-        [(e, where.get(names.get(index.entries[e.leaf].path.partition("/")[0], ""), len(groups) - 1)) for e in extents]
+        [(e, where.get(names.get(index.entries[e.leaf].path.partition("/")[0], ""), len(groups) - 2)) for e in extents]
     )
-    return StripPage(number, file.header + file.nbytes, groups, [[0, file.header, 0], *segments])
+    return StripPage(
+        number,
+        file.header + file.nbytes,
+        groups,
+        [[0, file.header, 0], *segments, *_unused(file, extents, len(groups) - 1)],
+    )
+
+
+def _unused(file: File, extents: Sequence[Extent], group: int) -> list[list[int]]:
+    """Bytes of the data area that are no leaf's: none in what treeckpt writes, but an index may leave some out."""
+    found: list[list[int]] = []
+    reach = file.header
+    for extent in extents:
+        if extent.start > reach:
+            found.append([reach, extent.start, group])
+        reach = max(reach, extent.stop)
+    end = file.header + file.nbytes
+    return [*found, [reach, end, group]] if reach < end else found
 
 
 def _group_names(outline: Outline) -> dict[str, str]:
     """The first steps of paths that get a colour of their own: those with the most bytes."""
     rows = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)
-    return {row.key: row.key for row in rows[:MAX_GROUPS] if row.nbytes}
+    return {row.key: short(row.key) for row in rows[:MAX_GROUPS] if row.nbytes}
 
 
 def _joined(extents: Sequence[tuple[Extent, int]]) -> list[list[int]]:
@@ -123,70 +131,3 @@ def _joined(extents: Sequence[tuple[Extent, int]]) -> list[list[int]]:
     # too fine to be seen: the largest stay, the rest shows as the background
     kept = sorted(segments, key=lambda s: s[0] - s[1])[:MAX_SEGMENTS]
     return sorted(kept)
-
-
-def timing_page(library: Library, checkpoint_id: str, start: int) -> TimingPage:
-    """Where the time of a save went, with the spans of ranks from number `start` on. Failed saves have one, too."""
-    run, info = library.checkpoint(checkpoint_id)
-    row = checkpoint_row(checkpoint_id, run, info)
-    if info.status == "foreign":
-        return _no_timing(row, "This is no checkpoint.")
-    try:
-        timings = library.timings(info)
-    except TreeckptError as error:
-        return _no_timing(row, visible(str(error)))
-    return _timing_page(row, timings, profile_of(timings), start)
-
-
-def _no_timing(row: CheckpointRow, problem: str) -> TimingPage:
-    return TimingPage(row, problem, None, 0.0, None, None, 1.0, 0, 0, None, [], [], [])
-
-
-def _timing_page(row: CheckpointRow, timings: Timings, profile: Profile, start: int) -> TimingPage:
-    picked = profile.ranks[start : start + TIMING_RANKS]
-    nbytes = sum(rank.nbytes for rank in profile.ranks)
-    median = sorted(rank.busy_ns for rank in profile.ranks)[(len(profile.ranks) - 1) // 2] if profile.ranks else 0
-    by_rank: dict[int, list[Span]] = {rank.rank: [] for rank in picked}
-    for span in timings.spans:
-        if span.rank in by_rank:
-            by_rank[span.rank].append(span)
-    spans = [s for rank in picked for s in _span_rows(by_rank[rank.rank], profile.start_ns)]
-    return TimingPage(
-        checkpoint=row,
-        problem=None if profile.ranks else "The timings of this save hold no spans.",
-        error=visible(timings.error) if timings.error else None,
-        seconds=profile.seconds,
-        rate=nbytes / profile.seconds if nbytes and profile.seconds else None,
-        slowest=profile.slowest,
-        slowdown=profile.slowdown,
-        world=len(profile.ranks),
-        start=start,
-        next=start + TIMING_RANKS if start + TIMING_RANKS < len(profile.ranks) else None,
-        phases=[_phase_row(phase) for phase in profile.phases],
-        ranks=[_rank_row(rank, median) for rank in picked],
-        spans=spans,
-    )
-
-
-def _phase_row(phase: Phase) -> PhaseRow:
-    seconds = phase.longest_ns / 1e9
-    rate = phase.nbytes / phase.ranks / seconds if phase.nbytes and seconds > 0 else None
-    median, waiting = phase.median_ns / 1e9, phase.name in WAITING
-    return PhaseRow(phase.name, phase.ranks, median, seconds, phase.slowest, phase.nbytes, rate, waiting)
-
-
-def _rank_row(rank: RankTime, median: int) -> RankRow:
-    slowdown = rank.busy_ns / median if median else 1.0
-    return RankRow(rank.rank, (rank.stop_ns - rank.start_ns) / 1e9, rank.busy_ns / 1e9, rank.nbytes, slowdown)
-
-
-def _span_rows(spans: Sequence[Span], origin: int) -> list[SpanRow]:
-    lanes = lanes_of(spans)
-    depths: list[int] = []
-    rows: list[SpanRow] = []
-    for span, lane in zip(spans, lanes, strict=True):
-        depths.append(depths[span.parent] + 1 if span.parent >= 0 else 0)
-        rate = span.nbytes / span.seconds if span.nbytes and span.seconds > 0 else None
-        start = (span.start_ns - origin) / 1e9
-        rows.append(SpanRow(span.name, span.rank, start, span.seconds, span.nbytes, rate, depths[-1], lane))
-    return rows

@@ -7,6 +7,7 @@ Authorization header. A token in the query is exchanged for the cookie once, so 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import html
@@ -21,6 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ["HEADERS", "LOOPBACK_HOSTS", "Guard", "host_name"]
 
+PATIENCE = 60.0
+"""Seconds that a client waits for an answer."""
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 HEADERS = {
@@ -84,7 +87,7 @@ class Guard:
         inner: MutableMapping[str, Any] = {**scope, "method": "GET"} if head else {**scope}
         if scope["path"].startswith(self._root_path + "/"):  # a proxy that leaves its prefix on
             inner["path"] = scope["path"][len(self._root_path) :]
-        await answer(inner, receive, _Sender(send, head))
+        await _in_time(answer, inner, receive, _Sender(send, head))
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
@@ -136,14 +139,40 @@ _LOGIN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>treeckpt
 """
 
 
+async def _in_time(answer: ASGIApp, scope: Scope, receive: Receive, sender: _Sender) -> None:
+    """Answers, or says after `PATIENCE` that it took too long: a thread cannot be stopped, so it ends unheard."""
+    task = asyncio.ensure_future(answer(scope, receive, sender))
+    try:
+        await asyncio.wait({task}, timeout=PATIENCE)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if task.done():
+        task.result()
+    elif not sender.started:
+        text = "This took too long and was given up.\n"
+        await PlainTextResponse(text, 503, {"Retry-After": "30"})(scope, receive, sender.taken_over())
+    else:
+        await task
+
+
 class _Sender:
     """Puts the headers on a response, and drops the body of an answer to HEAD."""
 
     def __init__(self, send: Send, head: bool) -> None:
         self._send, self._head = send, head
+        self.started = self._muted = False
+
+    def taken_over(self) -> _Sender:
+        """Another one in its place; from now on this one sends nothing."""
+        other, self._muted = _Sender(self._send, self._head), True
+        return other
 
     async def __call__(self, message: Message) -> None:
+        if self._muted:
+            return
         if message["type"] == "http.response.start":
+            self.started = True
             headers = MutableHeaders(scope=message)
             for name, value in HEADERS.items():
                 headers.setdefault(name, value)

@@ -14,12 +14,19 @@ from urllib.parse import quote
 
 import uvicorn
 
+from treeckpt.core.errors import TreeckptError
+
 from .app import create_app
+from .keeping import parse_keep
 from .security import LOOPBACK_HOSTS
 
 __all__ = ["ServeError", "is_loopback", "serve"]
 
 MIN_TOKEN = 12
+MAX_CLIENTS = 256
+"""Connections that are served at a time; more are told to come again."""
+MAX_HEAD = 32 << 10
+"""Bytes of a request's head."""
 
 
 class ServeError(Exception):
@@ -43,6 +50,8 @@ def serve(
     token: str | None = None,
     root_path: str = "",
     allowed_hosts: Sequence[str] = (),
+    cache: str | Path | None = None,
+    keep: str = "",
     started: Callable[[str], None] | None = None,
 ) -> int:
     """Serves until interrupted; returns the exit code.
@@ -51,23 +60,40 @@ def serve(
         port: 0 takes a free one.
         token: an empty one is replaced by a random one; None demands none, which only loopback addresses allow.
         allowed_hosts: Host headers to answer beside the address's own.
+        cache: the directory of the dashboard's own files; None takes the user's.
+        keep: the policies that the runs are kept by, as `keeping` reads them.
         started: gets the address to open, once connections are taken.
 
     Raises:
-        ServeError: an address beyond loopback without a token, or one that cannot be had.
+        ServeError: an address beyond loopback without a token, or one that cannot be had; or options without sense.
     """
     if token is None and not is_loopback(host):
         raise ServeError(f"{host} is reachable from other machines: give --token as well")
     if token is not None and 0 < len(token) < MIN_TOKEN:
         raise ServeError(f"a token needs at least {MIN_TOKEN} characters; leave it empty for a random one")
     token = secrets.token_urlsafe(24) if token == "" else token
+    hosts = {*LOOPBACK_HOSTS, *_own_names(host), *allowed_hosts}
+    try:
+        app = create_app(
+            runs, token=token, root_path=root_path, allowed_hosts=hosts, cache=cache, policies=parse_keep(keep)
+        )
+    except (ValueError, TreeckptError) as error:
+        raise ServeError(str(error)) from error
     listening = _listen(host, port)
     port = listening.getsockname()[1]
-    app = create_app(
-        runs, token=token, root_path=root_path, allowed_hosts={*LOOPBACK_HOSTS, *_own_names(host), *allowed_hosts}
-    )
     address = _address(host, port, token)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=15)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=15,
+        limit_concurrency=MAX_CLIENTS,
+        h11_max_incomplete_event_size=MAX_HEAD,
+        timeout_graceful_shutdown=3,
+    )
+    # threads that read directories and indexes must not make answers wait: the default lets them run for 5 ms
+    sys.setswitchinterval(0.001)
     with listening:
         _announce(address, host, port)
         if started is not None:

@@ -58,3 +58,18 @@ def s3(s3_process: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
     for name, value in s3_process.environment().items():
         monkeypatch.setenv(name, value)
     return s3_process
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_directory(tmp_path_factory):
+    """The dashboard's cache, of the tests' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("cache")
+        patch.setenv("TREECKPT_CACHE", str(directory))
+        yield directory
+
+
+@pytest.fixture(params=["s3", "memory"])
+def far_run(request: pytest.FixtureRequest, s3: S3, tmp_path: Path) -> str:
+    """The URL of a run that is no directory."""
+    return s3.url() if request.param == "s3" else f"memory://{tmp_path}/run"

@@ -4,13 +4,16 @@ import os
 import shutil
 import threading
 
+import numpy as np
 import pytest
 
-from tests.samples import write_checkpoint, write_mixed_run, write_run
+from tests.samples import MESH, write_checkpoint, write_mixed_run, write_run
 from treeckpt import catalog
 from treeckpt.core.errors import CheckpointNotFound, CorruptError, TreeckptError
 from treeckpt.core.events import timings_name
 from treeckpt.core.index import INDEX_NAME
+from treeckpt.core.layout import MeshLayout, Replicate, Shard
+from treeckpt.core.tree import PerRank
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +174,12 @@ def test_scans_agree_from_many_threads(run):
     for thread in threads:
         thread.join()
     assert len(found) == 4 and all(one == found[0] for one in found)
+
+
+def test_what_ranks_held_counts_every_replica(tmp_path):
+    tree = {"w": np.zeros((64, 8), np.float32), "own": PerRank(np.zeros(4, np.float32)), "n": 1}
+    halves = MeshLayout(MESH, (Shard(0), Replicate()))
+    write_checkpoint(tmp_path / "a", tree, layouts=lambda path, array: halves if path == "w" else None)
+    info = catalog.look(tmp_path / "a")
+    assert info.nbytes == 64 * 8 * 4 + 4 * 16 and info.held_nbytes == 2 * 64 * 8 * 4 + 4 * 16
+    assert info.blocked_seconds == info.seconds

@@ -163,9 +163,10 @@ for command in (["ls", {str(run)!r}], ["show", one], ["verify", one], ["diff", o
     assert main(command) == 0
 from treeckpt_dashboard.app import create_app
 from treeckpt_dashboard.library import Library
-from treeckpt_dashboard import queries, server
+from treeckpt_dashboard import queries, runs, server
 create_app([{str(run)!r}])
-assert queries.runs_page(Library([{str(run)!r}])).runs[0].checkpoints
+library = Library([{str(run)!r}])
+assert library.checkpoints(library.runs[0], wait=30) and runs.runs_page(library).runs
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

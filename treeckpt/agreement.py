@@ -106,6 +106,8 @@ class Done(msgspec.Struct, array_like=True):
     fault: Fault | None
     files: tuple[FileRow, ...]
     timings: tuple[Span, ...]
+    host: str = ""
+    """The name of the rank's machine."""
 
 
 class Verdict(Ended, array_like=True):

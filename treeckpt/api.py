@@ -69,7 +69,8 @@ def save(
     """Saves a tree; returns when it is durable and committed. Call it on every rank.
 
     Args:
-        path: a directory, made if need be; its name is the checkpoint's.
+        path: a directory, made if need be; its name is the checkpoint's. Or a URL (`s3://bucket/run/step_00000100`,
+            `gs://`, `az://`, what fsspec knows), or a store, as everywhere.
         tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
             `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself. An object with
@@ -90,6 +91,7 @@ def save(
         CheckpointExists: there is one, and `overwrite` is not given.
         MismatchError: ranks contradict each other.
         RankError: ranks failed or fell silent; raised on every rank.
+        StoreError: an object store cannot be reached, or refuses.
     """
     options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
     comm = as_comm(comm)
@@ -298,15 +300,15 @@ def _origin(path: Path | Bank | Sequence[Any]) -> Iterator[Loads]:
     bank = as_bank(path)
     with contextlib.ExitStack() as stack:
         if bank is None:
-            store: Any = stack.enter_context(_opened(path))  # pyright: ignore[reportArgumentType]
+            store: Any = stack.enter_context(opened(path))  # pyright: ignore[reportArgumentType]
             yield partial(load_tree, store), partial(load_into_tree, store)
         else:
-            stores = [stack.enter_context(_opened(source.path)) for source in bank.sources]
+            stores = [stack.enter_context(opened(source.path)) for source in bank.sources]
             yield partial(load_bank, bank, stores), partial(load_bank_into, bank, stores)
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Store]:
+def opened(path: Path) -> Iterator[Store]:
     """The store of a path; what reading has opened is closed at the end."""
     store = open_store(path)
     try:
@@ -328,7 +330,7 @@ def inspect(path: Path) -> Index:
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
     """
-    with _opened(path) as store:
+    with opened(path) as store:
         return read_index(store)
 
 
@@ -338,7 +340,7 @@ def verify(path: Path) -> VerifyReport:
     Raises:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
-    with _opened(path) as store:
+    with opened(path) as store:
         return verify_store(store)
 
 
@@ -352,7 +354,7 @@ def rebuild_index(path: Path, *, replace: bool = False) -> Index:
         CheckpointExists: there is one, and `replace` is not given.
         CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
     """
-    with _opened(path) as store:
+    with opened(path) as store:
         return publish_rebuilt(store, replace=replace)
 
 

@@ -23,6 +23,7 @@ import msgspec
 from . import exits
 from .agreeing import Agreed, Busy, SaveOptions, Standing, agree
 from .core.errors import CheckpointError, TreeckptError
+from .core.events import BLOCKING
 from .desk import ENTRY
 from .faults import fault_of, ours
 from .io.arena import Arena, ArenaPool, Lease, area_offsets
@@ -173,6 +174,7 @@ def save_async_tree(
             if staging == "copy":
                 job.stage()
             job.blocked = time.perf_counter() - begin
+            recorder.add(BLOCKING, recorder.created_ns, recorder.now())
             session.current = pending
             exits.watch(pending)
             threading.Thread(target=job.run, name="treeckpt-save", daemon=True).start()

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from .core.errors import CheckpointNotFound, CorruptError, StoreError, TreeckptE
 from .core.events import Timings
 from .core.files import PIN_NAME, kind_of, step_of
 from .core.index import INDEX_NAME
+from .core.outline import held_nbytes
 from .core.profile import profile_of
 from .core.records import Index
 from .core.shard import parse_shard_name
@@ -38,14 +39,19 @@ from .underway import SaveUnderWay, saves_under_way
 __all__ = [
     "CheckpointInfo",
     "FileCache",
+    "Recall",
     "Status",
+    "Summary",
+    "Took",
     "is_checkpoint",
     "is_there",
     "look",
+    "newest_first",
     "read_index",
     "read_timings",
     "scan",
     "step_of",
+    "summarize",
     "survey",
 ]
 
@@ -78,6 +84,10 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     created_ns: int | None = None
     seconds: float | None = None
     """From the first rank's start of the save to the end of the last one's."""
+    blocked_seconds: float | None = None
+    """Until the last rank's call returned; as long as `seconds` where the save was not in the background."""
+    held_nbytes: int | None = None
+    """Of the arrays as all ranks held them, replicas and all."""
     error: str | None = None
     metrics: dict[str, float] = {}
     pinned: bool = False
@@ -85,7 +95,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     """Saves into this directory that have not ended."""
 
 
-class _Summary(msgspec.Struct, frozen=True):
+class Summary(msgspec.Struct, frozen=True):
     """What a list of checkpoints needs of an index."""
 
     save_id: str
@@ -97,6 +107,15 @@ class _Summary(msgspec.Struct, frozen=True):
     sizes: tuple[tuple[str, int], ...]
     """Every shard and its size as a file."""
     metrics: dict[str, float]
+    held_nbytes: int
+
+
+class Recall(Protocol):
+    """Something that remembers what was made of files."""
+
+    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+        """`read()`, or its result or error from before; `entry` is the file that it reads, as it is now."""
+        ...
 
 
 class FileCache:
@@ -157,17 +176,20 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     return codec.read_index(open_store(path))
 
 
-def read_timings(path: str | os.PathLike[str]) -> Timings:
+def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None = None) -> Timings:
     """The timing record of a checkpoint: of the save that its index names, else of the newest save that left one.
+
+    Args:
+        save_id: that the index names, where that is known already: then it is not read.
 
     Raises:
         CheckpointNotFound: there is none.
         CheckpointError: it cannot be read.
     """
-    folder = open_folder(path)
-    save_id = None
-    with contextlib.suppress(TreeckptError):
-        save_id = codec.read_index(folder.store).save_id
+    folder = path if not isinstance(path, (str, os.PathLike)) else open_folder(path)
+    if save_id is None:
+        with contextlib.suppress(TreeckptError):
+            save_id = codec.read_index(folder.store).save_id
     return _read_timings(folder, _timings_file(folder, _regular(folder.entries()), save_id))
 
 
@@ -219,7 +241,7 @@ def _is_ours(name: str) -> bool:
     return kind_of(name) is not None
 
 
-def scan(run: str | os.PathLike[str] | RunStore, *, cache: FileCache | None = None) -> list[CheckpointInfo]:
+def scan(run: str | os.PathLike[str] | RunStore, *, cache: Recall | None = None) -> list[CheckpointInfo]:
     """Every checkpoint of a run, newest first, then what is none; a checkpoint's own path gives that one.
 
     Names that start with a dot, and what is no directory, are left out. A directory that cannot be listed is empty.
@@ -230,10 +252,10 @@ def scan(run: str | os.PathLike[str] | RunStore, *, cache: FileCache | None = No
     cache = cache or FileCache(0)
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         return [look(run, cache=cache, follow=True)]
-    return sorted((info for _, info in survey(open_run(run), cache)), key=_newest_first)
+    return sorted((info for _, info in survey(open_run(run), cache)), key=newest_first)
 
 
-def survey(run: RunStore, cache: FileCache) -> list[tuple[Folder, CheckpointInfo]]:
+def survey(run: RunStore, cache: Recall) -> list[tuple[Folder, CheckpointInfo]]:
     """Every folder of a run, and what it is.
 
     Raises:
@@ -246,13 +268,12 @@ def survey(run: RunStore, cache: FileCache) -> list[tuple[Folder, CheckpointInfo
         return list(zip(folders, pool.map(lambda folder: look(folder, cache=cache), folders), strict=True))
 
 
-def _newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:
+def newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:
+    """The key by which checkpoints are listed."""
     return info.status == "foreign", info.step is None, -(info.step or 0), -(info.created_ns or 0), info.name
 
 
-def look(
-    path: str | os.PathLike[str] | Folder, *, cache: FileCache | None = None, follow: bool = False
-) -> CheckpointInfo:
+def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, follow: bool = False) -> CheckpointInfo:
     """What one directory is.
 
     Args:
@@ -267,7 +288,7 @@ def look(
     files = _regular(entries)
     if (index := entries.get(INDEX_NAME)) is not None:
         try:
-            summary = cache.recall((folder.url, "summary"), index, lambda: _summarize(folder))
+            summary = cache.recall((folder.url, "summary"), index, lambda: summarize(codec.read_index(folder.store)))
         except StoreError:  # says nothing of the checkpoint
             raise
         except TreeckptError as error:
@@ -280,10 +301,10 @@ def look(
     return CheckpointInfo(name, folder.url, "foreign", error=error)
 
 
-def _summarize(folder: Folder) -> _Summary:
-    index = codec.read_index(folder.store)
+def summarize(index: Index) -> Summary:
+    """What a list of checkpoints needs of an index."""
     sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
-    return _Summary(
+    return Summary(
         save_id=index.save_id,
         step=index.step,
         world=index.world,
@@ -292,6 +313,7 @@ def _summarize(folder: Folder) -> _Summary:
         created_ns=index.created_ns,
         sizes=sizes,
         metrics=_metrics(index.metadata.get(METRICS)),
+        held_nbytes=held_nbytes(index),
     )
 
 
@@ -309,21 +331,32 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)
 
 
-def _took(folder: Folder, name: str) -> tuple[float, str | None]:
-    """Seconds that a save took, and its error."""
+class Took(msgspec.Struct, frozen=True):
+    """What a list of checkpoints needs of timings."""
+
+    seconds: float
+    blocked_seconds: float
+    error: str | None
+
+
+def _took(folder: Folder, name: str) -> Took:
     timings = _read_timings(folder, name)
-    return profile_of(timings).seconds, timings.error
+    try:
+        profile = profile_of(timings)
+        return Took(profile.seconds, profile.blocked_seconds, timings.error)
+    except (ArithmeticError, LookupError) as error:  # times of any size, parents that are none
+        raise CorruptError(visible(f"{folder.url}/{name}"), expected="spans of a save", found=f"{error}") from error
 
 
-def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: FileCache) -> tuple[float, str | None]:
+def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: Recall) -> Took:
     name = _timings_file(folder, files, save_id)
     return cache.recall((f"{folder.url}/{name}", "took"), files[name], lambda: _took(folder, name))
 
 
-def _with_index(folder: Folder, summary: _Summary, files: Files, cache: FileCache) -> CheckpointInfo:
-    seconds = None
+def _with_index(folder: Folder, summary: Summary, files: Files, cache: Recall) -> CheckpointInfo:
+    took = None
     with contextlib.suppress(TreeckptError):  # timings are a record beside the checkpoint, not part of its state
-        seconds, _ = _recall_took(folder, files, summary.save_id, cache)
+        took = _recall_took(folder, files, summary.save_id, cache)
     problem = _shards_problem(summary, files)
     return CheckpointInfo(
         name=folder.name,
@@ -335,7 +368,9 @@ def _with_index(folder: Folder, summary: _Summary, files: Files, cache: FileCach
         leaves=summary.leaves,
         nbytes=summary.nbytes,
         created_ns=summary.created_ns,
-        seconds=seconds,
+        seconds=took.seconds if took else None,
+        blocked_seconds=took.blocked_seconds if took else None,
+        held_nbytes=summary.held_nbytes,
         error=problem,
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
@@ -343,7 +378,7 @@ def _with_index(folder: Folder, summary: _Summary, files: Files, cache: FileCach
     )
 
 
-def _shards_problem(summary: _Summary, files: Files) -> str | None:
+def _shards_problem(summary: Summary, files: Files) -> str | None:
     bad: list[str] = []
     for shard, size in summary.sizes:
         if shard not in files:
@@ -353,13 +388,14 @@ def _shards_problem(summary: _Summary, files: Files) -> str | None:
     return f"{len(bad)} of {len(summary.sizes)} shards are not as saved: {bad[0]}" if bad else None
 
 
-def _without_index(folder: Folder, files: Files, cache: FileCache) -> CheckpointInfo:
+def _without_index(folder: Folder, files: Files, cache: Recall) -> CheckpointInfo:
     shards = {n: parsed for n in files if (parsed := parse_shard_name(n)) is not None}
     newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
     text, seconds = "no index: the save is under way, or never finished", None
     with contextlib.suppress(TreeckptError):
-        seconds, error = _recall_took(folder, files, None, cache)
-        text = f"no index: the save failed: {error}" if error else text
+        took = _recall_took(folder, files, None, cache)
+        seconds = took.seconds
+        text = f"no index: the save failed: {took.error}" if took.error else text
     if any((kind := kind_of(name)) and kind.kind == "deleted" for name in files):
         text = "no index: it is being deleted, or that was cut short and the next clean-up will finish it"
     return CheckpointInfo(

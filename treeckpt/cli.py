@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from . import catalog, cli_convert, cli_runs
+from . import catalog, cli_convert, cli_runs, cli_views
+from .api import opened
 from .bars import reading_bar
 from .cli_rules import show_rules
 from .core.diff import Added, Diff, Moved, Removed, diff, leaf_text
@@ -28,6 +29,7 @@ from .core.wording import bytes_text, layout_text, region_text, seconds_text, sh
 from .io.store import open_store
 from .printing import fail, moment, print_facts, print_json, print_line, print_table
 from .underway import under_way_text
+from .values import Side, ValueChange, value_changes
 
 __all__ = ["main"]
 
@@ -75,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--depth", type=int, default=2, help="levels of the tree to print (default: 2)")
     verify = command("verify", _verify, "read everything and compare it with its checksums")
     verify.add_argument("checkpoint", metavar="CKPT")
-    two = command("diff", _diff, "say in what two checkpoints differ, by their indexes")
+    two = command("diff", _diff, "say in what two checkpoints differ, by their indexes or by every number")
+    two.add_argument("--values", action="store_true", help="compare the contents of arrays too: checksums first")
     two.add_argument("first", metavar="A")
     two.add_argument("second", metavar="B")
     rebuild = command("rebuild-index", _rebuild_index, "make a lost index.json again from the shards")
@@ -83,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     rebuild.add_argument("--replace", action="store_true", help="even where there is an index")
     cli_runs.add_commands(command)
     cli_convert.add_convert(command)
+    cli_views.add_commands(command)
     _add_dashboard(command("dashboard", _dashboard, "browse runs in a web browser", json=False))
     command("demo", _no_demo, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
     command("bench", _no_bench, "measure saves and loads beside the disk's limits and other libraries", json=False)
@@ -103,6 +107,13 @@ def _add_dashboard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME", help="accept this Host header too, e.g. a proxy's"
     )
+    parser.add_argument(
+        "--keep",
+        default="",
+        metavar="POLICIES",
+        help="what the runs are kept by, e.g. 'last:3 every:1000 best:loss:min:2'",
+    )
+    parser.add_argument("--cache", metavar="DIR", help="its own files (default: $TREECKPT_CACHE or the user's cache)")
 
 
 def _version() -> str:
@@ -289,17 +300,29 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    import treeckpt as tc
-
-    found = diff(tc.inspect(options.first), tc.inspect(options.second))
+    with opened(options.first) as one, opened(options.second) as two:
+        a, b = Side(one), Side(two)
+        found = diff(a.index, b.index)
+        values = list(value_changes(a, b, found)) if options.values else None
     if options.json:
-        print_json(found)
+        print_json(found if values is None else {"changes": found.changes, "same": found.same, "values": values})
         return 0
-    print_table(("what", "path", "before", "after"), _diff_rows(found)) if found.changes else None
-    counts = Counter(row[0] for row in _diff_rows(found))
+    rows = _diff_rows(found) + [("content", v.path, "", _delta_text(v)) for v in values or ()]
+    print_table(("what", "path", "before", "after"), rows) if rows else None
+    counts = Counter(row[0] for row in rows)
     parts = [f"{n} {what}" for what, n in counts.most_common()] + [f"{found.same} leaves alike"]
-    print_line(", ".join(parts) + " (the contents of arrays are not compared)", "dim")
+    aside = " (the contents of arrays are not compared without --values)" if values is None else " but for contents"
+    print_line(", ".join(parts) + aside, "dim")
     return 0
+
+
+def _delta_text(change: ValueChange) -> str:
+    delta = change.delta
+    assert delta is not None, "every difference was measured"
+    text = f"{delta.changed} of {delta.elements} differ"
+    if delta.max_abs is not None and delta.mean_abs is not None:
+        text += f", at most by {delta.max_abs:.6g}, by {delta.mean_abs:.6g} in the mean"
+    return text + (f", {delta.not_finite} of them not finite" if delta.not_finite else "")
 
 
 def _diff_rows(found: Diff) -> list[tuple[str, str, str, str]]:
@@ -347,6 +370,8 @@ def _dashboard(options: argparse.Namespace) -> int:
             token=options.token if options.token != "" else os.environ.get("TREECKPT_TOKEN", ""),
             root_path=options.root_path,
             allowed_hosts=options.allow_host,
+            cache=options.cache,
+            keep=options.keep,
         )
     except ServeError as error:
         return _usage(str(error))

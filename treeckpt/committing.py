@@ -15,11 +15,12 @@ import msgspec
 from .agreement import Done, FileRow, Verdict
 from .core.build import build_index
 from .core.errors import CheckpointExists, CheckpointNotFound
-from .core.events import Timings, encode_timings, timings_name
+from .core.events import Host, Timings, encode_timings, timings_name
 from .core.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
 from .core.plan import FilePlan, place
 from .core.progress import parse_progress_name
 from .core.records import FileTable, Index, file_table
+from .core.runs import encode_runs
 from .core.shard import ShardHeader, block_count, parse_shard_name, shard_name
 from .core.spec import Value
 from .faults import fault_of, ours, silent_faults
@@ -198,7 +199,9 @@ def _put_timings(
     store: Store, facts: Facts, reports: Mapping[int, Done], error: str | None, recorder: Recorder
 ) -> None:
     told = (span for rank, report in reports.items() if rank for span in report.timings)
-    timings = Timings(facts.save_id, facts.step, facts.world, (*recorder.spans, *told), error)
+    names = sorted({report.host for report in reports.values()} - {""})
+    hosts = tuple(Host(name, encode_runs(sorted(r for r, d in reports.items() if d.host == name))) for name in names)
+    timings = Timings(facts.save_id, facts.step, facts.world, (*recorder.spans, *told), error, hosts)
     store.publish(timings_name(facts.save_id), encode_timings(timings), replace=True)
 
 

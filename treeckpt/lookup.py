@@ -17,7 +17,7 @@ from .core.errors import MismatchError
 from .core.records import Leaf, PerRankValues, ValueRecord
 from .core.rules import Rule
 from .core.runs import decode_runs
-from .core.spec import ArraySpec, TableSpec
+from .core.spec import ArraySpec
 from .core.views import MadeLeaf, plain_view, ruled_view
 from .filling import Filling, Slot, Verify
 from .io.codec import read_index
@@ -122,12 +122,6 @@ class Load:
     def owns(self, leaf: Leaf) -> bool:
         """Whether a leaf under `PerRank` is that of the rank that is wanted; refuses what `find` does."""
         return self.source_rank in decode_runs(leaf.ranks or ()) and self.find(leaf.path) is leaf
-
-    def saved_table(self, ids: Leaf) -> TableSpec | None:
-        """How the table is parted whose ids these are, whatever it is called now."""
-        entries = self.index.entries
-        saved = entries[ids.number] if 0 <= ids.number < len(entries) else ids
-        return self.index.tables.get((saved.path, saved.ranks))
 
     def value(self, leaf: Leaf, path: str) -> object:
         """A saved value."""

@@ -45,6 +45,7 @@ from .registering import Registered
 from .reports import SaveReport
 from .restoring import Restorer
 from .run import GRACE, CleanReport, Run, step_info
+from .showing import run_html
 
 __all__ = ["Manager"]
 
@@ -56,7 +57,8 @@ class Manager:
     """Saves, keeps and restores the checkpoints of a run. Make one on every rank.
 
     Args:
-        run: a directory; checkpoints are its subdirectories `step_00000100`. Nothing else in it is ever touched.
+        run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`. Nothing
+            else in it is ever touched.
         keep: a policy or several of `treeckpt.policy`; a number is `Last(number)`, None keeps everything. The newest
             and the pinned stay in any case.
         every: steps between saves.
@@ -99,6 +101,9 @@ class Manager:
     def __repr__(self) -> str:
         comm = self._saving_comm
         return f"Manager({self._run.url!r}, keep={list(self._policies)!r}, rank {comm.rank} of {comm.size})"
+
+    def _repr_html_(self) -> str:
+        return run_html(self._run.store, repr(self))
 
     @property
     def stopping(self) -> bool:

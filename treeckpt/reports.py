@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 from .core.events import Span
+from .core.markup import el, facts, joined, table
+from .core.wording import seconds_text
 
 __all__ = ["LoadReport", "SaveReport", "VerifyReport", "human_bytes", "human_rate"]
 
@@ -23,6 +25,10 @@ def human_bytes(nbytes: float) -> str:
 def human_rate(nbytes: float, seconds: float) -> str:
     """Bytes a second."""
     return f"{human_bytes(nbytes / seconds)}/s" if seconds > 0 else "-"
+
+
+SHOWN = 20
+"""Paths that a notebook lists."""
 
 
 class SaveReport(msgspec.Struct, frozen=True):
@@ -48,6 +54,22 @@ class SaveReport(msgspec.Struct, frozen=True):
         blocked = f", {self.blocked_seconds:.3f} s of it blocking" if self.blocked_seconds is not None else ""
         rows = [f"saved {self.path}  {human_bytes(self.nbytes)} in {self.seconds:.3f} s{blocked}"]
         return "\n".join(rows + _span_rows(self.spans))
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what was written, and where this rank's time went."""
+        blocked = self.seconds if self.blocked_seconds is None else self.blocked_seconds
+        about = [
+            ("saved", self.path),
+            ("step", self.step),
+            ("this rank wrote", human_bytes(self.nbytes)),
+            ("took", seconds_text(self.seconds)),
+            ("blocked", seconds_text(blocked)),
+            ("ranks", self.world),
+        ]
+        rows = [
+            (s.name, seconds_text(s.seconds), human_rate(s.nbytes, s.seconds) if s.nbytes else None) for s in self.spans
+        ]
+        return joined([facts(about), table(("phase", "took", "rate"), rows, right=("took", "rate"))])
 
 
 def _span_rows(spans: tuple[Span, ...]) -> list[str]:
@@ -90,6 +112,21 @@ class LoadReport(msgspec.Struct, frozen=True):
         rows += [f"  dropped     {path}" for path in self.dropped]
         rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
         return "\n".join(rows + ["  " + line for source in self.sources for line in str(source).splitlines()])
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what was read, and what did not fit."""
+        about = [
+            ("loaded", self.path),
+            ("leaves", self.loaded),
+            ("size", human_bytes(self.nbytes)),
+            ("took", seconds_text(self.seconds)),
+            ("rate", human_rate(self.nbytes, self.seconds)),
+            ("read", human_bytes(self.read_nbytes)),
+        ]
+        odd = [(path, "missing") for path in self.missing] + [(path, "unexpected") for path in self.unexpected]
+        listed = table(("path", "is"), odd[:SHOWN]) if odd else None
+        more = el("p", f"and {len(odd) - SHOWN} more") if len(odd) > SHOWN else None
+        return joined([facts(about), listed, more])
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
-from .catalog import CheckpointInfo, FileCache, look, survey
+from .catalog import CheckpointInfo, FileCache, Recall, look, survey
 from .core.errors import CheckpointError, CheckpointNotFound, TreeckptError
 from .core.files import PIN_NAME, as_step, deleted_name, kind_of, step_name, step_of
 from .core.index import INDEX_NAME
@@ -83,12 +83,19 @@ class Run:
     Args:
         run: its directory, or a store of its own kind.
         clock: Unix nanoseconds.
+        cache: remembers what was made of files.
     """
 
-    def __init__(self, run: str | os.PathLike[str] | RunStore, *, clock: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | RunStore,
+        *,
+        clock: Callable[[], int] | None = None,
+        cache: Recall | None = None,
+    ) -> None:
         self.store = open_run(run)
         self.url = self.store.url
-        self._cache = FileCache()
+        self._cache = cache or FileCache()
         self._clock = clock or steady_clock()
 
     def folder(self, step: int) -> Folder:

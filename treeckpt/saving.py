@@ -13,6 +13,7 @@ functions.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 
 import msgspec
@@ -39,7 +40,7 @@ def complete(agreed: Agreed, store: Store, comm: Comm, recorder: Recorder, scrib
     """
     talk, plans = agreed.talk, agreed.plans
     try:
-        done = Done(wrote.fault, wrote.files, tuple(recorder.spans))
+        done = Done(wrote.fault, wrote.files, tuple(recorder.spans), socket.gethostname())
         with recorder.span("gather"):
             heard = talk.gather(msgspec.msgpack.encode(done))
         verdict = scribe.judge(heard, talk.lost) if heard is not None else None

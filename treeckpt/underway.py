@@ -37,6 +37,8 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
     started_ns: int
     updated_ns: int
     """Unix time of the newest record."""
+    done: int = 0
+    """Ranks of these whose bytes are all durable."""
 
     @property
     def fraction(self) -> float:
@@ -65,6 +67,7 @@ def _sum(records: Iterable[Progress]) -> SaveUnderWay:
         planned=sum(record.planned for record in ranks.values()),
         started_ns=min(record.started_ns for record in ranks.values()),
         updated_ns=max(record.updated_ns for record in ranks.values()),
+        done=sum(record.phase == "commit" for record in ranks.values()),
     )
 
 

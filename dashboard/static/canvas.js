@@ -2,15 +2,30 @@
 /** Drawing: sharp canvases that follow the window and the colour scheme, colours of data, patterns, legends. */
 import { make } from "./dom.js";
 
-/** @param {string} name */
-export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const probe = document.createElement("i");
+probe.hidden = true;
+document.body.append(probe);
+/** @type {Map<string, string>} */
+const known = new Map();
+document.addEventListener("theme", () => known.clear());
+
+/** A colour of the sheet as `rgb(r, g, b)`, in the scheme that is shown. @param {string} name */
+export function colour(name) {
+  let found = known.get(name);
+  if (found === undefined) {
+    probe.style.color = `var(${name})`;
+    found = getComputedStyle(probe).color;
+    known.set(name, found);
+  }
+  return found;
+}
 
 const COLOURS = 8;
 
 /** Black or white, whichever reads better on a colour. @param {string} fill */
 export function ink(fill) {
   // relative luminance of WCAG 2: above 0.18 black has the higher contrast
-  const [r, g, b] = [1, 3, 5].map((at) => (parseInt(fill.slice(at, at + 2), 16) / 255) ** 2.2);
+  const [r, g, b] = (fill.match(/[\d.]+/g) ?? []).map((n) => (Number(n) / 255) ** 2.2);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#10151f" : "#ffffff";
 }
 
@@ -73,7 +88,7 @@ export function follow(canvas, picture) {
   };
   let last = 0;
   new ResizeObserver(() => { if (canvas.clientWidth !== last) { last = canvas.clientWidth; redraw(); } }).observe(canvas);
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  document.addEventListener("theme", redraw);
   return redraw;
 }
 

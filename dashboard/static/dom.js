@@ -79,3 +79,42 @@ export function secondsText(seconds) {
 
 /** @param {number} n */
 export const numberText = (n) => n.toLocaleString("en");
+
+/** What the address says of the view. @param {string} name */
+export const recalled = (name) => new URLSearchParams(location.search).get(name);
+
+/** Puts the view's state into the address, so that it can be sent to somebody. @param {Record<string, string | number | null | undefined>} state empty values are left out */
+export function remember(state) {
+  const address = new URL(location.href);
+  for (const [name, value] of Object.entries(state)) {
+    if (value === null || value === undefined || value === "") address.searchParams.delete(name);
+    else address.searchParams.set(name, String(value));
+  }
+  history.replaceState(history.state, "", address);
+}
+
+/** What went wrong, as a person reads it. @param {unknown} error */
+export const reason = (error) => (error instanceof Error ? error.message : String(error));
+
+/**
+ * Puts text on the clipboard, and says so on the button.
+ * @param {HTMLElement} button @param {string | Promise<string>} text
+ */
+export async function copy(button, text) {
+  const before = button.textContent;
+  try {
+    await navigator.clipboard.writeText(await text);
+    button.textContent = "Copied";
+  } catch (error) {
+    button.textContent = `Not copied: ${reason(error)}`;
+  }
+  setTimeout(() => { button.textContent = before; }, 1500);
+}
+
+/** Makes the buttons of a part of the page copy a path, or the Python line that loads it. @param {ParentNode} part @param {string} checkpoint @param {() => string} path */
+export function copiers(part, checkpoint, path) {
+  for (const button of part.querySelectorAll("button[data-copy]")) {
+    button.addEventListener("click", () => copy(/** @type {HTMLElement} */ (button), button.getAttribute("data-copy") === "path" ? path()
+      : api(`checkpoints/${checkpoint}/snippet`, { path: path() }).then((found) => found.snippet)));
+  }
+}

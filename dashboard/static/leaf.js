@@ -1,6 +1,6 @@
 // @ts-check
 /** The shard map: a plane of an array's index space, its regions coloured by the rank or the file that holds them. */
-import { api, bytesText, find, numberText } from "./dom.js";
+import { api, bytesText, find, numberText, reason, recalled, remember } from "./dom.js";
 import { colour, fillBox, fillOf, follow, hatch, ink, label, legend, selectable } from "./canvas.js";
 
 const holder = find("#map");
@@ -9,10 +9,23 @@ const canvas = /** @type {HTMLCanvasElement} */ (find("#map-canvas"));
 const readout = find("#map-text");
 const EDGE = { left: 54, top: 22, right: 10, bottom: 6 };
 
-/** @type {{ dims: string[], sizes: number[], y: number | null, x: number | null, at: number[], rows: number, columns: number, boxes: number[][], files: Record<string, string>, more: number } | null} */
+/** @type {{ dims: string[], sizes: number[], y: number | null, x: number | null, at: number[], rows: number, columns: number, boxes: number[][], files: Record<string, string>, more: number, missing: number, overlaps: number[][] } | null} */
 let map = null;
-let by = "rank";
+let by = recalled("by") === "file" ? "file" : "rank";
 let chosen = -1;
+/** The region that was asked for: an offset, then a size per dimension. @type {number[]} */
+const asked = JSON.parse(holder.dataset.found ?? "[]");
+
+/** That region on the plane, as [top, left, bottom, right]; null where it does not meet it. */
+function wanted() {
+  if (!map || !asked.length || asked.length !== 2 * map.sizes.length) return null;
+  const n = map.sizes.length;
+  for (let d = 0; d < n; d += 1) if (d !== map.y && d !== map.x && (map.at[d] < asked[d] || map.at[d] >= asked[d] + asked[n + d])) return null;
+  /** @param {number | null} d */
+  const span = (d) => (d === null ? [0, 1] : [asked[d], asked[d] + asked[n + d]]);
+  const [down, across] = [span(map.y), span(map.x)];
+  return [down[0], across[0], down[1], across[1]];
+}
 
 /** @param {number[]} box */
 const keyOf = (box) => (by === "rank" ? box[4] : box[5]);
@@ -55,6 +68,28 @@ function draw(g, width, height) {
     if (text) label(g, text, x, y, bw, bh, paint);
     if (at === chosen) { g.strokeStyle = colour("--text"); g.lineWidth = 3; g.strokeRect(x + 1.5, y + 1.5, Math.max(1, bw - 3), Math.max(1, bh - 3)); }
   });
+  for (const cut of map.overlaps) {
+    const [x, y, bw, bh] = place(cut, s);
+    g.fillStyle = colour("--gap");
+    g.fillRect(x, y, Math.max(2, bw), Math.max(2, bh));
+    hatch(g, x, y, bw, bh, colour("--card"), 7, 0.8);
+  }
+  const target = wanted();
+  if (target) {
+    const [x, y, bw, bh] = place(target, s);
+    g.fillStyle = colour("--card");
+    g.globalAlpha = 0.62;
+    g.beginPath();
+    g.rect(EDGE.left, EDGE.top, w, h);
+    g.rect(x, y, bw, bh);
+    g.fill("evenodd");
+    g.globalAlpha = 1;
+    g.strokeStyle = colour("--text");
+    g.lineWidth = 2;
+    g.setLineDash([5, 4]);
+    g.strokeRect(x, y, Math.max(2, bw), Math.max(2, bh));
+    g.setLineDash([]);
+  }
   axes(g, s, w, h);
 }
 
@@ -107,7 +142,8 @@ function summary() {
   if (!map) return "";
   const count = `${numberText(map.boxes.length)} ${map.boxes.length === 1 ? "region" : "regions"}`;
   const names = [map.y !== null ? `${map.dims[map.y]} down` : "", map.x !== null ? `${map.dims[map.x]} across` : ""].filter(Boolean);
-  return `${count} · ${names.join(", ")}${map.more ? ` · ${numberText(map.more)} more are not drawn` : ""}`;
+  const troubles = [map.missing ? `${numberText(map.missing)} elements are in no chunk` : "", map.overlaps.length ? `chunks overlap in ${numberText(map.overlaps.length)} places` : ""].filter(Boolean);
+  return `${[count, names.join(", "), ...troubles].join(" · ")}${map.more ? ` · ${numberText(map.more)} more are not drawn` : ""}`;
 }
 
 selectable(canvas, {
@@ -132,17 +168,18 @@ function describe() {
   if (map.boxes.some((box) => box[8] > 1)) {
     entries.push({ text: "held by several ranks", draw: (g) => hatch(g, 0, 0, 13, 13, colour("--dim"), 4, 1) });
   }
+  if (map.missing) entries.push({ text: "gap: no chunk holds this", draw: (g) => hatch(g, 0, 0, 13, 13, colour("--gap"), 4, 1) });
+  if (map.overlaps.length) entries.push({ text: "overlap: two chunks hold this", draw: (g) => { g.fillStyle = colour("--gap"); g.fillRect(0, 0, 13, 13); hatch(g, 0, 0, 13, 13, colour("--card"), 5, 0.8); } });
   legend(find("#map-legend"), entries);
 }
 
 async function load() {
   const data = new FormData(form);
+  const view = form.hidden ? {} : { y: String(data.get("y")), x: String(data.get("x")), at: data.getAll("at").map((n) => Number(n) || 0).join(",") };
   try {
-    map = await api(`checkpoints/${holder.dataset.checkpoint}/leaves/${holder.dataset.leaf}/map`, form.hidden ? {} : {
-      y: String(data.get("y")), x: String(data.get("x")), at: data.getAll("at").map((n) => Number(n) || 0).join(","),
-    });
+    map = await api(`checkpoints/${holder.dataset.checkpoint}/leaves/${holder.dataset.leaf}/map`, view);
   } catch (error) {
-    readout.textContent = `The map cannot be drawn: ${error instanceof Error ? error.message : error}`;
+    readout.textContent = `The map cannot be drawn: ${reason(error)}`;
     return;
   }
   if (!map) return;
@@ -158,14 +195,37 @@ async function load() {
   redraw();
 }
 
+/** The axes as the address has them, before the first map is asked for. */
+function restore() {
+  for (const name of ["y", "x"]) {
+    const select = /** @type {HTMLSelectElement} */ (form.elements.namedItem(name));
+    const value = recalled(name);
+    if (value !== null && [...select.options].some((option) => option.value === value)) select.value = value;
+  }
+  const at = (recalled("at") ?? "").split(",");
+  form.querySelectorAll("input[name=at]").forEach((input, d) => { if (/^[0-9]{1,15}$/.test(at[d] ?? "")) /** @type {HTMLInputElement} */ (input).value = at[d]; });
+}
+
 for (const button of document.querySelectorAll("button[data-colour]")) {
+  button.setAttribute("aria-pressed", String(button.getAttribute("data-colour") === by));
   button.addEventListener("click", () => {
     by = button.getAttribute("data-colour") ?? "rank";
+    remember({ by: by === "rank" ? null : by });
     for (const other of document.querySelectorAll("button[data-colour]")) other.setAttribute("aria-pressed", String(other === button));
     describe();
     redraw();
   });
 }
-form.addEventListener("input", load);
+form.addEventListener("input", async () => {
+  await load();
+  if (map) remember({ y: map.y, x: map.x, at: map.at.some(Boolean) ? map.at.join(",") : null });
+});
 form.addEventListener("submit", (event) => event.preventDefault());
+document.querySelector("#who")?.addEventListener("submit", (event) => {
+  // as the form does it, but with the rest of the view's state
+  event.preventDefault();
+  remember({ region: /** @type {HTMLInputElement} */ (find("#region")).value.trim(), start: null });
+  location.reload();
+});
+restore();
 load();

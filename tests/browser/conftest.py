@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import uvicorn
+from axe_playwright_python.sync_playwright import Axe
 
 from tests.samples import write_checkpoint, write_mixed_run
 from treeckpt_dashboard.app import create_app
@@ -89,3 +90,17 @@ def watched(chromium):
 @pytest.fixture
 def page(watched, address):
     return watched(address)
+
+
+@pytest.fixture(scope="session")
+def accessible():
+    """Asserts that axe finds nothing to object to on a page as it is now."""
+    axe = Axe()
+
+    def check(page, name, only=None):
+        options = {"preload": False, "resultTypes": ["violations"]} | ({"runOnly": [only]} if only else {})
+        found = axe.run(page, options=options)
+        rules = [(v["id"], [n["html"][:150] for n in v["nodes"][:3]]) for v in found.response["violations"]]
+        assert rules == [], name
+
+    return check

@@ -29,7 +29,9 @@ def test_from_the_runs_to_who_holds_a_region(page):
     page.get_by_role("link", name="step 700").click()
     expect(page.get_by_role("heading", name="Step 700")).to_be_visible()
     page.get_by_role("treeitem", name=re.compile("^model ")).click()
-    page.get_by_role("link", name="layers.0.mlp.proj.weight", exact=True).click()
+    page.get_by_role("treeitem", name=re.compile(r"^layers\.0\.\.5 ?×6 ")).click()
+    page.get_by_role("treeitem", name=re.compile(r"^layers\.0 ")).click()
+    page.get_by_role("link", name="mlp.proj.weight", exact=True).click()
     expect(page.get_by_role("heading", name="layers.0.mlp.proj.weight")).to_be_visible()
     expect(page.locator("#map-text")).to_contain_text("4 regions")
     assert pixels(page, "#map-canvas") >= 4
@@ -70,14 +72,18 @@ def test_the_tree_opens_and_walks_by_keys_alone(page):
     page.get_by_role("link", name="step 700").focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("treeitem")).to_have_count(5)
-    for _ in range(12):  # the tree is one stop of the tab key
+    for _ in range(24):  # the tree is one stop of the tab key
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.getAttribute('role')") == "treeitem":
+        if page.evaluate("document.activeElement.getAttribute('role')") == "tree":
             break
-    focused = page.locator(":focus")
+    focused = page.locator("[role=treeitem][aria-selected=true]")
     expect(focused).to_contain_text("model")
-    page.keyboard.press("ArrowDown")
+    tree = page.get_by_role("tree")
+    expect(tree).to_have_attribute("aria-activedescendant", focused.get_attribute("id"))
+    page.keyboard.press("j")
     expect(focused).to_contain_text("optimizer")
+    page.keyboard.press("k")
+    page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
     expect(focused).to_have_attribute("aria-expanded", "true")
     expect(page.get_by_role("treeitem")).to_have_count(7)
@@ -109,18 +115,191 @@ def test_search_is_in_the_address_and_comes_back(page):
     page.get_by_label("Search paths").press("Escape")
     expect(page.get_by_role("treeitem")).to_have_count(5)
     page.get_by_label("Search paths").fill("nothing like it")
-    expect(page.locator("#tree-state")).to_contain_text("No path holds")
+    expect(page.locator("#tree-state")).to_contain_text("No leaf fits")
 
 
-def test_wide_nodes_load_more_on_demand(watched, serve, tmp_path):
-    write_checkpoint(tmp_path / "step_00000001", {f"k{n:03d}": n for n in range(250)}, step=1)
+def test_a_wide_node_has_only_the_rows_in_view(watched, serve, tmp_path):
+    write_checkpoint(tmp_path / "step_00000001", {f"k{n:04d}": n for n in range(2500)}, step=1)
     page = watched(serve(tmp_path))
     page.get_by_role("link", name="step 1").click()
-    for count in (100, 200, 250):
-        expect(page.get_by_role("treeitem")).to_have_count(count)
-        if count < 250:
-            page.get_by_role("button", name="Show 100 more").click()
-    expect(page.get_by_role("button", name="Show 100 more")).to_have_count(0)
+    rows = page.get_by_role("treeitem")
+    expect(rows.first).to_contain_text("k0000")
+    assert rows.count() < 60
+    page.get_by_role("tree").focus()
+    page.keyboard.press("End")
+    expect(page.locator("[aria-selected=true]")).to_contain_text("k2499")
+    assert rows.count() < 60 and rows.last.get_attribute("aria-posinset") == "2500"
+    page.get_by_role("tree").evaluate("(tree) => { tree.scrollTop = 32 * 1200; }")
+    expect(page.get_by_role("treeitem", name=re.compile("^k1203 "))).to_be_visible()
+
+
+def test_what_is_open_is_in_the_address_and_comes_back(page):
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("treeitem", name=re.compile("^model ")).click()
+    page.get_by_role("treeitem", name=re.compile(r"^layers\.0\.\.5")).click()
+    page.get_by_role("treeitem", name=re.compile(r"^layers\.4 ")).click()
+    expect(page).to_have_url(re.compile("open=0_0-2_0-2-4$"))
+    page.reload()
+    expect(page.get_by_role("treeitem", name=re.compile(r"^attention\.qkv\.weight "))).to_be_visible()
+
+
+def test_leaves_are_filtered_by_dtype_and_size(page):
+    page.get_by_role("link", name="step 700").click()
+    expect(page.get_by_label("Dtype").get_by_role("option")).to_have_count(4)
+    page.get_by_label("Dtype").select_option("bfloat16")
+    expect(page.get_by_role("treeitem")).to_have_count(1)
+    page.get_by_label("Dtype").select_option("")
+    page.get_by_label("Size", exact=True).select_option("1000000")
+    expect(page.locator("#tree-state")).to_contain_text("No leaf fits")
+    page.get_by_label("Size", exact=True).select_option("")
+    expect(page.get_by_role("treeitem")).to_have_count(5)
+
+
+def test_a_path_and_the_line_that_loads_it_are_copied(watched, address):
+    page = watched(address, permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("treeitem", name=re.compile("^model ")).click()
+    page.locator("#picked").get_by_role("button", name="Copy path").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == "model"
+    page.get_by_role("link", name="wte.weight", exact=True).click()
+    page.get_by_role("button", name="Copy load snippet").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert "select=['model/wte.weight'])" in page.evaluate("navigator.clipboard.readText()")
+
+
+def test_who_holds_rows_100_to_200_of_a_weight(page):
+    page.get_by_role("link", name="step 700").click()
+    expect(page.get_by_role("treeitem")).to_have_count(5)
+    page.get_by_label("Search paths").fill("model/wte")
+    page.get_by_role("treeitem").get_by_role("link").click()
+    expect(page.locator("#map-text")).to_contain_text("2 regions")
+    page.get_by_label("Region", exact=True).fill("100:200")
+    page.get_by_label("Region", exact=True).press("Enter")
+    rows = page.get_by_role("region", name="Chunks").locator("tbody tr")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("rank 0")
+    expect(rows).to_contain_text("0, 1")
+    expect(page).to_have_url(re.compile(r"\?region=100%3A200$"))
+
+
+def test_values_are_read_when_they_are_asked_for(page):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("treeitem", name=re.compile("^model ")).click()
+    page.get_by_role("link", name="wte.weight", exact=True).click()
+    expect(page.locator("#map-text")).to_contain_text("2 regions")
+    assert not any("/leaves/" in url and "/peek" in url for url in asked)
+    page.get_by_label("rows", exact=True).fill("3")
+    page.get_by_label("columns", exact=True).fill("5")
+    page.get_by_role("button", name="Peek").click()
+    expect(page.locator("#peek-text")).to_contain_text("[0:3, 0:5] · 15 elements, 60 B")
+    expect(page.locator("#peek-text")).to_contain_text("checksums match")
+    expect(page.get_by_role("region", name="First values").locator("tbody tr")).to_have_count(3)
+    expect(page.locator("#peek-numbers")).to_contain_text("NaN0")
+    assert pixels(page, "#peek-canvas") >= 2
+    page.locator("#peek-canvas").focus()
+    page.keyboard.press("End")
+    expect(page.locator("#peek-bin")).to_contain_text("1 values from")
+    page.reload()
+    expect(page.locator("#peek-text")).to_contain_text("[0:3, 0:5] · 15 elements")
+
+
+def test_the_treemap_leads_to_what_is_large(page):
+    page.get_by_role("link", name="step 700").click()
+    expect(page.locator("#treemap-text")).to_contain_text("areas")
+    assert pixels(page, "#treemap-canvas") > 4
+    page.get_by_role("button", name="part", exact=True).click()
+    expect(page).to_have_url(re.compile(r"map=part"))
+    page.reload()
+    expect(page.get_by_role("button", name="part", exact=True)).to_have_attribute("aria-pressed", "true")
+    page.locator("summary", has_text="The largest as a table").click()
+    expect(page.get_by_role("region", name="The largest")).to_contain_text("optimizer … exp_avg_sq")
+    page.locator("#treemap-canvas").focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#treemap-text")).to_contain_text("384 kB")
+    page.keyboard.press("Enter")
+    expect(page.locator("#map-text")).to_contain_text("regions")
+
+
+def test_a_target_is_typed_and_previewed(page):
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("link", name="Reshard").click()
+    page.get_by_label("Mesh").fill("2x3")
+    page.get_by_label("Names").fill("dp,tp")
+    page.get_by_label("Placements").fill("*.bias: Replicate, Replicate\n*: Shard(0), Replicate")
+    page.get_by_role("button", name="Preview").click()
+    expect(page.locator(".tile", has_text="Ranks")).to_contain_text("6")
+    rows = page.get_by_role("region", name="Ranks of the target").locator("tbody tr")
+    expect(rows).to_have_count(6)
+    expect(rows.nth(4)).to_contain_text("dp 1, tp 1")
+    assert pixels(page, "#matrix-canvas") >= 4
+    page.locator("#matrix-canvas").focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#matrix-text")).to_contain_text("rank 0 reads")
+    page.reload()
+    expect(rows).to_have_count(6)
+    page.get_by_label("Placements").fill("*: Nonsense")
+    page.get_by_role("button", name="Preview").click()
+    expect(page.get_by_role("status")).to_contain_text("Nonsense")
+    page.get_by_role("link", name="one rank").click()
+    expect(rows).to_have_count(1)
+
+
+def test_checksums_are_compared_on_demand(page):
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("link", name="Files").click()
+    expect(page.get_by_text("not compared")).to_have_count(4)
+    page.get_by_role("button", name="Compare checksums").click()
+    expect(page.get_by_text("every checksum matches")).to_have_count(4)
+    page.locator("#balance-canvas").focus()
+    page.keyboard.press("End")
+    expect(page.locator("#balance-text")).to_contain_text("rank 3 wrote")
+
+
+def test_the_choice_of_colours_is_kept(watched, address):
+    page = watched(address, color_scheme="light")
+    button = page.get_by_role("button", name="Dark colours")
+    expect(button).to_have_attribute("aria-pressed", "false")
+    button.click()
+    page.get_by_role("link", name="step 700").click()
+    expect(page.locator("#treemap-text")).to_contain_text("areas")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 25)"
+    expect(page.get_by_role("button", name="Dark colours")).to_have_attribute("aria-pressed", "true")
+    assert page.context.cookies() == []
+
+
+PLACES = [
+    "",
+    "{c}?open=0_0-2",
+    "{c}/leaves/0?peek=1&region=100:200",
+    "{c}/files",
+    "{c}/files/0",
+    "{c}/reshard",
+    "{c}/timing",
+]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_to_object_to(watched, address, accessible, scheme):
+    page = watched(address, color_scheme=scheme)
+    checkpoint = page.get_by_role("link", name="step 700").get_attribute("href").removeprefix("./")
+    for place in PLACES if scheme == "light" else PLACES[:3]:
+        page.goto(f"{address}/{place.format(c=checkpoint)}")
+        page.wait_for_load_state("networkidle")
+        # the dark pages differ from the light ones in nothing but colours
+        accessible(page, place, only=None if scheme == "light" else "color-contrast")
+
+
+def test_a_place_behind_a_proxys_path_works_as_well(watched, serve, run):
+    address = serve(run, root_path="/proxy/8265")
+    page = watched(f"{address}/proxy/8265/")
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("treeitem", name=re.compile("^model ")).click()
+    page.get_by_role("link", name="wte.weight", exact=True).click()
+    expect(page.locator("#map-text")).to_contain_text("2 regions")
+    assert "/proxy/8265/checkpoints/" in page.url
 
 
 def test_three_dimensions_have_axis_pickers(page):
@@ -150,7 +329,7 @@ def test_bad_directories_say_what_they_are(page, name):
 def test_nothing_is_wider_than_a_phone(watched, address, scheme):
     page = watched(address, color_scheme=scheme)
     page.set_viewport_size({"width": 390, "height": 844})
-    links = ["step 700", "Files", "Timing"]
+    links = ["step 700", "Files", "Reshard", "Timing"]
     for link in ["", *links]:
         if link:
             page.get_by_role("link", name=link, exact=True).click()

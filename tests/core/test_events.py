@@ -20,7 +20,7 @@ def timings(draw):
     spans = []
     for _ in range(draw(st.integers(0, 8))):
         rank = draw(st.integers(0, world - 1))
-        start = draw(st.integers(0, 1 << 62))
+        start = draw(st.integers(0, 1 << 61))
         spans.append(
             Span(
                 draw(st.text(max_size=5)), rank, start, start + draw(st.integers(0, 10**12)),

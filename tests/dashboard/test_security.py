@@ -17,7 +17,7 @@ def pages_of(client):
     [run] = client.get("/api/v1/runs").json()["runs"]
     for checkpoint in run["checkpoints"]:
         at = f"/checkpoints/{checkpoint['id']}"
-        for rest in ("", "?q=a", "/files", "/files/0", "/timing", *(f"/leaves/{n}" for n in range(4))):
+        for rest in ("", "?q=a", "/files", "/files/0", "/reshard", "/timing", *(f"/leaves/{n}" for n in range(4))):
             yield at + rest
             if "?" not in rest:
                 yield f"/api/v1{at}{rest}"
@@ -100,7 +100,7 @@ def test_no_page_nor_script_makes_html_from_text():
     for file in (folder / "templates").glob("*.html"):
         text = file.read_text()
         assert not re.search(
-            r"\|\s*safe|autoescape false|<script(?! type=\"module\" src=)|\son\w+=|style=|https?://", text
+            r"\|\s*safe|tojson|autoescape false|<script(?! (type=\"module\" )?src=)|\son\w+=|style=|https?://", text
         ), file
 
 

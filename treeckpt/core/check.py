@@ -38,6 +38,8 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     """
     if not 0 < index.world <= MAX_WORLD or SAVE_ID.fullmatch(index.save_id) is None:
         raise FormatError(name, expected="a save id and a world", found=f"{index.save_id!r:.40}, {index.world}")
+    if abs(index.created_ns) >= MAX_NBYTES:
+        raise FormatError(name, expected="a time in nanoseconds", found="a number of more than 62 bits")
     _check_files(index, name, manifest)
     for spec in index.specs:
         _check_spec(spec, name)
@@ -54,6 +56,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
         raise FormatError(name, expected="a path of its own for each leaf", found="two leaves that share one")
     groups = [ranks for _, ranks in paths]
     fits: set[tuple[int, int]] = set()  # most leaves repeat a few pairs of spec and layout
+    grids: dict[object, int] = {}  # and a few ways of being cut
     for (path, ranks), record in zip(paths, index.leaves, strict=True):
         if ranks is not None:
             check_runs(ranks, path=path, low=0, high=index.world)
@@ -61,7 +64,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
             if ranks is not None or (record.spec, record.layout) not in fits:
                 _check_fit(index, path, ranks, record)
                 fits.add((record.spec, record.layout))
-            _check_chunks(index, path, record, manifest)
+            _check_chunks(index, path, record, grids, manifest)
         else:
             _check_record(index, path, ranks, record, manifest)
         if isinstance(record, AliasRecord):
@@ -151,13 +154,17 @@ def _check_fit(index: Index, path: str, ranks: Runs | None, record: ArrayRecord)
             raise FormatError(path, expected=error.expected, found=error.found) from error
 
 
-def _check_chunks(index: Index, path: str, record: ArrayRecord, manifest: bool) -> None:
+def _check_chunks(index: Index, path: str, record: ArrayRecord, grids: dict[object, int], manifest: bool) -> None:
     chunks = record.chunks
     if isinstance(chunks, WholeChunk):
         if not 0 <= chunks.rank < index.world or not 0 <= chunks.start < MAX_NBYTES:
             raise FormatError(path, expected="a chunk of a rank", found=f"{chunks!r:.80}")
     elif isinstance(chunks, GridChunks):
-        _check_grid(index, path, chunks, index.specs[record.spec].shape)
+        key = (record.spec, chunks.cuts, chunks.rank)
+        cells = grids.get(key)
+        if cells is None:
+            cells = grids[key] = _check_grid(index, path, chunks, index.specs[record.spec].shape)
+        check_runs(chunks.start, length=cells, path=path, low=0, high=MAX_NBYTES)
     elif isinstance(chunks, BoxChunks):
         _check_boxes(index, path, chunks, index.specs[record.spec].shape)
     elif not manifest:
@@ -165,7 +172,8 @@ def _check_chunks(index: Index, path: str, record: ArrayRecord, manifest: bool) 
         raise FormatError(path, expected="chunks", found="none")
 
 
-def _check_grid(index: Index, path: str, grid: GridChunks, shape: tuple[int, ...]) -> None:
+def _check_grid(index: Index, path: str, grid: GridChunks, shape: tuple[int, ...]) -> int:
+    """The number of cells, of a grid whose cuts and ranks are in order."""
     if len(grid.cuts) != len(shape):
         raise FormatError(path, expected=f"cuts of {len(shape)} dimensions", found=f"{len(grid.cuts)}")
     for cut, size in zip(grid.cuts, shape, strict=True):
@@ -174,7 +182,7 @@ def _check_grid(index: Index, path: str, grid: GridChunks, shape: tuple[int, ...
             raise FormatError(path, expected=f"rising cuts from 0 to {size}", found=f"{cut!r:.80}")
     cells = math.prod(length_of(cut) - 1 for cut in grid.cuts)
     check_runs(grid.rank, length=cells, path=path, low=0, high=index.world)
-    check_runs(grid.start, length=cells, path=path, low=0, high=MAX_NBYTES)
+    return cells
 
 
 MAX_BOX_NUMBERS = 1 << 22

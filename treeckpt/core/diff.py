@@ -1,8 +1,9 @@
 """In what do two checkpoints differ, by their indexes alone?
 
 Leaves are compared by path: kind, shape, dtype, layout, and the values of Python leaves. The contents of arrays are in
-the shards, not in the index, and are not compared here. What is missing on one side and new on the other, but else the
-same, is reported as moved where exactly one partner fits: the one that shares the longest end of the path.
+the shards, not in the index: `comparable` says which of them can be compared; `same` and `treeckpt.values` do it. What
+is missing on one side and new on the other, but else the same, is reported as moved where exactly one partner fits: the
+one that shares the longest end of the path.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRa
 from .runs import length_of
 from .wording import layout_text, region_text, shape_text, value_text, value_type
 
-__all__ = ["Added", "Aspect", "Change", "Diff", "Differs", "Moved", "Removed", "diff", "leaf_text"]
+__all__ = ["Added", "Aspect", "Change", "Diff", "Differs", "Moved", "Removed", "comparable", "diff", "leaf_text"]
 
 Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
 
@@ -87,6 +88,21 @@ def diff(a: Index, b: Index) -> Diff:
     changes += [Removed(leaf.path, leaf_text(a, leaf)) for leaf in removed.values()]
     changes += [Added(leaf.path, leaf_text(b, leaf)) for leaf in added.values()]
     return Diff(tuple(sorted(changes, key=lambda c: (c.path, str(c.__struct_config__.tag)))), same)
+
+
+def comparable(a: Index, b: Index, found: Diff) -> list[tuple[Leaf, Leaf]]:
+    """The arrays that both have, of one kind, shape and dtype, also under another path; ties are left to their base."""
+    before, after = _by_name(a), _by_name(b)
+    moved = {change.path: change.to for change in found.changes if isinstance(change, Moved)}
+    pairs: list[tuple[Leaf, Leaf]] = []
+    for (path, at), leaf in before.items():
+        other = after.get((path, at)) or after.get((moved.get(path, path), at))
+        if other is None or leaf.spec is None or other.spec is None or _kind(leaf) != _kind(other):
+            continue
+        alike = (leaf.spec.shape, leaf.spec.dtype) == (other.spec.shape, other.spec.dtype)
+        if alike and not isinstance(leaf.record, AliasRecord):
+            pairs.append((leaf, other))
+    return pairs
 
 
 def _by_name(index: Index) -> dict[tuple[str, int], Leaf]:

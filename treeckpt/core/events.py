@@ -12,11 +12,16 @@ from collections.abc import Sequence
 import msgspec
 
 from .errors import FormatError
-from .shard import MAX_WORLD, SAVE_ID, check_seal, sealed
+from .runs import Runs, check_runs, length_of
+from .shard import MAX_NBYTES, MAX_WORLD, SAVE_ID, check_seal, sealed
 
-__all__ = ["Span", "Timings", "decode_timings", "encode_timings", "timings_name"]
+__all__ = ["BLOCKING", "Host", "Span", "Timings", "decode_timings", "encode_timings", "timings_name"]
 
 VERSION = 1
+BLOCKING = "blocking"
+"""The span of a save in the background that lasts until the call returned. It lies across the phases and is none."""
+MAX_TIME = 1 << 62
+"""Nanoseconds; differences of two times fit an int64."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -37,6 +42,13 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return (self.stop_ns - self.start_ns) / 1e9
 
 
+class Host(msgspec.Struct, frozen=True, array_like=True):
+    """A machine, and the ranks that ran on it."""
+
+    name: str
+    ranks: Runs
+
+
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The spans of every rank of one save; of a failed save too, with its error."""
 
@@ -45,6 +57,8 @@ class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     world: int
     spans: tuple[Span, ...]
     error: str | None = None
+    hosts: tuple[Host, ...] = ()
+    """Which ranks ran where; records of older saves lack it."""
 
     def of_rank(self, rank: int) -> Sequence[Span]:
         """One rank's spans, in the order in which `parent` counts them."""
@@ -89,11 +103,16 @@ def decode_timings(data: bytes, name: str) -> Timings:
 def _check_timings(timings: Timings, name: str) -> None:
     if not 0 < timings.world <= MAX_WORLD or SAVE_ID.fullmatch(timings.save_id) is None:
         raise FormatError(name, expected="a save id and a world", found=f"{timings.save_id!r:.40}, {timings.world}")
+    for host in timings.hosts:
+        check_runs(host.ranks, path=name, low=0, high=timings.world)
+    if sum(length_of(host.ranks) for host in timings.hosts) > timings.world:
+        raise FormatError(name, expected="each rank on one host", found=f"more than {timings.world} ranks on hosts")
     counts: dict[int, int] = {}
     for span in timings.spans:
         before = counts.get(span.rank, 0)
         if not -1 <= span.parent < before:
             raise FormatError(name, expected="spans after their parents", found=f"{span!r:.120}")
-        if not 0 <= span.rank < timings.world or span.stop_ns < span.start_ns or span.nbytes < 0:
+        in_time = -MAX_TIME < span.start_ns <= span.stop_ns < MAX_TIME
+        if not 0 <= span.rank < timings.world or not in_time or not 0 <= span.nbytes < MAX_NBYTES:
             raise FormatError(name, expected="spans of time of its ranks", found=f"{span!r:.120}")
         counts[span.rank] = before + 1

@@ -10,17 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import msgspec
 import numpy as np
 
 from .dtypes import dtype_of
 from .errors import MismatchError
-from .records import AliasRecord, Index, Leaf, PerRankArrays
+from .layout import Layout, MeshLayout, Replicate
+from .records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays
 from .runs import length_of
-from .structure import Node, PerRankNode, Structure, key_text, keys_of
+from .spec import TableSpec
+from .structure import Node, PerRankNode, Structure, TableNode, key_text, keys_of
 
-__all__ = ["Outline", "Row", "leaf_nbytes"]
+__all__ = ["Outline", "Row", "held_nbytes", "leaf_nbytes"]
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -34,7 +37,7 @@ class Row(msgspec.Struct, frozen=True):
     kind: str
     """Of container, or "leaf"."""
     cls: str
-    """The class of a namedtuple, dataclass or registered node, else empty."""
+    """The class of a namedtuple, dataclass or registered node; how a table is parted; else empty."""
     children: int
     first: int
     """Number of its first leaf; its own for a leaf."""
@@ -50,12 +53,39 @@ class _Opened(msgspec.Struct, frozen=True):
     starts: np.ndarray
 
 
+def _table_text(table: TableSpec) -> str:
+    return f"of {table.buckets:,} buckets by {table.function}"
+
+
 def leaf_nbytes(leaf: Leaf) -> int:
     """Stored bytes of one leaf: 0 for values and ties."""
     if leaf.spec is None or isinstance(leaf.record, AliasRecord):
         return 0
     nbytes = math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize
     return nbytes * length_of(leaf.ranks or ()) if isinstance(leaf.record, PerRankArrays) else nbytes
+
+
+def held_nbytes(index: Index) -> int:
+    """Bytes of arrays that all ranks together held: replicas count on every rank, of which one copy was written.
+
+    Where pieces were given one by one the index does not say who else held them, and they count once.
+    """
+    sizes = [math.prod(spec.shape) * dtype_of(spec.dtype).itemsize for spec in index.specs]
+    copies = [_copies(layout) for layout in index.layouts]
+    total = 0
+    for record in index.leaves:
+        if isinstance(record, ArrayRecord):
+            total += sizes[record.spec] * (copies[record.layout] if record.layout >= 0 else 1)
+        elif isinstance(record, PerRankArrays):
+            total += sizes[record.spec] * length_of(record.start)
+    return total
+
+
+def _copies(layout: Layout) -> int:
+    if not isinstance(layout, MeshLayout):
+        return 1
+    pairs = zip(layout.mesh.shape, layout.placements, strict=False)
+    return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
 
 
 class Outline:
@@ -67,42 +97,52 @@ class Outline:
         self._opened: dict[int, _Opened] = {}
 
     @cached_property
-    def _sums(self) -> np.ndarray:
-        sizes = np.fromiter(map(leaf_nbytes, self.index.entries), np.int64, len(self.index.entries))
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    def sizes(self) -> list[int]:
+        """Stored bytes of each leaf."""
+        index = self.index
+        whole = [math.prod(spec.shape) * dtype_of(spec.dtype).itemsize for spec in index.specs]
+        return [
+            whole[record.spec] if type(record) is ArrayRecord else leaf_nbytes(index.entries[number])
+            for number, record in enumerate(index.leaves)
+        ]
+
+    @cached_property
+    def _sums(self) -> list[int]:
+        return [0, *accumulate(self.sizes)]
 
     @cached_property
     def _folded(self) -> list[str]:
         return [leaf.path.casefold() for leaf in self.index.entries]
 
-    def _count(self, node: Structure) -> int:
+    def count(self, node: Structure) -> int:
+        """How many leaves a node of the structure has."""
         if node is None:
             return 1
         found = self._counts.get(id(node))
         if found is None:
-            found = self._counts[id(node)] = sum(map(self._count, node.children))
+            found = self._counts[id(node)] = sum(map(self.count, node.children))
         return found
 
     def _open(self, node: Node, path: str) -> _Opened:
         found = self._opened.get(id(node))
         if found is None:
-            counts = np.fromiter(map(self._count, node.children), np.int64, len(node.children))
+            counts = np.fromiter(map(self.count, node.children), np.int64, len(node.children))
             found = _Opened(keys_of(node, path), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]))
             self._opened[id(node)] = found
         return found
 
     def _row(self, node: Structure, name: str, key: str, path: str, first: int) -> Row:
-        leaves = self._count(node)
+        leaves = self.count(node)
         return Row(
             node=name,
             key=key,
             path=path,
             kind="leaf" if node is None else str(node.__struct_config__.tag),
-            cls=getattr(node, "cls", ""),
+            cls=_table_text(node.table) if isinstance(node, TableNode) else getattr(node, "cls", ""),
             children=0 if node is None else len(node.children),
             first=first,
             leaves=leaves,
-            nbytes=int(self._sums[first + leaves] - self._sums[first]),
+            nbytes=self._sums[first + leaves] - self._sums[first],
         )
 
     def _child(self, node: Node, row: Row, at: int) -> tuple[Structure, Row]:

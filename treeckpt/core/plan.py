@@ -18,6 +18,7 @@ from .placing import CLASSES, Placed, PlacedWhole, lone_pieces, order_class, pla
 from .region import ByteRuns, Region, byte_runs, c_strides, coalesce, intersect
 
 __all__ = [
+    "READ_GAP",
     "READ_LIMIT",
     "Block",
     "Chunk",

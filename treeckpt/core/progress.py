@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from .errors import FormatError
-from .shard import MAX_WORLD, SAVE_ID
+from .shard import MAX_NBYTES, MAX_WORLD, SAVE_ID
 
 __all__ = [
     "MAX_PROGRESS",
@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 Phase = Literal["write", "commit"]
+MAX_STEP = (1 << 63) - 1
 MAX_PROGRESS = 4096
 """Bytes of a record, at most."""
 _NAME = re.compile(r"progress-([0-9]{5,9})\.([0-9a-f]{16})\.json")
@@ -89,6 +90,8 @@ def decode_progress(data: bytes, name: str) -> Progress:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FormatError(name, expected="a record of progress", found=f"{error}"[:200]) from error
     known = SAVE_ID.fullmatch(found.save_id) is not None and 0 <= found.rank < found.world <= MAX_WORLD
-    if not known or min(found.written, found.planned) < 0:
+    numbers = (found.written, found.planned, found.started_ns, found.updated_ns)
+    bounded = min(numbers) > -MAX_NBYTES and max(numbers) < MAX_NBYTES and abs(found.step or 0) <= MAX_STEP
+    if not known or min(found.written, found.planned) < 0 or not bounded:
         raise FormatError(name, expected="a rank's progress in a save", found=f"{found!r:.200}")
     return found

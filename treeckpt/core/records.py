@@ -6,6 +6,7 @@ lead astray. Where in a rank's stream of data bytes a chunk starts says which of
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -14,14 +15,17 @@ import msgspec
 import numpy as np
 
 from .chunks import Chunks, chunks_in
+from .dtypes import dtype_of
 from .errors import FormatError, MismatchError
 from .layout import Layout
+from .markup import el, facts, joined, table
 from .plan import Chunk
 from .region import Region
 from .runs import Runs, decode_runs, encode_runs, value_at
 from .shard import shard_name
 from .spec import ArraySpec, TableSpec, Value
-from .structure import TABLE_KEYS, Structure, paths_of, tables_of
+from .structure import Structure, paths_of, tables_of
+from .wording import bytes_text, shape_text
 
 __all__ = [
     "AliasRecord",
@@ -37,6 +41,10 @@ __all__ = [
     "View",
     "file_table",
 ]
+
+
+SHOWN = 12
+"""Arrays that a notebook lists."""
 
 
 class View(msgspec.Struct, frozen=True, array_like=True):
@@ -159,17 +167,15 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         return found
 
     @cached_property
-    def tables(self) -> dict[tuple[str, Runs | None], TableSpec]:
-        """How each keyed table is parted, by the path of its ids, with the ranks it stands for under `PerRank`."""
-        return tables_of(self.structure)
+    def tables(self) -> dict[int, TableSpec]:
+        """How each keyed table is parted, by the number of its ids."""
+        found = tables_of(self.structure)
+        return {number: found[key] for number, key in enumerate(self.paths) if key in found} if found else {}
 
     @cached_property
     def offsets(self) -> frozenset[int]:
         """The numbers of the leaves that say where a table's buckets begin: they are no part of the tree itself."""
-        if not self.tables:
-            return frozenset()
-        of = {(path.removesuffix(TABLE_KEYS[0]) + TABLE_KEYS[1], ranks) for path, ranks in self.tables}
-        return frozenset(number for number, key in enumerate(self.paths) if key in of)
+        return frozenset(number + 1 for number in self.tables)  # they stand behind the ids
 
     @cached_property
     def file_list(self) -> tuple[File, ...]:
@@ -191,6 +197,29 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     def nbytes(self) -> int:
         """Bytes of all arrays as stored, each written once."""
         return sum(run[0] if len(run) == 1 else int(decode_runs((run,)).sum()) for run in self.files.nbytes)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what the checkpoint is, and its largest arrays."""
+        arrays = [
+            (math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize, leaf)
+            for leaf in self.entries
+            if leaf.spec is not None and not isinstance(leaf.record, AliasRecord)
+        ]
+        arrays.sort(key=lambda pair: -pair[0])
+        rows = [
+            (leaf.path, leaf.spec.dtype, shape_text(leaf.spec.shape), bytes_text(nbytes))
+            for nbytes, leaf in arrays[:SHOWN]
+            if leaf.spec is not None
+        ]
+        about = [
+            ("step", self.step),
+            ("save id", self.save_id),
+            ("ranks", self.world),
+            ("leaves", len(self.leaves)),
+            ("size", f"{bytes_text(self.nbytes)} in {len(self.file_list)} shards"),
+        ]
+        more = el("p", f"and {len(arrays) - SHOWN} smaller arrays") if len(arrays) > SHOWN else None
+        return joined([facts(about), table(("path", "dtype", "shape", "size"), rows, right=("size",)), more])
 
     def files_of(self, rank: int) -> Sequence[File]:
         """The shards of one rank, by where they start in its stream."""

@@ -199,7 +199,7 @@ def _class_of(
         fields = kind._fields if optree.is_namedtuple_class(kind) else None
     elif isinstance(node, StructSequenceNode):
         items, hidden = struct_sequence_fields(kind) if optree.is_structseq_class(kind) else ((), ())
-        fields = items if items == node.fields else (*items, *hidden) or None
+        fields = items if items == node.fields else (*items, *hidden) or None  # items alone: an older checkpoint
     else:
         fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else None
     if fields is None or tuple(fields) != node.fields:

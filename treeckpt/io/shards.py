@@ -186,15 +186,18 @@ class Shards:
         return True
 
 
-def verify_shard(store: Store, opened: Opened) -> int:
-    """Compares every checksum of a shard; returns the bytes that were read.
+def verify_shard(store: Store, opened: Opened, start: int = 0, stop: int | None = None) -> int:
+    """Compares every checksum of a shard, or those of bytes `start:stop` of its data; returns the bytes that were read.
 
     Raises:
         CorruptError: naming the file and the bytes.
     """
     step = STEP // opened.block * opened.block or opened.block
+    whole = stretch_of(
+        opened, start, opened.file.nbytes if stop is None else min(stop, opened.file.nbytes), verify=True
+    )
     buffer = aligned_buffer(step)
-    for start in range(0, opened.file.nbytes, step):
-        stretch = Stretch(opened, start, min(start + step, opened.file.nbytes))
+    for low in range(whole.low, whole.high, step):
+        stretch = Stretch(opened, low, min(low + step, whole.high))
         read_stretch(store, stretch, buffer[: stretch.high - stretch.low], verify=True)
-    return opened.file.nbytes
+    return max(whole.high - whole.low, 0)

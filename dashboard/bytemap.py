@@ -1,0 +1,56 @@
+"""The query of the treemap: boxes as columns, so that tens of thousands of them are few bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treeckpt.core.outline import Outline
+from treeckpt.core.treemap import By, treemap_of
+
+__all__ = ["TreemapPage", "treemap_page"]
+
+
+@dataclass(frozen=True, slots=True)
+class TreemapPage:
+    """Boxes, each after its parent; the first is the whole."""
+
+    by: By
+    node: str
+    path: str
+    total: int
+    above: list[list[str]]
+    """[node, name] from the root to the node's parent."""
+    parents: list[int]
+    names: list[str]
+    nbytes: list[int]
+    leaves: list[int]
+    """Number of the leaf that a box is; -1 for none."""
+    nodes: list[str]
+    """The node that a box is, or whose smallest ones it stands for."""
+    more: list[int]
+    """How many smaller ones a box stands for."""
+
+
+def treemap_page(outline: Outline, by: By, node: str, count: int) -> TreemapPage:
+    """The treemap of a checkpoint, or of one node.
+
+    Raises:
+        MismatchError: there is no such node.
+    """
+    node = node if by == "tree" else ""
+    boxes = treemap_of(outline, by, node=node, count=count)
+    steps = node.split(".") if node else []
+    rows = [outline.row(".".join(steps[:n])) for n in range(len(steps))]
+    return TreemapPage(
+        by=by,
+        node=node,
+        path=outline.row(node).path,
+        total=boxes[0].nbytes,
+        above=[[row.node, row.key] for row in rows],
+        parents=[box.parent for box in boxes],
+        names=[box.name for box in boxes],
+        nbytes=[box.nbytes for box in boxes],
+        leaves=[box.leaf for box in boxes],
+        nodes=[box.node for box in boxes],
+        more=[box.more for box in boxes],
+    )

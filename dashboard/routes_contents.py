@@ -1,0 +1,107 @@
+"""The addresses of what one checkpoint's pages fetch on demand: values, pictures of bytes, checksums."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+
+from treeckpt.core.treemap import By
+
+from . import queries
+from .bytemap import TreemapPage, treemap_page
+from .checksums import BalancePage, ChecksumsPage, balance_page, checksums_page
+from .folds import FoldsPage, folds_page, leaves_page
+from .pages import SearchPage
+from .peeks import PeekPage, Window, peek_page
+from .snippets import SnippetPage, snippet_page
+
+__all__ = ["api", "pages"]
+
+api = APIRouter(prefix="/api/v1")
+pages = APIRouter(include_in_schema=False)
+
+Dim = Annotated[int | None, Query(ge=0, le=64)]
+At = Annotated[str, Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
+Position = Annotated[int, Query(ge=0, le=1 << 53)]
+Size = Annotated[int | None, Query(ge=1, le=1 << 53)]
+
+
+@api.get("/checkpoints/{checkpoint_id}/leaves/{number}/peek")
+def get_peek(
+    request: Request,
+    checkpoint_id: str,
+    number: int,
+    y: Dim = None,
+    x: Dim = None,
+    at: At = "",
+    top: Position = 0,
+    left: Position = 0,
+    rows: Size = None,
+    columns: Size = None,
+    whole: bool = False,
+) -> PeekPage:
+    """A slice of an array's values: of `rows` x `columns` on the plane of dimensions `y` and `x`, or all of it."""
+    library = request.app.state.library
+    _, outline = queries.opened(library, checkpoint_id)
+    where = tuple(int(n[:18]) if n else 0 for n in at.split(",")) if at else ()
+    window = Window(y, x, where, top, left, rows, columns, whole)
+    return peek_page(library.checkpoint(checkpoint_id)[1].path, outline, number, window)
+
+
+@api.get("/checkpoints/{checkpoint_id}/snippet")
+def get_snippet(
+    request: Request, checkpoint_id: str, path: Annotated[str, Query(max_length=20_000)] = ""
+) -> SnippetPage:
+    """The line of Python that loads a leaf, or what is below a node."""
+    _, info = request.app.state.library.checkpoint(checkpoint_id)
+    return snippet_page(info.path, path)
+
+
+@api.get("/checkpoints/{checkpoint_id}/treemap")
+def get_treemap(
+    request: Request,
+    checkpoint_id: str,
+    by: By = "tree",
+    node: Annotated[str, Query(max_length=1000)] = "",
+    count: Annotated[int, Query(ge=10, le=100_000, description="boxes, at most")] = 20_000,
+) -> TreemapPage:
+    """Where the bytes are, as nested boxes."""
+    _, outline = queries.opened(request.app.state.library, checkpoint_id)
+    return treemap_page(outline, by, node, count)
+
+
+@api.get("/checkpoints/{checkpoint_id}/folds")
+def get_folds(request: Request, checkpoint_id: str, node: Annotated[str, Query(max_length=1000)] = "") -> FoldsPage:
+    """Blocks of a node's children that are the same but for their number."""
+    _, outline = queries.opened(request.app.state.library, checkpoint_id)
+    return folds_page(outline, node)
+
+
+@api.get("/checkpoints/{checkpoint_id}/leaves")
+def get_leaves(
+    request: Request,
+    checkpoint_id: str,
+    q: Annotated[str, Query(max_length=500, description="words that a path must hold")] = "",
+    dtype: Annotated[str, Query(max_length=64)] = "",
+    larger: Annotated[int, Query(ge=0, le=1 << 62, description="bytes, at least")] = 0,
+    start: Position = 0,
+) -> SearchPage:
+    """Leaves by the words of their path, their dtype and their size; `start` is a leaf's number."""
+    _, outline = queries.opened(request.app.state.library, checkpoint_id)
+    return leaves_page(outline, q, start, dtype, larger)
+
+
+@api.get("/checkpoints/{checkpoint_id}/balance")
+def get_balance(request: Request, checkpoint_id: str) -> BalancePage:
+    """What each rank wrote."""
+    _, outline = queries.opened(request.app.state.library, checkpoint_id)
+    return balance_page(outline)
+
+
+@api.get("/checkpoints/{checkpoint_id}/files/{number}/checksums")
+def get_checksums(request: Request, checkpoint_id: str, number: int, start: Position = 0) -> ChecksumsPage:
+    """Compares a part of a shard with its checksums; `next` says where to go on."""
+    library = request.app.state.library
+    _, outline = queries.opened(library, checkpoint_id)
+    return checksums_page(library.checkpoint(checkpoint_id)[1].path, outline, number, start)

@@ -1,0 +1,196 @@
+// @ts-check
+/** The treemap: an area for each leaf, as large as its bytes, inside its part of the tree, rank, file or dtype. */
+import { api, base, bytesText, find, make, numberText, reason, recalled, remember, visible } from "./dom.js";
+import { colour, fillOf, follow, ink, selectable } from "./canvas.js";
+import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
+
+/** @typedef {{ by: string, node: string, path: string, total: number, above: string[][], parents: number[], names: string[], nbytes: number[], leaves: number[], nodes: string[], more: number[] }} Page */
+/** @typedef {{ x0: number, y0: number, x1: number, y1: number, box: number, part: number, depth: number, shade: number }} Area */
+
+const holder = find("#treemap");
+const canvas = /** @type {HTMLCanvasElement} */ (find("#treemap-canvas"));
+const readout = find("#treemap-text");
+const trail = find("#treemap-trail");
+const checkpoint = holder.dataset.checkpoint ?? "";
+const TITLE = 17;
+
+/** @type {Page | null} */
+let page = null;
+/** Leaves of the picture, largest first, and the frames around them. @type {{ leaves: Area[], frames: Area[] }} */
+let areas = { leaves: [], frames: [] };
+const picture = document.createElement("canvas");
+let drawn = "";
+let chosen = -1;
+let theme = 0;
+document.addEventListener("theme", () => { theme += 1; });
+
+/** @param {number} box */
+function nameOf(box) {
+  if (!page) return "";
+  return page.more[box] ? `${numberText(page.more[box])} smaller ones` : page.names[box] || "(all)";
+}
+
+/** The names from the picture's root to a box. @param {number} box */
+function pathOf(box) {
+  const names = [];
+  for (let at = box; page && at > 0; at = page.parents[at]) names.unshift(nameOf(at));
+  return names.join(" / ");
+}
+
+/** @param {number} width @param {number} height */
+function arrange(width, height) {
+  if (!page) return;
+  /** @type {{ box: number, children: any[] }[]} */
+  const nodes = page.parents.map((_, box) => ({ box, children: [] }));
+  page.parents.forEach((parent, box) => { if (parent >= 0) nodes[parent].children.push(nodes[box]); });
+  const sizes = page.nbytes;
+  const root = hierarchy(nodes[0], (/** @type {any} */ n) => (n.children.length ? n.children : null)).sum((/** @type {any} */ n) => (n.children.length ? 0 : sizes[n.box]));
+  treemap().size([width, height]).paddingInner(1).paddingTop((/** @type {any} */ n) => (n.depth === 1 && n.children ? TITLE : 0)).round(true)(root);
+  areas = { leaves: [], frames: [] };
+  let part = -1;
+  root.eachBefore((/** @type {any} */ n) => {
+    if (n.depth === 1) part += 1;
+    const shade = n.depth > 1 ? n.parent.children.indexOf(n) % 2 : 0;
+    const area = { x0: n.x0, y0: n.y0, x1: n.x1, y1: n.y1, box: n.data.box, part: Math.max(0, part), depth: n.depth, shade };
+    if (n.children) { if (n.depth === 1) areas.frames.push(area); } else areas.leaves.push(area);
+  });
+  areas.leaves.sort((a, b) => sizes[b.box] - sizes[a.box]);
+}
+
+/** @param {CanvasRenderingContext2D} g @param {string} text @param {number} x @param {number} y @param {number} room */
+function write(g, text, x, y, room) {
+  if (room < 24) return;
+  let shown = visible(text);
+  if (g.measureText(shown).width > room) {
+    const keep = Math.floor((shown.length * (room - 14)) / g.measureText(shown).width);
+    if (keep < 3) return;
+    shown = `…${shown.slice(-keep)}`; // the end of a name tells leaves apart
+  }
+  g.fillText(shown, x, y);
+}
+
+/** @param {CanvasRenderingContext2D} g */
+function paint(g) {
+  g.textBaseline = "middle";
+  g.textAlign = "left";
+  // one colour after the other: to change it costs more than to fill a box
+  for (const shade of [0, 1]) {
+    let last = -1;
+    for (const area of [...areas.leaves].sort((a, b) => a.part - b.part)) {
+      if (area.shade !== shade) continue;
+      if (area.part !== last) { g.fillStyle = fillOf(area.part); last = area.part; }
+      g.globalAlpha = shade ? 0.82 : 1;
+      g.fillRect(area.x0, area.y0, Math.max(0.5, area.x1 - area.x0), Math.max(0.5, area.y1 - area.y0));
+    }
+  }
+  g.globalAlpha = 1;
+  for (const area of areas.leaves.slice(0, 400)) {
+    const w = area.x1 - area.x0, h = area.y1 - area.y0;
+    if (w < 50 || h < 16) continue;
+    g.fillStyle = ink(fillOf(area.part));
+    write(g, nameOf(area.box), area.x0 + 5, area.y0 + (h < 34 ? h / 2 : 12), w - 10);
+    if (h >= 34) { g.globalAlpha = 0.75; write(g, bytesText(page?.nbytes[area.box] ?? 0), area.x0 + 5, area.y0 + 27, w - 10); g.globalAlpha = 1; }
+  }
+  g.fillStyle = colour("--text");
+  for (const area of areas.frames) write(g, `${nameOf(area.box)} · ${bytesText(page?.nbytes[area.box] ?? 0)}`, area.x0 + 3, area.y0 + TITLE / 2 + 1, area.x1 - area.x0 - 6);
+}
+
+/** @param {CanvasRenderingContext2D} g @param {number} width @param {number} height */
+function draw(g, width, height) {
+  const state = `${width} ${height} ${theme} ${page?.by} ${page?.node}`;
+  if (state !== drawn) {
+    drawn = state;
+    arrange(width, height);
+    picture.width = canvas.width;
+    picture.height = canvas.height;
+    const to = picture.getContext("2d");
+    if (to) { to.setTransform(g.getTransform()); to.font = g.font; paint(to); }
+  }
+  g.clearRect(0, 0, width, height);
+  if (page?.total) g.drawImage(picture, 0, 0, width, height);
+  const area = areas.leaves[chosen];
+  if (area) { g.strokeStyle = colour("--text"); g.lineWidth = 2; g.strokeRect(area.x0 + 1, area.y0 + 1, Math.max(1, area.x1 - area.x0 - 2), Math.max(1, area.y1 - area.y0 - 2)); }
+}
+
+const redraw = follow(canvas, { height: (width) => (width < 500 ? 320 : 300), draw });
+
+function summary() {
+  if (!page) return "";
+  return page.total ? `${bytesText(page.total)} in ${numberText(areas.leaves.length)} areas; a click opens one` : "No arrays here.";
+}
+
+selectable(canvas, {
+  count: () => areas.leaves.length,
+  at: (x, y) => areas.leaves.findIndex((a) => x >= a.x0 && x < a.x1 && y >= a.y0 && y < a.y1),
+  select: (item) => {
+    chosen = item;
+    redraw();
+    const area = areas.leaves[item];
+    if (!area || !page) { readout.textContent = summary(); return; }
+    readout.textContent = `${visible(pathOf(area.box))} · ${bytesText(page.nbytes[area.box])}, ${((100 * page.nbytes[area.box]) / page.total).toPrecision(3)} %`;
+  },
+});
+
+/** Opens what an area stands for: a leaf's page, or the part of the tree that its smaller ones are in. @param {number} item */
+function open(item) {
+  const area = areas.leaves[item];
+  if (!page || !area) return;
+  if (page.leaves[area.box] >= 0) location.assign(`${base}checkpoints/${checkpoint}/leaves/${page.leaves[area.box]}`);
+  else if (page.by === "tree" && page.nodes[area.box] !== page.node) show("tree", page.nodes[area.box]);
+}
+
+canvas.addEventListener("click", (event) => {
+  const frame = areas.frames.find((a) => event.offsetX >= a.x0 && event.offsetX < a.x1 && event.offsetY >= a.y0 && event.offsetY < a.y0 + TITLE);
+  if (frame && page?.by === "tree" && page.leaves[frame.box] < 0) show("tree", page.nodes[frame.box]);
+  else open(areas.leaves.findIndex((a) => event.offsetX >= a.x0 && event.offsetX < a.x1 && event.offsetY >= a.y0 && event.offsetY < a.y1));
+});
+canvas.addEventListener("keydown", (event) => { if (event.key === "Enter" && chosen >= 0) { event.preventDefault(); open(chosen); } });
+
+/** The way back to the root. */
+function crumbs() {
+  if (!page) return;
+  const steps = page.above.map(([node, name]) => {
+    const button = make("button", { type: "button", class: "link" }, name || "all");
+    button.addEventListener("click", () => show("tree", node));
+    return button;
+  });
+  trail.replaceChildren(...steps.flatMap((step) => [step, document.createTextNode(" / ")]), page.node ? make("span", {}, page.path.split("/").pop() ?? "") : "");
+}
+
+/** The same as a table: the largest boxes. */
+function twin() {
+  if (!page) return;
+  const { by, node, parents, nbytes, leaves, nodes, total } = page;
+  const first = parents.flatMap((parent, box) => (parent === 0 ? [box] : []));
+  const rows = [...first, ...areas.leaves.map((a) => a.box).filter((box) => parents[box] !== 0)].slice(0, 100);
+  find("#treemap-table").replaceChildren(make("table", { class: "small" },
+    make("thead", {}, make("tr", {}, make("th", {}, "Where"), make("th", { class: "n" }, "Bytes"), make("th", { class: "n" }, "Share"))),
+    make("tbody", {}, ...rows.map((box) => {
+      const address = leaves[box] >= 0 ? `${base}checkpoints/${checkpoint}/leaves/${leaves[box]}` : by === "tree" && nodes[box] !== node ? `?map=tree&mapnode=${nodes[box]}` : null;
+      const text = pathOf(box);
+      return make("tr", {}, make("th", { scope: "row", class: "mono" }, address ? make("a", { href: address }, text) : text), make("td", { class: "n" }, bytesText(nbytes[box])), make("td", { class: "n" }, `${((100 * nbytes[box]) / (total || 1)).toPrecision(3)} %`));
+    }))));
+}
+
+/** @param {string} by @param {string} node */
+async function show(by, node) {
+  for (const button of document.querySelectorAll("button[data-by]")) button.setAttribute("aria-pressed", String(button.getAttribute("data-by") === by));
+  try {
+    page = /** @type {Page} */ (await api(`checkpoints/${checkpoint}/treemap`, { by, node }));
+  } catch (error) {
+    readout.textContent = `The map cannot be drawn: ${reason(error)}`;
+    return;
+  }
+  remember({ map: by === "tree" ? null : by, mapnode: node });
+  chosen = -1;
+  drawn = "";
+  crumbs();
+  redraw();
+  twin();
+  readout.textContent = summary();
+}
+
+for (const button of document.querySelectorAll("button[data-by]")) button.addEventListener("click", () => show(button.getAttribute("data-by") ?? "tree", ""));
+const wanted = recalled("map");
+const known = [...document.querySelectorAll("button[data-by]")].map((button) => button.getAttribute("data-by"));
+show(wanted && known.includes(wanted) ? wanted : "tree", /^[0-9.]{1,1000}$/.test(recalled("mapnode") ?? "") ? recalled("mapnode") ?? "" : "");

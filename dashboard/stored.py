@@ -1,0 +1,266 @@
+"""An index that stays in its SQLite file: `core.outline.Outline` and `core.records.Index`, read row by row.
+
+What a page asks is read when it is asked; nothing grows with the number of leaves but the answers. Safe to share
+between threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, overload
+
+import msgspec
+import numpy as np
+
+from treeckpt.catalog import Summary
+from treeckpt.core.errors import MismatchError
+from treeckpt.core.outline import Row
+from treeckpt.core.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
+from treeckpt.core.structure import Structure
+
+from .tables import LEAVES, NAMES, StoredLeaf
+
+__all__ = ["StoredIndex", "StoredOutline"]
+
+_COLUMNS = "id - 1, key, kind, cls, child, children, first, leaves, nbytes"
+_BLOCK = msgspec.json.Decoder(list[StoredLeaf])
+_KEPT = 256
+"""Blocks of decoded leaves that are kept."""
+
+
+class _Reader:
+    """Connections to one file, lent to one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        self._free: list[sqlite3.Connection] = []
+        with self.lent():
+            pass
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[sqlite3.Connection]:
+        try:
+            connection = self._free.pop()
+        except IndexError:
+            connection = sqlite3.connect(self._address, uri=True, check_same_thread=False)
+            connection.execute("PRAGMA cache_size = -4096")
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        self._free.append(connection)
+
+    def part(self, name: str) -> bytes:
+        with self.lent() as connection:
+            return connection.execute("SELECT data FROM part WHERE name = ?", (name,)).fetchone()[0]
+
+    def close(self) -> None:
+        while self._free:
+            self._free.pop().close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Entries(Sequence[Leaf]):
+    """Leaves by number, decoded in blocks."""
+
+    def __init__(self, reader: _Reader, count: int, index: Index) -> None:
+        self._reader, self._count, self._specs = reader, count, index.specs
+        self._block = lru_cache(_KEPT)(self._read)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> Leaf: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Leaf]: ...
+    def __getitem__(self, at: int | slice) -> Leaf | Sequence[Leaf]:
+        if isinstance(at, slice):
+            return [self[n] for n in range(self._count)[at]]
+        number = range(self._count)[at]
+        return self._block(number // LEAVES)[number % LEAVES]
+
+    def _read(self, block: int) -> list[Leaf]:
+        with self._reader.lent() as connection:
+            [data] = connection.execute("SELECT data FROM leaf WHERE block = ?", (block,)).fetchone()
+        return self._decode(block, data)
+
+    def _decode(self, block: int, data: bytes) -> list[Leaf]:
+        found: list[Leaf] = []
+        for number, (path, record, ranks) in enumerate(_BLOCK.decode(data), block * LEAVES):
+            spec = None if isinstance(record, (ValueRecord, PerRankValues)) else self._specs[record.spec]
+            found.append(Leaf(number, path, record, ranks, spec))
+        return found
+
+    def __iter__(self) -> Iterator[Leaf]:
+        with self._reader.lent() as connection:
+            for block, data in connection.execute("SELECT block, data FROM leaf ORDER BY block"):
+                yield from self._decode(block, data)
+
+
+class _Records(Sequence[LeafRecord]):
+    """The records alone."""
+
+    def __init__(self, entries: _Entries) -> None:
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, at: int) -> LeafRecord: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[LeafRecord]: ...
+    def __getitem__(self, at: int | slice) -> LeafRecord | Sequence[LeafRecord]:
+        found = self._entries[at]
+        return found.record if isinstance(found, Leaf) else [leaf.record for leaf in found]
+
+    def __iter__(self) -> Iterator[LeafRecord]:
+        return (leaf.record for leaf in self._entries)
+
+
+class StoredIndex(Index, frozen=True, dict=True):
+    """An index whose leaves and structure are read when they are asked for."""
+
+    @classmethod
+    def open(cls, reader: _Reader) -> StoredIndex:
+        """The index of a file."""
+        head = msgspec.json.decode(reader.part("head"), type=Index)
+        entries: Any = _Entries(reader, int(reader.part("count")), head)
+        fields = {name: getattr(head, name) for name in head.__struct_fields__}
+        index = cls(**{**fields, "leaves": _Records(entries)})
+        vars(index).update(reader=reader, entries=entries)
+        return index
+
+    @cached_property
+    def structure(self) -> Structure:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The tree's structure, decoded as a whole."""
+        return msgspec.json.decode(vars(self)["reader"].part("structure"), type=Structure)
+
+
+class StoredOutline:
+    """The browsable tree of an index in a file; answers as `core.outline.Outline` does.
+
+    Raises:
+        sqlite3.Error: the file is none of ours.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._reader = _Reader(path)
+        self.index: Index = StoredIndex.open(self._reader)
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What a list of checkpoints shows."""
+        return msgspec.json.decode(self._reader.part("summary"), type=Summary)
+
+    @cached_property
+    def specs(self) -> np.ndarray:
+        """The spec's number of each leaf, int32[leaves], -1 for values."""
+        return np.frombuffer(self._reader.part("spec"), np.int32)
+
+    def _find(self, connection: sqlite3.Connection, name: str) -> tuple[Row, int]:
+        """A node and the number of its first child."""
+        select = f"SELECT {_COLUMNS} FROM node WHERE id = ? + 1"
+        at, path, number = "", "", 0
+        row = connection.execute(select, (0,)).fetchone()
+        for step in name.split(".") if name else ():
+            if not (step.isascii() and step.isdigit() and len(step) < 10) or int(step) >= row[5]:
+                raise _no_node(name)
+            number = row[4] + int(step)
+            row = connection.execute(select, (number,)).fetchone()
+            at, path = _below(at, step, "."), _below(path, row[1], "/")
+        return _row(row, at, path), row[4]
+
+    def row(self, name: str = "") -> Row:
+        """One node.
+
+        Raises:
+            MismatchError: there is no such node.
+        """
+        with self._reader.lent() as connection:
+            return self._find(connection, name)[0]
+
+    def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[Row]:
+        """The node's children, from position `start` on, at most `count`.
+
+        Raises:
+            MismatchError: there is no such node.
+        """
+        return self._children(name, "id > ? ORDER BY id LIMIT ?", start, count)
+
+    def largest(self, name: str = "", *, count: int = 100) -> list[Row]:
+        """The node's children with the most bytes, the largest first.
+
+        Raises:
+            MismatchError: there is no such node.
+        """
+        return self._children(name, "id > ? ORDER BY nbytes DESC, id LIMIT ?", 0, count)
+
+    def _children(self, name: str, order: str, start: int, count: int) -> list[Row]:
+        with self._reader.lent() as connection:
+            node, child = self._find(connection, name)
+            # a page past the end is empty; numbers beyond 64 bits are none of SQLite's
+            start, stop = min(start, node.children), child + node.children
+            found = connection.execute(
+                f"SELECT {_COLUMNS} FROM node WHERE id <= ? AND {order}", (stop, child + start, count)
+            ).fetchall()
+        return [_row(r, _below(node.node, str(r[0] - child), "."), _below(node.path, r[1], "/")) for r in found]
+
+    def node_at(self, path: str) -> Row | None:
+        """The node with this path, None if there is none."""
+        names: list[str] = []
+        with self._reader.lent() as connection:
+            child, children = self._find(connection, "")[1], self.row().children
+            for step in path.split("/") if path else ():
+                found = connection.execute(
+                    "SELECT id - 1, child, children FROM node WHERE id > ? AND id <= ? AND key = ? LIMIT 1",
+                    (child, child + children, step),
+                ).fetchone()
+                if found is None:
+                    return None
+                names.append(str(found[0] - child))
+                _, child, children = found
+            return self._find(connection, ".".join(names))[0]
+
+    def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
+        """Leaves from number `start` on whose path holds every word of `text`, and where to go on, None at the end."""
+        words = sorted(text.casefold().split(), key=len, reverse=True)
+        found: list[Leaf] = []
+        for number in self._matches(words, start):
+            if len(found) == count:
+                return found, number
+            found.append(self.index.entries[number])
+        return found, None
+
+    def _matches(self, words: Sequence[str], start: int) -> Iterator[int]:
+        start = min(start, len(self.index.entries))
+        with self._reader.lent() as connection:
+            blocks = connection.execute("SELECT block, text FROM name WHERE block >= ? ORDER BY block",
+                                        (start // NAMES,))  # fmt: skip
+            for block, text in blocks:
+                if not all(word in text for word in words):
+                    continue
+                for number, name in enumerate(text.split("\n"), block * NAMES):
+                    if number >= start and all(word in name for word in words):
+                        yield number
+
+
+def _below(path: str, key: str, separator: str) -> str:
+    return f"{path}{separator}{key}" if path else key
+
+
+def _row(row: tuple[Any, ...], node: str, path: str) -> Row:
+    _, key, kind, cls, _, children, first, leaves, nbytes = row
+    return Row(node, key, path, kind, cls, children, first, leaves, nbytes)
+
+
+def _no_node(name: str) -> MismatchError:
+    return MismatchError(name[:80], expected="the positions of a node in the tree", found="no such node")

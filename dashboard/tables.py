@@ -1,0 +1,119 @@
+"""An index written into SQLite, so that a checkpoint of a million leaves is browsed without being held in memory.
+
+`build_table` writes one file: every node of the tree by number (`core.nodes`), so that a page of children is a range of
+rows; the records of leaves in blocks; folded paths in blocks of text, which `str.find` searches at memory speed; and
+the rest of the index. A file is written beside its place and renamed, never changed afterwards, and may be deleted at
+any time. `stored` reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from treeckpt.catalog import Summary, summarize
+from treeckpt.core.nodes import flat_nodes
+from treeckpt.core.records import Index, LeafRecord
+from treeckpt.core.runs import Runs
+from treeckpt.core.structure import Structure
+
+__all__ = ["LEAVES", "NAMES", "SCHEMA", "StoredLeaf", "build_table"]
+
+SCHEMA = "1"
+"""Of files of this form: other versions look elsewhere."""
+LEAVES = 64
+"""Leaves of one row: what is decoded to show one of them."""
+NAMES = 8192
+"""Paths of one row: what is read at once by a search."""
+NODES = 20_000
+"""Nodes after which progress is told."""
+
+StoredLeaf = tuple[str, LeafRecord, Runs | None]
+"""Path, record, ranks."""
+
+T = TypeVar("T")
+
+_TABLES = """
+PRAGMA page_size = 8192;
+PRAGMA journal_mode = OFF;
+PRAGMA synchronous = OFF;
+PRAGMA locking_mode = EXCLUSIVE;
+CREATE TABLE part (name TEXT PRIMARY KEY, data BLOB) WITHOUT ROWID;
+CREATE TABLE node (id INTEGER PRIMARY KEY, key TEXT, kind TEXT, cls TEXT, child INTEGER, children INTEGER,
+                   first INTEGER, leaves INTEGER, nbytes INTEGER);
+CREATE TABLE leaf (block INTEGER PRIMARY KEY, data BLOB);
+CREATE TABLE name (block INTEGER PRIMARY KEY, text TEXT);
+"""
+
+_ADD_NODE = """
+INSERT INTO node (key, kind, cls, child, children, first, leaves, nbytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+"""
+# SQLite counts the ids from 1, so a node's is its number and one
+
+
+def build_table(index: Index, target: Path, tell: Callable[[int, int], None] = lambda done, total: None) -> Summary:
+    """Writes the file of an index and gives its summary.
+
+    Args:
+        tell: is told the leaves done so far, and all of them.
+
+    Raises:
+        FormatError: the tree is none that can be shown.
+    """
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        connection = sqlite3.connect(temporary, isolation_level=None)
+        try:
+            connection.executescript(_TABLES)
+            connection.execute("BEGIN")
+            summary = _fill(connection, index, tell)
+            connection.execute("COMMIT")
+        finally:
+            connection.close()
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return summary
+
+
+def _fill(connection: sqlite3.Connection, index: Index, tell: Callable[[int, int], None]) -> Summary:
+    summary = summarize(index)
+    for done, nodes in _blocks(flat_nodes(index), NODES):
+        connection.executemany(_ADD_NODE, nodes)
+        tell(min(done * NODES, len(index.leaves)), len(index.leaves))
+    leaves = ((leaf.path, leaf.record, leaf.ranks) for leaf in index.entries)
+    encode = msgspec.json.Encoder().encode
+    connection.executemany("INSERT INTO leaf VALUES (?, ?)", ((n, encode(b)) for n, b in _blocks(leaves, LEAVES)))
+    names = (leaf.path.casefold().replace("\n", " ") for leaf in index.entries)
+    connection.executemany("INSERT INTO name VALUES (?, ?)", ((n, "\n".join(b)) for n, b in _blocks(names, NAMES)))
+    count = len(index.entries)
+    specs = np.fromiter((getattr(r, "spec", -1) for r in index.leaves), np.int32, count)
+    head = msgspec.structs.replace(index, structure=None, leaves=())
+    parts = {
+        "count": str(count).encode(),
+        "head": encode(head),
+        "structure": _structure(index.structure),
+        "summary": encode(summary),
+        "spec": specs.tobytes(),
+    }
+    connection.executemany("INSERT INTO part VALUES (?, ?)", parts.items())
+    return summary
+
+
+def _structure(structure: Structure) -> bytes:
+    return msgspec.json.encode(structure)
+
+
+def _blocks(items: Iterable[T], size: int) -> Iterator[tuple[int, list[T]]]:
+    rest, number = iter(items), 0
+    while block := list(islice(rest, size)):
+        yield number, block
+        number += 1

@@ -1,0 +1,300 @@
+"""The parts of a report: what a checkpoint is, its sizes, its tree, where large arrays lie, and where the time went."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from .. import catalog
+from ..catalog import CheckpointInfo
+from ..core.diff import leaf_text
+from ..core.errors import CheckpointNotFound, TreeckptError
+from ..core.extents import chunk_count, layout_of, locate_chunks
+from ..core.markup import Child, Html, el, facts, joined, table
+from ..core.outline import Outline, Row, leaf_nbytes
+from ..core.records import AliasRecord, ArrayRecord, Index, Leaf
+from ..core.region import Region
+from ..core.study import Study
+from ..core.wording import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text
+from ..showing import COLUMNS, checkpoint_rows, moment_text
+from .pictures import Box, lines, shard_map, treemap, waterfall
+from .sheet import POLICY, SCRIPT, STYLE
+
+__all__ = ["checkpoint_page", "run_page"]
+
+NODES = 2000
+"""Of the tree."""
+CHILDREN = 200
+"""Of one node."""
+CELLS = 300
+"""Of the treemap."""
+MAPS = 6
+BOXES = 512
+CHUNKS = 1 << 16
+"""A leaf of more chunks is not drawn."""
+FILES = 100
+CHECKPOINTS = 200
+
+
+def checkpoint_page(path: str | os.PathLike[str]) -> str:
+    """One checkpoint, whatever its state.
+
+    Raises:
+        CheckpointNotFound: there is none.
+    """
+    info = catalog.look(path, follow=True)
+    return _document(info.name, [el("h1", info.name), *_checkpoint(path, info)])
+
+
+def run_page(path: str | os.PathLike[str]) -> str:
+    """A run, and its newest checkpoint that can be read.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint in it.
+    """
+    found = [info for info in catalog.scan(path) if info.status != "foreign"]
+    if not found:
+        raise CheckpointNotFound(os.fspath(path), expected="a checkpoint, or a run of some", found="neither")
+    name = Path(path).absolute().name
+    rows = table(COLUMNS, checkpoint_rows(found[:CHECKPOINTS]), right=COLUMNS[2:6] + COLUMNS[7:])
+    more = el("p", f"and {len(found) - CHECKPOINTS} older", class_="dim") if len(found) > CHECKPOINTS else None
+    parts = [el("h1", name), _run_facts(found), _section("Checkpoints", rows, more), *_trends(found)]
+    newest = next((info for info in found if info.status == "complete"), None)
+    if newest is not None:
+        parts += [el("h1", newest.name), *_checkpoint(newest.path, newest)]
+    return _document(name, parts)
+
+
+def _document(title: str, parts: list[Html]) -> str:
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("title", f"{title} · treeckpt"),
+        el("style", Html(STYLE)),
+    )
+    body = el("body", el("main", *parts), el("script", Html(SCRIPT)))
+    return f"<!doctype html>\n{el('html', head, body, lang='en')}\n"
+
+
+def _section(title: str, *children: Child) -> Html:
+    return el("section", el("h2", title), *children)
+
+
+def _run_facts(found: list[CheckpointInfo]) -> Html:
+    complete = [info for info in found if info.status == "complete"]
+    return facts(
+        [
+            ("complete checkpoints", len(complete)),
+            ("others", len(found) - len(complete)),
+            ("on disk", bytes_text(sum(info.nbytes or 0 for info in found))),
+            ("newest step", complete[0].step if complete else None),
+        ]
+    )
+
+
+def _trends(found: list[CheckpointInfo]) -> list[Html]:
+    saves = [i for i in reversed(found) if i.status == "complete" and i.step is not None and i.seconds is not None]
+    saves = saves[-CHECKPOINTS:]
+    if len(saves) < 2:
+        return []
+    steps = [i.step or 0 for i in saves]
+    rates = [i.nbytes / i.seconds if i.nbytes and i.seconds else None for i in saves]
+    times = [("took", [i.seconds for i in saves]), ("blocked", [i.blocked_seconds for i in saves])]
+    return [
+        _section("Time of saves", lines(steps, times, text="seconds")),
+        _section("Rate", lines(steps, [("rate", rates)], text="rate")),
+    ]
+
+
+def _checkpoint(path: str | os.PathLike[str], info: CheckpointInfo) -> list[Html]:
+    state = el("p", info.status if not info.error else f"{info.status}: {info.error}", class_="dim")
+    parts = [state, *_timing(path)]
+    try:
+        index = catalog.read_index(path)
+    except TreeckptError as error:
+        return [state, el("p", f"{error}", class_="bad"), *parts[1:]]
+    outline = Outline(index)
+    return [state, _facts(index), _sizes(outline), *parts[1:], *_maps(index), _tree(outline), _files(index)]
+
+
+def _facts(index: Index) -> Html:
+    pairs: list[tuple[str, Child]] = [
+        ("step", index.step),
+        ("saved", moment_text(index.created_ns)),
+        ("ranks", index.world),
+        ("leaves", f"{len(index.leaves):,}"),
+        ("arrays", bytes_text(index.nbytes)),
+        ("save id", index.save_id),
+    ]
+    return facts(pairs + [(name, value_text(value, 200)) for name, value in list(index.metadata.items())[:20]])
+
+
+def _sizes(outline: Outline) -> Html:
+    """A treemap of the largest leaves, coloured by the first step of the path, and a table of the largest nodes."""
+    arrays = sorted(outline.index.entries, key=lambda leaf: -leaf_nbytes(leaf))[:CELLS]
+    first = {name: at for at, name in enumerate(dict.fromkeys(leaf.path.partition("/")[0] for leaf in arrays))}
+    cells = [
+        (
+            leaf.path.rpartition("/")[2],
+            f"{leaf.path}: {bytes_text(leaf_nbytes(leaf))}",
+            first[leaf.path.partition("/")[0]],
+            leaf_nbytes(leaf),
+        )
+        for leaf in arrays
+    ]
+    rest = outline.index.nbytes - sum(cell[3] for cell in cells)
+    if rest > 0:
+        cells.append(("the rest", f"{len(outline.index.entries) - len(arrays):,} smaller leaves", 7, rest))
+    total = outline.index.nbytes or 1
+    nodes = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)[:10]
+    rows = [(row.path, f"{row.leaves:,}", bytes_text(row.nbytes), f"{row.nbytes / total:.1%}") for row in nodes]
+    return _section(
+        "Sizes", treemap(cells), table(("part", "leaves", "size", "share"), rows, right=("leaves", "size", "share"))
+    )
+
+
+def _maps(index: Index) -> list[Html]:
+    """The largest arrays that lie in several chunks."""
+    spread = [
+        leaf for leaf in index.entries if isinstance(leaf.record, ArrayRecord) and 1 < chunk_count(leaf) <= CHUNKS
+    ]
+    spread = sorted(spread, key=lambda leaf: -leaf_nbytes(leaf))[:MAPS]
+    pictures = [part for leaf in spread for part in _map(index, leaf)]
+    return [_section("Where large arrays lie", *pictures)] if pictures else []
+
+
+def _map(index: Index, leaf: Leaf) -> list[Html]:
+    """The last two dimensions of an array, at the start of the others."""
+    assert leaf.spec is not None, "arrays only are drawn"
+    shape = leaf.spec.shape
+    if not shape or 0 in shape:
+        return []
+    across = len(shape) - 1
+    down = across - 1 if across else None
+    plane = Region((0,) * len(shape), tuple(n if d in (across, down) else 1 for d, n in enumerate(shape)))
+    boxes: list[Box] = []
+    for at in locate_chunks(index, leaf, plane)[:BOXES]:
+        top, rows = (at.region.offset[down], at.region.shape[down]) if down is not None else (0, 1)
+        left, columns = at.region.offset[across], at.region.shape[across]
+        title = f"{region_text(at.region)} written by rank {at.rank}: bytes {at.start}:{at.stop} of {at.file.name}"
+        boxes.append((top, left, top + rows, left + columns, at.rank, title))
+    about = f"{leaf.spec.dtype} {shape_text(shape)} · {layout_text(layout_of(index, leaf))}"
+    picture = shard_map(shape[down] if down is not None else 1, shape[across], boxes)
+    return [el("h3", leaf.path, " ", el("span", about, class_="dim")), picture]
+
+
+def _tree(outline: Outline) -> Html:
+    left = [NODES]
+    rows = _nodes(outline, outline.row(), left, 0)
+    search = el("input", id="find", type="search", placeholder="Search paths", aria_label="Search paths", hidden="")
+    more = el("p", f"The first {NODES:,} nodes of the tree.", class_="dim") if left[0] <= 0 else None
+    return _section("Tree", search, el("div", *rows, id="tree"), more)
+
+
+def _nodes(outline: Outline, parent: Row, left: list[int], depth: int) -> list[Html]:
+    if parent.kind == "leaf":
+        return [_leaf(outline.index, parent)]
+    found: list[Html] = []
+    for row in outline.children(parent.node, count=CHILDREN):
+        if left[0] <= 0:
+            break
+        left[0] -= 1
+        if row.kind == "leaf":
+            found.append(_leaf(outline.index, row))
+            continue
+        size = el("span", f"{row.leaves:,} leaves, {bytes_text(row.nbytes)}", class_="size")
+        inner = _nodes(outline, row, left, depth + 1)
+        found.append(
+            el(
+                "details",
+                el("summary", el("span", row.key, class_="mono"), size),
+                *inner,
+                open="" if not depth else None,
+            )
+        )
+    if parent.children > CHILDREN:
+        found.append(el("p", f"and {parent.children - CHILDREN:,} more", class_="leaf dim", data_path=""))
+    return found
+
+
+def _leaf(index: Index, row: Row) -> Html:
+    leaf = index.entries[row.first]
+    text = leaf_text(index, leaf)
+    if isinstance(leaf.record, AliasRecord):
+        text += f" of {index.entries[leaf.record.of].path}"
+    size = f"{text}{f', {bytes_text(row.nbytes)}' if row.nbytes else ''}"
+    key = row.key or "(the tree is one leaf)"
+    return el("div", el("span", key, class_="mono"), el("span", size, class_="size"), class_="leaf", data_path=row.path)
+
+
+def _files(index: Index) -> Html:
+    files = index.file_list
+    mean = sum(f.nbytes for f in files) / len(files) if files else 0
+    rows = [(f.name, f.rank, bytes_text(f.nbytes), f"{f.nbytes / mean:.2f}×" if mean else "") for f in files[:FILES]]
+    more = el("p", f"and {len(files) - FILES:,} more", class_="dim") if len(files) > FILES else None
+    return _section(
+        "Shards", table(("file", "rank", "size", "to the mean"), rows, right=("rank", "size", "to the mean")), more
+    )
+
+
+def _timing(path: str | os.PathLike[str]) -> list[Html]:
+    try:
+        study = Study(catalog.read_timings(path))
+    except TreeckptError:
+        return []
+    profile = study.profile
+    if not profile.ranks:
+        return []
+    rate = profile.nbytes / profile.seconds if profile.seconds else 0
+    about = facts(
+        [
+            ("took", seconds_text(profile.seconds)),
+            ("blocked", seconds_text(profile.blocked_seconds)),
+            ("rate", f"{bytes_text(rate)}/s"),
+            ("slowest", f"rank {profile.slowest}, {profile.slowdown:.1f}× the median's work"),
+        ]
+    )
+    phases = [
+        (
+            p.name,
+            seconds_text(p.median_ns / 1e9),
+            seconds_text(p.longest_ns / 1e9),
+            f"rank {p.slowest}",
+            bytes_text(p.nbytes) if p.nbytes else None,
+        )
+        for p in profile.phases
+    ]
+    odd = [
+        (
+            f"rank {s.rank}",
+            s.phase or "all its work",
+            seconds_text(s.ns / 1e9),
+            seconds_text(s.median_ns / 1e9),
+            f"{s.times:.1f}×" if math.isfinite(s.times) else None,
+        )
+        for s in study.stragglers[:20]
+    ]
+    error = el("p", study.timings.error, class_="bad") if study.timings.error else None
+    listed = joined(
+        [
+            el("h3", "Stragglers"),
+            table(("rank", "in", "took", "median", "times"), odd, right=("took", "median", "times")),
+        ]
+    )
+    return [
+        _section(
+            "Time of the save",
+            error,
+            about,
+            waterfall(study),
+            table(
+                ("phase", "median", "longest", "slowest", "bytes"),
+                phases,
+                right=("median", "longest", "slowest", "bytes"),
+            ),
+            listed if odd else None,
+        )
+    ]
