@@ -6,29 +6,30 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from .agreeing import Busy, SaveOptions
 from .background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
-from .core.errors import CheckpointError, CheckpointExists, CorruptError, TreeckptError
+from .bank import Bank, as_bank, globs_of, load_bank, load_bank_into
+from .core.errors import CheckpointError
 from .core.files import as_step
-from .core.index import INDEX_NAME, encode_index, rebuild
 from .core.records import Index
 from .core.tree import flatten, replace_leaves
 from .filling import Verify
-from .io.codec import read_index, read_timings, rebuild_from_shards
+from .io.codec import read_index
 from .io.comm import as_comm, global_rank
-from .io.record import Recorder
-from .io.shards import open_shard, read_header, verify_shard
 from .io.store import Store, open_store
 from .loading import load_into_tree, load_tree
 from .lookup import MEMORY, LoadOptions
 from .pending import Pending
-from .reports import LoadReport, Problem, SaveReport, VerifyReport
+from .reports import LoadReport, SaveReport, VerifyReport
+from .rules import Renaming, Transforms, as_rules
 from .saving import save_tree
 from .stateful import expand
+from .verifying import publish_rebuilt, verify_store
 
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
 
@@ -171,10 +172,13 @@ def prewarm(tree: Any, *, writer: WriterKind = "process", comm: AnyComm = None) 
 
 
 def load(
-    path: Path,
+    path: Path | Bank | Sequence[Any],
     like: Any = None,
     *,
     select: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Renaming = None,
+    transforms: Transforms = None,
     strict: bool = True,
     cast: bool = False,
     device: str | None = None,
@@ -195,13 +199,17 @@ def load(
     `Manager.reading`.
 
     Args:
-        path: as given to save.
+        path: as given to save; or a `Bank` or list of several, of which later ones win.
         like: says what is wanted: a tree of tensors, DTensors, arrays, `ArraySpec`s, or anything with shape and dtype;
             its data is not touched. A leaf `...` is left out. None gives the tree as it was saved, in host memory, with
             distributed arrays whole.
-        select: globs over paths; a path under a named one counts. What is not selected comes back as `...` (without
-            like) or as it stands in like.
-        strict: every leaf of like must be in the checkpoint, and the reverse.
+        select: globs over paths as they are in like; a path under a named one counts. What is not selected comes back
+            as `...` (without like) or as it stands in like.
+        exclude: globs likewise, of what is not wanted although it is selected.
+        rename: patterns and new names, {"h.$L.*": "layers.$L.*"}; see `treeckpt.rules`.
+        transforms: rules of `treeckpt.rules`, or statements of its `parse`, applied in order after `rename`: the
+            checkpoint is loaded as if it had been saved with these names and shapes, from the bytes that are wanted.
+        strict: every leaf of like must be in the checkpoint, and the reverse; every rule must find what it is about.
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
         verify: compares checksums of all that is read.
@@ -210,7 +218,8 @@ def load(
         copy: gives each array memory of its own. Otherwise whole arrays are views of the memory that a stretch of
             a file was read into, which is freed when the last of them is.
         mmap: maps whole arrays: bytes come when they are touched, without checksums, and the file must stay as long as
-            it is while any of them lives. What is wanted in part, on a device or in another dtype is read as usual.
+            it is while any of them lives. What is wanted in part, on a device or in another dtype is read as usual, and
+            so is what rules turn, join or cast.
         read: "once" lets the ranks of a host share the reading: what several of them want is read by one and handed
             on over torch.distributed. Every rank has to call, as with a collective. It pays on slow, shared storage.
         memory: bytes of buffers beyond what is loaded, at most; smaller ones make smaller reads (1 MiB is the least).
@@ -222,24 +231,29 @@ def load(
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
         MismatchError: what is wanted is not what was saved.
     """
+    rules = as_rules(rename, transforms)
     options = LoadOptions(
-        _globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read, memory
-    )
+        globs_of(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read, memory,
+        globs_of(exclude), rules,
+    )  # fmt: skip
     comm = as_comm(comm)
-    with opened(path) as store, _without_cycles():
+    with _origin(path) as (new_tree, _), _without_cycles():
         if like is not None and (expanded := expand(like, rank=comm.rank, namespace=namespace)) is not None:
             like = expanded.tree
-        tree, report = load_tree(store, like, comm, options)
+        tree, report = new_tree(like, comm, options)
     if on_report is not None:
         on_report(report)
     return tree
 
 
 def load_into(
-    path: Path,
+    path: Path | Bank | Sequence[Any],
     tree: Any,
     *,
     select: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Renaming = None,
+    transforms: Transforms = None,
     strict: bool = True,
     cast: bool = False,
     verify: Verify = True,
@@ -259,29 +273,38 @@ def load_into(
 
     See `load` for the arguments and errors.
     """
+    rules = as_rules(rename, transforms)
     options = LoadOptions(
-        _globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory
-    )
+        globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory,
+        globs_of(exclude), rules,
+    )  # fmt: skip
     comm = as_comm(comm)
-    with opened(path) as store, _without_cycles():
+    with _origin(path) as (new_tree, into_tree), _without_cycles():
         if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
-            return load_into_tree(store, tree, comm, options)
+            return into_tree(tree, comm, options)
 
         def as_saved(at: str) -> Any:
-            return load_tree(
-                store,
-                None,
-                comm,
-                msgspec.structs.replace(options, select=(at,) if at else None, copy=False, read="each"),
-            )[0]
+            own = msgspec.structs.replace(options, select=(at,) if at else None, copy=False, read="each")
+            return new_tree(None, comm, own)[0]
 
-        return expanded.restore(as_saved, lambda target: load_into_tree(store, target, comm, options))
+        return expanded.restore(as_saved, lambda target: into_tree(target, comm, options))
 
 
-def _globs(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    if select is None:
-        return None
-    return (select,) if isinstance(select, str) else tuple(select)
+Loads = tuple[Callable[..., tuple[Any, LoadReport]], Callable[..., LoadReport]]
+"""What makes a new tree, and what fills one."""
+
+
+@contextlib.contextmanager
+def _origin(path: Path | Bank | Sequence[Any]) -> Iterator[Loads]:
+    """How to load from a checkpoint, or from several."""
+    bank = as_bank(path)
+    with contextlib.ExitStack() as stack:
+        if bank is None:
+            store: Any = stack.enter_context(opened(path))  # pyright: ignore[reportArgumentType]
+            yield partial(load_tree, store), partial(load_into_tree, store)
+        else:
+            stores = [stack.enter_context(opened(source.path)) for source in bank.sources]
+            yield partial(load_bank, bank, stores), partial(load_bank_into, bank, stores)
 
 
 @contextlib.contextmanager
@@ -318,36 +341,7 @@ def verify(path: Path) -> VerifyReport:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
     with opened(path) as store:
-        return _verify(store)
-
-
-def _verify(store: Store) -> VerifyReport:
-    recorder, index = Recorder(0), read_index(store)
-    problems: list[Problem] = []
-    headers: list[Any] = []
-    nbytes, sizes = 0, store.sizes()
-    for file in index.file_list:
-        try:
-            opened = open_shard(store, index, file, sizes.get(file.name))
-            headers.append(read_header(store, file.name, file_size=sizes.get(file.name)))
-            nbytes += verify_shard(store, opened)
-        except (TreeckptError, OSError) as error:
-            problems.append(Problem(file.name, str(error)))
-    if not problems:
-        problems += _compare_index(index, headers, store)
-    try:
-        read_timings(store, index.save_id)
-    except (TreeckptError, OSError) as error:
-        problems.append(Problem(f"timings.{index.save_id}.json", str(error)))
-    return VerifyReport(store.url, len(index.file_list), nbytes, tuple(problems), recorder.seconds)
-
-
-def _compare_index(index: Index, headers: list[Any], store: Store) -> list[Problem]:
-    try:
-        same = rebuild(headers, store.url) == index
-    except CorruptError as error:
-        return [Problem(INDEX_NAME, str(error))]
-    return [] if same else [Problem(INDEX_NAME, "it is not the index that the shards describe")]
+        return verify_store(store)
 
 
 def rebuild_index(path: Path, *, replace: bool = False) -> Index:
@@ -361,17 +355,7 @@ def rebuild_index(path: Path, *, replace: bool = False) -> Index:
         CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
     """
     with opened(path) as store:
-        return _rebuild_index(store, replace)
-
-
-def _rebuild_index(store: Store, replace: bool) -> Index:
-    if not replace and INDEX_NAME in store.sizes():
-        raise CheckpointExists(
-            store.url, expected=f"no {INDEX_NAME}", found="one", hint="Pass replace=True to make it anew"
-        )
-    index = rebuild_from_shards(store)
-    store.publish(INDEX_NAME, encode_index(index), replace=replace)
-    return index
+        return publish_rebuilt(store, replace=replace)
 
 
 def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:

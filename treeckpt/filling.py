@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from .composing import only_chunk, pieces_of
 from .core.chunks import BoxChunks, WholeChunk
 from .core.dtypes import dtype_of
 from .core.errors import CorruptError, FormatError
@@ -21,6 +22,7 @@ from .core.plan import Block, Chunk, Copy, Run, Want, cuts, plan_load, plan_runs
 from .core.records import AliasRecord, ArrayRecord, Index, Leaf, LeafRecord
 from .core.region import Region, intersect, overlapping
 from .core.spec import ArraySpec
+from .core.views import MadeLeaf
 from .dealing import Dealer, Member, deal
 from .io.intake import STRETCH, Landed, Reading, list_landings, list_readings, read_limit, run_map, run_readings
 from .io.record import Recorder
@@ -146,6 +148,8 @@ class Filling:
         record = leaf.record
         if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):
             return record.chunks  # nearly all there is: spared a list
+        if isinstance(leaf, MadeLeaf):
+            return only_chunk(self.index, leaf, self.source_rank)
         chunks = self.index.chunks_of(leaf, rank=self.source_rank)
         return chunks[0] if len(chunks) == 1 else None
 
@@ -153,6 +157,9 @@ class Filling:
         """Wants a target's regions copied to it."""
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
+        if isinstance(leaf, MadeLeaf):
+            self._want_made(path, leaf, target)
+            return Slot(target.leaf)
         if self._want_whole(path, leaf.record, target, spec):
             return Slot(target.leaf)
         pieces = list(target.pieces)
@@ -167,6 +174,21 @@ class Filling:
             for piece in pieces:
                 self._want_piece(path, leaf, piece, itemsize)
         return Slot(target.leaf)
+
+    def _want_made(self, path: str, leaf: MadeLeaf, target: Target) -> None:
+        """Wants the boxes of saved arrays that rules made an array of."""
+        for wanted in pieces_of(leaf, target):
+            if not isinstance(wanted, tuple):
+                self._after.append(wanted)
+                continue
+            source, piece = wanted
+            assert source.spec is not None, "values are not cut"
+            itemsize, record = dtype_of(source.spec.dtype).itemsize, source.record
+            self.nbytes += piece.region.size * itemsize
+            if isinstance(record, AliasRecord) and record.view is not None:
+                self._want_view(path, source, record, [piece])
+            else:
+                self._want_piece(path, source, piece, itemsize)
 
     def _want_whole(self, path: str, record: LeafRecord, target: Target, spec: ArraySpec) -> bool:
         """Wants an array whole, from the one chunk that holds it, where nothing but bytes has to be moved."""
