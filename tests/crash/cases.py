@@ -30,9 +30,9 @@ class Case(NamedTuple):
 
 _WRITING = ("create shard", "write shard", "write shard", "commit shard")
 CALLS: dict[tuple[bool, str], tuple[str, ...]] = {
-    (True, "new"): ("sizes", "prepare", *_WRITING, "publish timings", "publish index", "publish timings"),
+    (True, "new"): ("sizes", "prepare", *_WRITING, "publish timings", "sizes", "publish index", "publish timings"),
     (True, "overwriting"): (
-        *("sizes", "read index", "prepare", *_WRITING, "publish timings", "publish index", "publish timings"),
+        *("sizes", "read index", "prepare", *_WRITING, "publish timings", "sizes", "publish index", "publish timings"),
         *("sizes", "delete shard", "delete timings"),
     ),
     (False, "new"): _WRITING,
