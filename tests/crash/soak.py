@@ -6,11 +6,13 @@ line that it prints is what it holds after one save.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +71,9 @@ class Training:
 
         outcomes = on_ranks(comms, act)
         self._told(errors_of(outcomes))
+        print(json.dumps(self.held()), flush=True)
         if self.chance.random() < 0.06 and not any(errors_of(outcomes)):
             os.kill(writer_pid(self.chance.choice(comms)), signal.SIGKILL)
-        print(json.dumps(self.held()), flush=True)
 
     def _all(self, comms: list[Comm], act: Any) -> list[Any]:
         outcomes = on_ranks(comms, act)
@@ -98,9 +100,18 @@ class Training:
             "memory": memory_of(os.getpid()),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "writers": len(pids),
-            "writer memory": max((memory_of(pid) for pid in pids), default=0),
-            "writer descriptors": max((len(os.listdir(f"/proc/{pid}/fd")) for pid in pids), default=0),
+            "writer memory": most(memory_of, pids),
+            "writer descriptors": most(lambda pid: len(os.listdir(f"/proc/{pid}/fd")), pids),
         }
+
+
+def most(count: Callable[[int], int], pids: list[int]) -> int:
+    """The highest count of those that are there still."""
+    found = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found = max(found, count(pid))
+    return found
 
 
 def memory_of(pid: int) -> int:

@@ -21,7 +21,7 @@ from treeckpt.run import Run
 
 ROOT = Path(__file__).parents[2]
 RUN = "runs/run"
-LIMITS = [12, pytest.param(400, marks=pytest.mark.slow)]
+LIMITS = [12, pytest.param(5000, marks=pytest.mark.slow)]
 """Choices of what is lost, for a power loss at one moment."""
 
 
