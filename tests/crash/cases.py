@@ -68,11 +68,9 @@ def some_cases() -> list[Case]:
     over, new = publish["overwriting"], publish["new"]
     return [
         Case(4, "sync", "overwriting", "job", 0, None),
-        Case(4, "sync", "overwriting", "job", 3, 3, True),
         Case(4, "sync", "overwriting", "job", 0, over),
         Case(4, "sync", "overwriting", "job", 0, over, True),
-        Case(4, "sync", "new", "process", 2, 1, True),
+        Case(4, "sync", "new", "process", 3, 3, True),
         Case(4, "background", "new", "job", 0, new),
-        Case(4, "background", "overwriting", "job", 0, over + 3, True),
         Case(1, "background", "overwriting", "job", 0, over),
     ]
