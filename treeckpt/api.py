@@ -12,23 +12,23 @@ import msgspec
 
 from .agreeing import Busy, SaveOptions
 from .background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
-from .core.errors import CheckpointError, CheckpointExists, CorruptError, TreeckptError
+from .core.errors import CheckpointError, MismatchError
 from .core.files import as_step
-from .core.index import INDEX_NAME, encode_index, rebuild
 from .core.records import Index
 from .core.tree import flatten, replace_leaves
 from .filling import Verify
-from .io.codec import read_index, read_timings, rebuild_from_shards
-from .io.comm import as_comm, global_rank
-from .io.record import Recorder
-from .io.shards import open_shard, read_header, verify_shard
+from .io.codec import read_index
+from .io.comm import Comm, as_comm, global_rank
 from .io.store import Store, open_store
 from .loading import load_into_tree, load_tree
 from .lookup import MEMORY, LoadOptions
 from .pending import Pending
-from .reports import LoadReport, Problem, SaveReport, VerifyReport
+from .repairing import repair_store
+from .reports import LoadReport, SaveReport, VerifyReport
+from .salvaging import survey
 from .saving import save_tree
 from .stateful import expand
+from .verifying import publish_rebuilt, verify_store
 
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
 
@@ -177,6 +177,7 @@ def load(
     cast: bool = False,
     device: str | None = None,
     verify: Verify = True,
+    on_corrupt: Literal["error", "skip"] = "error",
     per_rank: Literal["error", "take"] = "error",
     copy: bool = False,
     mmap: bool = False,
@@ -203,6 +204,9 @@ def load(
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
         verify: compares checksums of all that is read.
+        on_corrupt: "skip" salvages: every shard is compared with its checksums beforehand, and leaves with bytes that
+            are missing or changed come back as `...` and are named in `LoadReport.damaged`. Every rank has to call:
+            they share the comparing, and skip the same leaves.
         per_rank: what to do about `PerRank` state when the world size changed: refuse, or take that of rank modulo
             the old world.
         copy: gives each array memory of its own. Otherwise whole arrays are views of the memory that a stretch of
@@ -225,6 +229,7 @@ def load(
     )
     comm = as_comm(comm)
     with opened(path) as store, _without_cycles():
+        options = _salvaging(store, comm, options, on_corrupt)
         if like is not None and (expanded := expand(like, rank=comm.rank, namespace=namespace)) is not None:
             like = expanded.tree
         tree, report = load_tree(store, like, comm, options)
@@ -241,6 +246,7 @@ def load_into(
     strict: bool = True,
     cast: bool = False,
     verify: Verify = True,
+    on_corrupt: Literal["error", "skip"] = "error",
     per_rank: Literal["error", "take"] = "error",
     read: Literal["each", "once"] = "each",
     memory: int = MEMORY,
@@ -253,7 +259,8 @@ def load_into(
     Every check comes before the first byte is written. With `verify=True` that includes the checksums, at the price
     of reading twice, the second time from the page cache where there is room; `verify="stream"` checks each block
     before its bytes are put in place, in one pass, and a changed byte then leaves the tree partly filled.
-    Objects with `load_state_dict` are given their state after all else.
+    Objects with `load_state_dict` are given their state after all else. With `on_corrupt="skip"` what is damaged stays
+    as it was, an object of which a value would be missing as a whole.
 
     See `load` for the arguments and errors.
     """
@@ -262,6 +269,7 @@ def load_into(
     )
     comm = as_comm(comm)
     with opened(path) as store, _without_cycles():
+        options = _salvaging(store, comm, options, on_corrupt)
         if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
             return load_into_tree(store, tree, comm, options)
 
@@ -274,6 +282,17 @@ def load_into(
             )[0]
 
         return expanded.restore(as_saved, lambda target: load_into_tree(store, target, comm, options))
+
+
+def _salvaging(store: Store, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadOptions:
+    """The options with what is damaged, where that is to be skipped."""
+    if on_corrupt == "error":
+        return options
+    if on_corrupt != "skip":
+        raise MismatchError("on_corrupt", expected="'error' or 'skip'", found=f"{on_corrupt!r:.40}")
+    # all was compared a moment ago: no third time before the first byte is written
+    verify = "stream" if options.verify is True else options.verify
+    return msgspec.structs.replace(options, bad=survey(store, comm), verify=verify)
 
 
 def _globs(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -309,43 +328,20 @@ def inspect(path: Path) -> Index:
         return read_index(store)
 
 
-def verify(path: Path) -> VerifyReport:
+def verify(path: Path, *, repair: bool = False) -> VerifyReport:
     """Reads everything and compares it with its checksums, and the shards with the index.
+
+    Args:
+        repair: makes again what can be: the index from the shards' headers, a header from the index where its seal
+            proves it, a shard with something behind its end. Timings that are damaged are taken away. What was there is
+            kept as `<name>.<id>.damaged`. The report says what was done, and what is lost. Nothing else may be saving
+            there.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
     with opened(path) as store:
-        return _verify(store)
-
-
-def _verify(store: Store) -> VerifyReport:
-    recorder, index = Recorder(0), read_index(store)
-    problems: list[Problem] = []
-    headers: list[Any] = []
-    nbytes, sizes = 0, store.sizes()
-    for file in index.file_list:
-        try:
-            opened = open_shard(store, index, file, sizes.get(file.name))
-            headers.append(read_header(store, file.name, file_size=sizes.get(file.name)))
-            nbytes += verify_shard(store, opened)
-        except (TreeckptError, OSError) as error:
-            problems.append(Problem(file.name, str(error)))
-    if not problems:
-        problems += _compare_index(index, headers, store)
-    try:
-        read_timings(store, index.save_id)
-    except (TreeckptError, OSError) as error:
-        problems.append(Problem(f"timings.{index.save_id}.json", str(error)))
-    return VerifyReport(store.url, len(index.file_list), nbytes, tuple(problems), recorder.seconds)
-
-
-def _compare_index(index: Index, headers: list[Any], store: Store) -> list[Problem]:
-    try:
-        same = rebuild(headers, store.url) == index
-    except CorruptError as error:
-        return [Problem(INDEX_NAME, str(error))]
-    return [] if same else [Problem(INDEX_NAME, "it is not the index that the shards describe")]
+        return repair_store(store) if repair else verify_store(store)
 
 
 def rebuild_index(path: Path, *, replace: bool = False) -> Index:
@@ -359,17 +355,7 @@ def rebuild_index(path: Path, *, replace: bool = False) -> Index:
         CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
     """
     with opened(path) as store:
-        return _rebuild_index(store, replace)
-
-
-def _rebuild_index(store: Store, replace: bool) -> Index:
-    if not replace and INDEX_NAME in store.sizes():
-        raise CheckpointExists(
-            store.url, expected=f"no {INDEX_NAME}", found="one", hint="Pass replace=True to make it anew"
-        )
-    index = rebuild_from_shards(store)
-    store.publish(INDEX_NAME, encode_index(index), replace=replace)
-    return index
+        return publish_rebuilt(store, replace=replace)
 
 
 def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:

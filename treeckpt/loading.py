@@ -127,6 +127,8 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
         path = _plain(text, mark)
         asked.add(path)
         leaf = None
+        if views and path in job.damaged:
+            wanted = ...
         if type(wanted) is Column:
             leaf = find_column(job, wanted, path)
         elif wanted is not ... and job.selected(path):

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from .core.damage import BadBytes, Damaged, damaged_leaves
 from .core.errors import MismatchError
-from .core.records import Leaf, PerRankValues, ValueRecord
+from .core.records import Index, Leaf, PerRankValues, ValueRecord
 from .core.runs import decode_runs
 from .core.spec import ArraySpec
 from .filling import Filling, Slot, Verify
@@ -48,6 +49,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     namespace: str = ""
     read: Literal["each", "once"] = "each"
     memory: int = MEMORY
+    bad: tuple[BadBytes, ...] | None = None
+    """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
 
 
 Make = Callable[[Any, str], Target | None]
@@ -66,13 +69,17 @@ class Load:
         self.world = comm.size
         self.take = None if options.copy else Slabs().take
         """Memory for new arrays; with `copy` each has its own."""
-        self.filling = Filling(store, self.index, self.source_rank, self.recorder)
+        self.damaged = _damaged(self.index, options.bad or (), self.source_rank)
+        self.filling = Filling(store, self.index, self.source_rank, self.recorder, whole=options.bad is None)
         self.loaded = 0
         self.missing: list[str] = []
         self.unexpected: list[str] = []
 
     def selected(self, path: str) -> bool:
-        """Whether `select` asks for a path, itself or something above it."""
+        """Whether `select` asks for a path, itself or something above it, and it can be had."""
+        return self._asked(path) and path not in self.damaged
+
+    def _asked(self, path: str) -> bool:
         select = self.options.select
         if select is None:
             return True
@@ -205,7 +212,16 @@ class Load:
             tuple(self.missing),
             tuple(self.unexpected),
             self.recorder.seconds,
+            damaged=tuple(part for path, parts in self.damaged.items() if self._asked(path) for part in parts),
         )
+
+
+def _damaged(index: Index, bad: Sequence[BadBytes], rank: int) -> dict[str, tuple[Damaged, ...]]:
+    """By path, what of a leaf is damaged, as the rank sees it whose state is loaded."""
+    if not bad:
+        return {}
+    found = damaged_leaves(index, bad, rank=rank).values()
+    return {parts[0].path: parts for parts in found}
 
 
 def _some(what: str, paths: Sequence[str]) -> str:
