@@ -157,7 +157,7 @@ def test_what_is_lost_is_said_and_left_alone(saved: Path) -> None:
     assert "pieces" in report.lost and "own/~rank1/rng" in report.lost
     assert {problem.file for problem in report.problems} == {first.name, second.name}
     assert first.read_bytes() == before[first.name][:-1]
-    with pytest.raises(tc.CorruptError, match="pieces|replica|shared"):
+    with pytest.raises(tc.CorruptError, match=r"pieces|replica|shared"):
         tc.load(saved, per_rank="take")
 
 
