@@ -17,10 +17,10 @@ FUZZ_SECONDS ?= 60
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help install demo test test-all fuzz check bench format chromium clean
+.PHONY: help install demo test test-all fuzz check bench bench-dashboard format chromium clean
 
 help: ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP) ## create .venv and install everything at the versions of constraints.txt
 
@@ -80,6 +80,10 @@ check: $(STAMP) ## the static checks only: format, lint, types, floors
 bench: $(STAMP) ## run the benchmarks
 	$(call say,Running the benchmarks)
 	@$(BIN)/python -m tests.bench
+
+bench-dashboard: $(STAMP) chromium ## measure the dashboard's speed against its bars
+	$(call say,Measuring the dashboard)
+	@$(BIN)/python -m tests.bench.dashboard
 
 format: $(STAMP) ## format the code and repair what ruff can
 	$(call say,Formatting)

@@ -31,6 +31,8 @@ __all__ = ["Cache", "default_directory", "key_of"]
 
 LIMIT = 8 << 30
 """Bytes of tables that are kept."""
+MAX_SUMMARIES = 512 << 20
+"""Bytes of the database of summaries past which it is begun anew: those of files that are gone are never looked for."""
 BATCH = 256
 """Summaries that are written together."""
 
@@ -173,6 +175,9 @@ def _add(database: sqlite3.Connection, rows: list[tuple[str, bytes]]) -> None:
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    with contextlib.suppress(OSError):
+        if path.stat().st_size > MAX_SUMMARIES:
+            path.unlink()
     connection = sqlite3.connect(path, check_same_thread=False, timeout=2)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = OFF")

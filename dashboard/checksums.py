@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass
 
 from treeckpt.core.errors import TreeckptError
 from treeckpt.core.outline import Outline
 from treeckpt.core.wording import visible
 from treeckpt.io.shards import open_shard, verify_shard
-from treeckpt.io.store import LocalStore
+from treeckpt.io.store import Store
 
 from .library import Missing
 
@@ -43,8 +42,8 @@ class BalancePage:
     mean: float
 
 
-def checksums_page(path: str, outline: Outline, number: int, start: int) -> ChecksumsPage:
-    """Compares the checksums of shard `number` of the checkpoint at `path`, from byte `start` of its data on.
+def checksums_page(store: Store, outline: Outline, number: int, start: int) -> ChecksumsPage:
+    """Compares the checksums of shard `number` of the checkpoint in a store, from byte `start` of its data on.
 
     Raises:
         Missing: there is no such shard.
@@ -56,9 +55,8 @@ def checksums_page(path: str, outline: Outline, number: int, start: int) -> Chec
     start = min(start, file.nbytes)
     stop = min(start + PART, file.nbytes)
     try:
-        with closing(LocalStore(path)) as store:
-            opened = open_shard(store, index, file, store.sizes().get(file.name))
-            verify_shard(store, opened, start, stop)
+        opened = open_shard(store, index, file, store.sizes().get(file.name))
+        verify_shard(store, opened, start, stop)
     except (TreeckptError, OSError) as error:
         return ChecksumsPage(number, start, start, file.nbytes, None, visible(str(error)))
     return ChecksumsPage(number, start, stop, file.nbytes, stop if stop < file.nbytes else None, None)

@@ -119,7 +119,7 @@ class Library:
         self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
 
     def _watch(self, run: Run, clock: Callable[[], float]) -> Watch:
-        return Watch(run.store, lambda name: self._look(run, name), clock=clock)
+        return Watch(run.store, lambda name: self._look(run, name), clock=clock, settled=self.cache.flush)
 
     def _look(self, run: Run, name: str) -> Known:
         """What a directory is now; a large index that was not read yet is given to another process."""
@@ -239,13 +239,9 @@ class Library:
         """What a look at a run's directories remembers by."""
         return _Reads(self, run)
 
-    @property
-    def reading(self) -> bool:
-        """Whether large indexes are being read."""
-        return self._reader.busy
-
     def close(self) -> None:
-        """Writes the cache out."""
+        """Ends what is being read, and writes the cache out."""
+        self._reader.close()
         self.cache.close()
 
     def summary(self, run: Run, url: str, entry: Entry) -> catalog.Summary:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from treeckpt.core.records import AliasRecord, Leaf, PerRankArrays
 from treeckpt.core.region import Region
 from treeckpt.core.runs import decode_runs
 from treeckpt.core.wording import region_text
-from treeckpt.io.store import LocalStore
+from treeckpt.io.store import Store
 from treeckpt.peeking import MAX_NBYTES, Peek, peek
 
 from .arrays import leaf_of
@@ -87,8 +86,8 @@ class PeekPage:
     """Bytes that can be shown at once."""
 
 
-def peek_page(path: str, outline: Outline, number: int, window: Window) -> PeekPage:
-    """Reads a slice of leaf `number` of the checkpoint at `path`.
+def peek_page(store: Store, outline: Outline, number: int, window: Window) -> PeekPage:
+    """Reads a slice of leaf `number` of the checkpoint in a store.
 
     Raises:
         Missing: the leaf is no array, or has no elements.
@@ -104,9 +103,7 @@ def peek_page(path: str, outline: Outline, number: int, window: Window) -> PeekP
         raise Missing(f"This is a view of {index.entries[leaf.record.of].path}; look at that one.")
     rank, window = _own(leaf, window)
     region, y, x = _region(leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize, window)
-    with closing(LocalStore(path)) as store:
-        found = peek(store, index, leaf, region, rank=rank)
-    return _page(found, leaf.spec.dtype, rank, y, x)
+    return _page(peek(store, index, leaf, region, rank=rank), leaf.spec.dtype, rank, y, x)
 
 
 def _own(leaf: Leaf, window: Window) -> tuple[int | None, Window]:

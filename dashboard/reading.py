@@ -34,7 +34,7 @@ from .tables import build_table
 
 __all__ = ["MAX_INDEX", "Reading", "StillReading", "TableReader", "is_large", "main"]
 
-LARGE = 4 << 20
+LARGE = 1 << 20
 """Bytes of an index from which it is read by another process."""
 MAX_INDEX = 512 << 20
 """Bytes of an index from which it is not read at all."""
@@ -91,6 +91,7 @@ class _Job:
         self.key, self.error, self.done = key, None, threading.Event()
         self._started, self._told = time.monotonic(), _Told("wait", 0, 0)
         self._arguments = [run, name, str(target)]
+        self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
         try:
@@ -103,6 +104,7 @@ class _Job:
         self._told = _Told("start", 0, 0)
         command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path), *self._arguments]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+            self._process = process
             assert process.stdout is not None, "a pipe was asked for"
             ender = threading.Timer(PATIENCE, process.kill)
             ender.daemon = True
@@ -120,6 +122,11 @@ class _Job:
             finally:
                 ender.cancel()
         return failed if failed or not code else _broken(self._arguments[1], _end_text(code))
+
+    def kill(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
 
     @property
     def progress(self) -> Reading:
@@ -229,10 +236,11 @@ class TableReader:
         with self._lock:
             self._jobs.pop(job.key, None)
 
-    @property
-    def busy(self) -> bool:
-        """Whether an index is being read by another process."""
-        return bool(self._jobs)
+    def close(self) -> None:
+        """Ends what is being read."""
+        with self._lock:
+            for job in self._jobs.values():
+                job.kill()
 
 
 def is_large(entry: Entry) -> bool:
@@ -250,7 +258,7 @@ def main(arguments: Sequence[str]) -> int:
     run, name, target = arguments
     gc.disable()  # millions of objects are made, and none is garbage
     if hasattr(signal, "SIGINT"):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this by closing the pipe
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
 
     def tell(message: _Told | _Failed) -> None:
         os.write(1, msgspec.json.encode(message) + b"\n")

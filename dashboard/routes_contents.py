@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
 from treeckpt.core.treemap import By
+from treeckpt.io.store import Store
 
 from . import queries
 from .bytemap import TreemapPage, treemap_page
 from .checksums import BalancePage, ChecksumsPage, balance_page, checksums_page
 from .folds import FoldsPage, folds_page, leaves_page
+from .library import Library
 from .pages import SearchPage
 from .peeks import PeekPage, Window, peek_page
 from .snippets import SnippetPage, snippet_page
@@ -25,6 +28,11 @@ Dim = Annotated[int | None, Query(ge=0, le=64)]
 At = Annotated[str, Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
 Position = Annotated[int, Query(ge=0, le=1 << 53)]
 Size = Annotated[int | None, Query(ge=1, le=1 << 53)]
+
+
+def _store(library: Library, checkpoint_id: str) -> Store:
+    run, info = library.checkpoint(checkpoint_id)
+    return run.store.folder(info.name).store
 
 
 @api.get("/checkpoints/{checkpoint_id}/leaves/{number}/peek")
@@ -46,7 +54,8 @@ def get_peek(
     _, outline = queries.opened(library, checkpoint_id)
     where = tuple(int(n[:18]) if n else 0 for n in at.split(",")) if at else ()
     window = Window(y, x, where, top, left, rows, columns, whole)
-    return peek_page(library.checkpoint(checkpoint_id)[1].path, outline, number, window)
+    with closing(_store(library, checkpoint_id)) as store:
+        return peek_page(store, outline, number, window)
 
 
 @api.get("/checkpoints/{checkpoint_id}/snippet")
@@ -104,4 +113,5 @@ def get_checksums(request: Request, checkpoint_id: str, number: int, start: Posi
     """Compares a part of a shard with its checksums; `next` says where to go on."""
     library = request.app.state.library
     _, outline = queries.opened(library, checkpoint_id)
-    return checksums_page(library.checkpoint(checkpoint_id)[1].path, outline, number, start)
+    with closing(_store(library, checkpoint_id)) as store:
+        return checksums_page(store, outline, number, start)

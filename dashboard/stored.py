@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, overload
 
 import msgspec
-import numpy as np
 
 from treeckpt.catalog import Summary
 from treeckpt.core.errors import MismatchError
@@ -30,6 +29,8 @@ _COLUMNS = "id - 1, key, kind, cls, child, children, first, leaves, nbytes"
 _BLOCK = msgspec.json.Decoder(list[StoredLeaf])
 _KEPT = 256
 """Blocks of decoded leaves that are kept."""
+FOUND = 50_000
+"""Nodes whose place is remembered."""
 
 
 class _Reader:
@@ -155,19 +156,17 @@ class StoredOutline:
     def __init__(self, path: Path) -> None:
         self._reader = _Reader(path)
         self.index: Index = StoredIndex.open(self._reader)
+        self._found: dict[str, tuple[Row, int]] = {}
 
     @cached_property
     def summary(self) -> Summary:
         """What a list of checkpoints shows."""
         return msgspec.json.decode(self._reader.part("summary"), type=Summary)
 
-    @cached_property
-    def specs(self) -> np.ndarray:
-        """The spec's number of each leaf, int32[leaves], -1 for values."""
-        return np.frombuffer(self._reader.part("spec"), np.int32)
-
     def _find(self, connection: sqlite3.Connection, name: str) -> tuple[Row, int]:
         """A node and the number of its first child."""
+        if (kept := self._found.get(name)) is not None:
+            return kept
         select = f"SELECT {_COLUMNS} FROM node WHERE id = ? + 1"
         at, path, number = "", "", 0
         row = connection.execute(select, (0,)).fetchone()
@@ -194,25 +193,20 @@ class StoredOutline:
         Raises:
             MismatchError: there is no such node.
         """
-        return self._children(name, "id > ? ORDER BY id LIMIT ?", start, count)
-
-    def largest(self, name: str = "", *, count: int = 100) -> list[Row]:
-        """The node's children with the most bytes, the largest first.
-
-        Raises:
-            MismatchError: there is no such node.
-        """
-        return self._children(name, "id > ? ORDER BY nbytes DESC, id LIMIT ?", 0, count)
-
-    def _children(self, name: str, order: str, start: int, count: int) -> list[Row]:
         with self._reader.lent() as connection:
             node, child = self._find(connection, name)
             # a page past the end is empty; numbers beyond 64 bits are none of SQLite's
             start, stop = min(start, node.children), child + node.children
             found = connection.execute(
-                f"SELECT {_COLUMNS} FROM node WHERE id <= ? AND {order}", (stop, child + start, count)
+                f"SELECT {_COLUMNS} FROM node WHERE id <= ? AND id > ? ORDER BY id LIMIT ?",
+                (stop, child + start, count),
             ).fetchall()
-        return [_row(r, _below(node.node, str(r[0] - child), "."), _below(node.path, r[1], "/")) for r in found]
+        rows = [_row(r, _below(node.node, str(r[0] - child), "."), _below(node.path, r[1], "/")) for r in found]
+        if len(self._found) > FOUND:
+            self._found.clear()
+        # who asks for a node asks for its children next
+        self._found.update((row.node, (row, r[4])) for row, r in zip(rows, found, strict=True) if row.children)
+        return rows
 
     def node_at(self, path: str) -> Row | None:
         """The node with this path, None if there is none."""

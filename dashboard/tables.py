@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from treeckpt.catalog import Summary, summarize
 from treeckpt.core.nodes import flat_nodes
@@ -95,14 +94,12 @@ def _fill(connection: sqlite3.Connection, index: Index, tell: Callable[[int, int
     names = (leaf.path.casefold().replace("\n", " ") for leaf in index.entries)
     connection.executemany("INSERT INTO name VALUES (?, ?)", ((n, "\n".join(b)) for n, b in _blocks(names, NAMES)))
     count = len(index.entries)
-    specs = np.fromiter((getattr(r, "spec", -1) for r in index.leaves), np.int32, count)
     head = msgspec.structs.replace(index, structure=None, leaves=())
     parts = {
         "count": str(count).encode(),
         "head": encode(head),
         "structure": _structure(index.structure),
         "summary": encode(summary),
-        "spec": specs.tobytes(),
     }
     connection.executemany("INSERT INTO part VALUES (?, ?)", parts.items())
     return summary

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from treeckpt.catalog import CheckpointInfo, newest_first
+from treeckpt.core.errors import TreeckptError
 from treeckpt.core.files import step_of
 from treeckpt.io.runs import RunStore
 
@@ -58,12 +59,18 @@ class Watch:
     Args:
         look: what a directory is, by its name.
         clock: seconds, never going back.
+        settled: is called whenever every directory was looked at.
     """
 
     def __init__(
-        self, store: RunStore, look: Callable[[str], Known], *, clock: Callable[[], float] = time.monotonic
+        self,
+        store: RunStore,
+        look: Callable[[str], Known],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        settled: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store, self._look, self._clock = store, look, clock
+        self._store, self._look, self._clock, self._settled = store, look, clock, settled
         self._lock = threading.Lock()
         self._known: dict[str, Known] = {}
         self._sorted: tuple[int, list[CheckpointInfo]] = (-1, [])
@@ -97,6 +104,9 @@ class Watch:
         started = time.monotonic()
         try:
             self._scan(look)
+            self._settled()
+        except (OSError, TreeckptError):  # a store out of reach: what was known stays, the next request tries again
+            pass
         finally:
             with self._lock:
                 self._looked = self._clock()

@@ -67,3 +67,9 @@ def cache_directory(tmp_path_factory):
         directory = tmp_path_factory.mktemp("cache")
         patch.setenv("TREECKPT_CACHE", str(directory))
         yield directory
+
+
+@pytest.fixture(params=["s3", "memory"])
+def far_run(request: pytest.FixtureRequest, s3: S3, tmp_path: Path) -> str:
+    """The URL of a run that is no directory."""
+    return s3.url() if request.param == "s3" else f"memory://{tmp_path}/run"

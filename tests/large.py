@@ -1,7 +1,7 @@
 """Large synthetic runs for tests and benchmarks: many checkpoints, a million leaves, the spans of 16,384 ranks.
 
 Everything is written by the library's own encoders, so readers cannot tell it from what was saved; only the shards are
-sparse files of the right sizes, without headers.
+sparse files of the right sizes, mostly without headers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from treeckpt.core.events import Span, Timings, encode_timings, timings_name
 from treeckpt.core.index import INDEX_NAME, encode_index
 from treeckpt.core.layout import Mesh, MeshLayout, Replicate, Shard
 from treeckpt.core.records import ArrayRecord, Index, LeafRecord, ValueRecord, file_table
+from treeckpt.core.region import Region
 from treeckpt.core.runs import constant, encode_runs
+from treeckpt.core.shard import BLOCK, Entry, ShardHeader, encode_header, hash_block
 from treeckpt.core.spec import ArraySpec, Value
 from treeckpt.core.structure import DictNode, Structure
 
-__all__ = ["large_index", "spans_of_ranks", "write_large_checkpoint", "write_many", "write_spans"]
+__all__ = ["large_index", "spans_of_ranks", "write_large_checkpoint", "write_many", "write_spans", "write_sparse"]
 
 HEADER = 4096
 PARTS = ("attention.qkv.weight", "attention.proj.weight", "mlp.fc.weight", "mlp.proj.weight", "norm.weight")
@@ -135,9 +137,29 @@ def spans_of_ranks(
             at += length
 
 
-def write_spans(directory: Path, *, world: int, leaves: int = 12) -> Path:
+def write_spans(directory: Path, *, world: int, phases: Iterable[str] = PHASES, leaves: int = 12) -> Path:
     """A small checkpoint whose timings hold the spans of `world` ranks."""
     index = large_index(leaves, world=2, width=8)
-    timings = Timings(index.save_id, index.step, world, tuple(spans_of_ranks(world)))
+    timings = Timings(index.save_id, index.step, world, tuple(spans_of_ranks(world, phases=phases)))
     _put(directory, index, encode_index(index), encode_timings(timings))
     return directory
+
+
+def write_sparse(directory: Path, *, nbytes: int) -> Index:
+    """A checkpoint of one float32 matrix with rows of 4 KiB, that takes no room: its shard is a header and a hole."""
+    spec = ArraySpec((nbytes // 4096, 1024), "float32")
+    entry = Entry("tensor", spec.dtype, spec.shape, Region.whole(spec.shape), 0, nbytes)
+    hashes = (hash_block(bytes(BLOCK)),) * (nbytes // BLOCK)
+    header = encode_header(ShardHeader(SAVE_ID, 0, 1, 0, 0, (entry,), hashes))
+    index = msgspec.structs.replace(
+        large_index(4, world=1),
+        structure=DictNode(("tensor",), (None,)),
+        specs=(spec,),
+        layouts=(),
+        leaves=(ArrayRecord(0, -1, WholeChunk(0, 0)),),
+        files=file_table([(0, 0, 0, nbytes, len(header))]),
+    )
+    _put(directory, index, encode_index(index), None)
+    with open(directory / index.file_list[0].name, "r+b") as shard:
+        shard.write(header)
+    return index

@@ -12,17 +12,33 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import treeckpt as tc
 
 BUCKET = "bucket"
 PAGE = 40
 """Keys in a page of a listing: S3 has 1000; fewer make paging cheap to test."""
+QUICK = {"retry_config": {"backoff": {"init_backoff": timedelta(milliseconds=10)}}}
+ONCE = {"retry_config": {"max_retries": 1, "backoff": {"init_backoff": timedelta(milliseconds=10)}}}
+MIB = 1 << 20
+"""Options: how soon, or how often, to ask again."""
 _PROXY = str(Path(__file__).with_name("s3_proxy.py"))
 _MOTO = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
 _numbers = itertools.count()
+
+
+def array(mib: int) -> np.ndarray:
+    return np.arange(mib * MIB // 8)
+
+
+def same(store: Any, tree: dict[str, Any]) -> bool:
+    back = tc.load(store)
+    return all(np.array_equal(back[key], tree[key]) for key in tree)
 
 
 class S3:

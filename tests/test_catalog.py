@@ -2,17 +2,21 @@
 
 import os
 import shutil
+import socket
 import threading
 
 import numpy as np
 import pytest
 
+import treeckpt
 from tests.samples import MESH, write_checkpoint, write_mixed_run, write_run
 from treeckpt import catalog
 from treeckpt.core.errors import CheckpointNotFound, CorruptError, TreeckptError
 from treeckpt.core.events import timings_name
 from treeckpt.core.index import INDEX_NAME
 from treeckpt.core.layout import MeshLayout, Replicate, Shard
+from treeckpt.core.profile import profile_of
+from treeckpt.core.runs import decode_runs
 from treeckpt.core.tree import PerRank
 
 
@@ -183,3 +187,14 @@ def test_what_ranks_held_counts_every_replica(tmp_path):
     info = catalog.look(tmp_path / "a")
     assert info.nbytes == 64 * 8 * 4 + 4 * 16 and info.held_nbytes == 2 * 64 * 8 * 4 + 4 * 16
     assert info.blocked_seconds == info.seconds
+
+
+def test_a_background_save_records_its_host_and_when_its_call_returned(tmp_path):
+    pending = treeckpt.save_async(tmp_path / "a", {"x": np.zeros(100_000)}, step=1, writer="thread")
+    report = pending.result(60)
+    timings = catalog.read_timings(tmp_path / "a")
+    assert [(host.name, decode_runs(host.ranks).tolist()) for host in timings.hosts] == [(socket.gethostname(), [0])]
+    profile = profile_of(timings)
+    assert 0 < profile.blocked_seconds < profile.seconds
+    assert abs(profile.blocked_seconds - report.blocked_seconds) < 0.1
+    assert catalog.look(tmp_path / "a").blocked_seconds == profile.blocked_seconds

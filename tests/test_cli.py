@@ -64,6 +64,22 @@ def test_show_of_a_leaf_as_json_gives_every_chunk(cli, run):
     assert sum(c["stop"] - c["start"] for c in found["chunks"]) == 64 * 32 * 4
 
 
+def test_show_with_rules_previews_names_and_shapes_and_how_they_come_about(cli, run, tmp_path):
+    file = tmp_path / "rules"
+    file.write_text("model/wte.weight -> model/a, model/b, axis=0\nmodel/a^T -> model/a\nscheduler -> _\n")
+    text = cli("show", "--rules", file, run / "step_00000200", "model")
+    row = next(line for line in text.splitlines() if line.startswith("model/a "))
+    assert "model/wte.weight -(1: split model/wte.weight -> model/a, model/b)->" in row
+    assert "dropped  scheduler/name" in text
+    file.write_text('["model/wte.weight -> tokens", {"rule": "cast", "source": "tokens", "dtype": "float16"}]')
+    whole = json.loads(cli("show", "--json", run / "step_00000200", "model/wte.weight"))["spec"]
+    [leaf] = json.loads(cli("show", "--json", "--rules", file, run / "step_00000200", "tokens"))["leaves"]
+    assert (leaf["dtype"], leaf["shape"]) == ("float16", whole["shape"])
+    file.write_text("[{}]")
+    assert "expected a list of rules" in cli("show", "--rules", file, run / "step_00000200", code=1)
+    assert "a file of rules" in cli("show", "--rules", tmp_path / "none", run / "step_00000200", code=1)
+
+
 def test_show_of_an_unknown_path_is_a_usage_error_with_a_suggestion(cli, run):
     assert "model/wte.weight" in cli("show", run / "step_00000200", "modle/wte.weight", code=2)
 
@@ -122,6 +138,12 @@ def test_dashboard_beyond_loopback_demands_a_token(cli, run):
     assert "--token" in cli("dashboard", run, "--host", "0.0.0.0", code=2)
 
 
+def test_dashboard_refuses_options_without_sense(cli, run):
+    assert "no policy" in cli("dashboard", run, "--keep", "last:none", code=2)
+    assert "inside the run" in cli("dashboard", run, "--cache", run / "cache", code=2)
+    assert not (run / "cache").exists()
+
+
 def test_dashboard_serves_on_a_free_port_and_says_where(run):
     command = [sys.executable, "-m", "treeckpt", "dashboard", str(run), "--port", "0", "--token", "0123456789abcdef"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -147,7 +169,7 @@ for command in (["ls", {str(run)!r}], ["show", one], ["verify", one], ["diff", o
     assert main(command) == 0
 from treeckpt_dashboard.app import create_app
 from treeckpt_dashboard.library import Library
-from treeckpt_dashboard import queries, runs, server
+from treeckpt_dashboard import runs, server
 create_app([{str(run)!r}])
 library = Library([{str(run)!r}])
 assert library.checkpoints(library.runs[0], wait=30) and runs.runs_page(library).runs

@@ -13,11 +13,13 @@ import treeckpt as tc
 
 NAMES = [
     "ArraySpec",
+    "Bank",
     "CheckpointError",
     "CheckpointExists",
     "CheckpointNotFound",
     "CorruptError",
     "FormatError",
+    "From",
     "Index",
     "KeyedTable",
     "LayoutError",
@@ -45,6 +47,7 @@ NAMES = [
     "policy",
     "prewarm",
     "rebuild_index",
+    "rules",
     "save",
     "save_async",
     "trees",

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.background import session
-from tests.s3 import BUCKET, PAGE, S3
+from tests.s3 import BUCKET, MIB, ONCE, QUICK, S3, array, same
 from tests.world import assert_equal, errors_of, on_ranks, small_tree, whole_tree
 from treeckpt import catalog, committing
-from treeckpt.cli import main
 from treeckpt.core.files import step_name
 from treeckpt.core.policy import Last
 from treeckpt.core.shard import parse_shard_name
@@ -28,14 +23,7 @@ from treeckpt.io import objects as objects_module
 from treeckpt.io import obstores, upload
 from treeckpt.io.bucket import Found, Listing
 from treeckpt.io.buffers import aligned_buffer
-from treeckpt.io.comm import SoloComm
-from treeckpt.io.profiles import s3_options
-from treeckpt.remote import modules_of
 from treeckpt.run import Run
-
-QUICK = {"retry_config": {"backoff": {"init_backoff": timedelta(milliseconds=10)}}}
-ONCE = {"retry_config": {"max_retries": 1, "backoff": {"init_backoff": timedelta(milliseconds=10)}}}
-MIB = 1 << 20
 
 
 @pytest.fixture
@@ -43,15 +31,6 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files from 1 MiB on go out in parts, the smallest that S3 takes."""
     monkeypatch.setattr(objects_module, "WHOLE", MIB)
     monkeypatch.setattr(obstores, "PART", 5 * MIB)
-
-
-def array(mib: int) -> np.ndarray:
-    return np.arange(mib * MIB // 8)
-
-
-def same(store: Any, tree: dict[str, Any]) -> bool:
-    back = tc.load(store)
-    return all(np.array_equal(back[key], tree[key]) for key in tree)
 
 
 # what goes over the wire ---------------------------------------------------------------------------------------------
@@ -93,12 +72,12 @@ def test_memory_stays_bounded_whatever_the_size(s3: S3) -> None:
     # arrays that take no memory themselves, in a process whose peak only a save of half the size has raised
     program = """
 import resource, sys, numpy as np, treeckpt as tc
-from treeckpt.io import obstores
-obstores.PART, obstores.UPLOADS = 5 << 20, 4
+from treeckpt.io import engine, obstores
+engine.BUFFER, obstores.PART, obstores.UPLOADS = 1 << 20, 5 << 20, 2
 row = np.arange(1 << 17)
-tc.save(sys.argv[1] + "/small", {"w": np.broadcast_to(row, (36, 1 << 17))})
+tc.save(sys.argv[1] + "/small", {"w": np.broadcast_to(row, (24, 1 << 17))})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-tc.save(sys.argv[1] + "/large", {"w": np.broadcast_to(row, (72, 1 << 17))})
+tc.save(sys.argv[1] + "/large", {"w": np.broadcast_to(row, (64, 1 << 17))})
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
     done = subprocess.run([sys.executable, "-c", program, s3.url()], capture_output=True, text=True, check=True)
@@ -256,8 +235,8 @@ def test_of_saves_that_replace_the_same_checkpoint_exactly_one_wins(s3: S3, monk
     assert tc.load(store) == {"by": "the faster"} and tc.verify(store).ok
 
 
-def test_of_many_swaps_at_once_exactly_one_wins(s3: S3) -> None:
-    store, won, start = s3.store(), list[bytes](), threading.Barrier(6)
+def test_of_many_swaps_at_once_exactly_one_wins(far_run: str) -> None:
+    store, won, start = tc.ObjectStore(far_run), list[bytes](), threading.Barrier(6)
     store.publish("index.json", b"old", replace=False)
 
     def swap(data: bytes) -> None:
@@ -337,26 +316,6 @@ def test_what_others_have_put_into_a_run_is_left_alone(s3: S3) -> None:
     assert tc.load(f"{url}/{step_name(1)}") == {"n": 1}
 
 
-# listing -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_a_long_run_is_listed_by_pages(s3: S3, count: int) -> None:
-    url = s3.url()
-    bucket = s3.store(url)._bucket
-    for step in range(count):
-        bucket.put(f"{url.removeprefix(f's3://{BUCKET}/')}/{step_name(step)}/index.json", b"{}", replace=True)
-    s3.rules()
-    run = tc.ObjectRun(url)
-    assert run.names() == [step_name(step) for step in range(count)]
-    assert len(s3.log()) <= count // PAGE + 1
-    s3.rules()
-    folders = run.folders()
-    assert [folder.name for folder in folders] == run.names()
-    assert all(folder.entries()["index.json"].nbytes == 2 and folder.modified_ns() for folder in folders)
-    assert len(s3.log()) <= 2 * (count // PAGE + 1), "not one for each checkpoint"
-
-
 # errors --------------------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +338,10 @@ def test_errors_say_where_what_and_how_to_go_on(s3: S3, monkeypatch: pytest.Monk
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", "/nowhere")
     options = {**ONCE, "metadata_endpoint": "http://127.0.0.1:9", "region": "us-east-1"}
+    with pytest.raises(tc.StoreError, match=r"^s3://bucket: expected credentials, found none .*Set AWS_ACCESS_KEY_ID"):
+        tc.ObjectStore("s3://bucket/run", **options)
+    s3.rules({"match": "/latest/", "do": "403", "times": 9})
+    options["metadata_endpoint"] = f"http://127.0.0.1:{s3.proxy}"  # an instance without a role
     with pytest.raises(tc.StoreError, match=r"No credentials are found, or not taken\. Set AWS_ACCESS_KEY_ID"):
         tc.load(tc.ObjectStore("s3://bucket/run", **options))
 
@@ -388,175 +351,3 @@ def test_mapping_an_object_is_refused(s3: S3) -> None:
     tc.save(store, {"w": array(1)})
     with pytest.raises(tc.StoreError, match=r"expected a file on a disk.*Load without mmap"):
         tc.load(store, mmap=True)
-
-
-# credentials ---------------------------------------------------------------------------------------------------------
-
-
-def aws_files(home: Path, config: str = "", credentials: str = "") -> dict[str, str]:
-    (home / ".aws").mkdir()
-    (home / ".aws" / "config").write_text(config)
-    (home / ".aws" / "credentials").write_text(credentials)
-    return {"HOME": str(home)}
-
-
-KEYS = "aws_access_key_id = {0}\naws_secret_access_key = secret of {0}\n"
-
-
-def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path) -> None:
-    config = "[default]\nregion = eu-west-1\n[profile lab]\nregion = eu-west-2\nendpoint_url = https://s3.lab\n"
-    keys = f"[default]\n{KEYS.format('a')}[lab]\n{KEYS.format('b')}aws_session_token = t\n"
-    env = aws_files(tmp_path, config, keys)
-    plain = {"access_key_id": "a", "secret_access_key": "secret of a", "region": "eu-west-1"}
-    lab = {"access_key_id": "b", "secret_access_key": "secret of b", "session_token": "t"}
-    assert s3_options("s3://b", {}, env) == plain
-    assert s3_options("s3://b", {}, {**env, "AWS_REGION": "x"}) == {k: v for k, v in plain.items() if k != "region"}
-    assert s3_options("s3://b", {"region": "mine"}, env) == {**plain, "region": "mine"}
-    found = s3_options("s3://b", {}, {**env, "AWS_PROFILE": "lab", "AWS_ACCESS_KEY_ID": "not this"})
-    assert found == {**lab, "region": "eu-west-2", "endpoint_url": "https://s3.lab"}
-
-
-def test_given_keys_and_the_environment_go_before_a_profile(tmp_path: Path) -> None:
-    env = aws_files(tmp_path, credentials=f"[default]\n{KEYS.format('a')}")
-    assert s3_options("s3://b", {"access_key_id": "mine"}, env) == {"access_key_id": "mine"}
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
-        assert s3_options("s3://b", {}, {**env, name: "x"}) == {}
-    assert s3_options("s3://b", {}, {"HOME": "/nowhere"}) == {}
-
-
-def test_a_profile_that_is_missing_or_signs_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    env = aws_files(tmp_path, "[profile sso]\nsso_session = corp\n")
-    with pytest.raises(tc.StoreError, match="expected the profile other of AWS_PROFILE"):
-        s3_options("s3://b", {}, {**env, "AWS_PROFILE": "other"})
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(tc.StoreError, match="or boto3 to sign on with it"):
-        s3_options("s3://b", {}, {**env, "AWS_PROFILE": "sso"})
-
-
-def test_a_profile_reaches_the_server(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in s3.environment():
-        monkeypatch.delenv(name)
-    config = f"[default]\nregion = us-east-1\nendpoint_url = http://127.0.0.1:{s3.proxy}\n"
-    monkeypatch.setenv("HOME", aws_files(tmp_path, config, f"[default]\n{KEYS.format('a')}")["HOME"])
-    url = s3.url()
-    tc.save(url, {"n": 1})
-    assert tc.load(url) == {"n": 1}
-
-
-# the rest of the system ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("given", ["environment", "options"])
-def test_the_writer_process_uploads_without_torch(s3: S3, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    comm, tree, url = SoloComm(), {"w": array(17), "n": 3}, s3.url()
-    if given == "options":
-        for name in s3.environment():
-            monkeypatch.delenv(name)
-    store = url if given == "environment" else s3.store(url, **QUICK)
-    try:
-        report = tc.save_async(store, tree, comm=comm).result(60)
-        process = session(comm).writer.process
-        assert process is not None and process.alive
-        modules = modules_of(process)
-        assert "obstore" in modules and not {"torch", "fsspec"} & set(modules)
-    finally:
-        session(comm).writer.end()
-    assert report.nbytes >= tree["w"].nbytes and same(store, tree)
-    assert any("partNumber" in row["path"] for row in s3.log())
-
-
-def test_a_store_that_no_other_process_can_open_is_written_by_a_thread() -> None:
-    comm, url = SoloComm(), "memory://of/this/process"
-    tc.save_async(url, {"n": 1}, comm=comm).result(60)
-    assert session(comm).writer.process is None and tc.load(url) == {"n": 1}
-    assert pickle.loads(pickle.dumps(tc.ObjectStore(url))).url == url
-
-
-@pytest.fixture(params=["s3", "memory"])
-def run(request: pytest.FixtureRequest, s3: S3, tmp_path: Path) -> str:
-    return s3.url() if request.param == "s3" else f"memory://{tmp_path}/run"
-
-
-def test_a_manager_saves_keeps_pins_restores_and_cleans_up(run: str) -> None:
-    with tc.Manager(run, keep=2, background=False) as made:
-        assert made.latest() is None
-        for step in (1, 2, 3, 4):
-            made.save(step, small_tree(0, 1, seed=step), pin=step == 1, metrics={"loss": step})
-        assert made.steps() == [1, 3, 4] and made.latest(verify=True) == 4 and made.best("loss") == 1
-        assert_equal(made.restore(step=3), whole_tree(seed=3))
-        made.save(4, small_tree(0, 1, seed=9))
-        assert_equal(made.restore(), whole_tree(seed=9))
-        made.unpin(1)
-        [removal] = made.clean().removed
-        assert removal.name == step_name(1)
-    assert tc.ObjectRun(run).names() == [step_name(3), step_name(4)]
-    store = tc.ObjectStore(f"{run}/{step_name(4)}")
-    assert len(store.sizes()) == 3, "what was replaced is gone"
-    tc.rebuild_index(f"{run}/{step_name(4)}", replace=True)
-    assert tc.verify(store).ok
-
-
-def test_a_reader_keeps_a_checkpoint_until_it_is_done(run: str) -> None:
-    made = tc.Manager(run, keep=None, background=False)
-    for step in (1, 2):
-        made.save(step, {"step": step})
-    with made.reading(1) as store:
-        assert not Run(run).clean([Last(1)]).removed and tc.load(store) == {"step": 1}
-    assert [r.name for r in Run(run).clean([Last(1)]).removed] == [step_name(1)]
-
-
-def test_leftovers_of_crashed_saves_and_deletions_go(run: str) -> None:
-    made = tc.Manager(run, keep=None, background=False)
-    for step in (1, 2):
-        made.save(step, {"w": np.arange(9)})
-    tc.ObjectStore(f"{run}/{step_name(1)}").delete("index.json")
-    assert made.steps() == [2] and not Run(run).clean([Last(5)]).removed, "it may be a save under way"
-    later = Run(run, clock=lambda: time.time_ns() + 7200 * 10**9)
-    assert [r.name for r in later.clean([Last(5)]).removed] == [step_name(1)]
-    assert tc.ObjectRun(run).names() == [step_name(2)] and made.restore()["w"].sum() == 36
-
-
-def test_a_deletion_goes_mark_index_shards_mark(s3: S3) -> None:
-    url = s3.url()
-    for step in (1, 2):
-        tc.save(f"{url}/{step_name(step)}", {"w": np.arange(9)}, step=step)
-    s3.rules()
-    Run(url).clean([Last(1)])
-    changes = [(row["method"], row["path"].rpartition("/")[2].partition(".")[0]) for row in s3.log()]
-    changes = [change for change in changes if change[0] in ("PUT", "DELETE", "POST")]
-    assert changes[:2] == [("PUT", "deleted"), ("DELETE", "index")] and changes[-1] == ("DELETE", "deleted")
-    assert {name for _, name in changes[2:-1]} == {"shard-00000-of-00001", "timings"}
-
-
-def test_the_command_line_reads_and_cleans_runs(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for step in (1, 2):
-        tc.save(f"{run}/{step_name(step)}", {"w": np.arange(9), "v": step}, step=step)
-    first, second = (f"{run}/{step_name(step)}" for step in (1, 2))
-    for command, text in (
-        (["ls", run], step_name(2)),
-        (["show", first], "int64"),
-        (["verify", first], "intact"),
-        (["diff", first, second], "1 leaves alike"),
-        (["rebuild-index", first, "--replace"], "made again"),
-        (["pin", run, "1"], f"{first} is pinned"),
-        (["unpin", run, "1"], "no longer"),
-        (["gc", run, "--keep-last", "1"], "1 removed"),
-        (["ls", first.replace("00001", "00002")], step_name(2)),
-    ):
-        assert main(command) == 0
-        assert text in capsys.readouterr().out, command
-    assert main(["ls", f"{run}/nothing"]) == 2 and main(["gc", f"{run}/nothing"]) == 2
-    assert "no such directory" in capsys.readouterr().err
-
-
-def test_the_dashboard_reads_runs(run: str) -> None:
-    testclient = pytest.importorskip("starlette.testclient")
-    from treeckpt_dashboard.app import create_app
-
-    tc.save(f"{run}/{step_name(7)}", {"layer": {"w": np.arange(9)}}, step=7)
-    client = testclient.TestClient(create_app([run]), base_url="http://127.0.0.1:8265")
-    [found] = client.get("/api/v1/runs").json()["runs"]
-    [row] = found["checkpoints"]
-    assert (row["name"], row["status"], row["step"]) == (step_name(7), "complete", 7)
-    assert "layer" in client.get(f"/api/v1/checkpoints/{row['id']}/tree").text
-    assert client.get(f"/api/v1/checkpoints/{row['id']}/timing").status_code == 200

@@ -232,3 +232,14 @@ def test_without_an_index_there_is_nothing_to_salvage_from(saved: Path) -> None:
     outcomes = on_ranks(2, lambda c: tc.load(saved, comm=c, on_corrupt="skip"))
     for error in errors_of(outcomes):
         assert isinstance(error, tc.CorruptError) and "--repair" in error.hint
+
+
+def test_rules_make_nothing_of_what_is_damaged(saved: Path) -> None:
+    file, start, _ = span_of(saved, "layer2")
+    change(file, start)
+    reports: list[tc.LoadReport] = []
+    found = tc.load(saved, rename={"layer$N": "block$N"}, on_corrupt="skip", on_report=reports.append)
+    assert found["block2"] is ... and np.array_equal(found["block1"], LEAVES["layer1"])
+    assert {part.path for part in reports[0].damaged} == {"block2"}
+    with pytest.raises(tc.MismatchError, match="one checkpoint"):
+        tc.load([saved, saved], on_corrupt="skip")

@@ -13,6 +13,8 @@ import torch
 import treeckpt as tc
 from tests.world import errors_of, on_ranks, reseal, shards_of
 from treeckpt.core.shard import BLOCK
+from treeckpt.core.spec import TableSpec
+from treeckpt.io.comm import thread_comms
 
 ODD = [-(1 << 63), (1 << 63) - 1, -1, 0, 1, 1 << 52, (1 << 52) + 12_345, 65_535, 65_536]
 Oracle = dict[int, tuple[list[float], list[float]]]
@@ -380,6 +382,57 @@ def test_stages_hold_tables_of_their_own_names(tmp_path: Path) -> None:
 
     assert errors_of(on_ranks(2, save)) == [None] * 2
     assert [rows_of(tc.load(tmp_path)[f"emb{n}"]) for n in range(2)] == oracles
+
+
+def test_a_group_of_ranks_saves_a_table_of_its_own(tmp_path: Path) -> None:
+    oracle = make_oracle(90)
+    comms = thread_comms(2, timeout=5)
+    for comm in comms:
+        comm.members = (5, 3)  # of the default group
+
+    def save(comm: Any) -> None:
+        tc.save(tmp_path, {"emb": table_of(oracle, tc.KeyedTable.share(comm.rank, 2)), "dense": 0}, comm=comm)
+
+    assert errors_of(on_ranks(comms, save)) == [None] * 2
+    assert joined(load_by(tmp_path, 3)) == oracle
+
+
+def test_a_tables_record_says_how_it_is_parted(tmp_path: Path) -> None:
+    from treeckpt.core.outline import Outline
+
+    save_by(tmp_path, make_oracle(9), 1)
+    index = tc.inspect(tmp_path)
+    [row, _] = Outline(index).children()
+    assert (row.kind, row.children) == ("table", 4)
+    assert index.tables == {0: TableSpec("u64_mod", 1, 65_536)}
+
+
+def test_a_table_is_converted_as_it_is_or_into_a_dict_and_that_is_said(tmp_path: Path) -> None:
+    from treeckpt.convert import convert
+
+    oracle = make_oracle(40)
+    save_by(tmp_path / "c", oracle, 2)
+    convert(tmp_path / "c", tmp_path / "again")
+    assert joined(load_by(tmp_path / "again", 3)) == oracle
+    report = convert(tmp_path / "c", tmp_path / "file.pt")
+    assert "emb: a keyed table becomes a dict" in str(report)
+    table = torch.load(tmp_path / "file.pt")["emb"]
+    assert sorted(table["ids"].tolist()) == sorted(oracle) and list(table) == ["ids", "offsets", "slots", "scalars"]
+
+
+def test_a_table_taken_apart_and_put_together_again_is_as_before() -> None:
+    """What the union of several loaded trees is made of."""
+    from treeckpt.core.tree import flatten, unflatten
+    from treeckpt.leaves.registry import resolve
+
+    store = tc.MemoryStore("c")
+    save_by(store, make_oracle(9), 1)
+    for tree in (tc.load(store), tc.load(store, select=["emb/ids", "emb/slots/count"])):
+        structure, leaves = flatten(tree)
+        again = unflatten(structure, iter([leaf for _, leaf in leaves]), resolve=resolve)["emb"]
+        assert again.ids is tree["emb"].ids and again.scalars == tree["emb"].scalars
+        assert all(again.slots[name] is slot for name, slot in tree["emb"].slots.items())
+    assert [path for path, leaf in leaves if leaf is ...] == ["emb/slots/embedding", "emb/scalars/step", "dense"]
 
 
 def test_abstract_is_a_target_of_the_same_range(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ Importing it, reading an index and the command line import no torch.
 import importlib
 from typing import Any
 
-from . import trees
+from . import rules, trees
 from .api import abstract, inspect, load, load_into, prewarm, rebuild_index, save, save_async, verify
+from .bank import Bank, From
 from .core import policy
 from .core.errors import (
     CheckpointError,
@@ -41,11 +42,13 @@ from .reports import LoadReport, SaveReport, VerifyReport
 
 __all__ = [
     "ArraySpec",
+    "Bank",
     "CheckpointError",
     "CheckpointExists",
     "CheckpointNotFound",
     "CorruptError",
     "FormatError",
+    "From",
     "Index",
     "KeyedTable",
     "LayoutError",
@@ -73,6 +76,7 @@ __all__ = [
     "policy",
     "prewarm",
     "rebuild_index",
+    "rules",
     "save",
     "save_async",
     "trees",

@@ -6,26 +6,29 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from .agreeing import Busy, SaveOptions
 from .background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
-from .core.errors import CheckpointError, MismatchError
+from .bank import Bank, as_bank, globs_of, load_bank, load_bank_into
+from .core.errors import CheckpointError
 from .core.files import as_step
 from .core.records import Index
 from .core.tree import flatten, replace_leaves
 from .filling import Verify
 from .io.codec import read_index
-from .io.comm import Comm, as_comm, global_rank
+from .io.comm import as_comm, global_rank
 from .io.store import Store, open_store
 from .loading import load_into_tree, load_tree
 from .lookup import MEMORY, LoadOptions
 from .pending import Pending
 from .repairing import repair_store
 from .reports import LoadReport, SaveReport, VerifyReport
-from .salvaging import survey
+from .rules import Renaming, Transforms, as_rules
+from .salvaging import salvaging
 from .saving import save_tree
 from .stateful import expand
 from .verifying import publish_rebuilt, verify_store
@@ -68,7 +71,8 @@ def save(
     """Saves a tree; returns when it is durable and committed. Call it on every rank.
 
     Args:
-        path: a directory, made if need be; its name is the checkpoint's.
+        path: a directory, made if need be; its name is the checkpoint's. Or a URL (`s3://bucket/run/step_00000100`,
+            `gs://`, `az://`, what fsspec knows), or a store, as everywhere.
         tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
             `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself. An object with
@@ -89,6 +93,7 @@ def save(
         CheckpointExists: there is one, and `overwrite` is not given.
         MismatchError: ranks contradict each other.
         RankError: ranks failed or fell silent; raised on every rank.
+        StoreError: an object store cannot be reached, or refuses.
     """
     options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
     comm = as_comm(comm)
@@ -169,10 +174,13 @@ def prewarm(tree: Any, *, writer: WriterKind = "process", comm: AnyComm = None) 
 
 
 def load(
-    path: Path,
+    path: Path | Bank | Sequence[Any],
     like: Any = None,
     *,
     select: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Renaming = None,
+    transforms: Transforms = None,
     strict: bool = True,
     cast: bool = False,
     device: str | None = None,
@@ -194,25 +202,30 @@ def load(
     `Manager.reading`.
 
     Args:
-        path: as given to save.
+        path: as given to save; or a `Bank` or list of several, of which later ones win.
         like: says what is wanted: a tree of tensors, DTensors, arrays, `ArraySpec`s, or anything with shape and dtype;
             its data is not touched. A leaf `...` is left out. None gives the tree as it was saved, in host memory, with
             distributed arrays whole.
-        select: globs over paths; a path under a named one counts. What is not selected comes back as `...` (without
-            like) or as it stands in like.
-        strict: every leaf of like must be in the checkpoint, and the reverse.
+        select: globs over paths as they are in like; a path under a named one counts. What is not selected comes back
+            as `...` (without like) or as it stands in like.
+        exclude: globs likewise, of what is not wanted although it is selected.
+        rename: patterns and new names, {"h.$L.*": "layers.$L.*"}; see `treeckpt.rules`.
+        transforms: rules of `treeckpt.rules`, or statements of its `parse`, applied in order after `rename`: the
+            checkpoint is loaded as if it had been saved with these names and shapes, from the bytes that are wanted.
+        strict: every leaf of like must be in the checkpoint, and the reverse; every rule must find what it is about.
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
         verify: compares checksums of all that is read.
         on_corrupt: "skip" salvages: every shard is compared with its checksums beforehand, and leaves with bytes that
             are missing or changed come back as `...` and are named in `LoadReport.damaged`. Every rank has to call:
-            they share the comparing, and skip the same leaves.
+            they share the comparing, and skip the same leaves. Of one checkpoint only, not of a `Bank`.
         per_rank: what to do about `PerRank` state when the world size changed: refuse, or take that of rank modulo
             the old world.
         copy: gives each array memory of its own. Otherwise whole arrays are views of the memory that a stretch of
             a file was read into, which is freed when the last of them is.
         mmap: maps whole arrays: bytes come when they are touched, without checksums, and the file must stay as long as
-            it is while any of them lives. What is wanted in part, on a device or in another dtype is read as usual.
+            it is while any of them lives. What is wanted in part, on a device or in another dtype is read as usual, and
+            so is what rules turn, join or cast.
         read: "once" lets the ranks of a host share the reading: what several of them want is read by one and handed
             on over torch.distributed. Every rank has to call, as with a collective. It pays on slow, shared storage.
         memory: bytes of buffers beyond what is loaded, at most; smaller ones make smaller reads (1 MiB is the least).
@@ -224,25 +237,30 @@ def load(
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
         MismatchError: what is wanted is not what was saved.
     """
+    rules = as_rules(rename, transforms)
     options = LoadOptions(
-        _globs(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read, memory
-    )
+        globs_of(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read, memory,
+        globs_of(exclude), rules,
+    )  # fmt: skip
     comm = as_comm(comm)
-    with opened(path) as store, _without_cycles():
-        options = _salvaging(store, comm, options, on_corrupt)
+    with _origin(path) as (new_tree, _, stores), _without_cycles():
+        options = salvaging(stores, comm, options, on_corrupt)
         if like is not None and (expanded := expand(like, rank=comm.rank, namespace=namespace)) is not None:
             like = expanded.tree
-        tree, report = load_tree(store, like, comm, options)
+        tree, report = new_tree(like, comm, options)
     if on_report is not None:
         on_report(report)
     return tree
 
 
 def load_into(
-    path: Path,
+    path: Path | Bank | Sequence[Any],
     tree: Any,
     *,
     select: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Renaming = None,
+    transforms: Transforms = None,
     strict: bool = True,
     cast: bool = False,
     verify: Verify = True,
@@ -264,41 +282,39 @@ def load_into(
 
     See `load` for the arguments and errors.
     """
+    rules = as_rules(rename, transforms)
     options = LoadOptions(
-        _globs(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory
-    )
+        globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory,
+        globs_of(exclude), rules,
+    )  # fmt: skip
     comm = as_comm(comm)
-    with opened(path) as store, _without_cycles():
-        options = _salvaging(store, comm, options, on_corrupt)
+    with _origin(path) as (new_tree, into_tree, stores), _without_cycles():
+        options = salvaging(stores, comm, options, on_corrupt)
         if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
-            return load_into_tree(store, tree, comm, options)
+            return into_tree(tree, comm, options)
 
         def as_saved(at: str) -> Any:
-            return load_tree(
-                store,
-                None,
-                comm,
-                msgspec.structs.replace(options, select=(at,) if at else None, copy=False, read="each"),
-            )[0]
+            own = msgspec.structs.replace(options, select=(at,) if at else None, copy=False, read="each")
+            return new_tree(None, comm, own)[0]
 
-        return expanded.restore(as_saved, lambda target: load_into_tree(store, target, comm, options))
+        return expanded.restore(as_saved, lambda target: into_tree(target, comm, options))
 
 
-def _salvaging(store: Store, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadOptions:
-    """The options with what is damaged, where that is to be skipped."""
-    if on_corrupt == "error":
-        return options
-    if on_corrupt != "skip":
-        raise MismatchError("on_corrupt", expected="'error' or 'skip'", found=f"{on_corrupt!r:.40}")
-    # all was compared a moment ago: no third time before the first byte is written
-    verify = "stream" if options.verify is True else options.verify
-    return msgspec.structs.replace(options, bad=survey(store, comm), verify=verify)
+Loads = tuple[Callable[..., tuple[Any, LoadReport]], Callable[..., LoadReport], Sequence[Store]]
+"""What makes a new tree, what fills one, and where both read."""
 
 
-def _globs(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    if select is None:
-        return None
-    return (select,) if isinstance(select, str) else tuple(select)
+@contextlib.contextmanager
+def _origin(path: Path | Bank | Sequence[Any]) -> Iterator[Loads]:
+    """How to load from a checkpoint, or from several."""
+    bank = as_bank(path)
+    with contextlib.ExitStack() as stack:
+        if bank is None:
+            store: Any = stack.enter_context(opened(path))  # pyright: ignore[reportArgumentType]
+            yield partial(load_tree, store), partial(load_into_tree, store), [store]
+        else:
+            stores = [stack.enter_context(opened(source.path)) for source in bank.sources]
+            yield partial(load_bank, bank, stores), partial(load_bank_into, bank, stores), stores
 
 
 @contextlib.contextmanager

@@ -222,8 +222,16 @@ def _regular(entries: Files) -> Files:
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a directory itself holds files of a checkpoint, complete or not."""
-    entries = open_folder(path).entries()
-    return any(map(_is_ours, _regular(entries))) or INDEX_NAME in entries
+    if is_url(text := os.fspath(path)):
+        entries = open_folder(text).entries()
+        return any(map(_is_ours, _regular(entries))) or INDEX_NAME in entries
+    try:
+        with os.scandir(
+            local_path(text)
+        ) as found:  # of a run with thousands of directories, none of these is looked at
+            return any(e.name == INDEX_NAME or (_is_ours(e.name) and e.is_file(follow_symlinks=False)) for e in found)
+    except OSError:
+        return False
 
 
 def is_there(run: str) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 from . import catalog, cli_convert, cli_runs, cli_verify, cli_views
 from .api import opened
+from .cli_rules import show_rules
 from .core.diff import Added, Diff, Moved, Removed, diff, leaf_text
 from .core.errors import TreeckptError
 from .core.extents import layout_of, locate_chunks
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     show = command("show", _show, "show what a checkpoint holds, or one part of it")
     show.add_argument("checkpoint", metavar="CKPT")
     show.add_argument("leaf", metavar="PATH", nargs="?", default="", help="of a leaf or of a node of the tree")
+    show.add_argument("--rules", metavar="FILE", help="show what load rules (JSON, or statements) make of it")
     show.add_argument("--depth", type=int, default=2, help="levels of the tree to print (default: 2)")
     cli_verify.add_verify(command)
     two = command("diff", _diff, "say in what two checkpoints differ, by their indexes or by every number")
@@ -174,6 +176,8 @@ def _show(options: argparse.Namespace) -> int:
     if info.status == "partial" and not options.json:
         _print_saving(info)
     index = tc.inspect(options.checkpoint)
+    if options.rules:
+        return show_rules(index, options)
     outline = Outline(index)
     row = outline.node_at(options.leaf)
     if row is None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from .composing import only_chunk, pieces_of
 from .core.chunks import BoxChunks, WholeChunk
 from .core.dtypes import dtype_of
 from .core.errors import CorruptError, FormatError
@@ -22,6 +22,7 @@ from .core.plan import Block, Chunk, Copy, Run, Want, cuts, plan_load, plan_runs
 from .core.records import AliasRecord, ArrayRecord, Index, Leaf, LeafRecord
 from .core.region import Region, intersect, overlapping
 from .core.spec import ArraySpec
+from .core.views import MadeLeaf
 from .dealing import Dealer, Member, deal
 from .io.intake import STRETCH, Landed, Reading, list_landings, list_readings, read_limit, run_map, run_readings
 from .io.record import Recorder
@@ -144,6 +145,8 @@ class Filling:
         record = leaf.record
         if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):
             return record.chunks  # nearly all there is: spared a list
+        if isinstance(leaf, MadeLeaf):
+            return only_chunk(self.index, leaf, self.source_rank)
         chunks = self.index.chunks_of(leaf, rank=self.source_rank)
         return chunks[0] if len(chunks) == 1 else None
 
@@ -151,6 +154,9 @@ class Filling:
         """Wants a target's regions copied to it."""
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
+        if isinstance(leaf, MadeLeaf):
+            self._want_made(path, leaf, target)
+            return Slot(target.leaf)
         if self._want_whole(path, leaf.record, target, spec):
             return Slot(target.leaf)
         pieces = list(target.pieces)
@@ -165,6 +171,21 @@ class Filling:
             for piece in pieces:
                 self._want_piece(path, leaf, piece, itemsize)
         return Slot(target.leaf)
+
+    def _want_made(self, path: str, leaf: MadeLeaf, target: Target) -> None:
+        """Wants the boxes of saved arrays that rules made an array of."""
+        for wanted in pieces_of(leaf, target):
+            if not isinstance(wanted, tuple):
+                self._after.append(wanted)
+                continue
+            source, piece = wanted
+            assert source.spec is not None, "values are not cut"
+            itemsize, record = dtype_of(source.spec.dtype).itemsize, source.record
+            self.nbytes += piece.region.size * itemsize
+            if isinstance(record, AliasRecord) and record.view is not None:
+                self._want_view(path, source, record, [piece])
+            else:
+                self._want_piece(path, source, piece, itemsize)
 
     def _want_whole(self, path: str, record: LeafRecord, target: Target, spec: ArraySpec) -> bool:
         """Wants an array whole, from the one chunk that holds it, where nothing but bytes has to be moved."""
@@ -191,7 +212,7 @@ class Filling:
             if member.nbytes > SMALL:
                 self._want_stretch([member], [(member.start, member.start + member.nbytes)])
         self._boxes = len(self._wants)
-        for run in plan_runs([(m.rank, m.start, m.nbytes) for m in close], borders=self._borders):
+        for run in plan_runs([(m.rank, m.start, m.nbytes) for m in close], borders=self.index.borders):
             inside = [close[i] for i in run.members]
             file, _ = self.index.locate(run.rank, run.start, run.stop, inside[0].path)
             self._want_stretch(inside, cuts(run.start, run.stop, file.stream, limit))
@@ -295,12 +316,12 @@ class Filling:
         first = len(self._landings)
         lands = [self._landings[i] for i in numbers if i < first]
         wants = [i - first for i in numbers if i >= first]
-        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self._borders)
+        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
         landed, readings = list_landings(shards, runs, lambda i: lands[i].path)
         self._show(lands, runs, landed)
         boxes = [i for i in wants if i < self._boxes]
         wants = boxes + [i for i in wants if i >= self._boxes]
-        plan = plan_load([self._wants[i] for i in boxes], borders=self._borders, limit=limit)
+        plan = plan_load([self._wants[i] for i in boxes], borders=self.index.borders, limit=limit)
         return readings + list_readings(
             shards,
             [*plan.blocks, *(self._stretch(i, wants[i]) for i in range(len(boxes), len(wants)))],
@@ -315,15 +336,9 @@ class Filling:
         stop = chunk.start + region.size
         return Block(chunk.rank, chunk.start, stop, (Copy(number, region, region, chunk.start, stop),))
 
-    @cached_property
-    def _borders(self) -> dict[int, Sequence[int]]:
-        """By rank, where in its stream its files begin, but the first."""
-        ranks = {file.rank for file in self.index.file_list if file.part}
-        return {rank: [file.stream for file in self.index.files_of(rank)][1:] for rank in ranks}
-
     def _map(self, shards: Shards) -> None:
         lands, self._landings = self._landings, []
-        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self._borders)
+        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
         self._show(lands, runs, run_map(shards, runs, lambda i: lands[i].path))
 
     def _show(self, landings: Sequence[_Landing], runs: Sequence[Run], landed: Sequence[Landed]) -> None:

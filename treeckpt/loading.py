@@ -17,7 +17,7 @@ from .core.errors import MismatchError, TreeckptError
 from .core.records import AliasRecord, Leaf
 from .core.runs import encode_runs
 from .core.spec import ArraySpec
-from .core.structure import PerRankNode, Structure, rank_key
+from .core.structure import PerRankNode, Structure, any_rank
 from .core.table import Column
 from .core.tree import flatten, graft, own_child, replace_leaves, unflatten
 from .filling import Means, Slot
@@ -30,7 +30,7 @@ from .lookup import Load, LoadOptions, Make
 from .reports import LoadReport
 from .tables import column_slot, find_column
 
-__all__ = ["load_into_tree", "load_tree"]
+__all__ = ["check_into_tree", "load_into_tree", "load_tree"]
 
 
 # without like ----------------------------------------------------------------------------------------------------
@@ -41,24 +41,28 @@ def _as_saved(job: Load) -> Callable[[], object]:
 
     Unselected leaves are `...`.
     """
+    job.view.check_fills()
     made: dict[int, Slot] = {}
-    order = [leaf for leaf in job.index.entries if leaf.ranks is None or job.owns(leaf)]
-    for leaf in order:
-        if not job.selected(leaf.path) or leaf.number in job.index.offsets:
-            made[leaf.number] = Slot(...)
-        elif leaf.spec is None:
+    order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
+    taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
+    whole = {leaf.number for leaf in taken}
+    for leaf in taken:
+        if leaf.number in made:
+            continue  # a second name for it
+        if leaf.spec is None:
             made[leaf.number] = Slot(job.value(leaf, leaf.path))
-        elif not _is_tied(leaf, job):
+        elif not (isinstance(leaf.record, AliasRecord) and leaf.record.of in whole):
             made[leaf.number] = _array_as_saved(job, leaf, leaf.spec)
 
     def build() -> object:
-        for leaf in order:
+        for leaf in taken:
             if leaf.number not in made:
                 made[leaf.number] = Slot(_tied(leaf, made, job))
-        structure = job.index.structure
-        if any(leaf.ranks is not None for leaf in order):
+        structure = job.view.structure
+        if job.view.ruled is None and any(leaf.ranks is not None for leaf in order):
             structure = _own_structure(structure, job)
-        leaves = iter([made[leaf.number].leaf for leaf in order])
+        names = {leaf.path for leaf in taken}
+        leaves = iter([made[leaf.number].leaf if leaf.path in names else ... for leaf in order])
         return unflatten(structure, leaves, resolve=resolve, rank=job.rank, namespace=job.options.namespace)
 
     return build
@@ -70,11 +74,6 @@ def _array_as_saved(job: Load, leaf: Leaf, saved: ArraySpec) -> Slot:
 
     # without torch new_array says so; a view would fail later, and less clearly
     return job.array(leaf.path, leaf, spec, job.new, spec)
-
-
-def _is_tied(leaf: Leaf, job: Load) -> bool:
-    """Whether a leaf takes its memory from another one that is loaded too."""
-    return isinstance(leaf.record, AliasRecord) and job.selected(job.index.entries[leaf.record.of].path)
 
 
 def _tied(leaf: Leaf, made: dict[int, Slot], job: Load) -> Any:
@@ -106,13 +105,6 @@ def _own_structure(structure: Structure, job: Load) -> Structure:
 # with like -------------------------------------------------------------------------------------------------------
 
 
-def _plain(path: str, mark: str) -> str:
-    """A path of a live tree as the index has it; `mark` is the step into this rank's own."""
-    if mark not in path:
-        return path
-    return "/".join("~rank*" if step == mark else step for step in path.split("/"))
-
-
 def _is_array_like(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
@@ -122,9 +114,8 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
     _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     asked: set[str] = set()
     pairs: list[tuple[object, str, Leaf | None]] = []
-    mark = rank_key(job.rank)
     for text, wanted in leaves:
-        path = _plain(text, mark)
+        path = any_rank(text, job.rank)
         asked.add(path)
         leaf = None
         if views and path in job.damaged:
@@ -133,6 +124,8 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
             leaf = find_column(job, wanted, path)
         elif wanted is not ... and job.selected(path):
             leaf = job.find(path)
+            if leaf is None:
+                leaf = job.view.filled(path, abstract_of(wanted, path, job.here))
             if leaf is None:
                 job.missing.append(path)
         pairs.append((wanted, path, leaf))
@@ -192,20 +185,31 @@ def _as_like(job: Load, like: object, slots: Sequence[Slot]) -> Callable[[], obj
 
 def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
-    relay, here = _relay(comm, options), global_rank(comm)
+    relay = _relay(comm, options)
     with together(relay):
-        job = Load(store, comm, options)
-        before, slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, here), views=False)
-        # what is equal already stays the very object, so that only real changes need a container that can change
-        kept = [old if _is_same(old, slot.leaf) else slot.leaf for (_, old), slot in zip(before, slots, strict=True)]
-        new = tree
-        if any(old is not leaf for (_, old), leaf in zip(before, kept, strict=True)):
-            new = replace_leaves(tree, iter(kept), namespace=options.namespace)
-            _check_graft(tree, before, new, options)
+        job, new = _prepare_into(store, tree, comm, options)
     job.filling.run(options.verify, Means(options.memory, relay=relay), in_place=True)
     if new is not tree:
         graft(tree, new, namespace=options.namespace)
     return job.report()
+
+
+def check_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> None:
+    """Makes every check of `load_into_tree` but that of the data, and changes nothing."""
+    _prepare_into(store, tree, comm, options)
+
+
+def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) -> tuple[Load, object]:
+    """What is to be read into a tree, and the tree with its new values."""
+    job, here = Load(store, comm, options), global_rank(comm)
+    before, slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, here), views=False)
+    # what is equal already stays the very object, so that only real changes need a container that can change
+    kept = [old if _is_same(old, slot.leaf) else slot.leaf for (_, old), slot in zip(before, slots, strict=True)]
+    if all(old is leaf for (_, old), leaf in zip(before, kept, strict=True)):
+        return job, tree
+    new = replace_leaves(tree, iter(kept), namespace=options.namespace)
+    _check_graft(tree, before, new, options)
+    return job, new
 
 
 def _relay(comm: Comm, options: LoadOptions) -> Relay | None:

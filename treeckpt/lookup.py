@@ -15,9 +15,11 @@ import numpy as np
 
 from .core.damage import BadBytes, Damaged, damaged_leaves
 from .core.errors import MismatchError
-from .core.records import Index, Leaf, PerRankValues, ValueRecord
+from .core.records import Leaf, PerRankValues, ValueRecord
+from .core.rules import Rule
 from .core.runs import decode_runs
 from .core.spec import ArraySpec
+from .core.views import MadeLeaf, plain_view, ruled_view
 from .filling import Filling, Slot, Verify
 from .io.codec import read_index
 from .io.comm import Comm, global_rank
@@ -28,7 +30,7 @@ from .leaves.base import Target
 from .leaves.registry import decode, new_array
 from .reports import LoadReport
 
-__all__ = ["MEMORY", "Load", "LoadOptions", "Make"]
+__all__ = ["MEMORY", "Load", "LoadOptions", "Make", "check_same"]
 
 MEMORY = 64 << 20
 """Bytes of buffers that a load may take, unless told otherwise."""
@@ -49,8 +51,20 @@ class LoadOptions(msgspec.Struct, frozen=True):
     namespace: str = ""
     read: Literal["each", "once"] = "each"
     memory: int = MEMORY
+    exclude: tuple[str, ...] | None = None
+    rules: tuple[Rule, ...] = ()
+    only: frozenset[str] | None = None
+    """Paths to load, of those that are selected."""
     bad: tuple[BadBytes, ...] | None = None
     """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
+
+    def selects(self, path: str) -> bool:
+        """Whether a path is asked for: `select` names it or something above it, and `exclude` does not."""
+        if (self.select is not None and not _names(self.select, path)) or (
+            self.only is not None and path not in self.only
+        ):
+            return False
+        return self.exclude is None or not _names(self.exclude, path)
 
 
 Make = Callable[[Any, str], Target | None]
@@ -67,27 +81,40 @@ class Load:
         self.source_rank = comm.rank % self.index.world
         self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
         self.world = comm.size
+        self.view = plain_view(self.index)
+        if options.rules:
+            self.view = ruled_view(
+                self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=options.strict
+            )
         self.take = None if options.copy else Slabs().take
         """Memory for new arrays; with `copy` each has its own."""
-        self.damaged = _damaged(self.index, options.bad or (), self.source_rank)
+        self.damaged = self._damaged()
         self.filling = Filling(store, self.index, self.source_rank, self.recorder, whole=options.bad is None)
         self.loaded = 0
+        self._claimed: set[int] = set()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
 
     def selected(self, path: str) -> bool:
-        """Whether `select` asks for a path, itself or something above it, and it can be had."""
-        return self._asked(path) and path not in self.damaged
+        """Whether a path is asked for, it can be had, and no rule has it stay as it is."""
+        return self.options.selects(path) and path not in self.damaged and not self.view.is_kept(path)
 
-    def _asked(self, path: str) -> bool:
-        select = self.options.select
-        if select is None:
-            return True
-        return any(fnmatch.fnmatchcase(path, g) or path.startswith(g.rstrip("/") + "/") for g in select)
+    def _damaged(self) -> dict[str, tuple[Damaged, ...]]:
+        """By path, what of a leaf is damaged, as the rank sees it whose state is loaded."""
+        hurt = damaged_leaves(self.index, self.options.bad or (), rank=self.source_rank)
+        if not hurt:
+            return {}
+        found: dict[str, tuple[Damaged, ...]] = {}
+        for leaf in self.view.entries:
+            saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, MadeLeaf) else [leaf.number]
+            parts = [part for number in saved for part in hurt.get(number, ())]
+            if parts:
+                found[leaf.path] = tuple(msgspec.structs.replace(part, path=leaf.path) for part in parts)
+        return found
 
     def find(self, path: str) -> Leaf | None:
         """The saved leaf at a path; under `PerRank` the one of the rank that is wanted."""
-        found = self.index.by_path.get(path)
+        found = self.view.by_path.get(path)
         if found is None:
             return None
         if found[0].ranks is None:
@@ -126,7 +153,7 @@ class Load:
     def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Make, wanted: object) -> Slot:
         """Wants an array: as a view of what is read where that is possible, else in the target that `make` makes."""
         self.loaded += 1
-        self.filling.claim(path, leaf)
+        self._claim(path, leaf)
         if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
             if spec is not leaf.spec:
                 self.check(path, leaf, spec)
@@ -140,11 +167,20 @@ class Load:
                 path,
                 expected="a value",
                 found=f"an array in the checkpoint, {leaf.spec and leaf.spec.dtype} of shape "
-                f"{leaf.spec and leaf.spec.shape}",
+                f"{leaf.spec and leaf.spec.shape}{self._chain(path)}",
                 hint="Put an array, a tc.ArraySpec or `...` there in like",
             )
         self.check(path, leaf, target.spec)
         return self.filling.want(path, leaf, target)
+
+    def _claim(self, path: str, leaf: Leaf) -> None:
+        if not isinstance(leaf, MadeLeaf):
+            self.filling.claim(path, leaf)
+            return
+        for source in leaf.sources.values():
+            if source.number not in self._claimed:
+                self._claimed.add(source.number)
+                self.filling.claim(path, source)
 
     def new(self, spec: Any, path: str) -> Target:
         """A new array where the options put it."""
@@ -168,16 +204,20 @@ class Load:
             raise MismatchError(
                 path,
                 expected=f"shape {wanted.shape}",
-                found=f"{saved.shape} in the checkpoint",
+                found=f"{saved.shape} in the checkpoint{self._chain(path)}",
                 hint="Ask for the saved shape, or leave the leaf out with `...`",
             )
         if wanted.dtype != saved.dtype and not self.options.cast:
             raise MismatchError(
                 path,
                 expected=wanted.dtype,
-                found=f"{saved.dtype} in the checkpoint",
+                found=f"{saved.dtype} in the checkpoint{self._chain(path)}",
                 hint="Pass cast=True to convert",
             )
+
+    def _chain(self, path: str) -> str:
+        chain = self.view.chain(path)
+        return f", by the rules {chain}" if chain else ""
 
     def check_keys(self, asked: set[str], left_out: Sequence[str]) -> None:
         """Compares what was asked for with what is there.
@@ -191,17 +231,11 @@ class Load:
         below = tuple(f"{path}/" if path else "" for path in left_out)
         self.unexpected = [
             path
-            for path in self.index.by_path
+            for path in self.view.by_path
             if path not in asked and not path.startswith(below) and self.selected(path)
         ]
-        if self.options.strict and (self.missing or self.unexpected):
-            texts = [_some("missing in the checkpoint", self.missing), _some("not asked for", self.unexpected)]
-            raise MismatchError(
-                (self.missing or self.unexpected)[0],
-                expected="the leaves of like and of the checkpoint to be the same",
-                found="; ".join(text for text in texts if text),
-                hint="Pass strict=False to load what both have, or `...` in like for what you do not want",
-            )
+        if self.options.strict:
+            check_same(self.missing, self.unexpected)
 
     def report(self) -> LoadReport:
         return LoadReport(
@@ -212,16 +246,32 @@ class Load:
             tuple(self.missing),
             tuple(self.unexpected),
             self.recorder.seconds,
-            damaged=tuple(part for path, parts in self.damaged.items() if self._asked(path) for part in parts),
+            self.view.ruled.dropped if self.view.ruled is not None else (),
+            tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
+            damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
         )
 
 
-def _damaged(index: Index, bad: Sequence[BadBytes], rank: int) -> dict[str, tuple[Damaged, ...]]:
-    """By path, what of a leaf is damaged, as the rank sees it whose state is loaded."""
-    if not bad:
-        return {}
-    found = damaged_leaves(index, bad, rank=rank).values()
-    return {parts[0].path: parts for parts in found}
+def _names(globs: Sequence[str], path: str) -> bool:
+    """Whether one of them means a path, or something above it."""
+    return any(fnmatch.fnmatchcase(path, g) or path.startswith(g.rstrip("/") + "/") for g in globs)
+
+
+def check_same(missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Refuses leaves that are only wanted, or only there.
+
+    Raises:
+        MismatchError: naming some of them.
+    """
+    if not missing and not unexpected:
+        return
+    texts = [_some("missing in the checkpoint", missing), _some("not asked for", unexpected)]
+    raise MismatchError(
+        (missing or unexpected)[0],
+        expected="the leaves of like and of the checkpoint to be the same",
+        found="; ".join(text for text in texts if text),
+        hint="Pass strict=False to load what both have, or `...` in like for what you do not want",
+    )
 
 
 def _some(what: str, paths: Sequence[str]) -> str:

@@ -57,7 +57,8 @@ class Manager:
     """Saves, keeps and restores the checkpoints of a run. Make one on every rank.
 
     Args:
-        run: a directory; checkpoints are its subdirectories `step_00000100`. Nothing else in it is ever touched.
+        run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`. Nothing
+            else in it is ever touched.
         keep: a policy or several of `treeckpt.policy`; a number is `Last(number)`, None keeps everything. The newest
             and the pinned stay in any case.
         every: steps between saves.

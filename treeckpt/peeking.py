@@ -65,7 +65,7 @@ def peek(store: Store, index: Index, leaf: Leaf, region: Region, *, rank: int | 
     if (nbytes := region.size * itemsize) > MAX_NBYTES:
         raise LayoutError(leaf.path, expected=f"a region of at most {MAX_NBYTES} bytes", found=f"{nbytes}")
     chunks = index.chunks_of(leaf, region, rank=rank)
-    blocks = plan_load([Want(region, itemsize, chunks)], gap=GAP, borders=_borders(index)).blocks
+    blocks = plan_load([Want(region, itemsize, chunks)], gap=GAP, borders=index.borders).blocks
     if len(blocks) > MAX_READS:
         raise LayoutError(leaf.path, expected=f"rows that lie in at most {MAX_READS} places", found=f"{len(blocks)}")
     copied = sum(copy.box.size for block in blocks for copy in block.copies)
@@ -110,11 +110,6 @@ def _copy(data: np.ndarray, block: Block, copy: Copy, region: Region, out: np.nd
     strides = (*c_strides(copy.chunk.shape, itemsize), 1)
     box = np.lib.stride_tricks.as_strided(span, (*copy.box.shape, itemsize), strides)
     out[copy.box.relative_to(region).slices()] = box
-
-
-def _borders(index: Index) -> dict[int, Sequence[int]]:
-    ranks = {file.rank for file in index.file_list if file.part}
-    return {rank: [file.stream for file in index.files_of(rank)][1:] for rank in ranks}
 
 
 def _front(store: Store, index: Index, file: File, size: int | None) -> Front:

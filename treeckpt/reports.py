@@ -96,6 +96,12 @@ class LoadReport(msgspec.Struct, frozen=True):
     unexpected: tuple[str, ...]
     """In the checkpoint, not asked for."""
     seconds: float
+    dropped: tuple[str, ...] = ()
+    """In the checkpoint, and left out by a rule; as it is called there."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """What rules gave another name and nothing else: as in the checkpoint, and as loaded."""
+    sources: tuple[LoadReport, ...] = ()
+    """Of a bank, what each of its checkpoints gave."""
     damaged: tuple[Damaged, ...] = ()
     """Asked for with `on_corrupt="skip"`, and not to be had: by leaf, with the bytes for which that is so."""
 
@@ -106,7 +112,10 @@ class LoadReport(msgspec.Struct, frozen=True):
         ]
         rows += [f"  missing     {path}" for path in self.missing]
         rows += [f"  unexpected  {path}" for path in self.unexpected]
-        return "\n".join(rows + [f"  damaged     {part}" for part in self.damaged])
+        rows += [f"  damaged     {part}" for part in self.damaged]
+        rows += [f"  dropped     {path}" for path in self.dropped]
+        rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
+        return "\n".join(rows + ["  " + line for source in self.sources for line in str(source).splitlines()])
 
     def _repr_html_(self) -> str:
         """For notebooks: what was read, and what did not fit."""

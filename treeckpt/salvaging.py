@@ -7,14 +7,20 @@ and tell each other what they found.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
+
 from .answers import pool
 from .core.damage import BadBytes
+from .core.errors import MismatchError
 from .io.codec import read_index
 from .io.comm import Comm
 from .io.store import Store
 from .io.survey import survey_shard
+from .lookup import LoadOptions
 
-__all__ = ["survey"]
+__all__ = ["salvaging", "survey"]
 
 
 def survey(store: Store, comm: Comm) -> tuple[BadBytes, ...]:
@@ -32,3 +38,23 @@ def survey(store: Store, comm: Comm) -> tuple[BadBytes, ...]:
 
     found = [bad for part in pool(comm, f"load {store.url}", own, list[BadBytes]) for bad in part]
     return tuple(sorted(found, key=lambda bad: (bad.file, bad.start)))
+
+
+def salvaging(stores: Sequence[Store], comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadOptions:
+    """The options of a load with what is damaged, where that is to be skipped.
+
+    Raises:
+        MismatchError: no such word, or several checkpoints.
+    """
+    if on_corrupt == "error":
+        return options
+    if on_corrupt != "skip" or len(stores) != 1:
+        raise MismatchError(
+            "on_corrupt",
+            expected="'error', or 'skip' for one checkpoint",
+            found=f"{on_corrupt!r:.40} for {len(stores)}",
+            hint="Salvage the damaged checkpoint alone, save what came of it, and load the several then",
+        )
+    # all was compared a moment ago: no third time before the first byte is written
+    verify = "stream" if options.verify is True else options.verify
+    return msgspec.structs.replace(options, bad=survey(stores[0], comm), verify=verify)

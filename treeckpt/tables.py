@@ -124,7 +124,7 @@ def _wanted(job: Load, column: Column, path: str) -> ArraySpec:
 
 
 def _find_rows(job: Load, column: Column, path: str, leaf: Leaf) -> Rows:
-    table, saved = column.view.table, job.index.tables.get((leaf.path, leaf.ranks))
+    table, saved = column.view.table, job.index.tables.get(leaf.number)
     if saved is None or leaf.spec is None or len(leaf.spec.shape) != 1:
         raise MismatchError(
             path, expected="a KeyedTable in the checkpoint", found="something else", hint="Load it as what it is"

@@ -63,9 +63,6 @@ function draw(g, width, height) {
     const paint = ink(fillOf(keyOf(box)));
     if (box[8] > 1) hatch(g, x, y, bw, bh, paint, 9, 0.22);
     if (bw > 3 && bh > 3) { g.strokeStyle = colour("--card"); g.lineWidth = 1; g.strokeRect(x + 0.5, y + 0.5, bw - 1, bh - 1); }
-    const texts = by === "rank" ? [`rank ${box[4]}`, `${box[4]}`] : [`file ${box[5]}`, `${box[5]}`];
-    const text = texts.find((t) => g.measureText(t).width + 10 <= bw);
-    if (text) label(g, text, x, y, bw, bh, paint);
     if (at === chosen) { g.strokeStyle = colour("--text"); g.lineWidth = 3; g.strokeRect(x + 1.5, y + 1.5, Math.max(1, bw - 3), Math.max(1, bh - 3)); }
   });
   for (const cut of map.overlaps) {
@@ -90,7 +87,17 @@ function draw(g, width, height) {
     g.strokeRect(x, y, Math.max(2, bw), Math.max(2, bh));
     g.setLineDash([]);
   }
+  for (const box of map.boxes) name(g, box, place(box, s), target && place(target, s));
   axes(g, s, w, h);
+}
+
+/** Who holds a box, written in it where there is room. @param {CanvasRenderingContext2D} g @param {number[]} box @param {number[]} at @param {number[] | null} bright what is not pale, null if nothing is */
+function name(g, box, [x, y, w, h], bright) {
+  const texts = by === "rank" ? [`rank ${box[4]}`, `${box[4]}`] : [`file ${box[5]}`, `${box[5]}`];
+  const text = texts.find((t) => g.measureText(t).width + 10 <= w);
+  const [cx, cy] = [x + w / 2, y + h / 2];
+  const pale = bright && (cx < bright[0] || cx > bright[0] + bright[2] || cy < bright[1] || cy > bright[1] + bright[3]);
+  if (text) label(g, text, x, y, w, h, pale ? colour("--text") : ink(fillOf(keyOf(box))));
 }
 
 /** Where regions begin and end, written along both edges as far as there is room. @param {CanvasRenderingContext2D} g @param {{x: number, y: number}} s @param {number} w @param {number} h */

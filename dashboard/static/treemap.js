@@ -45,7 +45,7 @@ function arrange(width, height) {
   page.parents.forEach((parent, box) => { if (parent >= 0) nodes[parent].children.push(nodes[box]); });
   const sizes = page.nbytes;
   const root = hierarchy(nodes[0], (/** @type {any} */ n) => (n.children.length ? n.children : null)).sum((/** @type {any} */ n) => (n.children.length ? 0 : sizes[n.box]));
-  treemap().size([width, height]).paddingInner(1).paddingTop((/** @type {any} */ n) => (n.depth === 1 && n.children ? TITLE : 0)).round(true)(root);
+  /** @type {any} */ (treemap()).size([width, height]).paddingInner(1).paddingTop((/** @type {any} */ n) => (n.depth === 1 && n.children ? TITLE : 0)).round(true)(root);
   areas = { leaves: [], frames: [] };
   let part = -1;
   root.eachBefore((/** @type {any} */ n) => {

@@ -65,6 +65,7 @@ def watched(chromium):
     contexts, troubles = [], []
 
     def make(address, **options):
+        origin = "/".join(address.split("/")[:3])
         context = chromium.new_context(viewport={"width": 1280, "height": 900}, **options)
         contexts.append(context)
         page = context.new_page()
@@ -74,7 +75,7 @@ def watched(chromium):
         page.on(
             "requestfailed", lambda r: troubles.append(f"failed {r.url}") if "ERR_ABORTED" not in r.failure else None
         )
-        page.on("request", lambda r: troubles.append(f"off origin {r.url}") if not r.url.startswith(address) else None)
+        page.on("request", lambda r: troubles.append(f"off origin {r.url}") if not r.url.startswith(origin) else None)
         page.add_init_script(
             "addEventListener('securitypolicyviolation', (e) => console.error('CSP ' + e.violatedDirective))"
         )

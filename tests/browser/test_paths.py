@@ -72,7 +72,7 @@ def test_the_tree_opens_and_walks_by_keys_alone(page):
     page.get_by_role("link", name="step 700").focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("treeitem")).to_have_count(5)
-    for _ in range(24):  # the tree is one stop of the tab key
+    for _ in range(40):  # the tree is one stop of the tab key
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.getAttribute('role')") == "tree":
             break
@@ -240,6 +240,7 @@ def test_a_target_is_typed_and_previewed(page):
     expect(page.locator("#matrix-text")).to_contain_text("rank 0 reads")
     page.reload()
     expect(rows).to_have_count(6)
+    expect(page.get_by_label("Placements")).to_have_value("*.bias: Replicate, Replicate\n*: Shard(0), Replicate\n")
     page.get_by_label("Placements").fill("*: Nonsense")
     page.get_by_role("button", name="Preview").click()
     expect(page.get_by_role("status")).to_contain_text("Nonsense")
@@ -256,50 +257,6 @@ def test_checksums_are_compared_on_demand(page):
     page.locator("#balance-canvas").focus()
     page.keyboard.press("End")
     expect(page.locator("#balance-text")).to_contain_text("rank 3 wrote")
-
-
-def test_the_choice_of_colours_is_kept(watched, address):
-    page = watched(address, color_scheme="light")
-    button = page.get_by_role("button", name="Dark colours")
-    expect(button).to_have_attribute("aria-pressed", "false")
-    button.click()
-    page.get_by_role("link", name="step 700").click()
-    expect(page.locator("#treemap-text")).to_contain_text("areas")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 25)"
-    expect(page.get_by_role("button", name="Dark colours")).to_have_attribute("aria-pressed", "true")
-    assert page.context.cookies() == []
-
-
-PLACES = [
-    "",
-    "{c}?open=0_0-2",
-    "{c}/leaves/0?peek=1&region=100:200",
-    "{c}/files",
-    "{c}/files/0",
-    "{c}/reshard",
-    "{c}/timing",
-]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_to_object_to(watched, address, accessible, scheme):
-    page = watched(address, color_scheme=scheme)
-    checkpoint = page.get_by_role("link", name="step 700").get_attribute("href").removeprefix("./")
-    for place in PLACES if scheme == "light" else PLACES[:3]:
-        page.goto(f"{address}/{place.format(c=checkpoint)}")
-        page.wait_for_load_state("networkidle")
-        # the dark pages differ from the light ones in nothing but colours
-        accessible(page, place, only=None if scheme == "light" else "color-contrast")
-
-
-def test_a_place_behind_a_proxys_path_works_as_well(watched, serve, run):
-    address = serve(run, root_path="/proxy/8265")
-    page = watched(f"{address}/proxy/8265/")
-    page.get_by_role("link", name="step 700").click()
-    page.get_by_role("treeitem", name=re.compile("^model ")).click()
-    page.get_by_role("link", name="wte.weight", exact=True).click()
-    expect(page.locator("#map-text")).to_contain_text("2 regions")
-    assert "/proxy/8265/checkpoints/" in page.url
 
 
 def test_three_dimensions_have_axis_pickers(page):
@@ -323,28 +280,6 @@ def test_three_dimensions_have_axis_pickers(page):
 def test_bad_directories_say_what_they_are(page, name):
     page.get_by_role("link", name=name).click()
     expect(page.get_by_role("status").first).to_contain_text(re.compile("damaged|no index|no checkpoint"))
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_wider_than_a_phone(watched, address, scheme):
-    page = watched(address, color_scheme=scheme)
-    page.set_viewport_size({"width": 390, "height": 844})
-    links = ["step 700", "Files", "Reshard", "Timing"]
-    for link in ["", *links]:
-        if link:
-            page.get_by_role("link", name=link, exact=True).click()
-        page.wait_for_load_state("networkidle")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, link or "runs"
-    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (background == "rgb(14, 18, 25)") is (scheme == "dark")
-
-
-def test_without_scripts_the_pages_still_work(watched, address):
-    page = watched(address, java_script_enabled=False)
-    page.get_by_role("link", name="step 700").click()
-    page.get_by_role("link", name="model", exact=True).click()
-    page.get_by_role("link", name="wte.weight", exact=True).click()
-    expect(page.get_by_role("row").filter(has_text=", 0:96]")).to_have_count(2)
 
 
 def test_hostile_names_and_values_stay_text(watched, serve, tmp_path):
@@ -373,25 +308,3 @@ def test_the_token_is_asked_once_and_leaves_the_address(watched, serve, run, chr
     page.get_by_role("link", name="step 700").click()
     expect(page.get_by_role("treeitem")).to_have_count(5)
     context.close()
-
-
-def test_every_canvas_and_form_control_has_a_name_and_every_page_one_heading(page):
-    checkpoint = page.get_by_role("link", name="step 700").get_attribute("href")
-    root = page.url
-    for path in (
-        "",
-        checkpoint,
-        f"{checkpoint}/leaves/0",
-        f"{checkpoint}/files",
-        f"{checkpoint}/files/0",
-        f"{checkpoint}/timing",
-    ):
-        page.goto(root + path.removeprefix("./"))
-        page.wait_for_load_state("networkidle")
-        assert page.locator("h1").count() == 1 and page.evaluate("document.documentElement.lang") == "en"
-        nameless = page.evaluate(
-            """[...document.querySelectorAll("canvas, input, select, button, a")].filter((e) =>
-                !e.closest("[aria-hidden=true]") && !e.closest("[hidden]") &&
-                !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"""
-        )
-        assert nameless == [], path

@@ -165,7 +165,7 @@ def test_blocking_is_a_mark_and_no_phase():
     timings = of(("save", 0, 0, 100), ("stage", 0, 5, 20, 8, 0), (BLOCKING, 0, 0, 30, 0, 0), ("save", 1, 0, 90),
                  (BLOCKING, 1, 0, 45, 0, 0))  # fmt: skip
     profile = profile_of(timings)
-    assert [p.name for p in profile.phases] == ["save", "stage"]
+    assert [p.name for p in profile.phases] == ["save", "stage"] == list(Spans.of(timings).names)
     assert [r.blocked_ns for r in profile.ranks] == [30, 45] and profile.blocked_seconds == 45e-9
     assert profile_of(of(("save", 0, 0, 100))).blocked_seconds == 100e-9
 

@@ -22,7 +22,7 @@ def record(**changes: object) -> Progress:
         st.from_regex(r"\A[0-9a-f]{16}\Z"),
         st.integers(0, 99),
         st.integers(100, 1 << 24),
-        st.none() | st.integers(),
+        st.none() | st.integers(-(1 << 63) + 1, (1 << 63) - 1),
         st.sampled_from(["write", "commit"]),
         *[counts] * 4,
     )

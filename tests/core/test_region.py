@@ -15,8 +15,10 @@ from treeckpt.core.region import (
     coalesce,
     flat_regions,
     intersect,
+    overlapping,
     split_points,
     subtract,
+    tiles,
 )
 
 
@@ -148,3 +150,24 @@ def test_shares_differ_by_at_most_one(size, parts):
     shares = np.diff(points)
     assert (points[0], points[-1], len(shares)) == (0, size, parts)
     assert shares.max() - shares.min() <= 1
+
+
+@given(data=st.data())
+def test_tiles_are_the_box_in_c_order_and_none_is_too_large(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 7), max_size=4).map(tuple))
+    box = Region(tuple(data.draw(st.integers(0, 5)) for _ in shape), shape)
+    limit = data.draw(st.integers(1, 60))
+    found = list(tiles(box, limit))
+    assert all(tile.size <= limit and tile.within(box) for tile in found)
+    whole = np.arange(math.prod(n + o for n, o in zip(shape, box.offset, strict=True)))
+    whole = whole.reshape([n + o for n, o in zip(shape, box.offset, strict=True)])
+    parts = [whole[tile.slices()].reshape(-1) for tile in found]
+    assert np.array_equal(np.concatenate(parts), whole[box.slices()].reshape(-1))
+
+
+@given(st.lists(st.tuples(st.tuples(*[st.integers(0, 5)] * 2), st.tuples(*[st.integers(0, 3)] * 2)), max_size=6))
+def test_overlapping_is_what_counting_says(pairs: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+    counts = np.zeros((9, 9), int)
+    for offset, shape in pairs:
+        counts[Region(offset, shape).slices()] += 1
+    assert overlapping([Region(*pair) for pair in pairs]) == bool((counts > 1).any())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     background_cases,
+    convert_cases,
     layout_cases,
     layout_groups,
     layout_trees,
@@ -20,6 +21,7 @@ __all__ = [
     "Case",
     "Rank",
     "background_cases",
+    "convert_cases",
     "layout_cases",
     "layout_groups",
     "layout_trees",

@@ -101,6 +101,25 @@ def a_full_checkpoint_goes_into_shards_and_replicas(here: Rank) -> None:
 
 
 @case("four")
+def what_rules_make_of_arrays_is_read_once_too(here: Rank) -> None:
+    """Pieces, turned shards and replicas of two arrays that lie whole in the checkpoint."""
+    path, expected = _saved(here), _tree()
+    mesh, rows = mesh_of(2, 2), 1 << 18
+    rules = [tc.rules.Split("big0", ("a", "b"), sizes=(1, 3)), tc.rules.Permute("big1", target="turned")]
+    like = {
+        "a": torch.zeros(rows, 3),
+        "b": distribute(torch.zeros(3 * rows, 3), mesh, (Shard(0), Replicate())),
+        "turned": distribute(torch.zeros(3, 4 * rows), mesh, (Replicate(), Shard(1))),
+    }
+    found, report = _reports(path, like, strict=False, transforms=rules)
+    assert torch.equal(found["a"], expected["big0"][:rows])
+    assert torch.equal(found["b"].full_tensor(), expected["big0"][rows:])
+    assert torch.equal(found["turned"].full_tensor(), expected["big1"].T)
+    unique = 2 * expected["big0"].nbytes
+    assert unique <= _sum(report.read_nbytes) <= 1.1 * unique + (4 << 20), "all ranks together read it once"
+
+
+@case("four")
 def a_rank_that_cannot_load_is_named_by_the_others_at_once(here: Rank) -> None:
     path = _saved(here)
     begin = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,15 @@ import torch
 import treeckpt as tc
 from tests.training.hashing import HashEmbedding, Job
 from tests.world import errors_of, on_ranks
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine, threads that wait for each other take most of the time of such small work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def save(job: Job, path: Path) -> None:

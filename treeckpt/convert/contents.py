@@ -27,6 +27,7 @@ from ..core.structure import (
     PerRankNode,
     StructSequenceNode,
     Structure,
+    TableNode,
     TupleNode,
     key_text,
     keys_of,
@@ -198,11 +199,12 @@ _PLAIN: dict[type, str] = {
     DataclassNode: "dataclass",
     CustomNode: "registered class",
     PerRankNode: "state of each rank's own",
+    TableNode: "KeyedTable",
 }
 
 
-NODES = frozenset(_PLAIN)
-"""All kinds of containers."""
+NODES = frozenset(_PLAIN) - {PerRankNode, TableNode}
+"""The kinds of containers that hold lazy leaves."""
 
 
 def _is_known(node: Node) -> bool:
@@ -240,8 +242,8 @@ def lower(contents: Contents, holds: frozenset[type]) -> Contents:
 def _lowered(node: Node, children: tuple[Structure, ...]) -> Node:
     if isinstance(node, (OrderedDictNode, DefaultDictNode, CustomNode)):
         return DictNode(node.keys, children)
-    if isinstance(node, DataclassNode):
-        return DictNode(node.fields, children)
+    if isinstance(node, (DataclassNode, TableNode)):
+        return DictNode(tuple(str(key) for key in keys_of(node, "")), children)
     return TupleNode(children) if isinstance(node, (NamedTupleNode, StructSequenceNode)) else ListNode(children)
 
 

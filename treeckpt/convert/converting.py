@@ -15,7 +15,6 @@ import msgspec
 from .. import api
 from ..core.dtypes import dtype_of
 from ..core.errors import CheckpointError, MismatchError
-from ..core.structure import PerRankNode
 from ..io.comm import as_comm
 from ..io.store import Store
 from ..leaves.lazy import Lazy
@@ -261,7 +260,7 @@ def _plan_safetensors(contents: Contents, options: _Options) -> _Plan:
 
 
 def _plan_native(contents: Contents, options: _Options) -> _Plan:
-    return Held(lower(contents, NODES - {PerRankNode}), {}), _no_output
+    return Held(lower(contents, NODES), {}), _no_output
 
 
 def _no_output() -> Output:

@@ -18,7 +18,7 @@ from ..core.dtypes import dtype_of
 from ..core.errors import CheckpointNotFound, CorruptError
 from ..core.region import Region
 from ..core.spec import ArraySpec
-from ..io.store import LocalStore, Store
+from ..io.store import LocalStore, Store, open_store
 from ..leaves.base import Storage, raw_dtype
 from ..leaves.lazy import Lazy
 from ..leaves.numpy import dtype_name
@@ -32,6 +32,7 @@ __all__ = [
     "flat_array",
     "flat_of",
     "memory_array",
+    "open_foreign",
     "read_strided",
     "store_window",
     "strided_array",
@@ -91,8 +92,32 @@ def file_window(path: str | os.PathLike[str]) -> Window:
         CheckpointNotFound: there is none.
     """
     file = Path(path).absolute()
-    store = LocalStore(file.parent)
-    return store_window(store, file.name)
+    return store_window(ForeignStore(file.parent), file.name)
+
+
+class ForeignStore(LocalStore):
+    """A directory that others wrote, to be read: links are followed, as the cache of Hugging Face is made of them."""
+
+    def sizes(self) -> dict[str, int]:
+        try:
+            return {path.name: path.stat().st_size for path in self.directory.iterdir() if path.is_file()}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        return super().read(self._resolved(name), limit=limit)
+
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        super().read_into(self._resolved(name), offset, out, shared=shared)
+
+    def _resolved(self, name: str) -> str:
+        return str((self.directory / name).resolve())
+
+
+def open_foreign(path: str | os.PathLike[str] | Store) -> Store:
+    """The store of a directory that others wrote."""
+    store = open_store(path)
+    return ForeignStore(store.directory) if type(store) is LocalStore else store
 
 
 def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -> Window:

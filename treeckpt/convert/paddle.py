@@ -8,6 +8,7 @@ metadata says.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -27,9 +28,9 @@ from .pieces import boxed
 from .safetensors import read_safetensors
 from .values import PLAIN, settle
 
-__all__ = ["SUFFIX", "read_paddle"]
+__all__ = ["METADATA", "read_paddle"]
 
-SUFFIX = ".metadata"
+METADATA = re.compile(r"[0-9]+\.metadata")
 _MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
 
 
@@ -197,7 +198,7 @@ def read_paddle(store: Store, addresses: Addresses, *, name: str | None = None) 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: there is none, or it is damaged.
     """
-    names = sorted(n for n in store.sizes() if n.endswith(SUFFIX) and n != SUFFIX)
+    names = sorted(n for n in store.sizes() if METADATA.fullmatch(n))
     if name is None and len(names) != 1:
         kind = FormatError if names else CheckpointNotFound
         raise kind(

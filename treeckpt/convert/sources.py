@@ -15,7 +15,7 @@ from ..io.store import Store, open_store
 from ..leaves.lazy import Lazy
 from . import dcp, hfai, paddle, safetensors
 from .contents import Contents, contents_of, map_leaves
-from .files import Addresses, Window, file_window, memory_array
+from .files import Addresses, Window, file_window, memory_array, open_foreign
 from .native import read_native
 from .torch_file import read_torch
 from .values import Refused, refusal
@@ -40,7 +40,7 @@ def detect(path: str | os.PathLike[str] | Store) -> str:
             raise CheckpointNotFound(str(local), expected="a checkpoint", found="nothing", hint="Check the path")
         if local.is_file():
             return _of_file(local)
-    store = open_store(path)
+    store = open_foreign(path)
     names = store.sizes()
     if INDEX_NAME in names or any(parse_shard_name(name) for name in names):
         return "treeckpt"
@@ -48,7 +48,7 @@ def detect(path: str | os.PathLike[str] | Store) -> str:
         return "dcp"
     if any(hfai.PART.fullmatch(name) for name in names):
         return "hfai"
-    if any(name.endswith(paddle.SUFFIX) for name in names):
+    if any(paddle.METADATA.fullmatch(name) for name in names):
         return "paddle"
     if any(name.endswith((".safetensors", safetensors.INDEX)) for name in names):
         return "safetensors"
@@ -56,7 +56,7 @@ def detect(path: str | os.PathLike[str] | Store) -> str:
 
 
 def _of_file(path: Path) -> str:
-    if path.name.endswith(paddle.SUFFIX) and path.name != paddle.SUFFIX:
+    if paddle.METADATA.fullmatch(path.name):
         return "paddle"
     head = file_window(path)
     first = head.read(0, min(head.size, 9)).tobytes()
@@ -109,10 +109,10 @@ def _read(path: Any, kind: str, addresses: Addresses, refused: list[Refused]) ->
         return contents_of(paddle.read_paddle(window.store, addresses, name=window.name), window.label)
     if kind == "safetensors":
         read = safetensors.read_safetensors(window, addresses) if window else None
-        arrays, metadata = read or safetensors.read_sharded(open_store(path), addresses)
+        arrays, metadata = read or safetensors.read_sharded(open_foreign(path), addresses)
         known = {key: value for key, value in metadata.items() if key != "format"}
         return contents_of(dict(arrays), str(path), metadata=known)
-    store = open_store(path)
+    store = open_foreign(path)
     if kind == "dcp":
         return contents_of(dcp.read_dcp(store, addresses, refused), store.url)
     if kind == "hfai":

@@ -122,7 +122,7 @@ def build_archive(tree: Any, leaves: Sequence[tuple[str, Any]], ties: Mapping[st
         if isinstance(leaf, Lazy) and path not in ties:
             bases[path] = _Storage(str(len(arrays)), leaf.spec.dtype, Region.whole(leaf.spec.shape).size)
             arrays.append((path, leaf))
-    tensors = [_tensor(path, leaf, bases, ties) if isinstance(leaf, Lazy) else leaf for path, leaf in leaves]
+    tensors = [_tensor(path, leaf, bases, ties) if isinstance(leaf, Lazy) else _ordered(leaf) for path, leaf in leaves]
     stream = io.BytesIO()
     _Pickler(stream, protocol=2).dump(replace_leaves(tree, iter(tensors)))
     entries = [Entry(f"{name}/data.pkl", len(stream.getvalue()), stream.getvalue())]
@@ -135,6 +135,11 @@ def build_archive(tree: Any, leaves: Sequence[tuple[str, Any]], ties: Mapping[st
     ]
     entries.append(Entry(f"{name}/version", 2, b"3\n"))
     return Archive(lay_out(entries), tuple(arrays), tuple(range(first, first + len(arrays))))
+
+
+def _ordered(leaf: Any) -> Any:
+    """A value whose pickle is the same in every process: the order of a set is not."""
+    return _Made(set, (sorted(leaf, key=repr),)) if type(leaf) is set else leaf
 
 
 def _tensor(path: str, leaf: Lazy, bases: Mapping[str, _Storage], ties: Mapping[str, Tie]) -> _Tensor:

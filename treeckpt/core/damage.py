@@ -88,7 +88,8 @@ def _tables(index: Index) -> list[list[int]]:
     """The numbers of the leaves of each keyed table."""
     numbers = {key: number for number, key in enumerate(index.paths)}
     found: list[list[int]] = []
-    for path, ranks in index.tables:
+    for ids in index.tables:
+        path, ranks = index.paths[ids]
         prefix = path.removesuffix(TABLE_KEYS[0])
         slots = prefix + TABLE_KEYS[2] + "/"
         columns = [numbers[prefix + key, ranks] for key in TABLE_KEYS[:2] if (prefix + key, ranks) in numbers]

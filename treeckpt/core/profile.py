@@ -105,21 +105,20 @@ class Spans:
             np.array([getattr(s, field) for s in timings.spans], np.int64)
             for field in ("rank", "start_ns", "stop_ns", "nbytes", "parent")
         )
-        numbers: dict[str, int] = {}
-        name = np.array([numbers.setdefault(s.name, len(numbers)) for s in timings.spans], np.int64)
+        numbers = {BLOCKING: -1}
+        name = np.array([numbers.setdefault(s.name, len(numbers) - 1) for s in timings.spans], np.int64)
         order = np.argsort(rank, kind="stable")
         rank, start, stop, nbytes, parent, name = (c[order] for c in (rank, start, stop, nbytes, parent, name))
         first = np.searchsorted(rank, rank)  # where the spans of its rank begin
         depth, outermost = _nesting(np.where(parent < 0, -1, parent + first), nbytes)
-        texts = list(numbers)
+        work, texts = np.flatnonzero(name >= 0), list(numbers)[1:]
         begun = np.full(len(texts), np.iinfo(np.int64).max)
-        np.minimum.at(begun, name, start)
+        np.minimum.at(begun, name[work], start[work])
         by_time = sorted(range(len(texts)), key=lambda n: (int(begun[n]), n))
         place = np.empty(len(texts), np.int64)
         place[by_time] = np.arange(len(texts))
-        work = np.flatnonzero(name != numbers.get(BLOCKING, -1))
-        columns = (place[name], rank, start, stop, nbytes, depth, outermost)
-        return cls(tuple(texts[n] for n in by_time), *(column[work] for column in columns))
+        columns = (rank, start, stop, nbytes, depth, outermost)
+        return cls(tuple(texts[n] for n in by_time), place[name[work]], *(column[work] for column in columns))
 
     def among(self, names: frozenset[str]) -> np.ndarray:
         """bool[n]: which spans have one of these names."""

@@ -24,7 +24,7 @@ from .region import Region
 from .runs import Runs, decode_runs, encode_runs, value_at
 from .shard import shard_name
 from .spec import ArraySpec, TableSpec, Value
-from .structure import TABLE_KEYS, Structure, paths_of, tables_of
+from .structure import Structure, paths_of, tables_of
 from .wording import bytes_text, shape_text
 
 __all__ = [
@@ -167,17 +167,15 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         return found
 
     @cached_property
-    def tables(self) -> dict[tuple[str, Runs | None], TableSpec]:
-        """How each keyed table is parted, by the path of its ids, with the ranks it stands for under `PerRank`."""
-        return tables_of(self.structure)
+    def tables(self) -> dict[int, TableSpec]:
+        """How each keyed table is parted, by the number of its ids."""
+        found = tables_of(self.structure)
+        return {number: found[key] for number, key in enumerate(self.paths) if key in found} if found else {}
 
     @cached_property
     def offsets(self) -> frozenset[int]:
         """The numbers of the leaves that say where a table's buckets begin: they are no part of the tree itself."""
-        if not self.tables:
-            return frozenset()
-        of = {(path.removesuffix(TABLE_KEYS[0]) + TABLE_KEYS[1], ranks) for path, ranks in self.tables}
-        return frozenset(number for number, key in enumerate(self.paths) if key in of)
+        return frozenset(number + 1 for number in self.tables)  # they stand behind the ids
 
     @cached_property
     def file_list(self) -> tuple[File, ...]:
@@ -226,6 +224,12 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     def files_of(self, rank: int) -> Sequence[File]:
         """The shards of one rank, by where they start in its stream."""
         return self._files_by_rank.get(rank, ())
+
+    @cached_property
+    def borders(self) -> dict[int, Sequence[int]]:
+        """By rank, where in its stream its files begin, but the first; ranks with one file are left out."""
+        ranks = {file.rank for file in self.file_list if file.part}
+        return {rank: [file.stream for file in self.files_of(rank)][1:] for rank in ranks}
 
     def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
         """The file that holds bytes `start:stop` of a rank's stream, and where they start in it (header included).

@@ -174,14 +174,13 @@ def plan_reshard(index: Index, mesh: Mesh, rules: Sequence[Rule], *, chunks: int
     wanted, whole, unmatched, left_out = _wanted(index, mesh, rules)
     world = math.prod(mesh.shape)
     numbers = {file.name: number for number, file in enumerate(index.file_list)}
-    borders = _borders(index)
     ranks: list[RankReads] = []
     for rank in spread(world):
         wants, used = _wants(index, wanted, rank, chunks)
         if wants is None:
             break
         chunks -= used
-        ranks.append(_reads(index, rank, wants, borders, numbers))
+        ranks.append(_reads(index, rank, wants, numbers))
     if not ranks:
         raise LayoutError(
             f"{len(wanted)} arrays",
@@ -255,16 +254,9 @@ def _pieces(wanted: Region, chunk: Region, itemsize: int) -> int:
     return 1 + min(runs.count, (last - first) // READ_GAP)
 
 
-def _borders(index: Index) -> dict[int, Sequence[int]]:
-    ranks = {file.rank for file in index.file_list if file.part}
-    return {rank: [file.stream for file in index.files_of(rank)][1:] for rank in ranks}
-
-
-def _reads(
-    index: Index, rank: int, wants: Sequence[Want], borders: dict[int, Sequence[int]], numbers: dict[str, int]
-) -> RankReads:
+def _reads(index: Index, rank: int, wants: Sequence[Want], numbers: dict[str, int]) -> RankReads:
     by_file: dict[int, int] = {}
-    blocks = plan_load(wants, borders=borders).blocks
+    blocks = plan_load(wants, borders=index.borders).blocks
     for block in blocks:
         file, start = index.locate(block.rank, block.start, block.stop, f"rank {block.rank}")
         low = (start - file.header) // BLOCK * BLOCK

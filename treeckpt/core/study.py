@@ -55,7 +55,7 @@ class Study:
         """
         spans = self.spans
         lanes = spans.depth.copy()
-        order = np.lexsort((spans.stop, spans.start, spans.depth, spans.rank))
+        order = np.lexsort((-spans.stop, spans.start, spans.depth, spans.rank))
         same = (np.diff(spans.rank[order]) == 0) & (np.diff(spans.depth[order]) == 0)
         crowded = same & (spans.start[order][1:] < spans.stop[order][:-1])
         for rank in np.unique(spans.rank[order][1:][crowded]).tolist():

@@ -313,7 +313,8 @@ def _range(owned: tuple[int, int] | None, buckets: int) -> tuple[int, int]:
 def restored(spec: TableSpec, ids: Any, slots: Mapping[str, Any], scalars: Mapping[str, Any]) -> KeyedTable:
     """A whole table as it was saved, also under a partition that this version does not know."""
     made = object.__new__(KeyedTable)
-    made.ids, made.slots, made.scalars, made.spec = _bare(ids), dict(slots), dict(scalars), spec
+    made.ids, made.slots, made.scalars = _bare(ids), {k: _bare(v) for k, v in slots.items()}, dict(scalars)
+    made.spec = spec
     made.owned, made.keep, made.fill = (0, spec.buckets), None, {}
     return made
 
@@ -370,10 +371,11 @@ class Column:
 
 
 def columns_of(table: KeyedTable) -> tuple[object, ...]:
-    """A table's children, in the order of their node."""
+    """A table's children, in the order of their node; `...` stays what it is, of a table that was loaded in part."""
     view = TableView(table)
-    slots = {name: Column(view, "slot", array, name) for name, array in table.slots.items()}
-    return Column(view, "ids", table.ids), Column(view, "offsets", None), slots, table.scalars
+    ids = ... if table.ids is ... else Column(view, "ids", table.ids)
+    slots = {name: a if a is ... else Column(view, "slot", a, name) for name, a in table.slots.items()}
+    return ids, Column(view, "offsets", None), slots, table.scalars
 
 
 def _bare(child: Any) -> Any:

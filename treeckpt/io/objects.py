@@ -86,8 +86,16 @@ class ObjectStore:
     def prepare(self) -> None:
         """There are no directories to make."""
 
+    def entries(self) -> dict[str, Entry]:
+        """What stands under the prefix, by name."""
+        listing = self._bucket.list(self._prefix)
+        found = {name: _entry(one) for name, one in _under(listing, self._prefix).items()}
+        for key in listing.folders:
+            found.setdefault(key.rpartition("/")[2], Entry(0, 0, regular=False))
+        return found
+
     def sizes(self) -> dict[str, int]:
-        return {name: found.nbytes for name, found in _under(self._bucket.list(self._prefix), self._prefix).items()}
+        return {name: entry.nbytes for name, entry in self.entries().items() if entry.regular}
 
     def read(self, name: str, *, limit: int) -> bytes:
         data, _ = self._bucket.read(self._key(name), limit)
@@ -181,9 +189,12 @@ class ObjectStore:
     def delete(self, name: str) -> None:
         self._bucket.delete(self._key(name))
 
-    def listed(self) -> Listing:
-        """What stands under the prefix."""
-        return self._bucket.list(self._prefix)
+    def tidy(self) -> bool:
+        """Removes what an empty directory leaves, where there are such; says whether it is empty."""
+        if self.entries():
+            return False
+        self._bucket.tidy(self._prefix)
+        return True
 
 
 class ObjectFolder:
@@ -203,23 +214,14 @@ class ObjectFolder:
         return max((entry.modified_ns for entry in self.entries().values()), default=None)
 
     def entries(self) -> dict[str, Entry]:
-        if self._entries is not None:
-            return self._entries
-        listing, prefix = self.store.listed(), self.store._prefix
-        found = {name: _entry(one) for name, one in _under(listing, prefix).items()}
-        for folder in listing.folders:
-            found.setdefault(folder.rpartition("/")[2], Entry(0, 0, regular=False))
-        return found
+        return self.store.entries() if self._entries is None else self._entries
 
     def sync(self) -> None:
         """What is deleted stays so."""
 
     def remove(self) -> bool:
         """There is no directory once nothing is in it."""
-        if ObjectFolder(self.store).entries():
-            return False
-        self.store._bucket.tidy(self.store._prefix)
-        return True
+        return self.store.tidy()
 
 
 class ObjectRun:

@@ -1,8 +1,9 @@
 """S3, Google Cloud Storage and Azure by obstore: requests, their errors in our words, and what is asked again.
 
 obstore itself asks again, with growing pauses, after server errors, throttling, refused and cut connections (ten times
-within three minutes; option `retry_config`). What it gives up on while an answer's body is under way is asked again
-here. Credentials come from options, the environment, `~/.aws` (see `profiles`), or the instance.
+within three minutes; option `retry_config`), and aborts uploads that fail. What it gives up on while an answer's body
+is under way is asked again here. Credentials come from options, the environment, `~/.aws` (see `profiles`), or the
+instance.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 from ..core.errors import StoreError
 from .bucket import Found, Listing, Tag, missing_extra
-from .profiles import s3_options
+from .profiles import HOW, check_instance, s3_options
 
 __all__ = ["ObstoreBucket"]
 
@@ -39,13 +40,15 @@ TRIES = 3
 PAUSE = 0.2
 """Seconds before the first time that a read is asked again here; then twice as long."""
 TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
+_ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _CUT = re.compile(r"body|connection|incomplete|timed? ?out|reset|closed", re.IGNORECASE)
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.|latest/(api/token|meta-data)|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount"
 )
 _HOW = {
-    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run where the instance has a role",
+    "s3": HOW,
     "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
     "az": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or pass use_azure_cli=True",
 }
@@ -76,11 +79,13 @@ class ObstoreBucket:
         self._obstore: Any = obstore
         opened: Any = from_url
         made = s3_options(url, options, os.environ) if self.kind == "s3" else dict(options)
-        if self.kind == "s3":  # one object at a time needs no request that some services do not know
+        if self.kind == "s3":
+            check_instance(url, made, os.environ)
+            # one object at a time needs no request that some services do not know
             made = {"disable_bulk_delete": True, **made}
         client = {**TIMEOUTS, **made.pop("client_options", {})}
-        endpoint = str(made.get("endpoint") or made.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL", ""))
-        if endpoint.startswith("http://"):  # it was asked for
+        endpoints = [made.get(name) for name in _ENDPOINTS] + [os.environ.get(name) for name in _ENDPOINT_VARIABLES]
+        if str(next(filter(None, endpoints), "")).startswith("http://"):  # it was asked for
             client.setdefault("allow_http", True)
         scheme, _, rest = url.partition("://")
         try:

@@ -99,7 +99,7 @@ class PartsWriter:
         with self._ahead:
             waited_since, seen = time.monotonic(), self._taken
             while self._taken != offset and not self._ended:
-                self._ahead.wait(1.0)
+                self._ahead.wait(min(1.0, PATIENCE))
                 if self._taken != seen:
                     waited_since, seen = time.monotonic(), self._taken
                 if offset < self._taken or time.monotonic() - waited_since > PATIENCE:

@@ -116,7 +116,8 @@ class DeviceArray:
 
     def write(self, box: Box, data: np.ndarray) -> None:
         part = torch.from_numpy(np.ascontiguousarray(data).view(_signed(data.itemsize)))
-        self.tensor[box].copy_(part.view(self.tensor.dtype))
+        target = self.tensor[box]
+        target.copy_(part.view(self.tensor.dtype).view(target.shape))  # numpy makes a scalar one-dimensional
 
 
 def _signed(size: int) -> np.dtype[Any]:

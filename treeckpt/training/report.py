@@ -39,10 +39,16 @@ class RestoreReport(msgspec.Struct, frozen=True):
     """The loader's state, if `loader` cannot take it itself."""
     extra: Any = None
     """As it was saved, or the tree that was given, filled."""
+    dropped: tuple[str, ...] = ()
+    """In the checkpoint, and left out by a rule; as it is called there."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """What rules gave another name and nothing else: as in the checkpoint, and as restored."""
 
     def __str__(self) -> str:
         rows = [f"restored {self.path}  {self.loaded} leaves, {human_bytes(self.nbytes)} in {self.seconds:.3f} s"]
         rows += [f"  missing     {path}" for path in self.missing]
         rows += [f"  on meta     {path}" for path in self.on_meta]
         rows += [f"  ignored     {path}" for path in self.ignored]
-        return "\n".join(rows + [f"  unexpected  {path}" for path in self.unexpected])
+        rows += [f"  unexpected  {path}" for path in self.unexpected]
+        rows += [f"  dropped     {path}" for path in self.dropped]
+        return "\n".join(rows + [f"  renamed     {before} -> {now}" for before, now in self.renamed])

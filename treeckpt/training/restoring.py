@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parameter import is_lazy
 
+from ..bank import globs_of
 from ..core.errors import MismatchError
 from ..core.structure import PerRankNode
 from ..core.tree import PerRank
@@ -23,6 +24,7 @@ from ..io.comm import Comm, as_comm
 from ..io.relay import open_relay, together
 from ..leaves.torch import dtype_name
 from ..ranks import Policy, policy_of
+from ..rules import Renaming, Transforms, as_rules, carried
 from .capture import live_of, ties_of
 from .modules import Entry, Modules, collect, materialise, on_meta, settle_shards
 from .names import Key, key_path, put_in
@@ -49,6 +51,10 @@ def restore(
     loader: Any = None,
     rng: bool = True,
     extra: Any = None,
+    select: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Renaming = None,
+    transforms: Transforms = None,
     strict: bool = True,
     partial: bool = False,
     cast: bool = False,
@@ -74,6 +80,10 @@ def restore(
         optimizer: as for `state`; it may be fresh: its moments are made as they were saved.
         scheduler, loader, rng, extra: as for `state`. A part that is None or False is left alone; an `extra` that is
             not given comes back in the report.
+        select, exclude: globs over the model's paths, `model/...`: what is not selected stays as it is here, as does
+            the optimizers' state of it.
+        rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows, see
+            `treeckpt.rules.Carried`.
         strict: everything here must be in the checkpoint, and the reverse for the parts that are asked for.
         partial: this rank's model is a part of what was saved (a pipeline stage): the rest is not unexpected.
         cast: converts dtypes instead of refusing them.
@@ -94,7 +104,11 @@ def restore(
     """
     comm = as_comm(comm)
     with together(open_relay(comm) if read == "once" else None):
-        found = open_source(source, comm, Options(cast, verify, allow_pickle, read))
+        rules = as_rules(rename, transforms)
+        chosen = Options(
+            cast, verify, allow_pickle, read, (carried(*rules),) if rules else (), globs_of(select), globs_of(exclude)
+        )
+        found = open_source(source, comm, chosen)
         job = _Restore(found, comm, model, optimizer, strict, partial, cast, world_changed)
         job.plan_model()
         job.plan_optimizer(tuple(keep))
@@ -129,6 +143,8 @@ class _Restore:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.ignored: list[str] = []
+        self.left: set[str] = set()
+        """Names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
         self.wanted: list[Entry] = []
         """Entries of the model that are filled in place."""
         self.last: list[Callable[[], None]] = []
@@ -145,6 +161,9 @@ class _Restore:
         for entry in self.entries:
             path = f"model/{key_path(entry.key)}"
             node = descend(self.source.structure, ("model", *entry.key))
+            if self.source.is_left(path):
+                self.left.add(key_path(entry.key))
+                continue
             if entry.kind == "extra":
                 if not self._is_there(("model", *entry.key)):
                     self.missing.append(path)
@@ -244,7 +263,8 @@ class _Restore:
         frozen = (e for e in self.entries if e.kind == "parameter" and not e.value.requires_grad)
         names = frozenset(key_path(entry.key) for entry in frozen)
         self.plans, differences = plan_optimizers(self.lives, self.ties, self.source, keep=keep, frozen=names)
-        self.missing += differences.missing
+        left = tuple(f"{key_path(('optimizer', *live.prefix))}/{name}/" for live in self.lives for name in self.left)
+        self.missing += [path for path in differences.missing if not f"{path}/".startswith(left)]
         self.unexpected += differences.unexpected
         self.ignored += differences.ignored
 
@@ -355,6 +375,7 @@ class _Restore:
             tuple(self.ignored),
             self.loader,
             self.extra,
+            *self.source.ruled,
         )
 
     def _target(self) -> dict[str, Any]:

@@ -16,12 +16,15 @@ import msgspec
 from .. import api
 from ..core.errors import MismatchError
 from ..core.records import AliasRecord, ValueRecord
+from ..core.rules import Carried, Drop, Rule
 from ..core.spec import ArraySpec
 from ..core.structure import Node, PerRankNode, Structure, any_rank, keys_of
 from ..core.tree import PerRank, flatten
+from ..core.views import View, plain_view, ruled_view
 from ..filling import Verify
 from ..io.comm import Comm
 from ..leaves.registry import abstract_of, decode, source_of
+from ..lookup import LoadOptions
 from ..ranks import Policy, load_own
 from ..stateful import expand
 from ..trees.moving import put_leaves
@@ -46,6 +49,13 @@ class Options(msgspec.Struct, frozen=True):
     verify: Verify = True
     allow_pickle: bool = False
     read: Literal["each", "once"] = "each"
+    rules: tuple[Rule, ...] = ()
+    select: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] | None = None
+
+    def selects(self, path: str) -> bool:
+        """Whether a path of the model is asked for."""
+        return LoadOptions(self.select, exclude=self.exclude).selects(path)
 
 
 class Filled(msgspec.Struct, frozen=True):
@@ -64,6 +74,12 @@ class Source(Protocol):
     """Ranks that saved it."""
     step: int | None
     structure: Structure
+    ruled: tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+    """What rules dropped, and what they gave another name."""
+
+    def is_left(self, path: str) -> bool:
+        """Whether what is here at a path stays as it is."""
+        ...
 
     @property
     def leaves(self) -> Mapping[str, ArraySpec | None]:
@@ -112,19 +128,36 @@ class CheckpointSource:
         self.path, self.comm, self.options = path, comm, options
         self.index = api.inspect(path)
         self.url, self.world, self.step = str(getattr(path, "url", path)), self.index.world, self.index.step
-        self.structure: Structure = self.index.structure
+        self.rules = options.rules
+        self.view = self._view()
+        left = [name for name in self.view.by_path if name.startswith("model/") and not options.selects(name)]
+        if left:
+            self.rules = (*self.rules, Carried(tuple(Drop(name, optional=True) for name in left)))
+            self.view = self._view()
+        self.structure: Structure = self.view.structure
+        ruled = self.view.ruled
+        self.ruled = (ruled.dropped, self.view.renamed) if ruled is not None and options.rules else ((), ())
+
+    def _view(self) -> View:
+        if not self.rules:
+            return plain_view(self.index)
+        rank = self.comm.rank
+        return ruled_view(self.index, self.rules, source_rank=rank % self.world, rank=rank)
+
+    def is_left(self, path: str) -> bool:
+        return self.view.is_kept(path) or not self.options.selects(path)
 
     @cached_property
     def leaves(self) -> dict[str, ArraySpec | None]:
-        return {path: found[0].spec for path, found in self.index.by_path.items()}
+        return {path: found[0].spec for path, found in self.view.by_path.items()}
 
     def identity(self, path: str) -> object:
-        leaf = self.index.by_path[path][0]
+        leaf = self.view.by_path[path][0]
         record = leaf.record
         return record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
 
     def value(self, path: str) -> Any:
-        record = self.index.by_path[path][0].record
+        record = self.view.by_path[path][0].record
         assert isinstance(record, ValueRecord), "arrays are read, and what is a rank's own is loaded by its part"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
@@ -137,12 +170,14 @@ class CheckpointSource:
 
     @property
     def _reading(self) -> dict[str, Any]:
-        return {"verify": self.options.verify is not False, "allow_pickle": self.options.allow_pickle}
+        verify = self.options.verify is not False
+        return {"verify": verify, "allow_pickle": self.options.allow_pickle, "transforms": self.rules}
 
     def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
         report = api.load_into(
             self.path,
             target,
+            transforms=self.rules,
             strict=False,
             cast=self.options.cast,
             verify=self.options.verify,
@@ -161,7 +196,14 @@ class TreeSource:
         expanded = expand(tree, rank=comm.rank)
         self.tree = tree if expanded is None else expanded.tree
         self.comm, self.options = comm, options
-        self.url, self.world, self.step = "tree", comm.size, None
+        self.url, self.world, self.step, self.ruled = "tree", comm.size, None, ((), ())
+        if options.rules or options.select is not None or options.exclude is not None:
+            raise MismatchError(
+                "tree",
+                expected="a checkpoint, for rules, select and exclude",
+                found="a tree in memory",
+                hint="Save it, or change the tree before it is restored",
+            )
         self.structure, leaves = flatten(self.tree, rank=comm.rank)
         self._leaves = {any_rank(path, comm.rank): leaf for path, leaf in leaves if leaf is not ...}
 
@@ -173,6 +215,9 @@ class TreeSource:
         source = source_of(self._leaves[path], path, self.comm.rank)
         storage = source.storage if source is not None else None
         return path if storage is None else (storage.address, storage.strides)
+
+    def is_left(self, path: str) -> bool:
+        return False
 
     def part(self, name: str) -> Any:
         return self.tree[name]

@@ -1,0 +1,100 @@
+"""Does every page work for everybody: on a phone, in both schemes, by ear, without scripts, behind a proxy?"""
+
+import re
+
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+
+def test_the_choice_of_colours_is_kept(watched, address):
+    page = watched(address, color_scheme="light")
+    button = page.get_by_role("button", name="Dark colours")
+    expect(button).to_have_attribute("aria-pressed", "false")
+    button.click()
+    page.get_by_role("link", name="step 700").click()
+    expect(page.locator("#treemap-text")).to_contain_text("areas")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 25)"
+    expect(page.get_by_role("button", name="Dark colours")).to_have_attribute("aria-pressed", "true")
+    assert page.context.cookies() == []
+
+
+PLACES = [
+    "",
+    "{c}?open=0_1",
+    "{c}/leaves/0?peek=1&region=10:20",
+    "{c}/files",
+    "{c}/files/0",
+    "{c}/reshard",
+    "{c}/timing",
+    "live",
+    "usage?keep=last:1",
+    "diff",
+    "{r}/trends",
+]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_to_object_to(watched, address, accessible, scheme):
+    page = watched(address, color_scheme=scheme)
+    checkpoint = page.get_by_role("link", name="step 200").get_attribute("href").removeprefix("./")
+    run = page.get_by_role("heading", name="gpt").get_by_role("link").get_attribute("href").removeprefix("./")
+    for place in PLACES if scheme == "light" else PLACES[:3]:
+        page.goto(f"{address}/{place.format(c=checkpoint, r=run)}")
+        page.wait_for_load_state("networkidle")
+        # the dark pages differ from the light ones in nothing but colours
+        accessible(page, place, only=None if scheme == "light" else "color-contrast")
+
+
+def test_a_place_behind_a_proxys_path_works_as_well(watched, serve, run):
+    address = serve(run, root_path="/proxy/8265")
+    page = watched(f"{address}/proxy/8265/")
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("treeitem", name=re.compile("^model ")).click()
+    page.get_by_role("link", name="wte.weight", exact=True).click()
+    expect(page.locator("#map-text")).to_contain_text("2 regions")
+    assert "/proxy/8265/checkpoints/" in page.url
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_a_phone(watched, address, scheme):
+    page = watched(address, color_scheme=scheme)
+    page.set_viewport_size({"width": 390, "height": 844})
+    links = ["Compare", "Runs", "step 700", "Files", "Reshard", "Timing"]
+    for link in ["", *links]:
+        if link:
+            page.get_by_role("link", name=link, exact=True).click()
+        page.wait_for_load_state("networkidle")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, link or "runs"
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(14, 18, 25)") is (scheme == "dark")
+
+
+def test_without_scripts_the_pages_still_work(watched, address):
+    page = watched(address, java_script_enabled=False)
+    page.get_by_role("link", name="step 700").click()
+    page.get_by_role("link", name="model", exact=True).click()
+    page.get_by_role("link", name="wte.weight", exact=True).click()
+    expect(page.get_by_role("row").filter(has_text=", 0:96]")).to_have_count(2)
+
+
+def test_every_canvas_and_form_control_has_a_name_and_every_page_one_heading(page):
+    checkpoint = page.get_by_role("link", name="step 700").get_attribute("href")
+    root = page.url
+    for path in (
+        "",
+        checkpoint,
+        f"{checkpoint}/leaves/0",
+        f"{checkpoint}/files",
+        f"{checkpoint}/files/0",
+        f"{checkpoint}/timing",
+    ):
+        page.goto(root + path.removeprefix("./"))
+        page.wait_for_load_state("networkidle")
+        assert page.locator("h1").count() == 1 and page.evaluate("document.documentElement.lang") == "en"
+        nameless = page.evaluate(
+            """[...document.querySelectorAll("canvas, input, select, button, a")].filter((e) =>
+                !e.closest("[aria-hidden=true]") && !e.closest("[hidden]") &&
+                !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"""
+        )
+        assert nameless == [], path

@@ -1,0 +1,206 @@
+"""Can a person find the slow rank, zoom into many ranks, compare two steps, and follow a run over its steps?"""
+
+import re
+
+import httpx
+import pytest
+
+from tests.browser.test_paths import pixels
+from tests.samples import START_NS, write_checkpoint
+from treeckpt.core.events import BLOCKING, Host, Span, Timings, encode_timings, timings_name
+from treeckpt.core.runs import encode_runs
+from treeckpt.report import report
+
+expect = pytest.importorskip("playwright.sync_api").expect
+WORLD = 400
+SLOW = 287
+
+
+@pytest.fixture(scope="module")
+def timing(serve, tmp_path_factory):
+    """The address of the timing of a background save of 400 ranks, of which one writes three times as long."""
+    run = tmp_path_factory.mktemp("many") / "wide"
+    index = write_checkpoint(run / "step_00000001", {"x": 1}, step=1, world=WORLD)
+    spans = []
+    for rank in range(WORLD):
+        wrote = START_NS + (300 if rank == SLOW else 90 + rank % 7) * 10**6
+        spans += [
+            Span("save", rank, START_NS, START_NS + 4 * 10**8), Span("write", rank, START_NS, wrote, 64, 0),
+            Span("gather", rank, wrote, START_NS + 4 * 10**8, 0, 0),
+            Span(BLOCKING, rank, START_NS, START_NS + 5 * 10**7, 0, 0),
+        ]  # fmt: skip
+    hosts = tuple(Host(f"node{n}", encode_runs(range(8 * n, 8 * n + 8))) for n in range(WORLD // 8))
+    timings = Timings(index.save_id, 1, WORLD, tuple(spans), None, hosts)
+    (run / "step_00000001" / timings_name(index.save_id)).write_bytes(encode_timings(timings))
+    address = serve(run)
+    [found] = httpx.get(f"{address}/api/v1/runs").json()["runs"]
+    return f"{address}/checkpoints/{found['checkpoints'][0]['id']}/timing"
+
+
+@pytest.fixture
+def wide(watched, timing):
+    page = watched(timing)
+    expect(page.locator("#waterfall-about")).to_contain_text("400 ranks")
+    return page
+
+
+def test_the_slow_rank_among_many_is_one_key_away(wide):
+    expect(wide.locator(".tile", has_text="It blocked")).to_contain_text("50 ms")
+    wide.get_by_role("button", name="slowest first").click()
+    wide.locator("#waterfall-canvas").focus()
+    wide.keyboard.press("ArrowDown")
+    expect(wide.locator("#waterfall-text")).to_contain_text(f"rank {SLOW} · own work 300 ms · straggler")
+    wide.keyboard.press("Enter")  # into its spans
+    expect(wide).to_have_url(re.compile(r"r=0-24.*order=slow|order=slow.*r=0-24"))
+    wide.keyboard.press("ArrowRight")
+    wide.keyboard.press("ArrowRight")
+    expect(wide.locator("#waterfall-text")).to_contain_text(f"rank {SLOW} · write · 300 ms, from 0 ms on")
+    # the table says the same, and leads there
+    wide.get_by_role("region", name="Stragglers").get_by_role("link", name=f"rank {SLOW}").first.click()
+    expect(wide).to_have_url(re.compile(r"[?&]r=279-295"))
+    expect(wide.get_by_role("region", name="Ranks", exact=True)).to_contain_text(f"rank {SLOW} slowest")
+
+
+def test_a_part_is_zoomed_into_by_dragging_and_its_address_leads_back(wide):
+    box = wide.locator("#waterfall-canvas").bounding_box()
+    wide.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 330)
+    wide.mouse.down()
+    wide.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + 365, steps=4)
+    wide.mouse.up()
+    expect(wide.locator("#waterfall-about")).to_have_text("")
+    address = wide.url
+    assert re.search(r"t=[\d.]+-[\d.]+", address) and re.search(r"r=2\d\d-\d+", address)
+    wide.goto(address)
+    expect(wide.locator("#zoom-reset")).to_be_enabled()
+    assert wide.url == address
+    wide.locator("#zoom-reset").click()
+    expect(wide.locator("#waterfall-about")).to_contain_text("400 ranks")
+    assert "t=" not in wide.url
+
+
+def test_the_heat_map_is_walked_by_keys_and_regrouped_by_host(wide):
+    wide.get_by_role("link", name="by host").click()
+    canvas = wide.locator("#heat-canvas")
+    expect(wide.locator("#heat-high")).to_contain_text("3×")
+    assert pixels(wide, "#heat-canvas") > 4
+    canvas.focus()
+    wide.keyboard.press("Home")
+    for _ in range(SLOW // 8):
+        wide.keyboard.press("ArrowDown")
+    expect(wide.locator("#heat-text")).to_contain_text(f"node{SLOW // 8} · write · 300 ms, 3.2× the median rank")
+    expect(wide.locator("#heat-text")).to_contain_text(f"at most: rank {SLOW}")
+    box = canvas.bounding_box()
+    wide.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 60)
+    expect(wide.locator("#heat .tip")).to_contain_text("write")
+    wide.get_by_role("button", name="over the save").click()
+    expect(wide).to_have_url(re.compile("scale=save"))
+
+
+def test_large_pictures_are_drawn_within_their_time(wide):
+    """The drawing alone: 4096 x 500 cells, and 16,384 ranks of 12 spans; generous to a machine that does more."""
+    took = wide.evaluate(
+        """async () => {
+            const { paint } = await import(document.body.dataset.base + "static/heat.js");
+            const { bandsOf, edgesOf, orderOf } = await import(document.body.dataset.base + "static/waterfall.js");
+            const canvas = document.createElement("canvas");
+            [canvas.width, canvas.height] = [1200, 480];
+            const g = canvas.getContext("2d", { willReadFrequently: true });
+            const cells = Float32Array.from({ length: 4096 * 500 }, (_, n) => (n % 97) / 97);
+            const matrix = { rows: 4096, columns: 500, value: (r, c) => cells[r * 500 + c] };
+            const ranks = Array.from({ length: 16384 }, (_, n) => n), n = ranks.length * 12;
+            const data = {
+                ranks, counts: ranks.map(() => 12), busy: ranks.map((r) => r % 97), lane: new Array(n).fill(1),
+                start: Array.from({ length: n }, (_, s) => (s % 12) * 100), length: new Array(n).fill(90),
+            };
+            const fall = () => {
+                const edges = edgesOf(data), view = { t0: 0, t1: 1200, r0: 0, r1: 16384 };
+                const { bands } = bandsOf(data, edges, orderOf(data, "slow"), view);
+                for (const { row, top, height } of bands) {
+                    for (let s = edges[row]; s < edges[row + 1]; s += 1) g.fillRect(data.start[s], top, 90, height);
+                }
+                return bands.length;
+            };
+            const once = (draw) => {
+                const at = performance.now();
+                draw();
+                g.getImageData(0, 0, 1, 1);
+                return performance.now() - at;
+            };
+            const best = (draw) => Math.min(...[1, 2, 3].map(() => once(draw)));
+            return [best(() => paint(g, matrix, 0, 0, 1200, 460)), best(fall), fall()];
+        }"""
+    )
+    assert took[0] < 400 and took[1] < 600 and took[2] == 460, took
+
+
+def test_a_step_of_the_trends_leads_to_its_waterfall(page):
+    page.get_by_role("link", name="Trends over steps").click()
+    expect(page.get_by_role("heading", name="Trends of gpt")).to_be_visible()
+    chart = page.get_by_role("img", name=re.compile("Time of a save"))
+    over = chart.locator(".u-over")
+    expect(over).to_be_visible()
+    chart.focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#trends-text")).to_contain_text("step 100 ·")
+    page.keyboard.press("End")
+    expect(page.locator("#trends-text")).to_contain_text("step 700 ·")
+    box = over.bounding_box()
+    over.click(position={"x": box["width"] - 3, "y": box["height"] / 2})
+    expect(page.get_by_role("heading", name="Step 700")).to_be_visible()
+    expect(page.locator("#phase-legend")).to_contain_text("write")
+    page.go_back()
+    expect(page.locator(".u-over")).to_have_count(4)
+    page.get_by_role("img", name=re.compile("^Rate")).focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Step 100")).to_be_visible()
+
+
+def test_two_steps_are_compared(page):
+    page.get_by_role("link", name="step 200").click()
+    page.get_by_role("link", name="Diff", exact=True).click()
+    expect(page.get_by_role("heading", name="From step 100 to step 200")).to_be_visible()
+    row = page.get_by_role("row").filter(has_text="scheduler/last_epoch")
+    expect(row).to_contain_text("int 100")
+    expect(row).to_contain_text("int 200")
+    page.get_by_label("Search paths").fill("wte")
+    page.get_by_role("button", name="Search").click()
+    page.get_by_role("link", name="Compare the numbers of model/wte.weight").click()
+    expect(page.locator(".delta")).to_contain_text("2,048of 2,048")
+    page.get_by_role("link", name="close").click()
+    page.get_by_role("link", name="Read what the checksums cannot tell").click()
+    expect(page.get_by_role("row").filter(has_text="model/wte.weight")).to_contain_text("2,048 of 2,048 differ")
+    page.get_by_label("To").select_option(label="step 700")
+    page.get_by_role("button", name="Compare").click()
+    expect(page.get_by_role("heading", name="From step 100 to step 700")).to_be_visible()
+    expect(page.locator(".tile", has_text="Shape")).to_be_visible()
+    page.get_by_role("link", name="structure").click()
+    expect(page.get_by_role("row").filter(has_text="added").first).to_be_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_of_time_fit_a_phone_and_follow_the_scheme(watched, address, scheme):
+    page = watched(address, color_scheme=scheme)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.get_by_role("link", name="Trends over steps").click()
+    page.wait_for_load_state("networkidle")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.get_by_role("link", name="changes").last.click()
+    expect(page.get_by_role("heading", name="From step 200 to step 700")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_a_report_opens_from_a_file_and_its_tree_is_searched(chromium, run, tmp_path):
+    report(run, tmp_path / "report.html")
+    context, troubles = chromium.new_context(), []
+    page = context.new_page()
+    page.on("console", lambda m: troubles.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("request", lambda r: troubles.append(r.url) if not r.url.startswith("file:") else None)
+    page.goto((tmp_path / "report.html").as_uri())
+    page.get_by_label("Search paths").fill("layers.1 qkv.weight")
+    leaves = page.locator("#tree .leaf:visible")
+    expect(leaves).to_have_count(1)
+    expect(leaves).to_contain_text("layers.1.attention.qkv.weight")
+    context.close()
+    assert troubles == []

@@ -1,0 +1,206 @@
+"""Which format, which part, what is lost: the options of convert, as functions and on the command line."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import treeckpt as tc
+from treeckpt.cli import main
+
+from ..world import small_tree
+from .trees import assert_same, training_tree
+
+convert, detect = tc.convert.convert, tc.convert.detect
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Record:
+    a: Any
+    b: Any
+
+
+def test_formats_are_found_by_looking(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "file")
+    found = {"torch": tmp_path / "file", "paddle": ROOT / "tests/golden/paddle/two"}
+    for to in ("treeckpt", "dcp", "safetensors"):
+        found[to] = tmp_path / to
+        convert(tmp_path / "file", tmp_path / to, to=to)
+    assert {detect(path): path for path in found.values()} == found
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "readme.txt").write_text("hello")
+    with pytest.raises(tc.FormatError, match=r"readme\.txt.*Known formats are treeckpt, torch"):
+        detect(tmp_path / "other")
+    with pytest.raises(tc.CheckpointNotFound):
+        detect(tmp_path / "nothing")
+    (tmp_path / "treeckpt" / "index.json").unlink()
+    with pytest.raises(tc.CheckpointNotFound, match="shards of a save that never finished"):
+        convert(tmp_path / "treeckpt", tmp_path / "new")
+
+
+def test_links_are_followed_as_the_cache_of_hugging_face_has_them(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "blob")
+    (tmp_path / "linked.pt").symlink_to("blob")
+    convert(tmp_path / "linked.pt", tmp_path / "hub", to="safetensors")
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "hub").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    convert(tmp_path / "snapshot", tmp_path / "one")
+    assert torch.equal(tc.load(tmp_path / "one")["w"], torch.ones(2))
+
+
+def test_parts_are_chosen_by_globs_and_by_a_path(tmp_path: Path) -> None:
+    tree = training_tree()
+    tc.save(tmp_path / "one", tree, step=9, custom_metadata={"by": "me"})
+    convert(tmp_path / "one", tmp_path / "two", select=["model", "opt*/state/*/exp_avg"], exclude="*bias")
+    back = tc.load(tmp_path / "two")
+    assert list(back) == ["model", "optimizer"] and list(back["model"]) == ["0.weight", "1.weight"]
+    assert {key for moments in back["optimizer"]["state"].values() for key in moments} == {"exp_avg"}
+    index = tc.inspect(tmp_path / "two")
+    assert index.step == 9 and index.metadata == {"by": "me"}
+    convert(tmp_path / "one", tmp_path / "m.pt", subtree="optimizer/state/1")
+    assert_same(torch.load(tmp_path / "m.pt"), tree["optimizer"]["state"][1])
+    for wrong in ({"select": "modle"}, {"subtree": "model/2.weight"}, {"subtree": "step/x"}):
+        with pytest.raises(tc.MismatchError, match=r"glob that names some leaf|expected a path of the tree"):
+            convert(tmp_path / "one", tmp_path / "no", **wrong)
+
+
+def test_containers_that_a_format_lacks_become_plain_ones_and_are_told(tmp_path: Path) -> None:
+    tree = {
+        "point": Point(torch.ones(2), 3),
+        "record": Record(torch.zeros(2), [1]),
+        "deque": collections.deque([1, torch.ones(1)], maxlen=3),
+        "default": collections.defaultdict(list, a=1),
+        "ordered": collections.OrderedDict(z=1, a=2),
+    }
+    tc.save(tmp_path / "one", tree)
+    report = convert(tmp_path / "one", tmp_path / "f.pt")
+    assert {(f.path, f.becomes) for f in report.notes} == {
+        ("point", "a tuple"), ("record", "a dict"), ("deque", "a list"), ("default", "a dict")}  # fmt: skip
+    back = torch.load(tmp_path / "f.pt")
+    assert_same(back["point"], (torch.ones(2), 3))
+    assert_same(back["record"], {"a": torch.zeros(2), "b": [1]})
+    assert type(back["ordered"]) is collections.OrderedDict
+    convert(tmp_path / "one", tmp_path / "two")
+    same = tc.load(tmp_path / "two")
+    assert type(same["point"]) is Point and type(same["record"]) is Record and same["deque"].maxlen == 3
+
+
+def test_a_keyed_table_becomes_a_dict_of_its_arrays(tmp_path: Path) -> None:
+    ids, rows = torch.tensor([-1, 12, 7]), torch.randn(3, 4)
+    tc.save(tmp_path / "one", {"table": tc.KeyedTable(ids, {"embedding": rows})})
+    for name in ("f.pt", "two"):
+        report = convert(tmp_path / "one", tmp_path / name)
+        assert ("table", "a dict") in [(f.path, f.becomes) for f in report.notes]
+    for back in (torch.load(tmp_path / "f.pt"), tc.load(tmp_path / "two")):
+        found = dict(zip(back["table"]["ids"].tolist(), back["table"]["slots"]["embedding"], strict=True))
+        assert all(torch.equal(found[key], row) for key, row in zip(ids.tolist(), rows, strict=True))
+
+
+def test_values_that_a_format_lacks_are_refused_with_their_path(tmp_path: Path) -> None:
+    tree = {
+        "when": datetime.date(2020, 1, 2),
+        "times": np.array(["2020-01-01"], "M8[D]"),
+        "n": np.int64(3),
+        "w": np.ones(2),
+    }
+    tc.save(tmp_path / "one", tree)
+    for to in ("torch", "dcp"):
+        with pytest.raises(tc.TreeError, match=r"^when: .*datetime\.date.*and 1 more"):
+            convert(tmp_path / "one", tmp_path / to, to=to)
+        report = convert(tmp_path / "one", tmp_path / to, to=to, lossy=True)
+        assert {f.path for f in report.losses} == {"when", "times"}
+    back = torch.load(tmp_path / "torch")
+    assert back["when"] is None and back["n"] == 3 and torch.equal(back["w"], torch.ones(2, dtype=torch.float64))
+
+
+def test_state_of_each_ranks_own_becomes_a_dict_by_rank(tmp_path: Path) -> None:
+    from ..world import on_ranks
+
+    on_ranks(3, lambda comm: tc.save(tmp_path / "one", small_tree(comm.rank, 3), comm=comm))
+    for name in ("f.pt", "two"):
+        report = convert(tmp_path / "one", tmp_path / name)
+        assert (report.notes[0].path, report.notes[0].becomes) == ("own", "a dict by rank")
+    expected = small_tree(0, 1)
+    for back in (torch.load(tmp_path / "f.pt"), tc.load(tmp_path / "two")):
+        assert list(back["own"]) == [0, 1, 2] and [back["own"][rank]["n"] for rank in range(3)] == [0, 1, 2]
+        assert [back["own"][rank]["rng"].tolist() for rank in range(3)] == [[rank] * 9 for rank in range(3)]
+        assert np.array_equal(np.asarray(back["pieces"]), expected["pieces"].local)
+        assert np.asarray(back["tie"]).ctypes.data == np.asarray(back["shared"]).ctypes.data
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "hdf5"}, "one of treeckpt, torch"),
+        ({"dtype": "int8"}, "one of float64, float32"),
+        ({"memory": "1MiB"}, "at least"),
+        ({"memory": 8 << 20, "to": "treeckpt"}, "at least"),
+        ({"memory": "lots"}, "bytes, as"),
+        ({"max_shard_size": "5 parsecs", "to": "dcp"}, "bytes, as"),
+        ({"max_shard_size": "5GB", "to": "torch"}, "can have several files"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
+    with pytest.raises(tc.MismatchError, match=message):
+        convert(tmp_path / "in.pt", tmp_path / "out", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+
+
+def test_a_store_in_a_url_is_refused_for_foreign_formats(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
+    with pytest.raises(tc.CheckpointError, match="a local path"):
+        convert(tmp_path / "in.pt", "s3://bucket/model.safetensors")
+
+
+def test_the_command_line_says_what_it_did_and_what_would_be_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tc.save(tmp_path / "one", {"model": {"w": torch.ones(20)}, "step": 3})
+    one, hub = str(tmp_path / "one"), str(tmp_path / "hub")
+    assert main(["convert", one, hub, "--to", "safetensors"]) == 1
+    assert "step" in capsys.readouterr().err and not Path(hub).exists()
+    assert main(["convert", one, hub, "--to", "safetensors", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "lost: step: a value, 3 becomes nothing" in said and "nothing written" in said and not Path(hub).exists()
+    command = ["convert", one, hub, "--to", "safetensors", "--subtree", "model", "--dtype", "bfloat16", "--json"]
+    assert main(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["files"] == ["model.safetensors"] and report["nbytes"] == 40 and report["format"] == "safetensors"
+    assert main(["convert", hub, str(tmp_path / "back"), "--step", "5", "--memory", "64MiB"]) == 0
+    assert "1 leaves, 40 B, safetensors to treeckpt" in capsys.readouterr().out
+    assert tc.load(tmp_path / "back")["w"].dtype == torch.bfloat16 and tc.inspect(tmp_path / "back").step == 5
+    assert main(["convert", str(tmp_path / "gone"), hub]) == 1
+
+
+def test_arrays_come_in_without_torch(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(5), "l": [1, {"x": 2.5}]}, tmp_path / "in.pt")
+    program = (
+        "import sys, treeckpt as tc\n"
+        "report = tc.convert.convert(*sys.argv[1:3])\n"
+        "tc.convert.convert(sys.argv[2], sys.argv[3], lossy=True)\n"
+        "assert 'torch' not in sys.modules, 'nothing of it was needed'\n"
+    )
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    arguments = [str(tmp_path / name) for name in ("in.pt", "one", "out.safetensors")]
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, env=os.environ | {"PYTHONPATH": path})
+    convert(tmp_path / "out.safetensors", tmp_path / "two")
+    assert torch.equal(tc.load(tmp_path / "two")["w"], torch.arange(5))

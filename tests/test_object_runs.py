@@ -1,0 +1,152 @@
+"""Everything that works on a run works on one in an object store: writer process, manager, command line, dashboard."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from tests.background import session
+from tests.s3 import PAGE, QUICK, S3, array, same
+from tests.world import assert_equal, small_tree, whole_tree
+from treeckpt.cli import main
+from treeckpt.core.files import step_name
+from treeckpt.core.policy import Last
+from treeckpt.io.bucket import open_bucket
+from treeckpt.io.comm import SoloComm
+from treeckpt.remote import modules_of
+from treeckpt.run import Run
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_long_run_is_listed_by_pages(s3: S3, count: int) -> None:
+    url = s3.url()
+    bucket, key = open_bucket(url, s3.options(endpoint=f"http://127.0.0.1:{s3.port}"))
+    with ThreadPoolExecutor(8) as pool:
+        list(
+            pool.map(lambda step: bucket.put(f"{key}/{step_name(step)}/index.json", b"{}", replace=True), range(count))
+        )
+    run = tc.ObjectRun(url)
+    assert run.names() == [step_name(step) for step in range(count)]
+    assert len(s3.log()) <= count // PAGE + 1
+    s3.rules()
+    folders = run.folders()
+    assert [folder.name for folder in folders] == run.names()
+    assert all(folder.entries()["index.json"].nbytes == 2 and folder.modified_ns() for folder in folders)
+    assert len(s3.log()) <= 2 * (count // PAGE + 1), "not one for each checkpoint"
+
+
+@pytest.mark.parametrize("given", ["environment", "options"])
+def test_the_writer_process_uploads_without_torch(s3: S3, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    comm, tree, url = SoloComm(), {"w": array(17), "n": 3}, s3.url()
+    if given == "options":
+        for name in s3.environment():
+            monkeypatch.delenv(name)
+    store = url if given == "environment" else s3.store(url, **QUICK)
+    try:
+        report = tc.save_async(store, tree, comm=comm).result(60)
+        process = session(comm).writer.process
+        assert process is not None and process.alive
+        modules = modules_of(process)
+        assert "obstore" in modules and not {"torch", "fsspec"} & set(modules)
+    finally:
+        session(comm).writer.end()
+    assert report.nbytes >= tree["w"].nbytes and same(store, tree)
+    assert any("partNumber" in row["path"] for row in s3.log())
+
+
+def test_a_store_that_no_other_process_can_open_is_written_by_a_thread() -> None:
+    comm, url = SoloComm(), "memory://of/this/process"
+    tc.save_async(url, {"n": 1}, comm=comm).result(60)
+    assert session(comm).writer.process is None and tc.load(url) == {"n": 1}
+    assert pickle.loads(pickle.dumps(tc.ObjectStore(url))).url == url
+
+
+def test_a_manager_saves_keeps_pins_restores_and_cleans_up(far_run: str) -> None:
+    with tc.Manager(far_run, keep=2, background=False) as made:
+        assert made.latest() is None
+        for step in (1, 2, 3, 4):
+            made.save(step, small_tree(0, 1, seed=step), pin=step == 1, metrics={"loss": step})
+        assert made.steps() == [1, 3, 4] and made.latest(verify=True) == 4 and made.best("loss") == 1
+        assert_equal(made.restore(step=3), whole_tree(seed=3))
+        made.save(4, small_tree(0, 1, seed=9))
+        assert_equal(made.restore(), whole_tree(seed=9))
+        made.unpin(1)
+        [removal] = made.clean().removed
+        assert removal.name == step_name(1)
+    assert tc.ObjectRun(far_run).names() == [step_name(3), step_name(4)]
+    store = tc.ObjectStore(f"{far_run}/{step_name(4)}")
+    assert len(store.sizes()) == 3, "what was replaced is gone"
+    tc.rebuild_index(f"{far_run}/{step_name(4)}", replace=True)
+    assert tc.verify(store).ok
+
+
+def test_a_reader_keeps_a_checkpoint_until_it_is_done(far_run: str) -> None:
+    made = tc.Manager(far_run, keep=None, background=False)
+    for step in (1, 2):
+        made.save(step, {"step": step})
+    with made.reading(1) as store:
+        assert not Run(far_run).clean([Last(1)]).removed and tc.load(store) == {"step": 1}
+    assert [r.name for r in Run(far_run).clean([Last(1)]).removed] == [step_name(1)]
+
+
+def test_leftovers_of_crashed_saves_and_deletions_go(far_run: str) -> None:
+    made = tc.Manager(far_run, keep=None, background=False)
+    for step in (1, 2):
+        made.save(step, {"w": np.arange(9)})
+    tc.ObjectStore(f"{far_run}/{step_name(1)}").delete("index.json")
+    assert made.steps() == [2] and not Run(far_run).clean([Last(5)]).removed, "it may be a save under way"
+    later = Run(far_run, clock=lambda: time.time_ns() + 7200 * 10**9)
+    assert [r.name for r in later.clean([Last(5)]).removed] == [step_name(1)]
+    assert tc.ObjectRun(far_run).names() == [step_name(2)] and made.restore()["w"].sum() == 36
+
+
+def test_a_deletion_goes_mark_index_shards_mark(s3: S3) -> None:
+    url = s3.url()
+    for step in (1, 2):
+        tc.save(f"{url}/{step_name(step)}", {"w": np.arange(9)}, step=step)
+    s3.rules()
+    Run(url).clean([Last(1)])
+    changes = [(row["method"], row["path"].rpartition("/")[2].partition(".")[0]) for row in s3.log()]
+    changes = [change for change in changes if change[0] in ("PUT", "DELETE", "POST")]
+    assert changes[:2] == [("PUT", "deleted"), ("DELETE", "index")] and changes[-1] == ("DELETE", "deleted")
+    assert {name for _, name in changes[2:-1]} == {"shard-00000-of-00001", "timings"}
+
+
+def test_the_command_line_reads_and_cleans_runs(far_run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        tc.save(f"{far_run}/{step_name(step)}", {"w": np.arange(9), "v": step}, step=step)
+    first, second = (f"{far_run}/{step_name(step)}" for step in (1, 2))
+    for command, text in (
+        (["ls", far_run], step_name(2)),
+        (["show", first], "int64"),
+        (["verify", first], "intact"),
+        (["diff", first, second], "1 leaves alike"),
+        (["rebuild-index", first, "--replace"], "made again"),
+        (["pin", far_run, "1"], f"{first} is pinned"),
+        (["unpin", far_run, "1"], "no longer"),
+        (["gc", far_run, "--keep-last", "1"], "1 removed"),
+        (["ls", first.replace("00001", "00002")], step_name(2)),
+    ):
+        assert main(command) == 0
+        assert text in capsys.readouterr().out, command
+    assert main(["ls", f"{far_run}/nothing"]) == 2 and main(["gc", f"{far_run}/nothing"]) == 2
+    assert "no such directory" in capsys.readouterr().err
+
+
+def test_the_dashboard_reads_runs(far_run: str) -> None:
+    testclient = pytest.importorskip("starlette.testclient")
+    from treeckpt_dashboard.app import create_app
+
+    tc.save(f"{far_run}/{step_name(7)}", {"layer": {"w": np.arange(9)}}, step=7)
+    client = testclient.TestClient(create_app([far_run]), base_url="http://127.0.0.1:8265")
+    [found] = client.get("/api/v1/runs").json()["runs"]
+    [row] = found["checkpoints"]
+    assert (row["name"], row["status"], row["step"]) == (step_name(7), "complete", 7)
+    assert "layer" in client.get(f"/api/v1/checkpoints/{row['id']}/tree").text
+    assert client.get(f"/api/v1/checkpoints/{row['id']}/timing").status_code == 200

@@ -1,0 +1,206 @@
+"""Loading one tree from several checkpoints, each of which gives some parts; of a leaf in several the last one's wins.
+
+Each checkpoint is seen through its own rules and globs. Who gives which leaf is settled first, from the indexes alone;
+then each is loaded as if it held nothing else, so no byte is read that another one replaces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Any
+
+import msgspec
+
+from .core.errors import CheckpointNotFound, TreeckptError
+from .core.structure import any_rank, merge, paths_of
+from .core.tree import flatten, unflatten
+from .io.comm import Comm, global_rank
+from .io.store import Store
+from .leaves.registry import abstract_of, resolve
+from .loading import check_into_tree, load_into_tree, load_tree
+from .lookup import Load, LoadOptions, check_same
+from .reports import LoadReport
+from .rules import Renaming, Transforms, as_rules
+
+__all__ = ["Bank", "From", "as_bank", "load_bank", "load_bank_into"]
+
+
+class From(msgspec.Struct, frozen=True):
+    """One checkpoint of a bank.
+
+    Args:
+        path: as for `treeckpt.load`.
+        select, exclude: globs over the paths that it gives, by the names after its rules.
+        rename, transforms: rules for it alone, as for `treeckpt.load`.
+        optional: it may be missing, and then gives nothing.
+    """
+
+    path: str | os.PathLike[str] | Store
+    select: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    rename: Renaming = None
+    transforms: Transforms = None
+    optional: bool = False
+
+
+class Bank:
+    """Several checkpoints as one: `tc.load(tc.Bank(["base", tc.From("tuned", select="model/head")]), like)`.
+
+    Args:
+        sources: paths, stores or `From`; of a leaf that several of them give, the last one's is taken.
+    """
+
+    def __init__(self, sources: Iterable[Any]) -> None:
+        self.sources: tuple[From, ...] = tuple(one if isinstance(one, From) else From(one) for one in sources)
+        if not self.sources:
+            raise TreeckptError("bank", expected="one checkpoint at least", found="none")
+
+    def __repr__(self) -> str:
+        return f"Bank({list(self.sources)!r})"
+
+
+def as_bank(path: Any) -> Bank | None:
+    """The bank that a path stands for; None for a single checkpoint."""
+    if isinstance(path, Bank):
+        return path
+    if isinstance(path, From):
+        return Bank([path])
+    several: Any = path if isinstance(path, (list, tuple)) else None
+    return None if several is None else Bank(several)
+
+
+class _Part(msgspec.Struct):
+    """One checkpoint, and what it is to give."""
+
+    store: Store
+    options: LoadOptions
+    job: Load
+    """Which only looks."""
+    wins: set[str]
+
+
+def _settled(bank: Bank, stores: Sequence[Store], comm: Comm, options: LoadOptions) -> list[_Part]:
+    """Who gives what, by the indexes.
+
+    Raises:
+        CheckpointNotFound: one is missing that is not optional.
+    """
+    if options.rules:
+        raise TreeckptError(
+            "transforms",
+            expected="rules on each checkpoint of a bank",
+            found="rules for all",
+            hint="Give them to tc.From",
+        )
+    parts: list[_Part] = []
+    winner: dict[str, int] = {}
+    for source, store in zip(bank.sources, stores, strict=True):
+        rules = as_rules(source.rename, source.transforms)
+        own = msgspec.structs.replace(
+            options, select=globs_of(source.select), exclude=globs_of(source.exclude), rules=rules
+        )
+        try:
+            job = Load(store, comm, own)
+        except CheckpointNotFound:
+            if source.optional:
+                continue
+            raise
+        winner.update((path, len(parts)) for path in job.view.by_path if job.selected(path))
+        parts.append(_Part(store, msgspec.structs.replace(options, rules=rules, strict=False), job, set()))
+    for path, number in winner.items():
+        parts[number].wins.add(path)
+    return parts
+
+
+def globs_of(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Globs as a tuple."""
+    if select is None:
+        return None
+    return (select,) if isinstance(select, str) else tuple(select)
+
+
+def _check_asked(parts: Sequence[_Part], like: Any, comm: Comm, options: LoadOptions) -> tuple[list[str], list[str]]:
+    """What is wanted that nobody gives, and what is given that nobody wants.
+
+    Raises:
+        MismatchError: there is such, under `strict`.
+    """
+    _, leaves = flatten(like, rank=comm.rank, namespace=options.namespace)
+    wanted = {any_rank(path, comm.rank): leaf for path, leaf in leaves}
+    here = global_rank(comm)
+    given = set[str]().union(*(part.wins for part in parts))
+    missing: list[str] = []
+    for path, leaf in wanted.items():
+        if leaf is ... or path in given or not options.selects(path) or any(p.job.view.is_kept(path) for p in parts):
+            continue
+        spec = abstract_of(leaf, path, here)
+        filler = next((part for part in reversed(parts) if part.job.view.filled(path, spec) is not None), None)
+        if filler is None:
+            missing.append(path)
+        else:
+            filler.wins.add(path)
+    below = tuple(f"{path}/" if path else "" for path, leaf in wanted.items() if leaf is ...)
+    extra = [p for p in given if p not in wanted and options.selects(p) and not p.startswith(below)]
+    if options.strict:
+        check_same(missing, sorted(extra))
+    return missing, sorted(extra)
+
+
+def _options(part: _Part) -> LoadOptions:
+    return msgspec.structs.replace(part.options, only=frozenset(part.wins))
+
+
+def load_bank(
+    bank: Bank, stores: Sequence[Store], like: object, comm: Comm, options: LoadOptions
+) -> tuple[object, LoadReport]:
+    """Loads a new tree; see `treeckpt.load`."""
+    parts = _settled(bank, stores, comm, options)
+    reports: list[LoadReport] = []
+    if like is None:
+        trees: list[object] = []
+        for part in parts:
+            tree, report = load_tree(part.store, None, comm, _options(part))
+            trees.append(tree)
+            reports.append(report)
+        return _merged(trees, comm, options), _joined(reports, [], [])
+    missing, unexpected = _check_asked(parts, like, comm, options)
+    for part in parts:
+        like, report = load_tree(part.store, like, comm, _options(part))
+        reports.append(report)
+    return like, _joined(reports, missing, unexpected)
+
+
+def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object:
+    """One tree of several; `...` where none has a leaf."""
+    flat = [flatten(tree, rank=comm.rank, namespace=options.namespace) for tree in trees]
+    structure = reduce(merge, (structure for structure, _ in flat))
+    found = {any_rank(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
+    leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
+    return unflatten(structure, leaves, resolve=resolve, rank=comm.rank, namespace=options.namespace)
+
+
+def load_bank_into(bank: Bank, stores: Sequence[Store], tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
+    """Fills a tree in place; see `treeckpt.load_into`. All but checksums is checked before anything is written."""
+    parts = _settled(bank, stores, comm, options)
+    missing, unexpected = _check_asked(parts, tree, comm, options)
+    for part in parts:
+        check_into_tree(part.store, tree, comm, _options(part))
+    reports = [load_into_tree(part.store, tree, comm, _options(part)) for part in parts]
+    return _joined(reports, missing, unexpected)
+
+
+def _joined(reports: Sequence[LoadReport], missing: Sequence[str], unexpected: Sequence[str]) -> LoadReport:
+    return LoadReport(
+        path=", ".join(report.path for report in reports),
+        nbytes=sum(report.nbytes for report in reports),
+        read_nbytes=sum(report.read_nbytes for report in reports),
+        loaded=sum(report.loaded for report in reports),
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        seconds=sum(report.seconds for report in reports),
+        dropped=tuple(path for report in reports for path in report.dropped),
+        renamed=tuple(pair for report in reports for pair in report.renamed),
+        sources=tuple(msgspec.structs.replace(report, unexpected=()) for report in reports),
+    )
