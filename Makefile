@@ -17,7 +17,7 @@ FUZZ_SECONDS ?= 60
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help install demo test test-all fuzz check bench bench-dashboard format chromium clean
+.PHONY: help install demo test test-all fuzz check bench bench-dashboard format chromium strace clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,11 +55,11 @@ demo: $(STAMP) ## train, save on 4 ranks, load on 2 and 1, then serve the dashbo
 	$(call say,Running the demo)
 	@$(BIN)/treeckpt demo $(if $(filter 0 no false,$(SERVE)),--no-serve)
 
-test: check chromium ## everything that checks the project in JOBS processes, 2 unless told (PYTEST_ARGS=... is passed on)
+test: check chromium strace ## everything that checks the project in JOBS processes, 2 unless told (PYTEST_ARGS=... is passed on)
 	$(call say,pytest and notebooks)
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
-test-all: check chromium ## the same with the slow tests
+test-all: check chromium strace ## the same with the slow tests
 	$(call say,pytest and notebooks with the slow tests)
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m 'slow or not slow' $(PYTEST_ARGS)
 
@@ -105,6 +105,15 @@ chromium: ## make sure that a Chromium is here for the browser tests
 	echo "    installing Debian's chromium with apt-get"; \
 	$$sudo apt-get update -qq || echo "    apt-get update failed, going on with the lists that are here" >&2; \
 	$$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null
+
+strace: ## make sure that strace is here for the tests of power losses, if it can be installed; without it they are skipped
+	$(call say,Looking for strace)
+	@if command -v strace >/dev/null; then echo "    $$(command -v strace)"; exit 0; fi; \
+	sudo=; if [ "$$(id -u)" != 0 ]; then sudo="sudo -n"; fi; \
+	if command -v apt-get >/dev/null && $$sudo true 2>/dev/null && \
+	  $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq strace >/dev/null 2>&1; then \
+	  echo "    installed Debian's strace with apt-get"; \
+	else echo "    none, and it can not be installed from here: the tests of power losses will be skipped"; fi
 
 clean: ## remove build output and caches (keeps .venv)
 	$(call say,Removing build output and caches)

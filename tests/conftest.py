@@ -32,6 +32,7 @@ APART = ("test_notebooks.py",)
 """Files whose tests share nothing and take long: any worker may take one."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts, and with pytest-xdist says which tests need one worker: those of a file, for what they share."""
     places = {item: item.path.relative_to(ROOT).as_posix() for item in items}

@@ -448,13 +448,16 @@ def test_a_published_file_is_durable_before_it_is_visible(tmp_path: Path, monkey
     assert calls == ["fsync", "link", "fsync", "fsync", "replace", "fsync"], "the file, the name, the directory"
 
 
-def test_new_directories_are_synced_up_to_the_first_that_was_there(
+def test_each_directory_is_durable_before_anything_is_made_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[Path] = []
-    monkeypatch.setattr(store_module, "sync_directory", synced.append)
+    seen: list[tuple[Path, int]] = []
+    monkeypatch.setattr(diskfile, "sync_directory", lambda path: seen.append((path, len(list(tmp_path.rglob("*"))))))
     LocalStore(tmp_path / "a" / "b").prepare()
-    assert set(synced) >= {tmp_path, tmp_path / "a"}
+    assert seen == [(tmp_path.parent, 0), (tmp_path, 1), (tmp_path / "a", 2)]
+    seen.clear()
+    LocalStore(tmp_path / "a" / "b").prepare()
+    assert seen == [(tmp_path / "a", 2)], "who made it may have been killed before it did so"
 
 
 def test_a_short_write_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

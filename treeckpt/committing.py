@@ -14,7 +14,7 @@ import msgspec
 
 from .agreement import Done, FileRow, Verdict
 from .core.build import build_index
-from .core.errors import CheckpointExists, CheckpointNotFound
+from .core.errors import CheckpointError, CheckpointExists, CheckpointNotFound
 from .core.events import Host, Timings, encode_timings, timings_name
 from .core.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
 from .core.plan import FilePlan, place
@@ -31,7 +31,17 @@ from .io.store import Store, Swapping
 from .leaves.base import Piece
 from .plans import Plans
 
-__all__ = ["IN_PLACE", "Facts", "Stream", "judge", "may_be_in_place", "remove", "shard_names", "write_shards"]
+__all__ = [
+    "IN_PLACE",
+    "Facts",
+    "Stream",
+    "as_in_place",
+    "judge",
+    "may_be_in_place",
+    "remove",
+    "shard_names",
+    "write_shards",
+]
 
 IN_PLACE = "The new index is in place, but may not survive a power loss; save again"
 """What to say where publishing failed after its effect."""
@@ -137,26 +147,50 @@ def judge(
     """
     faults = [report.fault for report in reports.values() if report.fault is not None] + silent_faults(lost)
     error: Exception | None = None
-    publishing = False
+    publishing = in_place = False
     if not faults:
         try:
             assert plans is not None, "a rank without plans reports a fault"
             with recorder.span("publish"):
-                data = encode_index(_placed(facts, plans, reports))
+                index = _placed(facts, plans, reports)
+                data = encode_index(index)
                 _put_timings(store, facts, reports, None, recorder)
+                _check_there(store, index)
                 publishing = True
                 _publish(store, data, facts)
         except Exception as met:
             error = ours(met, store.url)
+            if in_place := publishing and may_be_in_place(store, facts.save_id):
+                error = as_in_place(error)
             faults.append(fault_of(error, 0, common=isinstance(error, CheckpointExists)))
     if not faults:
-        with contextlib.suppress(Exception):  # it is committed: the rest may fail without harm
+        # it is committed: the rest may fail without harm
+        with contextlib.suppress(Exception):
             _put_timings(store, facts, reports, None, recorder)
+        with contextlib.suppress(Exception):
             _remove_previous(store, facts.previous)
         return Verdict((), True), None
     with contextlib.suppress(Exception):  # the error that is being reported matters more
         _put_timings(store, facts, reports, "; ".join(f"rank {f.rank}: {f.text}" for f in faults)[:4000], recorder)
-    return Verdict(tuple(faults), publishing and may_be_in_place(store, facts.save_id)), error
+    return Verdict(tuple(faults), in_place), error
+
+
+def _check_there(store: Store, index: Index) -> None:
+    """Whether all shards are there still: other programs, and people, delete files too.
+
+    An object store is not asked: it has acknowledged each, and a listing is a request that costs.
+    """
+    if isinstance(store, Swapping):
+        return
+    sizes = store.sizes()
+    for file in index.file_list:
+        if sizes.get(file.name) != file.header + file.nbytes:
+            raise CheckpointError(
+                f"{store.url}/{file.name}",
+                expected=f"{file.header + file.nbytes} bytes, as written a moment ago",
+                found="no such file" if file.name not in sizes else f"{sizes[file.name]}",
+                hint="Something else deletes or changes files there; find out what, and save again",
+            )
 
 
 def _publish(store: Store, data: bytes, facts: Facts) -> None:
@@ -193,6 +227,15 @@ def may_be_in_place(store: Store, save_id: str) -> bool:
         return False
     except Exception:
         return True
+
+
+def as_in_place(error: Exception) -> Exception:
+    """The same error, which says that the index is in place all the same."""
+    if type(error) is not CheckpointError:
+        return error
+    told = CheckpointError(error.path, expected=error.expected, found=error.found, hint=IN_PLACE)
+    told.__cause__ = error.__cause__
+    return told
 
 
 def _put_timings(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from .agreement import Done, Verdict
-from .committing import IN_PLACE, Facts, may_be_in_place, remove
+from .committing import Facts, as_in_place, may_be_in_place, remove
 from .core.errors import CheckpointError
 from .core.progress import progress_name
 from .desk import Answer, Arrange, Assignment, Attach, Detach, End, Judge, Modules, Reply
@@ -91,10 +91,9 @@ class There:
         try:
             return self._ask(Judge(dict(heard), dict(lost), self._recorder.trail)).data
         except WriterGone as gone:
-            error = self._gone(gone)
-            in_place = may_be_in_place(self._store, self._facts.save_id)
-            if in_place:
-                error = CheckpointError(error.path, expected=error.expected, found=error.found, hint=IN_PLACE)
+            error: Exception = self._gone(gone)
+            if in_place := may_be_in_place(self._store, self._facts.save_id):
+                error = as_in_place(error)
             return _encode(Verdict((fault_of(error, self._facts.rank),), in_place))
 
     def _ask(self, request: Assignment | Judge) -> Answer:

@@ -103,14 +103,16 @@ def test_containers_that_a_format_lacks_become_plain_ones_and_are_told(tmp_path:
     assert type(same["point"]) is Point and type(same["record"]) is Record and same["deque"].maxlen == 3
 
 
-def test_a_keyed_table_becomes_a_dict_of_its_arrays(tmp_path: Path) -> None:
+def test_a_keyed_table_becomes_a_dict_of_its_arrays_where_there_are_none(tmp_path: Path) -> None:
     ids, rows = torch.tensor([-1, 12, 7]), torch.randn(3, 4)
     tc.save(tmp_path / "one", {"table": tc.KeyedTable(ids, {"embedding": rows})})
-    for name in ("f.pt", "two"):
-        report = convert(tmp_path / "one", tmp_path / name)
-        assert ("table", "a dict") in [(f.path, f.becomes) for f in report.notes]
-    for back in (torch.load(tmp_path / "f.pt"), tc.load(tmp_path / "two")):
-        found = dict(zip(back["table"]["ids"].tolist(), back["table"]["slots"]["embedding"], strict=True))
+    report = convert(tmp_path / "one", tmp_path / "f.pt")
+    assert ("table", "a dict") in [(f.path, f.becomes) for f in report.notes]
+    assert not convert(tmp_path / "one", tmp_path / "two").notes
+    plain, kept = torch.load(tmp_path / "f.pt")["table"], tc.load(tmp_path / "two")["table"]
+    assert type(kept) is tc.KeyedTable
+    for found_ids, slots in ((plain["ids"], plain["slots"]), (kept.ids, kept.slots)):
+        found = dict(zip(found_ids.tolist(), slots["embedding"], strict=True))
         assert all(torch.equal(found[key], row) for key, row in zip(ids.tolist(), rows, strict=True))
 
 

@@ -15,6 +15,7 @@ import msgspec
 from ..core.errors import MismatchError
 from ..core.runs import decode_runs
 from ..core.structure import (
+    TABLE_KEYS,
     CustomNode,
     DataclassNode,
     DefaultDictNode,
@@ -199,11 +200,11 @@ _PLAIN: dict[type, str] = {
     DataclassNode: "dataclass",
     CustomNode: "registered class",
     PerRankNode: "state of each rank's own",
-    TableNode: "KeyedTable",
+    TableNode: "keyed table",
 }
 
 
-NODES = frozenset(_PLAIN) - {PerRankNode, TableNode}
+NODES = frozenset(_PLAIN) - {PerRankNode}
 """The kinds of containers that hold lazy leaves."""
 
 
@@ -243,7 +244,7 @@ def _lowered(node: Node, children: tuple[Structure, ...]) -> Node:
     if isinstance(node, (OrderedDictNode, DefaultDictNode, CustomNode)):
         return DictNode(node.keys, children)
     if isinstance(node, (DataclassNode, TableNode)):
-        return DictNode(tuple(str(key) for key in keys_of(node, "")), children)
+        return DictNode(node.fields if isinstance(node, DataclassNode) else TABLE_KEYS, children)
     return TupleNode(children) if isinstance(node, (NamedTupleNode, StructSequenceNode)) else ListNode(children)
 
 

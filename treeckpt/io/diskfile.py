@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .buffers import PAGE, aligned_buffer
 
-__all__ = ["LocalWriter", "sync_directory"]
+__all__ = ["LocalWriter", "make_directory", "sync_directory"]
 
 
 def sync_directory(directory: Path) -> None:
@@ -19,6 +19,22 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_directory(directory: Path) -> None:
+    """Makes a directory and what is missing above it, each one durable before anything is made in it.
+
+    One that is there may have been made by a process that was killed before it could sync the parent, so that is done
+    again.
+    """
+    there = directory.is_dir()
+    if not there:
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+    elif os.path.ismount(directory):
+        return
+    with contextlib.suppress(*[PermissionError] if there else []):  # a parent of somebody else's, not to be read
+        sync_directory(directory.parent)
 
 
 class LocalWriter:

@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 
 from ..core.errors import CheckpointError, CheckpointExists, CorruptError
 from .bucket import is_url, local_path
-from .diskfile import LocalWriter, sync_directory
+from .diskfile import LocalWriter, make_directory, sync_directory
 from .reader import LocalReader, open_regular
 
 __all__ = ["LocalStore", "MemoryStore", "Store", "Swapping", "Writer", "open_store"]
@@ -53,7 +53,7 @@ class Store(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Makes the directory, and what is above it."""
+        """Makes the directory, and what is above it, durably."""
         ...
 
     def sizes(self) -> dict[str, int]:
@@ -161,12 +161,7 @@ class LocalStore:
         return self._directory
 
     def prepare(self) -> None:
-        missing = [self._directory]
-        while not missing[-1].exists() and missing[-1].parent != missing[-1]:
-            missing.append(missing[-1].parent)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for directory in missing:  # a new name is durable once its parent is
-            sync_directory(directory)
+        make_directory(self._directory)
 
     def sizes(self) -> dict[str, int]:
         found: dict[str, int] = {}

@@ -1,0 +1,98 @@
+"""A power loss at any moment of a save leaves the checkpoint before it, or the new one: whole, and nothing else.
+
+The system calls of real saves are recorded, and everything that they leave possible on the disk is looked at.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import treeckpt as tc
+from tests.crash.outage import State, lay_out, states
+from tests.crash.syscalls import Recording, record, why_not
+from tests.world import assert_holds, whole_tree
+from treeckpt.catalog import scan
+from treeckpt.core.files import step_name
+from treeckpt.run import Run
+
+ROOT = Path(__file__).parents[2]
+RUN = "runs/run"
+LIMITS = [12, pytest.param(5000, marks=pytest.mark.slow)]
+"""Choices of what is lost, for a power loss at one moment."""
+
+
+def recorded(directory: Path, what: str, before: tuple[int, ...]) -> Recording:
+    """A run with some steps, each with the seed 1; and what then happens to it."""
+    why = why_not()
+    if why:
+        pytest.skip(why)
+    root = directory / "root"
+    root.mkdir()
+    for step in before:
+        tc.save(root / RUN / step_name(step), whole_tree(seed=1), step=step)
+    command = [sys.executable, "-W", "error", "-m", "tests.crash.recorded", what, str(root)]
+    found = record(root, command, directory / "trace", cwd=ROOT)
+    assert found.returned is not None and found.effects and found.syncs
+    return found
+
+
+def seed_of(path: Path) -> int | None:
+    """Which of the two checkpoints there is, bit for bit."""
+    try:
+        step = tc.load(path, select="step")["step"]
+    except tc.CheckpointNotFound:
+        return None
+    assert_holds(path, seed=step - 100)
+    return step - 100
+
+
+def look(state: State, root: Path) -> dict[int, int | None]:
+    """The seeds of the steps of a state; whatever is there must be whole, or count as no checkpoint."""
+    shutil.rmtree(root, ignore_errors=True)
+    lay_out(state, root)
+    assert "corrupt" not in {info.status for info in scan(root / RUN)}, sorted(state.tree)
+    return {step: seed_of(root / RUN / step_name(step)) for step in (1, 2, 3)}
+
+
+def check_goes_on(root: Path) -> None:
+    """After it the next save and the clean-up work, and leave nothing of what was torn."""
+    run = root / RUN
+    tc.save(run / step_name(2), whole_tree(seed=3), step=2, overwrite=True)
+    assert_holds(run / step_name(2), seed=3)
+    assert not Run(run).clean([], grace=0).failed
+    files = {path.name for path in (run / step_name(2)).iterdir() if not path.name.startswith(".")}
+    committed = tc.inspect(run / step_name(2))
+    assert {name for name in files if "shard" in name} == {file.name for file in committed.file_list}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("what", ["new", "overwriting", "background", "after a kill"])
+def test_a_power_loss_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, what: str, limit: int) -> None:
+    fresh = what in ("new", "after a kill")
+    recording = recorded(tmp_path, what, () if fresh else (1, 2))
+    met: dict[bool, set[int | None]] = {False: set(), True: set()}
+    count = 0
+    for count, state in enumerate(states(recording, limit), 1):
+        found = look(state, tmp_path / "after")
+        assert found[1] == (None if fresh else 1) and found[3] is None
+        assert found[2] in ((None, 2) if fresh else (1, 2))
+        assert not state.saved or found[2] == 2, "a save that has returned is durable"
+        met[state.saved].add(found[2])
+        if count % 29 == 0:
+            check_goes_on(tmp_path / "after")
+    assert count >= 25 and met == {False: {None if fresh else 1, 2}, True: {2}}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_power_loss_while_cleaning_leaves_whole_checkpoints_only(tmp_path: Path, limit: int) -> None:
+    recording = recorded(tmp_path, "cleaning", (1, 2, 3))
+    met: set[tuple[int | None, ...]] = set()
+    for state in states(recording, limit):
+        found = look(state, tmp_path / "after")
+        assert found[3] == 1 and {found[1], found[2]} <= {None, 1}
+        met.add((found[1], found[2]))
+    assert {(1, 1), (None, None)} <= met
