@@ -13,10 +13,11 @@ PYTHONS := python3 python3.13 python3.12 python3.11
 SERVE ?= 1
 PYTEST_ARGS ?=
 JOBS ?= 2
+FUZZ_SECONDS ?= 60
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help install demo test test-all check bench bench-dashboard format chromium strace clean
+.PHONY: help install demo test test-all fuzz check bench bench-dashboard format chromium strace clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +62,10 @@ test: check chromium strace ## everything that checks the project in JOBS proces
 test-all: check chromium strace ## the same with the slow tests
 	$(call say,pytest and notebooks with the slow tests)
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m 'slow or not slow' $(PYTEST_ARGS)
+
+fuzz: $(STAMP) ## fuzz every decoder for FUZZ_SECONDS each, 60 unless told; with atheris where it is installed (extra: fuzz)
+	$(call say,Fuzzing)
+	@$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 check: $(STAMP) ## the static checks only: format, lint, types, floors
 	$(call say,ruff format)

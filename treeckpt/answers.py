@@ -18,7 +18,7 @@ from .faults import Fault, fault_of, raise_faults, silent_faults
 from .io.comm import Comm
 from .io.rounds import Round
 
-__all__ = ["ask", "tally"]
+__all__ = ["ask", "pool", "tally"]
 
 T = TypeVar("T")
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -33,6 +33,7 @@ class _Answer(Ended, array_like=True):
 
 class _Tale(msgspec.Struct, array_like=True):
     fault: Fault | None
+    data: bytes = b""
 
 
 def ask(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -> T:
@@ -77,15 +78,57 @@ def tally(comm: Comm, topic: str, error: Exception | None) -> tuple[Fault, ...]:
     return _converse(comm, topic, fault, lambda faults: _Answer(tuple(faults), b"")).faults
 
 
-def _converse(comm: Comm, topic: str, fault: Fault | None, judge: Callable[[list[Fault]], _Answer]) -> _Answer:
+def pool(comm: Comm, topic: str, work: Callable[[], T], kind: type[T]) -> list[T]:
+    """What `work()` gives on each rank, by rank, on every rank.
+
+    Args:
+        kind: the type of what it gives, one that msgspec knows.
+
+    Raises:
+        TreeckptError: what `work` raised here.
+        RankError: it failed on other ranks, or ranks fell silent.
+    """
+    if comm.size == 1:
+        return [work()]
+    fault, cause, data = None, None, b""
+    try:
+        data = _encode(work())
+    except Exception as error:
+        fault, cause = fault_of(error, comm.rank), error
+    heard: dict[int, bytes] = {}
+
+    def judge(faults: list[Fault]) -> _Answer:
+        return _Answer(tuple(faults), _encode([heard[rank] for rank in range(comm.size)] if not faults else []))
+
+    word = _converse(comm, topic, fault, judge, data, heard)
+    raise_faults(word.faults, topic, comm, cause=cause, hint=_HINT)
+    return [_decode(part, type=kind) for part in _decode(word.data, type=list[bytes])]
+
+
+def _converse(
+    comm: Comm,
+    topic: str,
+    fault: Fault | None,
+    judge: Callable[[list[Fault]], _Answer],
+    data: bytes = b"",
+    words: dict[int, bytes] | None = None,
+) -> _Answer:
+    """Has every rank say how it fared; rank 0 judges, and all learn of it.
+
+    Args:
+        data: what this rank has to say beside.
+        words: on rank 0 takes what each rank said, before `judge` is asked.
+    """
     round_ = Round(comm, topic)
     missed = round_.join()
     if missed is not None:
         return _decode(missed, type=_Answer)
-    heard = round_.gather(_encode(_Tale(fault)))
+    heard = round_.gather(_encode(_Tale(fault, data)))
     if heard is None:
         return _decode(round_.share(None, last=True), type=_Answer)
-    tales = [_decode(data, type=_Tale).fault for data in heard.values()]
-    answer = judge([tale for tale in tales if tale is not None] + silent_faults(round_.lost))
+    tales = {rank: _decode(message, type=_Tale) for rank, message in heard.items()}
+    if words is not None:
+        words.update({rank: tale.data for rank, tale in tales.items()})
+    answer = judge([tale.fault for tale in tales.values() if tale.fault is not None] + silent_faults(round_.lost))
     round_.share(_encode(answer), last=True)
     return answer

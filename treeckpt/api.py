@@ -25,8 +25,10 @@ from .io.store import Store, open_store
 from .loading import load_into_tree, load_tree
 from .lookup import MEMORY, LoadOptions
 from .pending import Pending
+from .repairing import repair_store
 from .reports import LoadReport, SaveReport, VerifyReport
 from .rules import Renaming, Transforms, as_rules
+from .salvaging import salvaging
 from .saving import save_tree
 from .stateful import expand
 from .verifying import publish_rebuilt, verify_store
@@ -183,6 +185,7 @@ def load(
     cast: bool = False,
     device: str | None = None,
     verify: Verify = True,
+    on_corrupt: Literal["error", "skip"] = "error",
     per_rank: Literal["error", "take"] = "error",
     copy: bool = False,
     mmap: bool = False,
@@ -213,6 +216,9 @@ def load(
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
         verify: compares checksums of all that is read.
+        on_corrupt: "skip" salvages: every shard is compared with its checksums beforehand, and leaves with bytes that
+            are missing or changed come back as `...` and are named in `LoadReport.damaged`. Every rank has to call:
+            they share the comparing, and skip the same leaves. Of one checkpoint only, not of a `Bank`.
         per_rank: what to do about `PerRank` state when the world size changed: refuse, or take that of rank modulo
             the old world.
         copy: gives each array memory of its own. Otherwise whole arrays are views of the memory that a stretch of
@@ -237,7 +243,8 @@ def load(
         globs_of(exclude), rules,
     )  # fmt: skip
     comm = as_comm(comm)
-    with _origin(path) as (new_tree, _), _without_cycles():
+    with _origin(path) as (new_tree, _, stores), _without_cycles():
+        options = salvaging(stores, comm, options, on_corrupt)
         if like is not None and (expanded := expand(like, rank=comm.rank, namespace=namespace)) is not None:
             like = expanded.tree
         tree, report = new_tree(like, comm, options)
@@ -257,6 +264,7 @@ def load_into(
     strict: bool = True,
     cast: bool = False,
     verify: Verify = True,
+    on_corrupt: Literal["error", "skip"] = "error",
     per_rank: Literal["error", "take"] = "error",
     read: Literal["each", "once"] = "each",
     memory: int = MEMORY,
@@ -269,7 +277,8 @@ def load_into(
     Every check comes before the first byte is written. With `verify=True` that includes the checksums, at the price
     of reading twice, the second time from the page cache where there is room; `verify="stream"` checks each block
     before its bytes are put in place, in one pass, and a changed byte then leaves the tree partly filled.
-    Objects with `load_state_dict` are given their state after all else.
+    Objects with `load_state_dict` are given their state after all else. With `on_corrupt="skip"` what is damaged stays
+    as it was, an object of which a value would be missing as a whole.
 
     See `load` for the arguments and errors.
     """
@@ -279,7 +288,8 @@ def load_into(
         globs_of(exclude), rules,
     )  # fmt: skip
     comm = as_comm(comm)
-    with _origin(path) as (new_tree, into_tree), _without_cycles():
+    with _origin(path) as (new_tree, into_tree, stores), _without_cycles():
+        options = salvaging(stores, comm, options, on_corrupt)
         if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
             return into_tree(tree, comm, options)
 
@@ -290,8 +300,8 @@ def load_into(
         return expanded.restore(as_saved, lambda target: into_tree(target, comm, options))
 
 
-Loads = tuple[Callable[..., tuple[Any, LoadReport]], Callable[..., LoadReport]]
-"""What makes a new tree, and what fills one."""
+Loads = tuple[Callable[..., tuple[Any, LoadReport]], Callable[..., LoadReport], Sequence[Store]]
+"""What makes a new tree, what fills one, and where both read."""
 
 
 @contextlib.contextmanager
@@ -301,10 +311,10 @@ def _origin(path: Path | Bank | Sequence[Any]) -> Iterator[Loads]:
     with contextlib.ExitStack() as stack:
         if bank is None:
             store: Any = stack.enter_context(opened(path))  # pyright: ignore[reportArgumentType]
-            yield partial(load_tree, store), partial(load_into_tree, store)
+            yield partial(load_tree, store), partial(load_into_tree, store), [store]
         else:
             stores = [stack.enter_context(opened(source.path)) for source in bank.sources]
-            yield partial(load_bank, bank, stores), partial(load_bank_into, bank, stores)
+            yield partial(load_bank, bank, stores), partial(load_bank_into, bank, stores), stores
 
 
 @contextlib.contextmanager
@@ -334,14 +344,20 @@ def inspect(path: Path) -> Index:
         return read_index(store)
 
 
-def verify(path: Path) -> VerifyReport:
+def verify(path: Path, *, repair: bool = False) -> VerifyReport:
     """Reads everything and compares it with its checksums, and the shards with the index.
+
+    Args:
+        repair: makes again what can be: the index from the shards' headers, a header from the index where its seal
+            proves it, a shard with something behind its end. Timings that are damaged are taken away. What was there is
+            kept as `<name>.<id>.damaged`. The report says what was done, and what is lost. Nothing else may be saving
+            there.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
     with opened(path) as store:
-        return verify_store(store)
+        return repair_store(store) if repair else verify_store(store)
 
 
 def rebuild_index(path: Path, *, replace: bool = False) -> Index:

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from . import catalog, cli_convert, cli_runs, cli_views
+from . import catalog, cli_convert, cli_runs, cli_verify, cli_views
 from .api import opened
-from .bars import reading_bar
 from .cli_rules import show_rules
 from .core.diff import Added, Diff, Moved, Removed, diff, leaf_text
 from .core.errors import TreeckptError
@@ -26,7 +25,6 @@ from .core.outline import Outline, Row
 from .core.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from .core.runs import length_of
 from .core.wording import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text, value_type
-from .io.store import open_store
 from .printing import fail, moment, print_facts, print_json, print_line, print_table
 from .underway import under_way_text
 from .values import Side, ValueChange, value_changes
@@ -75,8 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("leaf", metavar="PATH", nargs="?", default="", help="of a leaf or of a node of the tree")
     show.add_argument("--rules", metavar="FILE", help="show what load rules (JSON, or statements) make of it")
     show.add_argument("--depth", type=int, default=2, help="levels of the tree to print (default: 2)")
-    verify = command("verify", _verify, "read everything and compare it with its checksums")
-    verify.add_argument("checkpoint", metavar="CKPT")
+    cli_verify.add_verify(command)
     two = command("diff", _diff, "say in what two checkpoints differ, by their indexes or by every number")
     two.add_argument("--values", action="store_true", help="compare the contents of arrays too: checksums first")
     two.add_argument("first", metavar="A")
@@ -279,24 +276,7 @@ def _leaf_facts(index: Index, leaf: Leaf) -> list[tuple[str, str]]:
     return [*facts, ("layout", layout_text(layout_of(index, leaf)))]
 
 
-# verify, diff, rebuild ----------------------------------------------------------------------------------------------
-
-
-def _verify(options: argparse.Namespace) -> int:
-    import treeckpt as tc
-
-    nbytes = None if options.json else catalog.look(options.checkpoint, follow=True).nbytes
-    with reading_bar(open_store(options.checkpoint), "verifying", nbytes) as store:
-        report = tc.verify(store)
-    if options.json:
-        print_json({"ok": report.ok, "report": report})
-    else:
-        state = "intact" if report.ok else f"{len(report.problems)} problems"
-        took = seconds_text(report.seconds)
-        print_line(f"{options.checkpoint}: {report.files} shards, {bytes_text(report.nbytes)} in {took}: {state}")
-        for file, text in ((p.file, p.text) for p in report.problems):
-            print_line(f"  {file}: {text}", "red")
-    return 0 if report.ok else 1
+# diff, rebuild -----------------------------------------------------------------------------------------------------
 
 
 def _diff(options: argparse.Namespace) -> int:

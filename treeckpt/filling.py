@@ -28,7 +28,7 @@ from .io.intake import STRETCH, Landed, Reading, list_landings, list_readings, r
 from .io.record import Recorder
 from .io.relay import Part, Relay, together
 from .io.residency import cache_room
-from .io.shards import Shards
+from .io.shards import Shards, open_shard
 from .io.store import Store
 from .leaves.base import HostArray, HostMemory, Target, TargetPiece, raw_dtype
 from .leaves.registry import library_of
@@ -82,7 +82,9 @@ class _Casting:
 class Filling:
     """What one load wants read."""
 
-    def __init__(self, store: Store, index: Index, source_rank: int, recorder: Recorder) -> None:
+    def __init__(self, store: Store, index: Index, source_rank: int, recorder: Recorder, *, whole: bool = True) -> None:
+        self.whole = whole
+        """Whether shards that are cut short are refused, even where what is wanted is there."""
         self.store, self.index, self.source_rank, self.recorder = store, index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
         self._claimed = self._present = 0
@@ -113,18 +115,13 @@ class Filling:
 
     def _short(self, path: str, sizes: dict[str, int]) -> CorruptError:
         for file in self.index.file_list:
-            if (found := sizes.get(file.name)) != file.header + file.nbytes:
-                return CorruptError(
-                    f"{self.store.url}/{file.name}",
-                    expected=f"a shard of {file.header + file.nbytes} bytes",
-                    found="no such file" if found is None else f"{found} bytes",
-                    hint="The file was lost, changed or cut short; restore it from a copy",
-                )
+            if (found := sizes.get(file.name)) != file.header + file.nbytes and self.whole:
+                open_shard(self.store, self.index, file, found)  # says what is wrong with it
         return CorruptError(
             f"{path}: {self.store.url}",
             expected=f"shards that hold {self._claimed} bytes of arrays, as the index says",
             found=f"{self._present} bytes in all shards",
-            hint="The index is not that of these shards; try treeckpt rebuild-index",
+            hint="The index is not that of these shards; try treeckpt verify --repair",
         )
 
     def land(self, path: str, leaf: Leaf, spec: ArraySpec) -> Slot | None:
@@ -288,7 +285,7 @@ class Filling:
             in_place: targets exist already: with `verify=True` all checksums are compared before the first byte is
                 written, which reads twice.
         """
-        shards = Shards(self.store, self.index, self.recorder, verify=verify is not False)
+        shards = Shards(self.store, self.index, self.recorder, verify=verify is not False, whole=self.whole)
         if means.mapped:
             self._map(shards)
         limit = read_limit(means.memory)

@@ -118,6 +118,8 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
         path = any_rank(text, job.rank)
         asked.add(path)
         leaf = None
+        if views and path in job.damaged:
+            wanted = ...
         if type(wanted) is Column:
             leaf = find_column(job, wanted, path)
         elif wanted is not ... and job.selected(path):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from .core.damage import BadBytes, Damaged, damaged_leaves
 from .core.errors import MismatchError
 from .core.records import Leaf, PerRankValues, ValueRecord
 from .core.rules import Rule
@@ -54,6 +55,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     rules: tuple[Rule, ...] = ()
     only: frozenset[str] | None = None
     """Paths to load, of those that are selected."""
+    bad: tuple[BadBytes, ...] | None = None
+    """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
 
     def selects(self, path: str) -> bool:
         """Whether a path is asked for: `select` names it or something above it, and `exclude` does not."""
@@ -85,15 +88,29 @@ class Load:
             )
         self.take = None if options.copy else Slabs().take
         """Memory for new arrays; with `copy` each has its own."""
-        self.filling = Filling(store, self.index, self.source_rank, self.recorder)
+        self.damaged = self._damaged()
+        self.filling = Filling(store, self.index, self.source_rank, self.recorder, whole=options.bad is None)
         self.loaded = 0
         self._claimed: set[int] = set()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
 
     def selected(self, path: str) -> bool:
-        """Whether a path is asked for, and no rule has it stay as it is."""
-        return self.options.selects(path) and not self.view.is_kept(path)
+        """Whether a path is asked for, it can be had, and no rule has it stay as it is."""
+        return self.options.selects(path) and path not in self.damaged and not self.view.is_kept(path)
+
+    def _damaged(self) -> dict[str, tuple[Damaged, ...]]:
+        """By path, what of a leaf is damaged, as the rank sees it whose state is loaded."""
+        hurt = damaged_leaves(self.index, self.options.bad or (), rank=self.source_rank)
+        if not hurt:
+            return {}
+        found: dict[str, tuple[Damaged, ...]] = {}
+        for leaf in self.view.entries:
+            saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, MadeLeaf) else [leaf.number]
+            parts = [part for number in saved for part in hurt.get(number, ())]
+            if parts:
+                found[leaf.path] = tuple(msgspec.structs.replace(part, path=leaf.path) for part in parts)
+        return found
 
     def find(self, path: str) -> Leaf | None:
         """The saved leaf at a path; under `PerRank` the one of the rank that is wanted."""
@@ -231,6 +248,7 @@ class Load:
             self.recorder.seconds,
             self.view.ruled.dropped if self.view.ruled is not None else (),
             tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
+            damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
         )
 
 

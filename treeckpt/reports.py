@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from .core.damage import Damaged
 from .core.events import Span
 from .core.markup import el, facts, joined, table
 from .core.wording import seconds_text
@@ -101,6 +102,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     """What rules gave another name and nothing else: as in the checkpoint, and as loaded."""
     sources: tuple[LoadReport, ...] = ()
     """Of a bank, what each of its checkpoints gave."""
+    damaged: tuple[Damaged, ...] = ()
+    """Asked for with `on_corrupt="skip"`, and not to be had: by leaf, with the bytes for which that is so."""
 
     def __str__(self) -> str:
         rows = [
@@ -109,6 +112,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         ]
         rows += [f"  missing     {path}" for path in self.missing]
         rows += [f"  unexpected  {path}" for path in self.unexpected]
+        rows += [f"  damaged     {part}" for part in self.damaged]
         rows += [f"  dropped     {path}" for path in self.dropped]
         rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
         return "\n".join(rows + ["  " + line for source in self.sources for line in str(source).splitlines()])
@@ -124,6 +128,7 @@ class LoadReport(msgspec.Struct, frozen=True):
             ("read", human_bytes(self.read_nbytes)),
         ]
         odd = [(path, "missing") for path in self.missing] + [(path, "unexpected") for path in self.unexpected]
+        odd += [(str(part), "damaged") for part in self.damaged]
         listed = table(("path", "is"), odd[:SHOWN]) if odd else None
         more = el("p", f"and {len(odd) - SHOWN} more") if len(odd) > SHOWN else None
         return joined([facts(about), listed, more])
@@ -134,6 +139,23 @@ class Problem(msgspec.Struct, frozen=True, array_like=True):
 
     file: str
     text: str
+    start: int | None = None
+    """First of the bytes in the file, header included; None where all of it is meant."""
+    stop: int | None = None
+    leaves: tuple[str, ...] = ()
+    """Paths that cannot be loaded for it."""
+
+
+class Repair(msgspec.Struct, frozen=True, array_like=True):
+    """A file that was made again."""
+
+    file: str
+    what: str
+    kept_as: str | None = None
+    """Where the damaged file is kept, in the same directory."""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}" + (f" (the damaged file is kept as {self.kept_as})" if self.kept_as else "")
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
@@ -144,16 +166,24 @@ class VerifyReport(msgspec.Struct, frozen=True):
     nbytes: int
     """Bytes of array data whose checksums were compared."""
     problems: tuple[Problem, ...]
+    """After a repair, what is left of them."""
     seconds: float
+    repairs: tuple[Repair, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong."""
         return not self.problems
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The paths of leaves that cannot be loaded."""
+        return tuple(sorted({path for problem in self.problems for path in problem.leaves}))
+
     def __str__(self) -> str:
         state = "intact" if self.ok else f"{len(self.problems)} problems"
         rows = [f"verified {self.path}  {self.files} shards, {human_bytes(self.nbytes)}: {state}"]
+        rows += [f"  repaired {repair}" for repair in self.repairs]
         return "\n".join(rows + [f"  {problem.file}: {problem.text}" for problem in self.problems])
 
 

@@ -99,8 +99,13 @@ class Expanded:
         report = fill(target)
         graft(self.original, replace_leaves(self.original, self._filled(target), namespace=self.namespace))
         for found in self.found.values():
-            found.owner.load_state_dict(found.state)
+            if found.has_arrays or not self._has_gaps(found.state):
+                found.owner.load_state_dict(found.state)
         return report
+
+    def _has_gaps(self, state: Any) -> bool:
+        """Whether a part of a state could not be loaded."""
+        return any(leaf is ... for _, leaf in flatten(state, rank=self.rank, namespace=self.namespace)[1])
 
     def _filled(self, target: Any) -> Iterator[Any]:
         """The leaves of the original tree after `target` was filled; the objects stay where they are."""

@@ -184,7 +184,7 @@ def _read(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> None:
     if saved.dtype != "int64":
         raise FormatError(path, expected="an array of int64", found=saved.dtype)
     job.filling.claim(path, leaf)
-    before = Filling(job.filling.store, job.index, job.source_rank, job.recorder)
+    before = Filling(job.filling.store, job.index, job.source_rank, job.recorder, whole=job.filling.whole)
     before.want(path, leaf, Target(saved, None, (TargetPiece(region, into),)))
     before.run(job.options.verify is not False, Means(job.options.memory))
     job.filling.nbytes += before.nbytes

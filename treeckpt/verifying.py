@@ -2,46 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from .core.errors import CheckpointExists, CorruptError, TreeckptError
+from .core.damage import BadBytes, damaged_leaves
+from .core.errors import CheckpointError, CheckpointExists, TreeckptError
+from .core.events import timings_name
 from .core.index import INDEX_NAME, encode_index, rebuild
 from .core.records import Index
+from .core.shard import ShardHeader
 from .io.codec import read_index, read_timings, rebuild_from_shards
 from .io.record import Recorder
-from .io.shards import open_shard, read_header, verify_shard
+from .io.shards import read_header
 from .io.store import Store
+from .io.survey import survey_shard
 from .reports import Problem, VerifyReport
 
 __all__ = ["publish_rebuilt", "verify_store"]
+
+SHOWN = 5
 
 
 def verify_store(store: Store) -> VerifyReport:
     """See `treeckpt.verify`."""
     recorder, index = Recorder(0), read_index(store)
     problems: list[Problem] = []
-    headers: list[Any] = []
+    headers: list[tuple[int, ShardHeader]] = []
     nbytes, sizes = 0, store.sizes()
     for file in index.file_list:
-        try:
-            opened = open_shard(store, index, file, sizes.get(file.name))
-            headers.append(read_header(store, file.name, file_size=sizes.get(file.name)))
-            nbytes += verify_shard(store, opened)
-        except (TreeckptError, OSError) as error:
-            problems.append(Problem(file.name, str(error)))
+        bad = survey_shard(store, index, file, sizes.get(file.name))
+        problems += [_problem(index, part) for part in bad]
+        if not bad:
+            nbytes += file.nbytes
+            try:
+                headers.append(read_header(store, file.name, file_size=sizes.get(file.name)))
+            except (TreeckptError, OSError) as error:
+                problems.append(Problem(file.name, str(error), 0, file.header))
     if not problems:
         problems += _compare_index(index, headers, store)
     try:
         read_timings(store, index.save_id)
     except (TreeckptError, OSError) as error:
-        problems.append(Problem(f"timings.{index.save_id}.json", str(error)))
+        problems.append(Problem(timings_name(index.save_id), str(error)))
     return VerifyReport(store.url, len(index.file_list), nbytes, tuple(problems), recorder.seconds)
 
 
-def _compare_index(index: Index, headers: list[Any], store: Store) -> list[Problem]:
+def _problem(index: Index, bad: BadBytes) -> Problem:
+    leaves = tuple(sorted({d.path for hurt in damaged_leaves(index, [bad]).values() for d in hurt}))
+    more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
+    of = f" of {', '.join(path or '<root>' for path in leaves[:SHOWN])}{more}" if leaves else ""
+    return Problem(bad.file, f"bytes {bad.start}:{bad.stop}{of}: {bad.why}", bad.start, bad.stop, leaves)
+
+
+def _compare_index(index: Index, headers: Sequence[tuple[int, ShardHeader]], store: Store) -> list[Problem]:
     try:
         same = rebuild(headers, store.url) == index
-    except CorruptError as error:
+    except CheckpointError as error:
         return [Problem(INDEX_NAME, str(error))]
     return [] if same else [Problem(INDEX_NAME, "it is not the index that the shards describe")]
 

@@ -214,3 +214,8 @@ def test_an_honest_tensor_of_this_kind_is_read(tmp_path: Path) -> None:
     file = archive(tmp_path / "file.pt", _tensor(4, 1, 2, 2), {"0": struct.pack("<4f", 1, 2, 3, 4)})
     tc.convert.convert(file, tmp_path / "one")
     assert torch.equal(tc.load(tmp_path / "one"), torch.tensor([2.0, 4.0]))
+
+
+def test_odd_escapes_of_old_pickles_raise_no_warning(tmp_path: Path) -> None:
+    """pytest makes errors of warnings; found by fuzzing."""
+    assert read(tmp_path, b"S'\\q'\n.") == "\\q"

@@ -154,6 +154,13 @@ def a_changed_byte_fails_the_load_of_every_rank(here: Rank) -> None:
     with pytest.raises(tc.TreeckptError):
         tc.load_into(path, target, read="once", strict=False)
     assert all(bool((leaf == 9).all()) for leaf in target.values()), "checked before the first byte is written"
+    found, report = _reports(path, on_corrupt="skip")
+    lost: list[Any] = [None] * here.world
+    dist.all_gather_object(lost, {part.path for part in report.damaged})
+    assert lost[0] and all(paths == lost[0] for paths in lost), "all ranks skip the same"
+    arrays = {name: leaf for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)}
+    assert all((found[name] is ...) == (name in lost[0]) for name in arrays)
+    assert not difference(*({n: t[n] for n in arrays if n not in lost[0]} for t in (found, arrays)))
 
 
 @case("four")

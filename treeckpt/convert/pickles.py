@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickletools
 import reprlib
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -159,9 +160,11 @@ def read_pickle(
     stream = _Stream(window)
     steps = 0
     try:
-        for opcode, argument, _ in pickletools.genops(stream):  # pyright: ignore[reportArgumentType] (it only reads)
-            steps += 1
-            _STEPS[opcode.name](machine, argument)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of odd escapes in the texts of the oldest protocol
+            for opcode, argument, _ in pickletools.genops(stream):  # pyright: ignore[reportArgumentType] (it only reads)
+                steps += 1
+                _STEPS[opcode.name](machine, argument)
         [value] = machine.stack
     except TreeckptError:
         raise

@@ -64,8 +64,12 @@ def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> lis
     return found
 
 
-def extents_in(index: Index, file: File) -> list[Extent]:
-    """What a shard holds, by offset; arrays without elements are left out."""
+def extents_in(index: Index, file: File, *, empty: bool = False) -> list[Extent]:
+    """What a shard holds, by offset.
+
+    Args:
+        empty: also arrays without elements.
+    """
     found: list[Extent] = []
     shift = file.header - file.stream
     low, high = file.stream, file.stream + file.nbytes
@@ -75,7 +79,7 @@ def extents_in(index: Index, file: File) -> list[Extent]:
         itemsize = dtype_of(leaf.spec.dtype).itemsize
         for region, start in _of_rank(leaf, leaf.spec.shape, file.rank):
             stop = start + region.size * itemsize
-            if low <= start < stop <= high:
+            if low <= start and stop <= high and (empty or start < stop):
                 found.append(Extent(leaf.number, region, start + shift, stop + shift))
     found.sort(key=lambda extent: extent.start)
     return found

@@ -5,6 +5,7 @@
     deleted.<save id>.json                       that save's checkpoint is to go; written before the index goes
     lease.<id>.json                              somebody reads; renewed for as long as that lasts
     pinned.json                                  retention leaves it alone
+    <one of these>.<id>.damaged                  what a repair has replaced
     .<one of these>.<id>.tmp                     is being published
 
 Whatever has another name belongs to somebody else.
@@ -22,14 +23,26 @@ from .errors import TreeError
 from .progress import parse_progress_name
 from .shard import parse_shard_name
 
-__all__ = ["PIN_NAME", "FileKind", "Owned", "as_step", "deleted_name", "kind_of", "lease_name", "step_name", "step_of"]
+__all__ = [
+    "PIN_NAME",
+    "FileKind",
+    "Owned",
+    "as_step",
+    "damaged_name",
+    "deleted_name",
+    "kind_of",
+    "lease_name",
+    "step_name",
+    "step_of",
+]
 
 PIN_NAME = "pinned.json"
-FileKind = Literal["index", "shard", "timings", "progress", "deleted", "lease", "pin", "temporary"]
+FileKind = Literal["index", "shard", "timings", "progress", "deleted", "lease", "pin", "damaged", "temporary"]
 
 _PER_SAVE = re.compile(r"(timings|deleted)\.([0-9a-f]{16})\.json")
 _LEASE = re.compile(r"lease\.[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"\.(.+?)(?:\.[0-9a-f]{16})?\.tmp")
+_DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
 
 
@@ -52,6 +65,9 @@ def kind_of(name: str) -> Owned | None:
     if (match := _TEMPORARY.fullmatch(name)) is not None:
         inner = kind_of(match[1])
         return Owned("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None
+    if (match := _DAMAGED.fullmatch(name)) is not None:
+        inner = kind_of(match[1])
+        return Owned("damaged", inner.save_id) if inner is not None and inner.kind != "damaged" else None
     if _LEASE.fullmatch(name) is not None:
         return Owned("lease")
     named: dict[str, FileKind] = {"index.json": "index", PIN_NAME: "pin"}
@@ -61,6 +77,11 @@ def kind_of(name: str) -> Owned | None:
 def deleted_name(save_id: str) -> str:
     """The file that says that this save's checkpoint is being deleted."""
     return f"deleted.{save_id}.json"
+
+
+def damaged_name(name: str, repair_id: str) -> str:
+    """Where a file is kept that a repair has replaced."""
+    return f"{name}.{repair_id}.damaged"
 
 
 def lease_name(lease_id: str) -> str:

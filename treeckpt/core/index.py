@@ -54,7 +54,7 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
     """
     if len(data) > MAX_INDEX:
         raise FormatError(name, expected=f"at most {MAX_INDEX} bytes", found=f"{len(data)}")
-    check_seal(data, name, hint="The file was changed after it was written; try treeckpt rebuild-index")
+    check_seal(data, name, hint="The file was changed after it was written; try treeckpt verify --repair")
     try:
         document = msgspec.json.decode(data, type=_Document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -156,7 +156,11 @@ class _Seen:
             committed = owned.save_id is not None and owned.save_id == self.folder.save_id
             if owned.kind == "lease":
                 gone = file not in self.readers
-            elif owned.kind in ("pin", "index") or (committed and owned.kind in ("shard", "timings")):
+            elif (
+                owned.kind in ("pin", "index")
+                or (committed and owned.kind in ("shard", "timings", "damaged"))
+                or (owned.kind == "damaged" and owned.save_id is None and self.folder.save_id is not None)
+            ):
                 gone = False
             elif owned.save_id in self.deleted and not committed:
                 gone = not self.readers

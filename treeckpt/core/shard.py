@@ -34,8 +34,10 @@ __all__ = [
     "encode_header",
     "hash_block",
     "hash_parts",
+    "hashes_at",
     "header_nbytes",
     "parse_shard_name",
+    "seal_at",
     "sealed",
     "shard_name",
     "with_hashes",
@@ -171,7 +173,7 @@ def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str
         raise CorruptError(
             name,
             expected=f"seal {stored[:16]!r}" if at >= len(_SEAL) else "a sealed document",
-            found=f"{actual!r} for these bytes",
+            found=f"{actual!r} for bytes 0:{len(data)}",
             hint=hint,
         )
 
@@ -230,11 +232,20 @@ _PLAIN = {
 }  # fmt: skip
 
 
+def seal_at(encoded: bytes) -> int:
+    """Where in an encoded header the 16 digits of its seal begin."""
+    return encoded.index(_SEAL) + len(_SEAL)
+
+
+def hashes_at(encoded: bytes) -> int:
+    """Where in an encoded header the text of its checksums begins."""
+    return encoded.index(_HASHES, 0, 1024) + len(_HASHES)
+
+
 def with_hashes(encoded: bytes, hashes: Sequence[int]) -> bytes:
     """An encoded header with other checksums, as many as it has."""
     text = base64.b64encode(np.array(hashes, dtype="<u8").tobytes())
-    at = encoded.index(_HASHES, 0, 1024) + len(_HASHES)
-    seal = encoded.index(_SEAL) + len(_SEAL)
+    at, seal = hashes_at(encoded), seal_at(encoded)
     unsealed = encoded[:seal] + _ZEROS + encoded[seal + 16 : at] + text + encoded[at + len(text) :]
     return sealed(unsealed)
 

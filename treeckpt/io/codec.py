@@ -60,8 +60,12 @@ def read_timings(store: Store, save_id: str) -> Timings | None:
     return timings
 
 
-def rebuild_from_shards(store: Store) -> Index:
+def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool = True) -> Index:
     """The index that the newest complete set of shards describes.
+
+    Args:
+        save_id: only of this save, if it has shards there.
+        whole: refuses shards that are cut short or too long, as those of a save that never finished are.
 
     Raises:
         CheckpointNotFound: there are no shards.
@@ -73,11 +77,13 @@ def rebuild_from_shards(store: Store) -> Index:
             saves.setdefault(parsed[0], []).append(name)
     if not saves:
         raise CheckpointNotFound(store.url, expected="shards", found="none", hint="Check the path")
+    if save_id in saves:
+        saves = {save_id: saves[save_id]}
     found: list[Index] = []
     errors: list[CheckpointError] = []
     for names in saves.values():
         try:
-            found.append(_rebuild(store, sorted(names)))
+            found.append(_rebuild(store, sorted(names), whole))
         except CheckpointError as error:
             errors.append(error)
     if not found:
@@ -85,7 +91,7 @@ def rebuild_from_shards(store: Store) -> Index:
     return max(found, key=lambda index: index.created_ns)
 
 
-def _rebuild(store: Store, names: list[str]) -> Index:
+def _rebuild(store: Store, names: list[str], whole: bool) -> Index:
     sizes = store.sizes()
     headers = [read_header(store, name, file_size=sizes.get(name)) for name in names]
     index = rebuild(headers, store.url)
@@ -99,7 +105,7 @@ def _rebuild(store: Store, names: list[str]) -> Index:
             hint="The save never finished, or shards were lost",
         )
     for file in index.file_list:
-        if sizes.get(file.name) != file.header + file.nbytes:
+        if whole and sizes.get(file.name) != file.header + file.nbytes:
             raise CorruptError(
                 f"{store.url}/{file.name}",
                 expected=f"{file.header + file.nbytes} bytes",

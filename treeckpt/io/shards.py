@@ -6,15 +6,28 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..core.errors import CorruptError
-from ..core.extents import extents_in
+from ..core.damage import leaves_in
+from ..core.errors import CheckpointError, CorruptError
 from ..core.records import File, Index
 from ..core.shard import ShardHeader, block_count, decode_header, hash_block, hash_parts, header_nbytes
 from .buffers import PAGE, aligned_buffer
 from .record import Recorder
 from .store import Store
 
-__all__ = ["Opened", "Shards", "Stretch", "open_shard", "read_header", "read_stretch", "stretch_of", "verify_shard"]
+__all__ = [
+    "Opened",
+    "Shards",
+    "Stretch",
+    "matches",
+    "open_shard",
+    "read_header",
+    "read_stretch",
+    "stretch_of",
+    "verify_shard",
+]
+
+_RESTORE = "The file was lost, changed or cut short; restore it from a copy, or load with on_corrupt='skip'"
+
 
 STEP = 8 << 20
 """Bytes that are verified at a time."""
@@ -51,35 +64,47 @@ def read_header(
     return size, decode_header(data, label, entries=entries)
 
 
-def open_shard(store: Store, index: Index, file: File, size: int | None) -> Opened:
+def open_shard(store: Store, index: Index, file: File, size: int | None, *, whole: bool = True) -> Opened:
     """Reads a shard's header and checks that it is the file that the index means.
 
     Args:
         size: the file's, in bytes; None where it is missing.
+        whole: refuses a file that was cut short or has grown, even where its header is intact.
 
     Raises:
-        CorruptError: missing, cut short, grown, or of another save or rank.
+        CorruptError: missing, cut short, grown, or of another save or rank; names the leaves and the bytes.
     """
-    label = f"{store.url}/{file.name}"
     expected = file.header + file.nbytes
     if size is None:
-        raise CorruptError(label, expected="a shard", found="no such file", hint="Restore it from a copy")
-    if size != expected:
+        where = _named(store, index, file, 0, expected)
+        raise CorruptError(where, expected="a shard", found="no such file", hint=_RESTORE)
+    if whole and size != expected:
+        first, last = min(size, expected), max(size, expected)
+        found = "are missing" if size < expected else "are too many"
         raise CorruptError(
-            label,
+            _named(store, index, file, first, last),
             expected=f"{expected} bytes",
-            found=f"{size}",
-            hint="The file was changed or cut short after it was written; restore it from a copy",
+            found=f"{size}: {first}:{last} of the file {found}",
+            hint=_RESTORE,
         )
-    length, header = read_header(store, file.name, entries=False, file_size=size)
+    try:
+        length, header = read_header(store, file.name, entries=False, file_size=size)
+    except CheckpointError as error:
+        raise type(error)(
+            _named(store, index, file, 0, file.header),
+            expected=error.expected,
+            found=f"{error.found}, in bytes 0:{file.header} of the file",
+            hint=error.hint or _RESTORE,
+        ) from error
     blocks = block_count(file.nbytes, header.block)
     found = (header.save_id, header.rank, header.part, header.stream, length, len(header.hashes))
     wanted = (index.save_id, file.rank, file.part, file.stream, file.header, blocks)
     if found != wanted:
         raise CorruptError(
-            label,
+            _named(store, index, file, 0, file.header),
             expected="save {}, rank {}, part {}, at {}, header {}, {} checksums".format(*wanted),
-            found="save {}, rank {}, part {}, at {}, header {}, {} checksums".format(*found),
+            found="save {}, rank {}, part {}, at {}, header {}, {} checksums".format(*found)
+            + f", in bytes 0:{file.header} of the file",
             hint="The file belongs to another save; restore the right one from a copy",
         )
     return Opened(file, header.hashes, header.block, index)
@@ -109,24 +134,27 @@ def _check_parts(store: Store, opened: Opened, start: int, parts: Sequence[memor
         _compare(store, opened, at, opened.block - need, hash_parts(block))
 
 
+def matches(opened: Opened, start: int, block: memoryview) -> bool:
+    """Whether a block, which starts at `start` in the data area, is as it was saved."""
+    return hash_block(block) == opened.hashes[start // opened.block]
+
+
 def _compare(store: Store, opened: Opened, start: int, nbytes: int, found: int) -> None:
     if found != opened.hashes[start // opened.block]:
         first = start + opened.file.header
         raise CorruptError(
-            f"{_leaves_in(opened, first, first + nbytes)}: {store.url}/{opened.file.name}",
+            _named(store, opened.index, opened.file, first, first + nbytes),
             expected="bytes that match their checksum",
             found=f"changed bytes in {first}:{first + nbytes} of the file",
-            hint="Restore the file from a copy, or load without these leaves",
+            hint="Restore the file from a copy, or load with on_corrupt='skip'",
         )
 
 
-def _leaves_in(opened: Opened, first: int, last: int) -> str:
-    """The leaves with bytes in a stretch of a shard, for an error."""
-    extents = extents_in(opened.index, opened.file)
-    entries = opened.index.entries
-    paths = [entries[e.leaf].path for e in extents if e.start < last and e.stop > first]
+def _named(store: Store, index: Index, file: File, first: int, last: int) -> str:
+    """A file, after the leaves with bytes in a stretch of it, for an error."""
+    paths = [index.entries[number].path or "<root>" for number in leaves_in(index, file, first, last)]
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join(path or "<root>" for path in paths[:3]) + more
+    return f"{', '.join(paths[:3])}{more}: {store.url}/{file.name}" if paths else f"{store.url}/{file.name}"
 
 
 class Stretch(msgspec.Struct, frozen=True):
@@ -152,10 +180,14 @@ def read_stretch(store: Store, stretch: Stretch, out: memoryview, *, verify: boo
 
 
 class Shards:
-    """The shards of one checkpoint, opened (header read and checked) when first needed."""
+    """The shards of one checkpoint, opened (header read and checked) when first needed.
 
-    def __init__(self, store: Store, index: Index, recorder: Recorder, *, verify: bool) -> None:
-        self.store, self.index, self.verify, self.recorder = store, index, verify, recorder
+    Args:
+        whole: refuses shards that are cut short, even where what is wanted of them is there.
+    """
+
+    def __init__(self, store: Store, index: Index, recorder: Recorder, *, verify: bool, whole: bool = True) -> None:
+        self.store, self.index, self.verify, self.recorder, self.whole = store, index, verify, recorder, whole
         self._opened: dict[str, Opened] = {}
         self._sizes: dict[str, int] | None = None
 
@@ -163,10 +195,13 @@ class Shards:
         """The shard with bytes `start:stop` of a rank's stream, and where they start in its data area."""
         file, position = self.index.locate(rank, start, stop, path)
         if file.name not in self._opened:
-            if self._sizes is None:
-                self._sizes = self.store.sizes()
-            self._opened[file.name] = open_shard(self.store, self.index, file, self._sizes.get(file.name))
+            self._opened[file.name] = self._open(file)
         return self._opened[file.name], position - file.header
+
+    def _open(self, file: File) -> Opened:
+        if self._sizes is None:
+            self._sizes = self.store.sizes()
+        return open_shard(self.store, self.index, file, self._sizes.get(file.name), whole=self.whole)
 
     def read(self, stretch: Stretch, out: memoryview, *, shared: bool = False) -> None:
         """Reads a stretch, verified if that is asked of these shards, leaving a span."""

@@ -1,0 +1,84 @@
+"""All the bytes of a shard that are not as they were saved; where `io.shards` stops at the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..core.damage import BadBytes
+from ..core.errors import CheckpointError
+from ..core.records import File, Index
+from .buffers import aligned_buffer
+from .shards import Opened, matches, open_shard
+from .store import Store
+
+__all__ = ["survey_shard"]
+
+STEP = 8 << 20
+"""Bytes that are read at a time."""
+
+
+def survey_shard(store: Store, index: Index, file: File, size: int | None) -> list[BadBytes]:
+    """Compares every checksum of a shard.
+
+    Args:
+        size: the file's, in bytes; None where it is missing.
+
+    Returns:
+        What is bad, by where it starts; without a header that can be believed, that is all of the file.
+    """
+    whole = file.header + file.nbytes
+    if size is None:
+        return [BadBytes(file.name, 0, whole, "the file is missing")]
+    try:
+        opened = open_shard(store, index, file, size, whole=False)
+    except CheckpointError as error:
+        return [
+            BadBytes(
+                file.name, 0, whole, f"no header as it was written: expected {error.expected}, found {error.found}"
+            )
+        ]
+    except OSError as error:
+        return [BadBytes(file.name, 0, whole, f"the header cannot be read: {error}")]
+    found = list(_bad_blocks(store, opened, min(size, whole) - file.header))
+    if size < whole:
+        found.append(BadBytes(file.name, size, whole, f"the file ends at byte {size}"))
+    if size > whole:
+        found.append(BadBytes(file.name, whole, size, f"the file goes on after byte {whole}"))
+    return _joined(found)
+
+
+def _bad_blocks(store: Store, opened: Opened, there: int) -> Iterator[BadBytes]:
+    """The blocks that differ from their checksums, of a data area with its first `there` bytes left."""
+    file, block = opened.file, opened.block
+    step = max(STEP // block, 1) * block
+    buffer = aligned_buffer(step)
+    for start in range(0, max(there, 0), step):
+        data = buffer[: min(step, there - start)]
+        whole = _is_read(store, opened, start, data)
+        for at in range(start, start + len(data), block):
+            part = data[at - start : at - start + block]
+            first = file.header + at
+            if not whole and not _is_read(store, opened, at, part):
+                yield BadBytes(file.name, first, first + len(part), "they cannot be read")
+            elif not matches(opened, at, part):
+                yield BadBytes(file.name, first, first + len(part), "they differ from their checksum")
+
+
+def _is_read(store: Store, opened: Opened, start: int, out: memoryview) -> bool:
+    try:
+        store.read_into(opened.file.name, opened.file.header + start, out)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _joined(found: list[BadBytes]) -> list[BadBytes]:
+    """Neighbours that are bad for the same reason, as one."""
+    joined: list[BadBytes] = []
+    for bad in found:
+        last = joined[-1] if joined else None
+        if last is not None and last.stop == bad.start and last.why == bad.why:
+            joined[-1] = BadBytes(bad.file, last.start, bad.stop, bad.why)
+        else:
+            joined.append(bad)
+    return joined
