@@ -134,3 +134,4 @@ start?.addEventListener("click", async () => {
   going = false;
   start.textContent = title;
 });
+if (start) start.hidden = false;

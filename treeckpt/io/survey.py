@@ -54,22 +54,27 @@ def _bad_blocks(store: Store, opened: Opened, there: int) -> Iterator[BadBytes]:
     buffer = aligned_buffer(step)
     for start in range(0, max(there, 0), step):
         data = buffer[: min(step, there - start)]
-        whole = _is_read(store, opened, start, data)
+        failed, all_read = _error_of(store, opened, start, data), True
         for at in range(start, start + len(data), block):
             part = data[at - start : at - start + block]
             first = file.header + at
-            if not whole and not _is_read(store, opened, at, part):
-                yield BadBytes(file.name, first, first + len(part), "they cannot be read")
+            if failed and (error := _error_of(store, opened, at, part)):
+                all_read = False
+                yield BadBytes(file.name, first, first + len(part), f"they cannot be read: {error}")
             elif not matches(opened, at, part):
                 yield BadBytes(file.name, first, first + len(part), "they differ from their checksum")
+        if failed and all_read:
+            first = file.header + start
+            yield BadBytes(file.name, first, first + len(data), f"only a second try could read them: {failed}")
 
 
-def _is_read(store: Store, opened: Opened, start: int, out: memoryview) -> bool:
+def _error_of(store: Store, opened: Opened, start: int, out: memoryview) -> str:
+    """What reading fails with; empty if it does not."""
     try:
         store.read_into(opened.file.name, opened.file.header + start, out)
-    except (CheckpointError, OSError):
-        return False
-    return True
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def _joined(found: list[BadBytes]) -> list[BadBytes]:

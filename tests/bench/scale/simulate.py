@@ -26,6 +26,7 @@ from treeckpt.core.plan import LoadPlan, Want, place, plan_load
 from treeckpt.core.records import Index
 from treeckpt.core.region import Region, coalesce
 from treeckpt.core.runs import encode_runs
+from treeckpt.core.shard import shard_name
 from treeckpt.core.tree import flatten
 from treeckpt.io.record import Recorder
 from treeckpt.io.store import MemoryStore
@@ -37,6 +38,8 @@ __all__ = ["Figures", "simulate"]
 
 T = TypeVar("T")
 PHASES = ("save", "flatten", "agree", "plan", "copy", "hash", "write", "sync", "commit", "gather", "wait", "end")
+HEADER = 8192
+"""Bytes of each shard's header."""
 STEP = 10_000_019
 """Nanoseconds of a phase."""
 HOST = 8
@@ -138,6 +141,17 @@ def _flat(arrays: list[Array], world: int) -> list[tuple[Inventory, range]]:
     return found
 
 
+class _Written(MemoryStore):
+    """A directory with all shards that the ranks say they have written."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        self._sizes = sizes
+
+    def sizes(self) -> dict[str, int]:
+        return self._sizes | super().sizes()
+
+
 class _World:
     """The ranks of one save."""
 
@@ -196,7 +210,8 @@ class _World:
         messages = [_encode(_report(rank, int(nbytes))) for rank, nbytes in enumerate(totals.tolist())]
         figures.done_nbytes = max(map(len, messages))
         facts = Facts(0, self.size, "0" * 16, 0, 100, False, plans.key, 1 << 62)
-        store = MemoryStore()
+        names = (shard_name(facts.save_id, rank, self.size, 0) for rank in range(self.size))
+        store = _Written({name: nbytes + HEADER for name, nbytes in zip(names, totals.tolist(), strict=True)})
 
         def publish() -> None:
             reports = {rank: _decode(message, type=Done) for rank, message in enumerate(messages)}
@@ -234,7 +249,7 @@ def _report(rank: int, nbytes: int) -> Done:
         )
         for i, name in enumerate(PHASES)
     )
-    return Done(None, ((rank, 0, 0, nbytes, 8192),), spans)
+    return Done(None, ((rank, 0, 0, nbytes, HEADER),), spans)
 
 
 class _Loads:
