@@ -140,6 +140,18 @@ def test_parts_are_chosen_by_globs(tmp_path: Path, select: Any, restored: set[st
     assert fresh.parts() == expected
 
 
+def test_parts_are_left_out_by_globs(tmp_path: Path) -> None:
+    """RecIS: exclude=["io_state"] and the like; there, excluding extra dropped io too."""
+    Job(tmp_path, value=3.0).manager.save(1)
+    fresh = Job(tmp_path)
+    before = fresh.parts()
+    fresh.manager.restore(exclude=["registered/*", "io/*"])
+    assert fresh.parts() == before
+    fresh.manager.restore(exclude="io/*")
+    parts = fresh.parts()
+    assert {part for part in ALL if parts[part] != before[part]} == set(ALL) - {"io"}, parts
+
+
 def test_a_name_that_another_begins_with_is_not_taken_along(tmp_path: Path) -> None:
     """RecIS: a prefix match of names took fc.weight_g for fc.weight."""
     manager = tc.Manager(tmp_path, background=False)
