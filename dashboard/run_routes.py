@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from . import ops, runs
@@ -26,6 +26,20 @@ __all__ = ["Unchanged", "run_api", "run_pages"]
 Cursor = Annotated[str, Query(max_length=2000, description="where the page before ended; goes before `start`")]
 Words = Annotated[str, Query(max_length=500, description="words that the name, the step or the error must hold")]
 Keep = Annotated[str | None, Query(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`")]
+
+
+def _question(
+    start: Start = 0,
+    cursor: Cursor = "",
+    sort: Sort = "newest",
+    status: Status = "",
+    q: Words = "",
+    keep: Keep = None,
+) -> Question:
+    return Question(start, cursor, sort, status, q, keep)
+
+
+Asked = Annotated[Question, Depends(_question)]
 
 run_api = APIRouter(prefix="/api/v1")
 run_pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
@@ -66,20 +80,10 @@ def get_runs(request: Request, response: Response) -> RunsPage:
 
 
 @run_api.get("/runs/{run_id}")
-def get_run(
-    request: Request,
-    response: Response,
-    run_id: str,
-    start: Start = 0,
-    cursor: Cursor = "",
-    sort: Sort = "newest",
-    status: Status = "",
-    q: Words = "",
-    keep: Keep = None,
-) -> RunPage:
+def get_run(request: Request, response: Response, run_id: str, question: Asked) -> RunPage:
     """One run's checkpoints, newest first unless asked otherwise."""
     response.headers["ETag"] = _tag(request, [_library(request).run(run_id)])
-    return runs.run_page(_library(request), run_id, Question(start, cursor, sort, status, q, keep))
+    return runs.run_page(_library(request), run_id, question)
 
 
 @run_api.get("/live")
@@ -101,18 +105,9 @@ def show_runs(request: Request) -> HTMLResponse:
 
 
 @run_pages.get("/runs/{run_id}")
-def show_run(
-    request: Request,
-    run_id: str,
-    start: Start = 0,
-    cursor: Cursor = "",
-    sort: Sort = "newest",
-    status: Status = "",
-    q: Words = "",
-    keep: Keep = None,
-) -> HTMLResponse:
+def show_run(request: Request, run_id: str, question: Asked) -> HTMLResponse:
     tag = _tag(request, [_library(request).run(run_id)])
-    page = runs.run_page(_library(request), run_id, Question(start, cursor, sort, status, q, keep))
+    page = runs.run_page(_library(request), run_id, question)
     return _tagged(render(request, "run.html", page), tag)
 
 

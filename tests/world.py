@@ -215,6 +215,16 @@ def assert_holds(path: Path | Store, *, seed: int) -> None:
     assert report.ok, str(report)
 
 
+def seed_of(path: Path | Store) -> int | None:
+    """Which checkpoint is there, bit for bit, of those saved at step 100 and its seed; None where there is none."""
+    try:
+        step = tc.load(path, select="step")["step"]
+    except tc.CheckpointNotFound:
+        return None
+    assert_holds(path, seed=step - 100)
+    return step - 100
+
+
 def reseal(path: Path, change: Callable[[Any], None]) -> None:
     """Changes an index as an attacker would: with a seal that fits."""
     file = path / INDEX_NAME

@@ -22,7 +22,7 @@ import treeckpt as tc
 from tests.crash.disks import failing_disk, fill, remount, small_disk
 from tests.crash.kills import switched
 from tests.crash.syscalls import why_not
-from tests.world import Faulty, Switch, assert_holds, small_tree, whole_tree
+from tests.world import Faulty, Switch, assert_holds, seed_of, small_tree, whole_tree
 from treeckpt.committing import IN_PLACE
 from treeckpt.core.files import step_name
 from treeckpt.core.index import INDEX_NAME
@@ -41,16 +41,6 @@ def save(path: Any, seed: int, *, background: bool = False, **options: Any) -> N
         tc.save_async(path, small_tree(0, 1, seed=seed), **options).result(60)
     else:
         tc.save(path, small_tree(0, 1, seed=seed), **options)
-
-
-def seed_of(path: Path) -> int | None:
-    """Which checkpoint is there, bit for bit; None where there is none."""
-    try:
-        step = tc.load(path, select="step")["step"]
-    except tc.CheckpointNotFound:
-        return None
-    assert_holds(path, seed=step - 100)
-    return step - 100
 
 
 def outcome(act: Callable[[], Any], path: Path, before: int | None) -> tc.TreeckptError | None:

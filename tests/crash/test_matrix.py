@@ -16,7 +16,7 @@ import pytest
 
 import treeckpt as tc
 from tests.crash.cases import AFTER_COMMIT, CALLS, Case, all_cases, some_cases
-from tests.world import assert_holds, whole_tree
+from tests.world import seed_of, whole_tree
 from treeckpt.core.files import step_name
 
 ROOT = Path(__file__).parents[2]
@@ -31,16 +31,6 @@ def killed_jobs(directory: Path, cases: list[Case]) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["case"] for row in rows] == [case.words for case in cases]
     return rows
-
-
-def seed_of(path: Path) -> int | None:
-    """Which checkpoint is there, bit for bit; None where there is none."""
-    try:
-        step = tc.load(path, select="step")["step"]
-    except tc.CheckpointNotFound:
-        return None
-    assert_holds(path, seed=step - 100)
-    return step - 100
 
 
 def kinds_of(calls: list[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import pytest
 import treeckpt as tc
 from tests.crash.outage import State, lay_out, states
 from tests.crash.syscalls import Recording, record, why_not
-from tests.world import assert_holds, whole_tree
+from tests.world import assert_holds, seed_of, whole_tree
 from treeckpt.catalog import scan
 from treeckpt.core.files import step_name
 from treeckpt.run import Run
@@ -38,16 +38,6 @@ def recorded(directory: Path, what: str, before: tuple[int, ...]) -> Recording:
     found = record(root, command, directory / "trace", cwd=ROOT)
     assert found.returned is not None and found.effects and found.syncs
     return found
-
-
-def seed_of(path: Path) -> int | None:
-    """Which of the two checkpoints there is, bit for bit."""
-    try:
-        step = tc.load(path, select="step")["step"]
-    except tc.CheckpointNotFound:
-        return None
-    assert_holds(path, seed=step - 100)
-    return step - 100
 
 
 def look(state: State, root: Path) -> dict[int, int | None]:
