@@ -57,6 +57,12 @@ def test_every_package_is_listed_in_pyproject(pyproject):
     assert set(pyproject["tool"]["setuptools"]["packages"]) == there
 
 
+def test_all_package_data_that_is_declared_is_there(pyproject):
+    data = pyproject["tool"]["setuptools"]["package-data"]
+    declared = [(FOLDERS[name], pattern) for name, patterns in data.items() for pattern in patterns]
+    assert [(folder, pattern) for folder, pattern in declared if not any((ROOT / folder).glob(pattern))] == []
+
+
 def test_every_folder_with_modules_is_a_package():
     with_modules = {Path(file).parent for file in source_files() if file.endswith(".py")}
     assert [str(f) for f in sorted(with_modules) if f"{f.as_posix()}/__init__.py" not in source_files()] == []
