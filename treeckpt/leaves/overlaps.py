@@ -130,8 +130,9 @@ def _runs(
     p, q = windows
     sizes = [region.size * window.itemsize for region, window in zip(regions, windows, strict=True)]
     low, high = max(p.address, q.address), min(p.address + sizes[0], q.address + sizes[1])
-    for at in range(low, high, max(limit, 1)):
-        stop = min(at + limit, high)
+    step = max(limit, 1)
+    for at in range(low, high, step):
+        stop = min(at + step, high)
         parts = [
             _cover(region, window.itemsize, at - window.address, stop - window.address)
             for region, window in zip(regions, windows, strict=True)
