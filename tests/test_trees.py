@@ -346,12 +346,32 @@ def test_copy_into_checks_everything_before_it_writes() -> None:
 
 def test_copy_into_refuses_two_arrays_for_one() -> None:
     into = torch.zeros(2)
-    with pytest.raises(tc.MismatchError, match="b: expected one array with a, as in the target, found another"):
-        tc.trees.copy_into({"a": torch.ones(2), "b": torch.ones(2)}, {"a": into, "b": into})
-    assert into.tolist() == [0, 0]
     one = torch.ones(2)
-    tc.trees.copy_into({"a": one, "b": one.view(2)}, {"a": into, "b": into})
-    assert into.tolist() == [1, 1]
+    for tied in (into, into.detach(), into.view(2, 1).view(2), into.numpy()):
+        into.zero_()
+        with pytest.raises(
+            tc.MismatchError, match="b: expected the bytes of a, with which it shares memory in the targ"
+        ):
+            tc.trees.copy_into({"a": one, "b": torch.full((2,), 2.0)}, {"a": into, "b": tied}, cast=True)
+        assert into.tolist() == [0, 0]
+        tc.trees.copy_into({"a": one, "b": one.view(2)}, {"a": into, "b": tied})
+        assert into.tolist() == [1, 1]
+        tc.trees.copy_into({"a": torch.zeros(2), "b": torch.zeros(2)}, {"a": into, "b": tied})
+        assert into.tolist() == [0, 0], "two that are equal are as good as one"
+
+
+def test_copy_into_takes_views_that_agree_where_they_meet() -> None:
+    base, wide = torch.arange(12.0), torch.zeros(12)
+    tree = {"all": base, "some": base[3:7].clone(), "columns": base.view(3, 4)[:, 1:3]}
+    tc.trees.copy_into(tree, {"all": wide, "some": wide[3:7], "columns": wide.view(3, 4)[:, 1:3]})
+    assert torch.equal(wide, base)
+    wide.zero_()
+    with pytest.raises(tc.MismatchError, match="columns: expected the bytes of all"):
+        tc.trees.copy_into(tree, {"all": wide, "some": wide[3:7], "columns": wide.view(3, 4)[:, :2]})
+    assert not wide.any()
+    halves = {"left": wide.view(3, 4)[:, :2], "right": wide.view(3, 4)[:, 2:]}
+    tc.trees.copy_into({"left": torch.ones(3, 2), "right": torch.full((3, 2), 2.0)}, halves)
+    assert wide.tolist() == [1, 1, 2, 2] * 3
 
 
 def test_copy_into_casts_when_asked_and_puts_values() -> None:

@@ -23,6 +23,7 @@ from .loading import check_into_tree, load_into_tree, load_tree
 from .lookup import Load, LoadOptions, check_same
 from .reports import LoadReport
 from .rules import Renaming, Transforms, as_rules
+from .ties import check_ties
 
 __all__ = ["Bank", "From", "as_bank", "load_bank", "load_bank_into"]
 
@@ -185,8 +186,7 @@ def load_bank_into(bank: Bank, stores: Sequence[Store], tree: object, comm: Comm
     """Fills a tree in place; see `treeckpt.load_into`. All but checksums is checked before anything is written."""
     parts = _settled(bank, stores, comm, options)
     missing, unexpected = _check_asked(parts, tree, comm, options)
-    for part in parts:
-        check_into_tree(part.store, tree, comm, _options(part))
+    check_ties([one for part in parts for one in check_into_tree(part.store, tree, comm, _options(part))])
     reports = [load_into_tree(part.store, tree, comm, _options(part)) for part in parts]
     return _joined(reports, missing, unexpected)
 

@@ -29,6 +29,7 @@ from .leaves.registry import abstract_of, encode, library_of, like_of, resolve, 
 from .lookup import Load, LoadOptions, Make
 from .reports import LoadReport
 from .tables import column_slot, find_column
+from .ties import Wanted, check_ties
 
 __all__ = ["check_into_tree", "load_into_tree", "load_tree"]
 
@@ -187,29 +188,42 @@ def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions)
     """Fills a tree in place; see `treeckpt.load_into`."""
     relay = _relay(comm, options)
     with together(relay):
-        job, new = _prepare_into(store, tree, comm, options)
+        job, new, wanted = _prepare_into(store, tree, comm, options)
+        check_ties(wanted)
     job.filling.run(options.verify, Means(options.memory, relay=relay), in_place=True)
     if new is not tree:
         graft(tree, new, namespace=options.namespace)
     return job.report()
 
 
-def check_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> None:
-    """Makes every check of `load_into_tree` but that of the data, and changes nothing."""
-    _prepare_into(store, tree, comm, options)
+def check_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> list[Wanted]:
+    """Makes the checks of `load_into_tree` but those of data and ties, and changes nothing.
+
+    Returns:
+        what would be filled.
+    """
+    return _prepare_into(store, tree, comm, options)[2]
 
 
-def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) -> tuple[Load, object]:
+def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) -> tuple[Load, object, list[Wanted]]:
     """What is to be read into a tree, and the tree with its new values."""
     job, here = Load(store, comm, options), global_rank(comm)
-    before, slots = _match(job, tree, lambda wanted, path: target_of(wanted, path, here), views=False)
+    wanted: list[Wanted] = []
+
+    def make(leaf: Any, path: str) -> Target | None:
+        target = target_of(leaf, path, here)
+        if target is not None:
+            wanted.append(Wanted(job, path, target))
+        return target
+
+    before, slots = _match(job, tree, make, views=False)
     # what is equal already stays the very object, so that only real changes need a container that can change
     kept = [old if _is_same(old, slot.leaf) else slot.leaf for (_, old), slot in zip(before, slots, strict=True)]
     if all(old is leaf for (_, old), leaf in zip(before, kept, strict=True)):
-        return job, tree
+        return job, tree, wanted
     new = replace_leaves(tree, iter(kept), namespace=options.namespace)
     _check_graft(tree, before, new, options)
-    return job, new
+    return job, new, wanted
 
 
 def _relay(comm: Comm, options: LoadOptions) -> Relay | None:

@@ -136,6 +136,21 @@ def a_rank_that_cannot_load_is_named_by_the_others_at_once(here: Rank) -> None:
 
 
 @case("four")
+def tied_shards_that_differ_on_one_rank_stop_all_ranks(here: Rank) -> None:
+    path, other = here.directory / "once tied", torch.ones(4, 2)
+    other[3, 1] = 9
+    tc.save(path, {"a": torch.ones(4, 2), "b": other})
+    leaf = distribute(torch.zeros(4, 2), mesh_of(4), (Shard(0),))
+    with pytest.raises(tc.TreeckptError) as caught:
+        tc.load_into(path, {"a": leaf, "b": leaf.detach()}, read="once")
+    assert isinstance(caught.value, tc.MismatchError if here.rank == 3 else tc.RankError), caught.value
+    assert not leaf.to_local().any(), "nothing is written"
+    if here.rank < 3:
+        tc.load_into(path, {"a": leaf, "b": leaf.detach()})
+        assert leaf.to_local().all(), "this rank's rows are equal"
+
+
+@case("four")
 def a_changed_byte_fails_the_load_of_every_rank(here: Rank) -> None:
     path = here.directory / "once changed"
     tc.save(path, _tree())

@@ -195,11 +195,15 @@ def test_freshly_frozen_parameters_need_no_state(tmp_path: Path) -> None:
 
 
 def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path) -> None:
-    def tied(seed: int, *, tie: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
+    def tied_model(*, tie: bool = True) -> nn.ModuleDict:
         model = nn.ModuleDict({"embedding": nn.Embedding(50, 8), "head": nn.Linear(8, 50, bias=False)})
         if tie:
             model["head"].weight = model["embedding"].weight
+        return model
+
+    def tied(seed: int, *, tie: bool = True) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = tied_model(tie=tie)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         model["head"](model["embedding"](torch.arange(4))).square().sum().backward()
         optimizer.step()
@@ -216,13 +220,24 @@ def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path) -> None:
     with pytest.raises(tc.MismatchError, match=r"optimizer/head.weight"):
         training.restore(tmp_path / "c", *tied(1, tie=False), rng=False)
     tc.save(tmp_path / "untied", training.state(tied(2, tie=False)[0], rng=False))
-    with pytest.raises(tc.MismatchError, match=r"model/head.weight: expected one array with model/embedding.weight"):
+    with pytest.raises(tc.MismatchError, match=r"model/head.weight: expected the bytes of model/embedding.weight"):
         training.restore(tmp_path / "untied", fresh, rng=False)
     whole = tc.load(tmp_path / "untied")
+    with pytest.raises(tc.MismatchError, match=r"model/head.weight: expected the bytes of model/embedding.weight"):
+        training.restore(whole, fresh, rng=False)
     for source in (tmp_path / "untied", whole):
         fresh["head"].weight.data.zero_()
-        training.restore(source, fresh, rng=False, strict=False)
+        report = training.restore(source, fresh, rng=False, strict=False)
         assert torch.equal(fresh["embedding"].weight, whole["model"]["head.weight"]), "the last of them"
+        assert report.ignored == ("model/embedding.weight",)
+    whole["model"]["embedding.weight"] = whole["model"]["head.weight"].clone()
+    tc.save(tmp_path / "equal", whole)
+    for source in (tmp_path / "equal", whole):
+        with torch.device("meta"):
+            empty = tied_model()
+        assert training.restore(source, empty, rng=False).ignored == ()
+        assert empty["head"].weight is empty["embedding"].weight
+        assert torch.equal(empty["head"].weight, whole["model"]["head.weight"])
 
 
 class Counting(nn.Module):

@@ -34,6 +34,7 @@ __all__ = [
     "Take",
     "Target",
     "TargetPiece",
+    "Window",
     "Writable",
     "local_pieces",
     "local_shape_of",
@@ -74,11 +75,47 @@ class Spread(Protocol):
         ...
 
 
+class Window(msgspec.Struct, frozen=True, gc=False):
+    """Where the elements of an array stand in memory."""
+
+    address: int
+    """Of the first element."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In bytes; for C order those of C order."""
+    itemsize: int
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Where its bytes begin and stop."""
+        steps = [(n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)]
+        low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
+        return self.address + low, self.address + high + self.itemsize
+
+    @property
+    def in_c_order(self) -> bool:
+        """Whether all of it is one run of bytes, in C order."""
+        pairs = zip(self.shape, self.strides, c_strides(self.shape, self.itemsize), strict=True)
+        return all(n == 1 or step == dense for n, step, dense in pairs)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        data = (self.address, False)
+        kind = raw_dtype(self.itemsize).str
+        return {"version": 3, "shape": self.shape, "typestr": kind, "data": data, "strides": self.strides}
+
+
 class HostArray(msgspec.Struct, frozen=True, gc=False):
     """Memory that numpy can address: both readable and writable, without a copy."""
 
     array: np.ndarray
     """Any strides; of raw dtype where it is written to."""
+
+    @property
+    def window(self) -> Window:
+        """Where it stands."""
+        array = self.array
+        return Window(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
 
     def read(self, box: Box) -> np.ndarray:
         return self.array[box]
@@ -110,9 +147,18 @@ class HostMemory(msgspec.Struct, frozen=True, gc=False):
         """The same memory for numpy, of raw dtype."""
         return np.asarray(self)
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def window(self) -> Window:
+        """Where it stands."""
+        return Window(self.address, self.shape, c_strides(self.shape, self.itemsize), self.itemsize)
+
     def tobytes(self) -> bytes:
         """A copy of all of it."""
-        return ctypes.string_at(self.address, math.prod(self.shape) * self.itemsize)
+        return ctypes.string_at(self.address, self.nbytes)
 
     def read(self, box: Box) -> np.ndarray:
         return self.array[box]
@@ -126,8 +172,17 @@ class Flat:
 
     def __init__(self, data: Any, start: int, shape: tuple[int, ...]) -> None:
         self.data, self.start, self.shape = data, start, shape
-
         self._lock = threading.Lock()
+
+    @property
+    def window(self) -> Window | None:
+        """Where it stands, if that is known."""
+        whole: Window | None = getattr(self.data, "window", None)
+        if whole is None:
+            return None
+        [step] = whole.strides
+        address = whole.address + self.start * step
+        return Window(address, self.shape, c_strides(self.shape, step), whole.itemsize)
 
     def _span(self, box: Box) -> tuple[int, int]:
         """The stretch of the 1-D array from the first element of a box to behind its last."""

@@ -19,6 +19,7 @@ from ..core.structure import TABLE_KEYS, any_rank, rank_key
 from ..core.table import Column
 from ..core.tree import flatten
 from .base import HostMemory, Piece, Source
+from .overlaps import meeting
 from .registry import encode, source_of
 from .sharded import Sharded
 from .table import column_source, placed
@@ -130,23 +131,10 @@ def _overlapping(specs: list[LeafSpec], sources: dict[str, Source]) -> list[list
     """Groups of leaves whose memory overlaps, found by sorting addresses."""
     arrays = zip([spec for spec in specs if spec.spec is not None], sources.values(), strict=True)
     found = [(spec, source.storage) for spec, source in arrays if source.storage is not None]
-    if len(found) < 2:
-        return []
     stored = [spec for spec, _ in found]
-    starts = np.array([storage.address for _, storage in found], np.int64)
-    stops = starts + np.array([storage.nbytes for _, storage in found], np.int64)
-    order = np.argsort(starts, kind="stable")
-    starts, reach = starts[order], np.maximum.accumulate(stops[order])
-    meets = np.flatnonzero(starts[1:] < reach[:-1]) + 1
-    groups: list[list[LeafSpec]] = []
-    before = -1
-    for at in meets.tolist():
-        if at - 1 != before:
-            groups.append([stored[order[at - 1]]])
-        groups[-1].append(stored[order[at]])
-        before = at
-    position = {id(spec): i for i, spec in enumerate(stored)} if groups else {}
-    return [sorted(group, key=lambda spec: position[id(spec)]) for group in groups]
+    starts = [storage.address for _, storage in found]
+    stops = [storage.address + storage.nbytes for _, storage in found]
+    return [[stored[number] for number in sorted(group)] for group in meeting(starts, stops)]
 
 
 def _extent(spec: LeafSpec, sources: dict[str, Source]) -> tuple[int, int]:

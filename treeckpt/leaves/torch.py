@@ -7,7 +7,6 @@ negative views, are read and written box by box. A DTensor's pieces follow from 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -22,8 +21,6 @@ from ..core.region import Region
 from ..core.spec import ArraySpec, Typed
 from .base import (
     Box,
-    HostArray,
-    HostMemory,
     Piece,
     Source,
     Storage,
@@ -33,11 +30,10 @@ from .base import (
     local_pieces,
     local_shape_of,
     overlaps_itself,
-    raw_dtype,
 )
 from .common import COMMON, PLAIN, describe, dtype_name, is_common, kind_of, memory_of
-from .cuda import copy_aside
 from .dtensor import is_dtensor, layout_of, local_of
+from .torch_memory import data_of, raw_of, signed
 
 __all__ = [
     "abstract",
@@ -53,8 +49,6 @@ __all__ = [
     "view",
 ]
 
-_RAW = {size: raw_dtype(size).str for size in (1, 2, 4, 8, 16)}
-
 
 @lru_cache(maxsize=256)
 def torch_dtype(name: str, path: str = "") -> torch.dtype:
@@ -69,67 +63,6 @@ def torch_dtype(name: str, path: str = "") -> torch.dtype:
             path, expected="a dtype that torch has", found=name, hint="Load it as a numpy array, with like="
         )
     return dtype
-
-
-class _Memory:
-    """A tensor's memory for numpy. `Tensor.numpy` would do, but marks the user's storage as not to be resized."""
-
-    __slots__ = ("__array_interface__", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.dtype.itemsize
-        self._tensor = tensor  # numpy keeps this object, and so the memory, alive
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(tensor.shape),
-            "typestr": _RAW[size],
-            "data": (tensor.data_ptr(), False),
-            "strides": None if tensor.is_contiguous() else tuple(step * size for step in tensor.stride()),
-        }
-
-
-def _raw(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as a numpy array of raw dtype with the same shape and strides."""
-    if not tensor.numel():
-        return np.empty(tuple(tensor.shape), raw_dtype(tensor.dtype.itemsize))
-    return np.asarray(_Memory(tensor))
-
-
-class DeviceArray:
-    """A tensor that numpy cannot address: moved box by box."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def read(self, box: Box) -> np.ndarray:
-        part = self.tensor[box].resolve_conj().resolve_neg()
-        return _raw(part.cpu())
-
-    def copy_to(self, box: Box, target: np.ndarray) -> Callable[[], None] | None:
-        """Copies a box to bytes of host memory; returns what waits for it, None if it is done."""
-        part = self.tensor[box]
-        out = torch.from_numpy(target).view(part.dtype).view(part.shape)
-        if part.is_cuda:
-            return copy_aside(part, out)
-        out.copy_(part)
-        return None
-
-    def write(self, box: Box, data: np.ndarray) -> None:
-        part = torch.from_numpy(np.ascontiguousarray(data).view(_signed(data.itemsize)))
-        target = self.tensor[box]
-        target.copy_(part.view(self.tensor.dtype).view(target.shape))  # numpy makes a scalar one-dimensional
-
-
-def _signed(size: int) -> np.dtype[Any]:
-    return np.dtype("<c16") if size == 16 else np.dtype(f"<i{size}") if size > 1 else np.dtype("u1")
-
-
-def _data(tensor: torch.Tensor) -> HostMemory | HostArray | DeviceArray:
-    if is_common(tensor) and (memory := memory_of(tensor, describe(tensor))) is not None:
-        return memory
-    if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
-        return HostArray(_raw(tensor))
-    return DeviceArray(tensor)
 
 
 def _check(leaf: torch.Tensor, path: str) -> None:
@@ -192,10 +125,10 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
         layout, local = local_of(leaf, path, rank)
         held = held_by(layout, spec.shape, rank)
         storage = _storage(local, path)
-        return Source(spec, layout, [Piece(h.region, _data(local[_box(h.local, h.region)])) for h in held], storage)
+        return Source(spec, layout, [Piece(h.region, data_of(local[_box(h.local, h.region)])) for h in held], storage)
     tensor = leaf.detach() if spec.requires_grad else leaf
     storage = _storage(tensor, path)
-    return Source(spec, None, (Piece(Region.whole(spec.shape), _data(tensor)),), storage)
+    return Source(spec, None, (Piece(Region.whole(spec.shape), data_of(tensor)),), storage)
 
 
 _NUMPY = {name: np.dtype(name) for name in ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")}
@@ -276,11 +209,11 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
             found=f"strides {tensor.stride()} for shape {tuple(tensor.shape)}",
             hint="Use load(path, like=tree), which makes new tensors",
         )
-    return Target(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), _data(tensor)),))
+    return Target(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), data_of(tensor)),))
 
 
 def _pieces(layout: MeshLayout, local: torch.Tensor, shape: tuple[int, ...], rank: int) -> list[TargetPiece]:
-    return [TargetPiece(h.region, _data(local[_box(h.local, h.region)])) for h in held_by(layout, shape, rank)]
+    return [TargetPiece(h.region, data_of(local[_box(h.local, h.region)])) for h in held_by(layout, shape, rank)]
 
 
 def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
@@ -293,7 +226,7 @@ def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | No
     if is_dtensor(leaf):
         return _like_dtensor(leaf, spec, path, rank, where, take)
     tensor = _new(spec.shape, leaf.dtype, torch.device("cpu") if where.type == "meta" else where, take)
-    return Target(spec, _dress(tensor, spec), (TargetPiece(Region.whole(spec.shape), _data(tensor)),))
+    return Target(spec, _dress(tensor, spec), (TargetPiece(Region.whole(spec.shape), data_of(tensor)),))
 
 
 def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, take: Take | None) -> torch.Tensor:
@@ -346,7 +279,7 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None =
     """A new tensor from a spec: of its regions, or of the whole; on the host unless `device` says otherwise."""
     where = torch.device(spec.device or "cpu") if device == "original" else _device(device, path)
     tensor = _new(local_shape_of(spec), torch_dtype(spec.dtype, path), where or torch.device("cpu"), take)
-    return Target(spec, _dress(tensor, spec), local_pieces(spec, lambda box: _data(tensor[box])))
+    return Target(spec, _dress(tensor, spec), local_pieces(spec, lambda box: data_of(tensor[box])))
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
@@ -397,5 +330,5 @@ def decode(value: Typed) -> Any:
 
 def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
     """Elements of raw dtype, converted from one dtype to another as torch does."""
-    part = torch.from_numpy(np.ascontiguousarray(data).view(_signed(data.itemsize))).view(torch_dtype(saved))
-    return _raw(part.to(torch_dtype(wanted)))
+    part = torch.from_numpy(np.ascontiguousarray(data).view(signed(data.itemsize))).view(torch_dtype(saved))
+    return raw_of(part.to(torch_dtype(wanted)))

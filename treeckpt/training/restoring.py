@@ -158,6 +158,7 @@ class _Restore:
     def plan_model(self) -> None:
         leaves, asked = self.source.leaves, set[str]()
         saved_extra: Any = None
+        paths: dict[int, str] = {}
         for entry in self.entries:
             path = f"model/{key_path(entry.key)}"
             node = descend(self.source.structure, ("model", *entry.key))
@@ -181,7 +182,8 @@ class _Restore:
                 continue
             self._check_entry(entry, path)
             self.wanted.append(entry)
-        self._check_ties()
+            paths[id(entry)] = path
+        self._check_ties(paths)
         self.unexpected += [path for path in leaves if path.startswith("model/") and path not in asked]
 
     def _is_there(self, keys: tuple[str, ...]) -> bool:
@@ -241,19 +243,27 @@ class _Restore:
                 hint="Pass cast=True to convert",
             )
 
-    def _check_ties(self) -> None:
-        """Names of one parameter here must be one array there, or the last to be filled would win."""
-        there = {entry.key for entry in self.wanted}
-        for keys in self.ties.values():
-            paths = [f"model/{key_path(key)}" for key in keys if key in there]
-            for path in paths[1:]:
-                if self.strict and self.source.identity(path) != self.source.identity(paths[0]):
+    def _check_ties(self, paths: Mapping[int, str]) -> None:
+        """Names of one tensor here must stand for equal arrays there, or the last to be filled would win.
+
+        Args:
+            paths: of the entries that are wanted, by identity.
+        """
+        tied: dict[int, list[Entry]] = {}
+        for entry in self.wanted:
+            others, path = tied.setdefault(id(entry.value), []), paths[id(entry)]
+            if others and not self.source.are_equal((paths[id(others[0])], path), entry.value):
+                if self.strict:
                     raise MismatchError(
                         path,
-                        expected=f"one array with {paths[0]}, as in the model",
-                        found="another array in the checkpoint",
-                        hint="Untie the parameters, or pass strict=False to take the last of them",
+                        expected=f"the bytes of {paths[id(others[0])]}, which is the same tensor in the model",
+                        found="others in the checkpoint",
+                        hint="Untie the two, or pass strict=False to take the last of them",
                     )
+                self.ignored += [paths[id(other)] for other in others]
+                others.clear()
+            others.append(entry)
+        self.wanted = [entry for others in tied.values() for entry in others]
 
     def plan_optimizer(self, keep: tuple[str, ...]) -> None:
         if not self.lives:

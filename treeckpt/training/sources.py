@@ -15,19 +15,20 @@ import msgspec
 
 from .. import api
 from ..core.errors import MismatchError
-from ..core.records import AliasRecord, ValueRecord
+from ..core.records import ValueRecord
 from ..core.rules import Carried, Drop, Rule
 from ..core.spec import ArraySpec
 from ..core.structure import Node, PerRankNode, Structure, any_rank, keys_of
 from ..core.tree import PerRank, flatten
 from ..core.views import View, plain_view, ruled_view
 from ..filling import Verify
-from ..io.comm import Comm
-from ..leaves.registry import abstract_of, decode, source_of
-from ..lookup import LoadOptions
+from ..io.comm import Comm, global_rank
+from ..leaves.registry import abstract_of, decode
+from ..lookup import Load, LoadOptions
 from ..ranks import Policy, load_own
 from ..stateful import expand
-from ..trees.moving import put_leaves
+from ..ties import are_equal, identity_of
+from ..trees import moving
 from .values import is_same
 
 __all__ = [
@@ -86,8 +87,8 @@ class Source(Protocol):
         """Every leaf by path, with `~rank*` for a rank's own; None for values."""
         ...
 
-    def identity(self, path: str) -> object:
-        """Equal for paths that are one array."""
+    def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
+        """Whether two arrays are one, or alike in all that a tensor wants of them."""
         ...
 
     def value(self, path: str) -> Any:
@@ -151,10 +152,16 @@ class CheckpointSource:
     def leaves(self) -> dict[str, ArraySpec | None]:
         return {path: found[0].spec for path, found in self.view.by_path.items()}
 
-    def identity(self, path: str) -> object:
-        leaf = self.view.by_path[path][0]
-        record = leaf.record
-        return record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
+    def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
+        if len({identity_of(self.view.by_path[path][0]) for path in paths}) == 1:
+            return True
+        spec = abstract_of(wanted, paths[0], global_rank(self.comm))
+        assert spec is not None, "only tensors are compared"
+        options = LoadOptions(
+            cast=self.options.cast, verify=self.options.verify, per_rank="take", rules=self.rules, strict=False
+        )
+        with api.opened(self.path) as store:
+            return are_equal(Load(store, self.comm, options), paths, spec)
 
     def value(self, path: str) -> Any:
         record = self.view.by_path[path][0].record
@@ -211,10 +218,9 @@ class TreeSource:
     def leaves(self) -> dict[str, ArraySpec | None]:
         return {path: abstract_of(leaf, path, self.comm.rank) for path, leaf in self._leaves.items()}
 
-    def identity(self, path: str) -> object:
-        source = source_of(self._leaves[path], path, self.comm.rank)
-        storage = source.storage if source is not None else None
-        return path if storage is None else (storage.address, storage.strides)
+    def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
+        first, second = (self._leaves[path] for path in paths)
+        return moving.are_equal(first, second, wanted, paths[1], self.comm.rank)
 
     def is_left(self, path: str) -> bool:
         return False
@@ -239,7 +245,7 @@ class TreeSource:
         _, wanted = flatten(target, rank=rank)
         pairs = ((path, leaf, any_rank(path, rank)) for path, leaf in wanted)
         given = {path: self._leaves[name] for path, leaf, name in pairs if leaf is not ... and name in self._leaves}
-        nbytes = put_leaves(
+        nbytes = moving.put_leaves(
             target, wanted, given, lambda old, new, _: old if is_same(old, new) else new, rank=rank,
             cast=self.options.cast,
         )  # fmt: skip

@@ -15,13 +15,15 @@ import numpy as np
 
 from ..core.dtypes import dtype_of
 from ..core.errors import LayoutError, MismatchError
-from ..core.region import intersect, subtract
+from ..core.region import Region, intersect, subtract
 from ..core.spec import ArraySpec
 from ..core.tree import flatten, graft, replace_leaves
 from ..leaves.base import HostArray, Piece, Source, Target, TargetPiece
+from ..leaves.overlaps import first_difference, is_equal, pairs_of, same_places, shared
 from ..leaves.registry import abstract_of, decode, encode, library_of, like_of, source_of, target_of
 
 __all__ = [
+    "are_equal",
     "check_dtype",
     "check_held",
     "copied_value",
@@ -31,6 +33,10 @@ __all__ = [
     "fill",
     "put_leaves",
 ]
+
+
+BLOCK = 16 << 20
+"""Bytes that are compared at once."""
 
 
 def copied_value(leaf: object, path: str) -> object:
@@ -140,7 +146,9 @@ class _Cast:
 class _Copy(msgspec.Struct, frozen=True):
     """What one array is to take, from where."""
 
+    path: str
     target: Target
+    """Where the bytes go, as they are there."""
     source: Source
     range: tuple[int, int] | None
     """The target's memory, where it is known."""
@@ -150,13 +158,19 @@ class _Copy(msgspec.Struct, frozen=True):
         itemsize = dtype_of(self.source.spec.dtype).itemsize
         return sum(piece.region.size for piece in self.target.pieces) * itemsize
 
+    def put(self, pieces: Sequence[TargetPiece]) -> None:
+        """Fills pieces of the target's array and dtype."""
+        wanted, given = self.target.spec, self.source.spec.dtype
+        if wanted.dtype != given:
+            pieces = [TargetPiece(piece.region, _Cast(piece.data, wanted, given)) for piece in pieces]
+        fill(pieces, self.source.pieces)
+
 
 def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) -> None:
     """See `treeckpt.trees.copy_into`."""
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     _, before = flatten(into, rank=rank, namespace=namespace)
     _check_paths(given, [path for path, _ in before])
-    _check_ties(before, given, rank)
     put_leaves(
         into,
         before,
@@ -182,14 +196,14 @@ def put_leaves(
 
     Args:
         before: the leaves of `into`.
-        given: what they take; those that are not in it stay, and an array that stands twice takes the last.
+        given: what they take; those that are not in it stay.
         value: (old, new, path) -> the value to put, `old` itself where they are alike.
 
     Returns:
         bytes of the arrays that were filled.
     """
     new: list[object] = []
-    copies: dict[int, _Copy] = {}
+    copies: list[_Copy] = []
     for path, leaf in before:
         if path not in given:
             new.append(leaf)
@@ -204,9 +218,12 @@ def put_leaves(
         new.append(leaf)
         storage = getattr(source_of(leaf, path, rank), "storage", None)
         place = None if storage is None else (storage.address, storage.address + storage.nbytes)
-        copies[id(leaf)] = _Copy(_matched(target, source, path, cast), source, place)
-    _put(into, before, new, list(copies.values()), namespace)
-    return sum(copy.nbytes for copy in copies.values())
+        _check_match(target, source, path, cast)
+        copies.append(_Copy(path, target, source, place))
+    _check_ties(copies)
+    copies = list({id(copy.target.leaf): copy for copy in copies}.values())
+    _put(into, before, new, copies, namespace)
+    return sum(copy.nbytes for copy in copies)
 
 
 def _put(
@@ -221,7 +238,7 @@ def _put(
             hint="Put it into a dict, a list or a dataclass that is not frozen",
         )
     for copy in _apart(copies):
-        fill(copy.target.pieces, copy.source.pieces)
+        copy.put(copy.target.pieces)
     graft(into, replace_leaves(into, iter(new), namespace=namespace), namespace=namespace)
 
 
@@ -245,19 +262,51 @@ def _check_paths(given: dict[str, object], asked: list[str]) -> None:
         )
 
 
-def _check_ties(leaves: Sequence[tuple[str, object]], given: Mapping[str, object], rank: int) -> None:
-    """Refuses two arrays for one of the target, of which the last would win."""
-    first: dict[int, str] = {}
-    for path, leaf in leaves:
-        other = first.setdefault(id(leaf), path)
-        if given[other] is given[path]:
-            continue
-        sources = source_of(given[other], other, rank), source_of(given[path], path, rank)
-        places = [source.storage for source in sources if source is not None and source.storage is not None]
-        if len(set(places)) > 1:
-            raise MismatchError(
-                path, expected=f"one array with {other}, as in the target", found="another", hint="Untie the target"
-            )
+def _check_ties(copies: Sequence[_Copy]) -> None:
+    """Refuses two arrays that differ for one place in memory, where the last would win."""
+
+    def one(first: _Copy, second: _Copy) -> bool:
+        return (
+            first.source.storage is not None
+            and first.source.storage == second.source.storage
+            and same_places(first.target, second.target)
+        )
+
+    def read(wanted: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
+        for number, pieces in wanted:
+            copies[number].put(pieces)
+
+    targets = [copy.target for copy in copies]
+    pairs = (pair for pair in pairs_of(targets) if not one(copies[pair[0]], copies[pair[1]]))
+    found = first_difference((part for pair in pairs for part in shared(targets, pair, BLOCK)), read, BLOCK)
+    if found is not None:
+        first, second = (copies[number].path for number in found)
+        raise MismatchError(
+            second,
+            expected=f"the bytes of {first}, with which it shares memory in the target",
+            found="others",
+            hint="Untie the two in the target",
+        )
+
+
+def are_equal(first: object, second: object, wanted: object, path: str, rank: int) -> bool:
+    """Whether two arrays have the same bytes in all that this rank wants of them, in the dtype that is wanted."""
+    spec = abstract_of(wanted, path, rank)
+    assert spec is not None, "only arrays are compared"
+    regions = (Region.whole(spec.shape),) if spec.regions is None else spec.regions
+    target = Target(spec, None, [TargetPiece(region, HostArray(np.empty(0))) for region in regions])
+    copies: list[_Copy] = []
+    for leaf in (first, second):
+        if (source := source_of(leaf, path, rank)) is None:
+            return False
+        check_held(target, source, path)
+        copies.append(_Copy(path, target, source, None))
+
+    def read(parts: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
+        for number, pieces in parts:
+            copies[number].put(pieces)
+
+    return first is second or is_equal(spec, read, BLOCK)
 
 
 def check_dtype(wanted: str, given: str, path: str) -> None:
@@ -267,14 +316,10 @@ def check_dtype(wanted: str, given: str, path: str) -> None:
         raise MismatchError(path, expected=wanted, found=given, hint="Convert one of them first")
 
 
-def _matched(target: Target, source: Source, path: str, cast: bool) -> Target:
+def _check_match(target: Target, source: Source, path: str, cast: bool) -> None:
     check_held(target, source, path)
-    wanted, given = target.spec.dtype, source.spec.dtype
-    if not cast or wanted == given:
-        check_dtype(wanted, given, path)
-        return target
-    pieces = [TargetPiece(piece.region, _Cast(piece.data, target.spec, given)) for piece in target.pieces]
-    return msgspec.structs.replace(target, pieces=pieces)
+    if not cast:
+        check_dtype(target.spec.dtype, source.spec.dtype, path)
 
 
 def _apart(copies: list[_Copy]) -> list[_Copy]:
