@@ -193,27 +193,27 @@ class Flat:
         last = sum((side.stop - 1) * step for side, step in zip(box, steps, strict=True))
         return self.start + first, self.start + last + 1
 
-    def _window(self, span: np.ndarray, box: Box) -> np.ndarray:
+    def _inside(self, span: np.ndarray, box: Box) -> np.ndarray:
         """A box in the stretch that holds it, sharing its memory."""
         shape = tuple(max(side.stop - side.start, 0) for side in box)
         return np.lib.stride_tricks.as_strided(span, shape, c_strides(self.shape, span.strides[0]))
 
     def read(self, box: Box) -> np.ndarray:
         low, high = self._span(box)
-        return self._window(self.data.read((slice(low, high),)), box)
+        return self._inside(self.data.read((slice(low, high),)), box)
 
     def write(self, box: Box, data: np.ndarray) -> None:
         low, high = self._span(box)
         where = (slice(low, high),)
         if isinstance(self.data, (HostArray, HostMemory)):
-            self._window(self.data.read(where), box)[...] = data
+            self._inside(self.data.read(where), box)[...] = data
             return
         with self._lock:  # what lies between is put back as it was, and another thread may be writing there
             if high - low == data.size:
                 self.data.write(where, data.reshape(-1))
                 return
             span = np.array(self.data.read(where))
-            self._window(span, box)[...] = data
+            self._inside(span, box)[...] = data
             self.data.write(where, span)
 
 
