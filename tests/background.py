@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[1]
-PAUSES = {"sleep": 0.2, "crawl": 0.4}
+PAUSE = 0.2
 """Seconds that a slow store takes for a call."""
 
 
@@ -46,8 +46,8 @@ class Hooked(tc.LocalStore):
     Args:
         log: gets a line for each call.
         at: counted from 0; None never.
-        act: "fail" raises, "kill" kills the process, "sleep" takes its time at each call, "crawl" more, "hold" waits at
-            each call until `release` was called.
+        act: "fail" raises, "kill" kills the process, "sleep" takes its time at each call, "hold" waits until `release`
+            was called: at that call, or at each if `at` is None.
         after: once the call has taken effect.
     """
 
@@ -75,8 +75,9 @@ class Hooked(tc.LocalStore):
         now = self.at is not None and len(calls_of(self.log)) == self.at + 1
         if now and not self.after:
             self.happen(name)
-        time.sleep(PAUSES.get(self.act, 0.0))
-        assert self.act != "hold" or until(self.gate.exists)
+        if self.act == "hold" and self.at is None:
+            self.happen(name)
+        time.sleep(PAUSE if self.act == "sleep" else 0)
         result = effect()
         if now and self.after:
             self.happen(name)
@@ -91,6 +92,9 @@ class Hooked(tc.LocalStore):
         self.gate.touch()
 
     def happen(self, name: str) -> None:
+        if self.act == "hold":
+            assert until(self.gate.exists)
+            return
         if self.act == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError(5, f"injected at {name}")

@@ -330,7 +330,7 @@ def plant(directory: Path, name: str, kind: str) -> None:
 KINDS = ["symlink", "dangling symlink", "FIFO", "directory"]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", KINDS)
 class TestHostileNames:
     def test_reading_is_refused(self, tmp_path: Path, kind: str) -> None:

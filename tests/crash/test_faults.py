@@ -139,7 +139,7 @@ else:
     inject = ["-e", f"trace={names}", "-e", f"inject={names}:error={error}:when={when}"]
     command = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), *inject, sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # renames of the test's own are meant
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     if "(INJECTED)" not in (tmp_path / "trace").read_text():
         pytest.skip("calls are counted for each thread, and none of them made so many")
