@@ -64,7 +64,7 @@ def _tag(request: Request, given: Sequence[Run]) -> str:
     """
     asks = request.headers.get("if-none-match", "")
     # somebody who asks again waits for what is new; somebody who opens a page wants to see one
-    version = runs.run_tag(_library(request), given, wait=1.0 if asks else None)
+    version = runs.run_tag(_library(request), given, wait=1.0 if asks else 0.0)
     text = f"{request.app.state.boot} {version} {request.scope['path']} {request.scope['query_string']!r}"
     tag = f'W/"{hashlib.blake2s(text.encode(), digest_size=8).hexdigest()}"'
     if tag in asks:

@@ -123,7 +123,7 @@ def _summed(holder: _Infos, policies: tuple[Policy, ...]) -> _Summed:
     )
 
 
-def run_tag(library: Library, runs: Sequence[Run], *, wait: float | None = None) -> str:
+def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
     """Changes whenever what a page shows of these runs does."""
     parts: list[str] = []
     for run in runs:

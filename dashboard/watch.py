@@ -26,7 +26,7 @@ REVISED = 64
 ENOUGH = 100
 """Directories that are known after which the first look is not waited for: a page is full."""
 SOON = 0.3
-"""Seconds for which a request waits for a look; past that it gets what is known."""
+"""Seconds for which any request waits for a look; past that, or what it asked for, it gets what is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Watch:
         """Changes with what is known."""
         self.progress = Progress(0, 0, False)
 
-    def refresh(self, *, wait: float = SOON) -> None:
+    def refresh(self, *, wait: float = 0.0) -> None:
         """Starts a look if the last one is not fresh any more, and waits for it if that is not for long.
 
         Of a run that takes longer to look at, only what is new is waited for, or the first page of it.
@@ -96,9 +96,9 @@ class Watch:
                 threading.Thread(target=self._run, args=(running,), daemon=True).start()
             enough = not self.progress.complete and len(self._known) >= ENOUGH
         if wait > SOON or not (enough or self._slow):
-            running.done.wait(wait)
+            running.done.wait(max(wait, SOON))
         elif not enough:
-            running.listed.wait(wait)
+            running.listed.wait(SOON)
 
     def _run(self, look: _Look) -> None:
         started = time.monotonic()

@@ -22,7 +22,6 @@ from treeckpt.remote import modules_of
 from treeckpt.run import Run
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_long_run_is_listed_by_pages(s3: S3, count: int) -> None:
     url = s3.url()

@@ -386,7 +386,7 @@ def test_stages_hold_tables_of_their_own_names(tmp_path: Path) -> None:
 
 def test_a_group_of_ranks_saves_a_table_of_its_own(tmp_path: Path) -> None:
     oracle = make_oracle(90)
-    comms = thread_comms(2, timeout=5)
+    comms = thread_comms(2, timeout=60)
     for comm in comms:
         comm.members = (5, 3)  # of the default group
 

@@ -142,25 +142,20 @@ def convert(
     kind = detect(source)
     options = _options(destination, to, dtype, max_shard_size, memory, select, exclude, subtree, lossy)
     addresses = Addresses()
-    contents = _chosen(open_source(source, kind, addresses, lambda at: named(at, options.exclude)), options, addresses)
-    held, plan = _PLANS[options.to](contents, options)
-    if not (dry_run or lossy):
-        refuse_losses(held.contents, options.to)
-    findings = held.contents.findings
-    names: tuple[str, ...] = ()
-    written = 0
-    if options.to == "treeckpt":
-        if not dry_run:
+    with open_source(source, kind, addresses, lambda at: named(at, options.exclude)) as found:
+        contents = _chosen(found, options, addresses)
+        held, plan = _PLANS[options.to](contents, options)
+        if not (dry_run or lossy):
+            refuse_losses(held.contents, options.to)
+        if options.to != "treeckpt":
+            names, written = _write(plan(), destination, options, overwrite, dry_run, comm)
+        elif not dry_run:
             report = _save(held, destination, options, overwrite, step, comm)
             names, written = report.files, report.nbytes
-    else:
-        output = plan()
-        names = tuple(file.name or Path(destination).name for file in output.files)
-        if not dry_run:
-            written = run_output(output, _local(destination), as_comm(comm), memory=options.memory, overwrite=overwrite)
         else:
-            check_free(_local(destination), output, overwrite=overwrite)
+            names, written = (), 0
     arrays = [leaf for _, leaf in held.contents.leaves if isinstance(leaf, Lazy)]
+    findings = held.contents.findings
     return ConvertReport(
         contents.label,
         os.fspath(destination),
@@ -176,6 +171,18 @@ def convert(
         dry_run,
         time.perf_counter() - begin,
     )
+
+
+def _write(
+    output: Output, destination: AnyPath, options: _Options, overwrite: bool, dry_run: bool, comm: Any
+) -> tuple[tuple[str, ...], int]:
+    """Names of the files, and bytes that this rank wrote: none in a dry run, which only looks whether it could."""
+    place, written = _local(destination), 0
+    if dry_run:
+        check_free(place, output, overwrite=overwrite)
+    else:
+        written = run_output(output, place, as_comm(comm), memory=options.memory, overwrite=overwrite)
+    return tuple(file.name or Path(destination).name for file in output.files), written
 
 
 def _options(
