@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from .core.buckets import buckets_of
 from .core.dtypes import dtype_of
 from .core.errors import CorruptError, FormatError, MismatchError
 from .core.records import Leaf
 from .core.region import Region
 from .core.spec import ArraySpec, TableSpec
 from .core.structure import TABLE_KEYS
-from .core.table import Column, buckets_of
+from .core.table import Column
 from .filling import Filling, Means, Slot
 from .leaves.base import Box, Target, TargetPiece, raw_dtype
 from .leaves.registry import abstract_of, library_of, source_of
