@@ -119,6 +119,13 @@ def _wanted(job: Load, column: Column, path: str) -> ArraySpec:
             found=f"{type(column.array).__name__}",
             hint='As in KeyedTable(tc.ArraySpec((0,), "int64"), {"embedding": tc.ArraySpec((0, 16), "float32")})',
         )
+    if column.kind == "ids" and (spec.dtype, len(spec.shape)) != ("int64", 1):
+        raise MismatchError(
+            path,
+            expected="ids of int64[N]",
+            found=f"{spec.dtype} of shape {spec.shape}",
+            hint="As in np.empty(0, np.int64): an empty list alone becomes an array of float64",
+        )
     if job.options.device == "original":
         return spec
     return msgspec.structs.replace(spec, device=job.options.device or spec.device)

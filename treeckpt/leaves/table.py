@@ -122,12 +122,12 @@ def column_source(
 
 def _plain(source: Source | None, array: Any, path: str) -> Source:
     if source is None or source.layout is not None:
-        kind = type(array).__name__
+        kind, no_array = type(array).__name__, "Make it a numpy array or a tensor, of a row for each id"
         raise TreeError(
             path,
             expected="a plain array of the rows that are here",
             found=kind if source is None else f"a distributed {kind}",
-            hint="Each owner gives its own rows; which those are, owned= says",
+            hint=no_array if source is None else "Each owner gives its own rows; which those are, owned= says",
         )
     return source
 
