@@ -28,13 +28,14 @@ from ..rules import Renaming, Transforms, as_rules, carried
 from .capture import live_of, ties_of
 from .modules import Entry, Modules, collect, materialise, on_meta, settle_shards
 from .names import Key, key_path, put_in
+from .opening import open_source
 from .optimizers import Live, Optimizers, survey
 from .parts import compare_extra, loads_of
 from .plans import OptimizerPlan, apply_optimizers, plan_optimizers
 from .report import RestoreReport
 from .rng import check_rng, set_rng
 from .schedules import from_groups
-from .sources import Options, Source, children_of, descend, open_source
+from .sources import Options, Source, children_of, descend
 from .values import is_same
 
 __all__ = ["restore"]
@@ -72,7 +73,8 @@ def restore(
     before the first change.
 
     Args:
-        source: a path or store, or a tree in memory as `state(..., buffers="per_rank")` gives it, with all that this
+        source: a path or store; a `Bank` or list of several, of which later ones win, each with rules and globs of its
+            own by `From`; or a tree in memory as `state(..., buffers="per_rank")` gives it, with all that this
             rank holds.
         model: as for `state`. Parts on the meta device get memory for this rank's share, and only that. Buffers that
             are not persistent are in no checkpoint: those on the meta device stay there, are named in the report and
