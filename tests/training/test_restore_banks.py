@@ -150,3 +150,20 @@ def test_banks_that_are_none_are_refused_and_nothing_changes(
     with pytest.raises(kind, match=words):
         tc.training.restore(source, net, optimizer, **options)
     assert all(torch.equal(value, before[name]) for name, value in parts(net, optimizer).items())
+
+
+def test_names_of_one_tensor_may_come_from_two_checkpoints_that_have_equal_bytes(tmp_path: Path) -> None:
+    def tied(value: float) -> nn.ModuleDict:
+        model = nn.ModuleDict({"embedding": nn.Embedding(5, 2), "head": nn.Linear(2, 5, bias=False)})
+        model["head"].weight = model["embedding"].weight
+        nn.init.constant_(model["head"].weight, value)
+        return model
+
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        tc.save(tmp_path / name, tc.training.state(tied(value), rng=False))
+    model = tied(0.0)
+    tc.training.restore([tmp_path / "a", tc.From(tmp_path / "b", select="model/head.*")], model, rng=False)
+    assert model["head"].weight.eq(1).all() and model["head"].weight is model["embedding"].weight
+    with pytest.raises(tc.MismatchError, match=r"model/head.weight: expected the bytes of model/embedding.weight"):
+        tc.training.restore([tmp_path / "a", tc.From(tmp_path / "c", select="model/head.*")], model, rng=False)
+    assert model["head"].weight.eq(1).all()

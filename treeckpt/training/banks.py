@@ -22,7 +22,8 @@ from ..io.comm import Comm
 from ..lookup import LoadOptions
 from ..ranks import Policy
 from ..rules import as_rules, carried
-from .sources import CheckpointSource, Filled, Options, fill_from
+from ..ties import are_equal
+from .sources import CheckpointSource, Filled, Options, fill_from, wanted_of
 
 __all__ = ["BankSource"]
 
@@ -73,9 +74,12 @@ class BankSource:
         given = path in self._giver or path + OWN in self._giver
         return not self.options.selects(path) or (not given and any(m.view.is_kept(path) for m in self.members))
 
-    def identity(self, path: str) -> object:
-        member = self._giver[path]
-        return self.members.index(member), member.identity(path)
+    def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
+        first, second = (self._giver[path] for path in paths)
+        if first is second:
+            return first.are_equal(paths, wanted)
+        with first.opened() as one, second.opened() as other:
+            return are_equal((one, paths[0]), (other, paths[1]), wanted_of(wanted, paths[0], self.comm))
 
     def value(self, path: str) -> Any:
         return self._giver[path].value(path)

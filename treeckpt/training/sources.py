@@ -7,7 +7,8 @@ are filled in place, at the very end. A tree in memory gives only what this rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -40,6 +41,7 @@ __all__ = [
     "children_of",
     "descend",
     "fill_from",
+    "wanted_of",
 ]
 
 
@@ -171,13 +173,18 @@ class CheckpointSource:
     def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
         if len({identity_of(self.view.by_path[path][0]) for path in paths}) == 1:
             return True
-        spec = abstract_of(wanted, paths[0], global_rank(self.comm))
-        assert spec is not None, "only tensors are compared"
+        spec = wanted_of(wanted, paths[0], self.comm)
+        with self.opened() as job:
+            return are_equal((job, paths[0]), (job, paths[1]), spec)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Load]:
+        """A load by which its arrays are looked at."""
         options = LoadOptions(
             cast=self.options.cast, verify=self.options.verify, per_rank="take", rules=self.rules, strict=False
         )
         with api.opened(self.path) as store:
-            return are_equal(Load(store, self.comm, options), paths, spec)
+            yield Load(store, self.comm, options)
 
     def value(self, path: str) -> Any:
         record = self.view.by_path[path][0].record
@@ -216,6 +223,13 @@ def fill_from(
         comm=comm,
     )
     return Filled(report.loaded, report.nbytes, report.read_nbytes)
+
+
+def wanted_of(tensor: Any, path: str, comm: Comm) -> ArraySpec:
+    """What a rank wants of a tensor."""
+    spec = abstract_of(tensor, path, global_rank(comm))
+    assert spec is not None, "only tensors are compared"
+    return spec
 
 
 class TreeSource:
