@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import HTMLResponse
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
 
 from . import arrays, queries, saves
 from .library import Library
@@ -21,19 +22,20 @@ from .pages import (
     TreePage,
 )
 from .render import render
+from .routing import Routes
 
 __all__ = ["Start", "api", "pages"]
 
-Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first row")]
-Node = Annotated[str, Query(max_length=1000, description="positions of a node from the root, as `0.3.12`")]
-Words = Annotated[str, Query(max_length=500, description="words that a path must hold")]
-Dim = Annotated[int | None, Query(ge=0, le=64)]
-At = Annotated[str, Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
-RegionText = Annotated[str, Query(max_length=500, description="a part of an array, as `100:200, :, 7`")]
+Start = Annotated[int, Meta(ge=0, le=1 << 53, description="number of the first row")]
+Node = Annotated[str, Meta(max_length=1000, description="positions of a node from the root, as `0.3.12`")]
+Words = Annotated[str, Meta(max_length=500, description="words that a path must hold")]
+Dim = Annotated[int, Meta(ge=0, le=64)] | None
+At = Annotated[str, Meta(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
+RegionText = Annotated[str, Meta(max_length=500, description="a part of an array, as `100:200, :, 7`")]
 Number = int
 
-api = APIRouter(prefix="/api/v1")
-pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+api = Routes("/api/v1")
+pages = Routes()
 
 
 def _library(request: Request) -> Library:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from msgspec import Meta
+from starlette.requests import Request
 
 from treeckpt.core.treemap import By
 from treeckpt.io.store import Store
@@ -17,17 +18,17 @@ from .folds import FoldsPage, folds_page, leaves_page
 from .library import Library
 from .pages import SearchPage
 from .peeks import PeekPage, Window, peek_page
+from .routing import Routes
 from .snippets import SnippetPage, snippet_page
 
-__all__ = ["api", "pages"]
+__all__ = ["api"]
 
-api = APIRouter(prefix="/api/v1")
-pages = APIRouter(include_in_schema=False)
+api = Routes("/api/v1")
 
-Dim = Annotated[int | None, Query(ge=0, le=64)]
-At = Annotated[str, Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
-Position = Annotated[int, Query(ge=0, le=1 << 53)]
-Size = Annotated[int | None, Query(ge=1, le=1 << 53)]
+Dim = Annotated[int, Meta(ge=0, le=64)] | None
+At = Annotated[str, Meta(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
+Position = Annotated[int, Meta(ge=0, le=1 << 53)]
+Size = Annotated[int, Meta(ge=1, le=1 << 53)] | None
 
 
 def _store(library: Library, checkpoint_id: str) -> Store:
@@ -60,7 +61,7 @@ def get_peek(
 
 @api.get("/checkpoints/{checkpoint_id}/snippet")
 def get_snippet(
-    request: Request, checkpoint_id: str, path: Annotated[str, Query(max_length=20_000)] = ""
+    request: Request, checkpoint_id: str, path: Annotated[str, Meta(max_length=20_000)] = ""
 ) -> SnippetPage:
     """The line of Python that loads a leaf, or what is below a node."""
     _, info = request.app.state.library.checkpoint(checkpoint_id)
@@ -72,8 +73,8 @@ def get_treemap(
     request: Request,
     checkpoint_id: str,
     by: By = "tree",
-    node: Annotated[str, Query(max_length=1000)] = "",
-    count: Annotated[int, Query(ge=10, le=100_000, description="boxes, at most")] = 20_000,
+    node: Annotated[str, Meta(max_length=1000)] = "",
+    count: Annotated[int, Meta(ge=10, le=100_000, description="boxes, at most")] = 20_000,
 ) -> TreemapPage:
     """Where the bytes are, as nested boxes."""
     _, outline = queries.opened(request.app.state.library, checkpoint_id)
@@ -81,7 +82,7 @@ def get_treemap(
 
 
 @api.get("/checkpoints/{checkpoint_id}/folds")
-def get_folds(request: Request, checkpoint_id: str, node: Annotated[str, Query(max_length=1000)] = "") -> FoldsPage:
+def get_folds(request: Request, checkpoint_id: str, node: Annotated[str, Meta(max_length=1000)] = "") -> FoldsPage:
     """Blocks of a node's children that are the same but for their number."""
     _, outline = queries.opened(request.app.state.library, checkpoint_id)
     return folds_page(outline, node)
@@ -91,9 +92,9 @@ def get_folds(request: Request, checkpoint_id: str, node: Annotated[str, Query(m
 def get_leaves(
     request: Request,
     checkpoint_id: str,
-    q: Annotated[str, Query(max_length=500, description="words that a path must hold")] = "",
-    dtype: Annotated[str, Query(max_length=64)] = "",
-    larger: Annotated[int, Query(ge=0, le=1 << 62, description="bytes, at least")] = 0,
+    q: Annotated[str, Meta(max_length=500, description="words that a path must hold")] = "",
+    dtype: Annotated[str, Meta(max_length=64)] = "",
+    larger: Annotated[int, Meta(ge=0, le=1 << 62, description="bytes, at least")] = 0,
     start: Position = 0,
 ) -> SearchPage:
     """Leaves by the words of their path, their dtype and their size; `start` is a leaf's number."""

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import HTMLResponse
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
 
 from . import queries
 from .render import render
 from .resharding import ReshardPage, reshard_page
+from .routing import Routes
 
 __all__ = ["api", "pages"]
 
-api = APIRouter(prefix="/api/v1")
-pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+api = Routes("/api/v1")
+pages = Routes()
 
-Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first row")]
-MeshText = Annotated[str, Query(max_length=100, description="sizes of the target mesh, as `2x4`")]
-Names = Annotated[str, Query(max_length=200, description="names of its dimensions, as `dp,tp`")]
+Start = Annotated[int, Meta(ge=0, le=1 << 53, description="number of the first row")]
+MeshText = Annotated[str, Meta(max_length=100, description="sizes of the target mesh, as `2x4`")]
+Names = Annotated[str, Meta(max_length=200, description="names of its dimensions, as `dp,tp`")]
 Place = Annotated[
-    str, Query(max_length=4000, description="rules, as `*.bias: Replicate; *: Shard(0)`; the first that matches holds")
+    str, Meta(max_length=4000, description="rules, as `*.bias: Replicate; *: Shard(0)`; the first that matches holds")
 ]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import HTMLResponse, Response
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
 from . import comparing, timing, trends
 from .comparing import Show
@@ -14,29 +14,25 @@ from .library import Library, Missing
 from .pages_time import DeltaRow, DiffPage, HeatData, TimingPage, TrendsPage, WaterfallData
 from .queries import checkpoint_row
 from .render import render
+from .routing import Routes
 
 __all__ = ["api", "pages"]
 
-Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first row")]
-By = Annotated[str, Query(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name")]
-Words = Annotated[str, Query(max_length=500, description="words that a path must hold")]
-Pair = Annotated[int | None, Query(ge=0, le=1 << 53, description="arrays to compare number by number")]
-Read = Annotated[bool, Query(description="read contents where checksums cannot tell")]
-Id = Annotated[str, Query(max_length=100, description="id of a checkpoint")]
+Start = Annotated[int, Meta(ge=0, le=1 << 53, description="number of the first row")]
+By = Annotated[str, Meta(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name")]
+Words = Annotated[str, Meta(max_length=500, description="words that a path must hold")]
+Pair = Annotated[int, Meta(ge=0, le=1 << 53, description="arrays to compare number by number")] | None
+Read = Annotated[bool, Meta(description="read contents where checksums cannot tell")]
+Id = Annotated[str, Meta(max_length=100, description="id of a checkpoint")]
 CHOICES = 200
 """Checkpoints of each run that a form offers."""
 
-api = APIRouter(prefix="/api/v1")
-pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+api = Routes("/api/v1")
+pages = Routes()
 
 
 def _library(request: Request) -> Library:
     return request.app.state.library
-
-
-def _json(data: Any) -> Response:
-    """Columns of a million numbers: encoded as they are, without a model in between."""
-    return Response(msgspec.json.encode(data), media_type="application/json")
 
 
 @api.get("/checkpoints/{checkpoint_id}/timing")
@@ -45,19 +41,19 @@ def get_timing(request: Request, checkpoint_id: str, start: Start = 0, by: By = 
     return timing.timing_page(_library(request), checkpoint_id, start, by)
 
 
-@api.get("/checkpoints/{checkpoint_id}/timing/waterfall", response_model=WaterfallData)
-def get_waterfall(request: Request, checkpoint_id: str) -> Response:
+@api.get("/checkpoints/{checkpoint_id}/timing/waterfall")
+def get_waterfall(request: Request, checkpoint_id: str) -> WaterfallData:
     """Every span of a save, in columns."""
-    return _json(timing.waterfall_data(_library(request), checkpoint_id))
+    return timing.waterfall_data(_library(request), checkpoint_id)
 
 
-@api.get("/checkpoints/{checkpoint_id}/timing/heat", response_model=HeatData)
-def get_heat(request: Request, checkpoint_id: str, by: By = "rank") -> Response:
+@api.get("/checkpoints/{checkpoint_id}/timing/heat")
+def get_heat(request: Request, checkpoint_id: str, by: By = "rank") -> HeatData:
     """The time of every rank, or group of ranks, in every phase, in columns."""
-    return _json(timing.heat_data(_library(request), checkpoint_id, by))
+    return timing.heat_data(_library(request), checkpoint_id, by)
 
 
-@api.get("/checkpoints/{checkpoint_id}/trace.json", response_class=Response)
+@api.get("/checkpoints/{checkpoint_id}/trace.json", answer=dict)
 def get_trace(request: Request, checkpoint_id: str) -> Response:
     """The save in the Trace Event Format, for Perfetto."""
     name, data = timing.trace_of(_library(request), checkpoint_id)
