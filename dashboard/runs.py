@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -207,7 +206,7 @@ def _scan(library: Library, run: Run) -> ScanRow:
 
 def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summed: _Summed) -> CheckpointRow:
     row = checkpoint_row(checkpoint_id, run, info)
-    return replace(row, kept=list(summed.reasons.get(info.name, ())), goes=info.name in summed.gone)
+    return msgspec.structs.replace(row, kept=list(summed.reasons.get(info.name, ())), goes=info.name in summed.gone)
 
 
 @lru_cache(64)

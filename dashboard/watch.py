@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from treeckpt.catalog import CheckpointInfo, newest_first
 from treeckpt.core.errors import TreeckptError
@@ -31,16 +32,14 @@ HARDLY = 0.08
 """Seconds for which a look that has enough to show is waited for still: it may be about to end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(msgspec.Struct, frozen=True):
     """One directory, as it was when it was looked at."""
 
     info: CheckpointInfo
     modified_ns: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """How far the first look at a run is."""
 
     seen: int
@@ -177,7 +176,7 @@ class Watch:
         if before is None or before != now:
             with self._lock:
                 self._known[name] = now
-                self.version += before is None or replace(before, modified_ns=now.modified_ns) != now
+                self.version += before is None or msgspec.structs.replace(before, modified_ns=now.modified_ns) != now
 
     def see(self, names: Sequence[str]) -> None:
         """Looks at these now, however fresh the last look is."""
