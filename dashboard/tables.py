@@ -2,8 +2,8 @@
 
 `build_table` writes one file: every node of the tree by number (`core.nodes`) in blocks, so that a page of children is
 a few of these; the records of leaves in blocks; folded paths in blocks of text, which `str.find` searches at memory
-speed; and the rest of the index. A row for each node would take SQLite two seconds for a million of them. A file is written beside its place and renamed, never changed afterwards, and may be deleted at
-any time. `stored` reads them.
+speed; and the rest of the index. A row for each node would take SQLite two seconds for a million of them. A file is
+written beside its place and renamed, never changed afterwards, and may be deleted at any time. `stored` reads them.
 """
 
 from __future__ import annotations
