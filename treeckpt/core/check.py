@@ -60,7 +60,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     for (path, ranks), record in zip(paths, index.leaves, strict=True):
         if ranks is not None:
             check_runs(ranks, path=path, low=0, high=index.world)
-        if type(record) is ArrayRecord:
+        if isinstance(record, ArrayRecord):
             if ranks is not None or (record.spec, record.layout) not in fits:
                 _check_fit(index, path, ranks, record)
                 fits.add((record.spec, record.layout))
