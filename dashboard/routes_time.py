@@ -118,6 +118,9 @@ def show_diff(
     library = _library(request)
     a = a or (comparing.previous_of(library, b) or "" if b else "")
     found = get_diff(request, a, b, show, q, start, pair, read) if a and b else None
+    if not (a or b):  # offers the newest one and the one before it
+        b = next((i for run in library.runs for i, info in library.checkpoints(run) if info.status == "complete"), "")
+        a = comparing.previous_of(library, b) or "" if b else ""
     return render(request, "diff.html", {"diff": found, "a": a, "b": b, "choices": _choices(library, {a, b})})
 
 

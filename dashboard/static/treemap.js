@@ -67,7 +67,7 @@ function write(g, text, x, y, room) {
   let shown = visible(text);
   if (g.measureText(shown).width > room) {
     const keep = Math.floor((shown.length * (room - 14)) / g.measureText(shown).width);
-    if (keep < 3) return;
+    if (keep < 7) return; // "…eight" tells nothing
     shown = `…${shown.slice(-keep)}`; // the end of a name tells leaves apart
   }
   g.fillText(shown, x, y);
