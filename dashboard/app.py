@@ -8,18 +8,17 @@ import sqlite3
 from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
-from starlette.applications import Starlette
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
 
 from treeckpt.core.errors import TreeckptError
 from treeckpt.core.policy import Policy
 
 from . import routes, routes_contents, routes_reshard, routes_time, run_routes
+from .answers import describe, encoded
 from .cache import Cache, default_directory
 from .comparing import Comparisons
 from .keeping import KeepError
@@ -28,12 +27,11 @@ from .ops import Speeds
 from .queries import loading_page
 from .reading import StillReading
 from .render import render, templates
-from .routing import Address, Senseless, encoded
 from .run_routes import Unchanged
 from .runs import CursorError
 from .security import LOOPBACK_HOSTS, Guard
 
-__all__ = ["api_addresses", "create_app"]
+__all__ = ["create_app"]
 
 
 def create_app(
@@ -44,7 +42,7 @@ def create_app(
     allowed_hosts: Collection[str] = LOOPBACK_HOSTS,
     cache: str | Path | None = None,
     policies: Sequence[Policy] = (),
-) -> Starlette:
+) -> FastAPI:
     """The dashboard of these runs, as an ASGI application.
 
     Args:
@@ -60,46 +58,44 @@ def create_app(
     """
     _check_cache(cache, runs)
     root = "/" + root_path.strip("/") if root_path.strip("/") else ""
-    app = Starlette(
-        routes=_routes(),
-        middleware=[Middleware(Guard, hosts=allowed_hosts, token=token, root_path=root)],
-        exception_handlers=_HANDLERS,
-        lifespan=_lifespan,
+    app = FastAPI(
+        title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json", lifespan=_lifespan
     )
     app.state.library = Library(runs, cache=Cache(cache), policies=policies)
     app.state.comparisons = Comparisons(app.state.library)
     app.state.boot = secrets.token_hex(8)
     app.state.speeds = Speeds()
     app.state.templates = templates()
+    for part in _PARTS:
+        app.include_router(part.api)
+        app.include_router(part.pages)
+    describe(app, [part.api for part in _PARTS])
+    app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
+    app.add_exception_handler(Missing, _missing)
+    app.add_exception_handler(StillReading, _still_reading)
+    app.add_exception_handler(Unchanged, _unchanged)
+    app.add_exception_handler(KeepError, _senseless)
+    app.add_exception_handler(CursorError, _senseless)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(TreeckptError, _unreadable)
+    for kind in (
+        OSError,
+        ArithmeticError,
+        RecursionError,
+        sqlite3.Error,
+    ):  # hostile numbers, hostile depth, a full disk
+        app.add_exception_handler(kind, _unreadable)
+    app.add_middleware(Guard, hosts=allowed_hosts, token=token, root_path=root)
     return app
 
 
-_PARTS = (run_routes, routes, routes_reshard, routes_time)
-
-
-def api_addresses() -> list[Address]:
-    """What is answered as JSON."""
-    return [address for part in (*_PARTS, routes_contents) for address in part.api.addresses]
-
-
-def _routes() -> list[Route | Mount]:
-    return [
-        *(route for part in (*_PARTS, routes_contents) for route in part.api.routes),
-        *(route for part in _PARTS for route in part.pages.routes),
-        Route("/api/v1/openapi.json", _schema),
-        Mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")])),
-    ]
-
-
-def _schema(request: Request) -> Response:
-    from .schema import schema_of  # few ask for it
-
-    return encoded(schema_of(api_addresses(), title="treeckpt dashboard", version="1"))
+_PARTS = (run_routes, routes, routes_contents, routes_reshard, routes_time)
 
 
 def _answer(request: Request, status: int, text: str) -> Response:
     if request.scope["path"].startswith("/api/"):
-        return JSONResponse({"error": text}, status)
+        return encoded({"error": text}, status)
     return render(request, "error.html", {"status": status, "text": text}, status)
 
 
@@ -112,7 +108,7 @@ def _check_cache(cache: str | Path | None, runs: Sequence[str | Path]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     app.state.library.close()
 
@@ -145,23 +141,12 @@ def _http_error(request: Request, error: Exception) -> Response:
     return _answer(request, status, "There is no such page." if status == 404 else "This cannot be answered.")
 
 
+def _invalid(request: Request, error: Exception) -> Response:
+    problems = error.errors() if isinstance(error, RequestValidationError) else []
+    text = "; ".join(f"{p['loc'][-1]}: {p['msg']}" for p in problems)
+    return _answer(request, 422, text)
+
+
 def _unreadable(request: Request, error: Exception) -> Response:
     """A checkpoint that changed, or turned out bad, after it was listed."""
     return _answer(request, 404, f"This cannot be read: {error}")
-
-
-_HANDLERS = {
-    Missing: _missing,
-    StillReading: _still_reading,
-    Unchanged: _unchanged,
-    Senseless: _senseless,
-    KeepError: _senseless,
-    CursorError: _senseless,
-    HTTPException: _http_error,
-    TreeckptError: _unreadable,
-    # hostile numbers, hostile depth, a full disk
-    OSError: _unreadable,
-    ArithmeticError: _unreadable,
-    RecursionError: _unreadable,
-    sqlite3.Error: _unreadable,
-}

@@ -9,9 +9,9 @@ import json
 from datetime import datetime
 from typing import Any
 
+from fastapi import Request
+from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from starlette.requests import Request
-from starlette.responses import HTMLResponse
 
 from treeckpt.core.wording import bytes_text, seconds_text, shape_text, visible
 

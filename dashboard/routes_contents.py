@@ -5,30 +5,30 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Annotated
 
-from msgspec import Meta
-from starlette.requests import Request
+from fastapi import APIRouter, Query, Request
 
 from treeckpt.core.treemap import By
 from treeckpt.io.store import Store
 
 from . import queries
+from .answers import Answers
 from .bytemap import TreemapPage, treemap_page
 from .checksums import BalancePage, ChecksumsPage, balance_page, checksums_page
 from .folds import FoldsPage, folds_page, leaves_page
 from .library import Library
 from .pages import SearchPage
 from .peeks import PeekPage, Window, peek_page
-from .routing import Routes
 from .snippets import SnippetPage, snippet_page
 
-__all__ = ["api"]
+__all__ = ["api", "pages"]
 
-api = Routes("/api/v1")
+api = Answers()
+pages = APIRouter(include_in_schema=False)
 
-Dim = Annotated[int, Meta(ge=0, le=64)] | None
-At = Annotated[str, Meta(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
-Position = Annotated[int, Meta(ge=0, le=1 << 53)]
-Size = Annotated[int, Meta(ge=1, le=1 << 53)] | None
+Dim = Annotated[int | None, Query(ge=0, le=64)]
+At = Annotated[str, Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
+Position = Annotated[int, Query(ge=0, le=1 << 53)]
+Size = Annotated[int | None, Query(ge=1, le=1 << 53)]
 
 
 def _store(library: Library, checkpoint_id: str) -> Store:
@@ -36,7 +36,7 @@ def _store(library: Library, checkpoint_id: str) -> Store:
     return run.store.folder(info.name).store
 
 
-@api.get("/checkpoints/{checkpoint_id}/leaves/{number}/peek")
+@api.gives("/checkpoints/{checkpoint_id}/leaves/{number}/peek")
 def get_peek(
     request: Request,
     checkpoint_id: str,
@@ -59,42 +59,42 @@ def get_peek(
         return peek_page(store, outline, number, window)
 
 
-@api.get("/checkpoints/{checkpoint_id}/snippet")
+@api.gives("/checkpoints/{checkpoint_id}/snippet")
 def get_snippet(
-    request: Request, checkpoint_id: str, path: Annotated[str, Meta(max_length=20_000)] = ""
+    request: Request, checkpoint_id: str, path: Annotated[str, Query(max_length=20_000)] = ""
 ) -> SnippetPage:
     """The line of Python that loads a leaf, or what is below a node."""
     _, info = request.app.state.library.checkpoint(checkpoint_id)
     return snippet_page(info.path, path)
 
 
-@api.get("/checkpoints/{checkpoint_id}/treemap")
+@api.gives("/checkpoints/{checkpoint_id}/treemap")
 def get_treemap(
     request: Request,
     checkpoint_id: str,
     by: By = "tree",
-    node: Annotated[str, Meta(max_length=1000)] = "",
-    count: Annotated[int, Meta(ge=10, le=100_000, description="boxes, at most")] = 20_000,
+    node: Annotated[str, Query(max_length=1000)] = "",
+    count: Annotated[int, Query(ge=10, le=100_000, description="boxes, at most")] = 20_000,
 ) -> TreemapPage:
     """Where the bytes are, as nested boxes."""
     _, outline = queries.opened(request.app.state.library, checkpoint_id)
     return treemap_page(outline, by, node, count)
 
 
-@api.get("/checkpoints/{checkpoint_id}/folds")
-def get_folds(request: Request, checkpoint_id: str, node: Annotated[str, Meta(max_length=1000)] = "") -> FoldsPage:
+@api.gives("/checkpoints/{checkpoint_id}/folds")
+def get_folds(request: Request, checkpoint_id: str, node: Annotated[str, Query(max_length=1000)] = "") -> FoldsPage:
     """Blocks of a node's children that are the same but for their number."""
     _, outline = queries.opened(request.app.state.library, checkpoint_id)
     return folds_page(outline, node)
 
 
-@api.get("/checkpoints/{checkpoint_id}/leaves")
+@api.gives("/checkpoints/{checkpoint_id}/leaves")
 def get_leaves(
     request: Request,
     checkpoint_id: str,
-    q: Annotated[str, Meta(max_length=500, description="words that a path must hold")] = "",
-    dtype: Annotated[str, Meta(max_length=64)] = "",
-    larger: Annotated[int, Meta(ge=0, le=1 << 62, description="bytes, at least")] = 0,
+    q: Annotated[str, Query(max_length=500, description="words that a path must hold")] = "",
+    dtype: Annotated[str, Query(max_length=64)] = "",
+    larger: Annotated[int, Query(ge=0, le=1 << 62, description="bytes, at least")] = 0,
     start: Position = 0,
 ) -> SearchPage:
     """Leaves by the words of their path, their dtype and their size; `start` is a leaf's number."""
@@ -102,14 +102,14 @@ def get_leaves(
     return leaves_page(outline, q, start, dtype, larger)
 
 
-@api.get("/checkpoints/{checkpoint_id}/balance")
+@api.gives("/checkpoints/{checkpoint_id}/balance")
 def get_balance(request: Request, checkpoint_id: str) -> BalancePage:
     """What each rank wrote."""
     _, outline = queries.opened(request.app.state.library, checkpoint_id)
     return balance_page(outline)
 
 
-@api.get("/checkpoints/{checkpoint_id}/files/{number}/checksums")
+@api.gives("/checkpoints/{checkpoint_id}/files/{number}/checksums")
 def get_checksums(request: Request, checkpoint_id: str, number: int, start: Position = 0) -> ChecksumsPage:
     """Compares a part of a shard with its checksums; `next` says where to go on."""
     library = request.app.state.library

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import HTMLResponse
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse
 
 from . import queries
+from .answers import Answers
 from .render import render
 from .resharding import ReshardPage, reshard_page
-from .routing import Routes
 
 __all__ = ["api", "pages"]
 
-api = Routes("/api/v1")
-pages = Routes()
+api = Answers()
+pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
-Start = Annotated[int, Meta(ge=0, le=1 << 53, description="number of the first row")]
-MeshText = Annotated[str, Meta(max_length=100, description="sizes of the target mesh, as `2x4`")]
-Names = Annotated[str, Meta(max_length=200, description="names of its dimensions, as `dp,tp`")]
+Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first row")]
+MeshText = Annotated[str, Query(max_length=100, description="sizes of the target mesh, as `2x4`")]
+Names = Annotated[str, Query(max_length=200, description="names of its dimensions, as `dp,tp`")]
 Place = Annotated[
-    str, Meta(max_length=4000, description="rules, as `*.bias: Replicate; *: Shard(0)`; the first that matches holds")
+    str, Query(max_length=4000, description="rules, as `*.bias: Replicate; *: Shard(0)`; the first that matches holds")
 ]
 
 
-@api.get("/checkpoints/{checkpoint_id}/reshard")
+@api.gives("/checkpoints/{checkpoint_id}/reshard")
 def get_reshard(
     request: Request, checkpoint_id: str, mesh: MeshText = "", names: Names = "", place: Place = "", start: Start = 0
 ) -> ReshardPage:

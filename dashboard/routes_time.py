@@ -4,56 +4,55 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse, Response
 
 from . import comparing, timing, trends
+from .answers import Answers
 from .comparing import Show
 from .library import Library, Missing
 from .pages_time import DeltaRow, DiffPage, HeatData, TimingPage, TrendsPage, WaterfallData
 from .queries import checkpoint_row
 from .render import render
-from .routing import Routes
 
 __all__ = ["api", "pages"]
 
-Start = Annotated[int, Meta(ge=0, le=1 << 53, description="number of the first row")]
-By = Annotated[str, Meta(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name")]
-Words = Annotated[str, Meta(max_length=500, description="words that a path must hold")]
-Pair = Annotated[int, Meta(ge=0, le=1 << 53, description="arrays to compare number by number")] | None
-Read = Annotated[bool, Meta(description="read contents where checksums cannot tell")]
-Id = Annotated[str, Meta(max_length=100, description="id of a checkpoint")]
+Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first row")]
+By = Annotated[str, Query(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name")]
+Words = Annotated[str, Query(max_length=500, description="words that a path must hold")]
+Pair = Annotated[int | None, Query(ge=0, le=1 << 53, description="arrays to compare number by number")]
+Read = Annotated[bool, Query(description="read contents where checksums cannot tell")]
+Id = Annotated[str, Query(max_length=100, description="id of a checkpoint")]
 CHOICES = 200
 """Checkpoints of each run that a form offers."""
 
-api = Routes("/api/v1")
-pages = Routes()
+api = Answers()
+pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 
 def _library(request: Request) -> Library:
     return request.app.state.library
 
 
-@api.get("/checkpoints/{checkpoint_id}/timing")
+@api.gives("/checkpoints/{checkpoint_id}/timing")
 def get_timing(request: Request, checkpoint_id: str, start: Start = 0, by: By = "rank") -> TimingPage:
     """The spans of a save and their summary."""
     return timing.timing_page(_library(request), checkpoint_id, start, by)
 
 
-@api.get("/checkpoints/{checkpoint_id}/timing/waterfall")
+@api.gives("/checkpoints/{checkpoint_id}/timing/waterfall")
 def get_waterfall(request: Request, checkpoint_id: str) -> WaterfallData:
     """Every span of a save, in columns."""
     return timing.waterfall_data(_library(request), checkpoint_id)
 
 
-@api.get("/checkpoints/{checkpoint_id}/timing/heat")
+@api.gives("/checkpoints/{checkpoint_id}/timing/heat")
 def get_heat(request: Request, checkpoint_id: str, by: By = "rank") -> HeatData:
     """The time of every rank, or group of ranks, in every phase, in columns."""
     return timing.heat_data(_library(request), checkpoint_id, by)
 
 
-@api.get("/checkpoints/{checkpoint_id}/trace.json", answer=dict)
+@api.gives("/checkpoints/{checkpoint_id}/trace.json", dict[str, Any])
 def get_trace(request: Request, checkpoint_id: str) -> Response:
     """The save in the Trace Event Format, for Perfetto."""
     name, data = timing.trace_of(_library(request), checkpoint_id)
@@ -62,13 +61,13 @@ def get_trace(request: Request, checkpoint_id: str) -> Response:
     )
 
 
-@api.get("/runs/{run_id}/trends")
+@api.gives("/runs/{run_id}/trends")
 def get_trends(request: Request, run_id: str, start: Start = 0) -> TrendsPage:
     """The saves of a run by step, in columns."""
     return trends.trends_page(_library(request), run_id, start)
 
 
-@api.get("/diff")
+@api.gives("/diff")
 def get_diff(
     request: Request,
     a: Id,
@@ -85,7 +84,7 @@ def get_diff(
     )
 
 
-@api.get("/diff/values")
+@api.gives("/diff/values")
 def get_delta(request: Request, a: Id, b: Id, pair: Pair = 0) -> DeltaRow:
     """How two arrays differ, by reading up to 64 MiB of them."""
     delta = get_diff(request, a, b, "structure", "", 1 << 53, pair)

@@ -9,22 +9,41 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from . import ops, runs
+from .answers import Answers, encoded
 from .library import Library, Run
 from .render import render
-from .routing import Routes, encoded
+from .routes import Start
 from .run_pages import LivePage, RunPage, RunsPage, UsagePage
-from .runs import Keep, Question, Start
+from .runs import Question, Sort, Status
 
 __all__ = ["Unchanged", "api", "pages"]
 
+Cursor = Annotated[str, Query(max_length=2000, description="where the page before ended; goes before `start`")]
+Words = Annotated[str, Query(max_length=500, description="words that the name, the step or the error must hold")]
+Keep = Annotated[str | None, Query(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`")]
 
-api = Routes("/api/v1")
-pages = Routes()
+
+def _question(
+    start: Start = 0,
+    cursor: Cursor = "",
+    sort: Sort = "newest",
+    status: Status = "",
+    q: Words = "",
+    keep: Keep = None,
+) -> Question:
+    return Question(start, cursor, sort, status, q, keep)
+
+
+Asked = Annotated[Question, Depends(_question)]
+
+api = Answers()
+pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 
 class Unchanged(Exception):
@@ -54,27 +73,27 @@ def _tag(request: Request, given: Sequence[Run]) -> str:
     return tag
 
 
-@api.get("/runs", answer=RunsPage)
+@api.gives("/runs", RunsPage)
 def get_runs(request: Request) -> Response:
     """Every run with its newest checkpoints."""
     tag = _tag(request, _library(request).runs)
     return _tagged(encoded(runs.runs_page(_library(request))), tag)
 
 
-@api.get("/runs/{run_id}", answer=RunPage)
-def get_run(request: Request, run_id: str, question: Question) -> Response:
+@api.gives("/runs/{run_id}", RunPage)
+def get_run(request: Request, run_id: str, question: Asked) -> Response:
     """One run's checkpoints, newest first unless asked otherwise."""
     tag = _tag(request, [_library(request).run(run_id)])
     return _tagged(encoded(runs.run_page(_library(request), run_id, question)), tag)
 
 
-@api.get("/live")
+@api.gives("/live")
 def get_live(request: Request, start: Start = 0) -> LivePage:
     """Saves under way, in every run."""
     return ops.live_page(_library(request), request.app.state.speeds, start, now_ns=time.time_ns())
 
 
-@api.get("/usage")
+@api.gives("/usage")
 def get_usage(request: Request, keep: Keep = None, start: Start = 0) -> UsagePage:
     """Bytes by run and by policy, and what a clean-up would free: nothing is deleted."""
     return ops.usage_page(_library(request), keep, start)
@@ -87,7 +106,7 @@ def show_runs(request: Request) -> Response:
 
 
 @pages.get("/runs/{run_id}")
-def show_run(request: Request, run_id: str, question: Question) -> Response:
+def show_run(request: Request, run_id: str, question: Asked) -> Response:
     tag = _tag(request, [_library(request).run(run_id)])
     page = runs.run_page(_library(request), run_id, question)
     return _tagged(render(request, "run.html", page), tag)

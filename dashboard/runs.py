@@ -6,10 +6,9 @@ import base64
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from treeckpt.catalog import CheckpointInfo
 from treeckpt.core.files import step_name, step_of
@@ -23,26 +22,10 @@ from .pages import CheckpointRow
 from .queries import PAGE, checkpoint_row, status_of
 from .run_pages import RunPage, RunPart, RunsPage, ScanRow
 
-__all__ = [
-    "CursorError",
-    "Keep",
-    "Question",
-    "Sort",
-    "Start",
-    "Status",
-    "policies_of",
-    "reasons_of",
-    "run_page",
-    "run_tag",
-    "runs_page",
-]
+__all__ = ["CursorError", "Question", "Sort", "Status", "policies_of", "reasons_of", "run_page", "run_tag", "runs_page"]
 
 Sort = Literal["newest", "oldest", "bytes", "-bytes", "time", "-time", "step", "-step", "status", "-status"]
 Status = Literal["", "complete", "saving", "partial", "corrupt", "foreign", "reading"]
-Start = Annotated[int, Meta(ge=0, le=1 << 53, description="number of the first row")]
-Cursor = Annotated[str, Meta(max_length=2000, description="where the page before ended; goes before `start`")]
-Words = Annotated[str, Meta(max_length=500, description="words that the name, the step or the error must hold")]
-Keep = Annotated[str, Meta(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`")] | None
 FIRST = 20
 """Checkpoints that the page of several runs shows of each."""
 
@@ -53,13 +36,14 @@ Found = Sequence[tuple[str, CheckpointInfo]]
 class Question(msgspec.Struct, frozen=True):
     """Which checkpoints of a run, in which order."""
 
-    start: Start = 0
-    cursor: Cursor = ""
+    start: int = 0
+    cursor: str = ""
     sort: Sort = "newest"
     status: Status = ""
-    q: Words = ""
-    keep: Keep = None
-    """None takes the policies that the dashboard was given."""
+    q: str = ""
+    """Words that the name, the step or the error must hold."""
+    keep: str | None = None
+    """Policies, as `keeping` reads them; None takes those that the dashboard was given."""
 
 
 class CursorError(ValueError):
