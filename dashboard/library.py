@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
+
+import msgspec
 
 from treeckpt import catalog
 from treeckpt.catalog import CheckpointInfo, FileCache
@@ -43,8 +44,7 @@ class ReadingInfo(CheckpointInfo, frozen=True):
     """A directory whose large index is being read for the first time: what it is, is not known yet."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class Run(msgspec.Struct, frozen=True, eq=False):
     """A run that the dashboard was given."""
 
     id: str
