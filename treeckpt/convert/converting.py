@@ -154,23 +154,21 @@ def convert(
             names, written = report.files, report.nbytes
         else:
             names, written = (), 0
-    arrays = [leaf for _, leaf in held.contents.leaves if isinstance(leaf, Lazy)]
-    findings = held.contents.findings
+    seconds = time.perf_counter() - begin
+    return _report(contents.label, destination, kind, options.to, held.contents, names, written, dry_run, seconds)
+
+
+def _report(
+    source: str, destination: AnyPath, kind: str, to: str, held: Contents, names: tuple[str, ...], written: int,
+    dry_run: bool, seconds: float,
+) -> ConvertReport:  # fmt: skip
+    arrays = [leaf for _, leaf in held.leaves if isinstance(leaf, Lazy)]
+    nbytes = sum(math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize for leaf in arrays)
+    notes, losses = (tuple(f for f in held.findings if f.lost == lost) for lost in (False, True))
     return ConvertReport(
-        contents.label,
-        os.fspath(destination),
-        kind,
-        options.to,
-        len(held.contents.leaves),
-        len(arrays),
-        sum(math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize for leaf in arrays),
-        names,
-        written,
-        tuple(f for f in findings if not f.lost),
-        tuple(f for f in findings if f.lost),
-        dry_run,
-        time.perf_counter() - begin,
-    )
+        source, os.fspath(destination), kind, to, len(held.leaves), len(arrays), nbytes, names, written, notes, losses,
+        dry_run, seconds,
+    )  # fmt: skip
 
 
 def _write(
