@@ -67,6 +67,16 @@ def test_no_conversion_leaves_a_file_open(tmp_path: Path) -> None:
     assert files_open(tmp_path) == []
 
 
+def test_the_step_is_that_of_the_name_in_a_run_unless_it_is_given(tmp_path: Path) -> None:
+    """A run would not trust a checkpoint that says another step than its name."""
+    tc.save(tmp_path / "old" / "step_00000002", {"w": np.ones(2)}, step=2)
+    source = tmp_path / "old" / "step_00000002"
+    for name, step, found in (("step_00000007", None, 7), ("copy", None, 2), ("other", 5, 5)):
+        convert(source, f"{tmp_path}/run/{name}/", step=step)
+        assert tc.inspect(tmp_path / "run" / name).step == found
+    assert tc.Manager(tmp_path / "run").steps() == [7]
+
+
 def test_links_are_followed_as_the_cache_of_hugging_face_has_them(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "blob")
     (tmp_path / "linked.pt").symlink_to("blob")
