@@ -1,4 +1,4 @@
-"""Writes the golden checkpoint of the present format version, once, when the version is new.
+"""Writes the golden checkpoints of the format's versions, each once, when the version is new.
 
 `python -m tests.golden.write` refuses to touch one that is there: a golden file is what older programs wrote.
 """
@@ -9,18 +9,21 @@ import concurrent.futures
 from pathlib import Path
 
 import treeckpt as tc
-from tests.golden.content import WORLD, tree
-from treeckpt.core.index import VERSION
+from tests.golden.content import RANGES, WORLD, ranges_tree, tree
 from treeckpt.io.comm import thread_comms
 
+TREES = {1: (tree, WORLD), 2: (ranges_tree, len(RANGES) - 1)}
+"""What each version was made for, and the ranks that hold it."""
 
-def main() -> None:
+
+def main(version: int = max(TREES)) -> None:
     """Writes it."""
-    path = Path(__file__).parent / f"version_{VERSION}"
-    with concurrent.futures.ThreadPoolExecutor(WORLD) as pool:
-        comms = thread_comms(WORLD)
+    path = Path(__file__).parent / f"version_{version}"
+    make, world = TREES[version]
+    with concurrent.futures.ThreadPoolExecutor(world) as pool:
+        comms = thread_comms(world)
         jobs = [
-            pool.submit(tc.save, path, tree(c.rank), step=12, comm=c, custom_metadata={"by": "golden"}) for c in comms
+            pool.submit(tc.save, path, make(c.rank), step=12, comm=c, custom_metadata={"by": "golden"}) for c in comms
         ]
         for job in jobs:
             job.result()
