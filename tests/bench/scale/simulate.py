@@ -14,7 +14,21 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from treeckpt.agreement import Arguments, Done, Hello, Joined, Told, check_hellos, is_known, join, key_of, tellers_of
+from treeckpt.agreement import (
+    Arguments,
+    Done,
+    Hello,
+    Joined,
+    Terms,
+    Told,
+    Verdict,
+    check_hellos,
+    decode_each,
+    is_known,
+    join,
+    key_of,
+    tellers_of,
+)
 from treeckpt.bench.meter import Meter
 from treeckpt.committing import Facts, judge
 from treeckpt.core.dtypes import dtype_of
@@ -30,9 +44,11 @@ from treeckpt.core.shard import shard_name
 from treeckpt.core.tree import flatten
 from treeckpt.io.record import Recorder
 from treeckpt.io.store import MemoryStore
+from treeckpt.io.tiers import SPANS, spans_for
 from treeckpt.plans import Plans, plans_of
 
 from .models import Array, Grid, Layouts, Model, arrays_of, flat_pieces
+from .traffic import Load, Talk
 
 __all__ = ["Figures", "simulate"]
 
@@ -86,6 +102,12 @@ class Figures(msgspec.Struct):
     """Of one rank."""
     messages: int = 0
     """Of the first save: of all ranks to the coordinator, and its words."""
+    alone: Load = msgspec.field(default_factory=Load)
+    """Of rank 0's server in the first save, where all ranks speak to it."""
+    root: Load = msgspec.field(default_factory=Load)
+    """Of the same where they speak by leaders."""
+    leader: Load = msgspec.field(default_factory=Load)
+    """Of the busiest of these."""
     index_nbytes: int = 0
     timings_nbytes: int = 0
     amplification: float = 0.0
@@ -157,6 +179,7 @@ class _World:
 
     def __init__(self, kinds: list[tuple[Inventory, range]], figures: Figures) -> None:
         self.kinds, self.figures, self.size = kinds, figures, sum(len(ranks) for _, ranks in kinds)
+        self._talks = {spans: Talk(self.size, spans) for spans in ((), SPANS)}
 
     def _hellos(self, remembered: str = "") -> list[bytes]:
         arguments = Arguments("run/step_00000100", 100, False, False, 1 << 62, "wait", False)
@@ -173,22 +196,40 @@ class _World:
         figures.hello, _ = _timed(lambda: digest_of(busiest))
         messages = self._hellos()
         figures.hello_nbytes = max(map(len, messages))
-        heard, (key, tellers) = _timed(lambda: _heard(messages))
+        bundles, hellos = self._gather(messages)
+        heard, (key, tellers) = _timed(lambda: _heard(hellos))
         inventory_of = {ranks[0]: inventory for inventory, ranks in self.kinds}
         told = {rank: _encode(Told(inventory_of[rank], {}, {})) for rank in tellers}
         figures.told_nbytes = sum(map(len, told.values()))
         figures.messages = 2 * self.size + len(told)
+        terms = Terms((), save_id="0" * 16, created_ns=1 << 60, key=key, tellers=tellers, known=False, skipped=False)
+        self._share(_encode(terms), last=not told)
 
         def joined() -> bytes:
-            hellos = {rank: _decode(message, type=Hello) for rank, message in enumerate(messages)}
             tales = {rank: _decode(message, type=Told) for rank, message in told.items()}
-            return _encode(Joined((), join(hellos, tales, self.size)))
+            return _encode(Joined((), join(decode_each(hellos, Hello), tales, self.size)))
 
         joining, word = _timed(joined) if told else (0.0, b"")
-        figures.agree, figures.joined_nbytes = heard + joining, len(word)
-        again = self._hellos(key)
-        figures.again, _ = _timed(lambda: _heard(again))
+        if told:
+            bundles += self._gather([told.get(rank, b"") for rank in range(self.size)])[0]
+            self._share(word, last=True)
+        figures.agree, figures.joined_nbytes = bundles + heard + joining, len(word)
+        again = Talk(self.size, spans_for(self.size))
+        repeated = again.gather(self._hellos(key))
+        figures.again = again.seconds + _timed(lambda: _heard(repeated))[0]
         return key, word
+
+    def _gather(self, messages: list[bytes]) -> tuple[float, dict[int, bytes]]:
+        """What rank 0 hears as the world really speaks, and the seconds that it needs to take bundles apart."""
+        talk = self._talks[spans_for(self.size)]
+        before = talk.seconds
+        heard = [each.gather(messages) for each in self._talks.values() if each is not talk]
+        heard.append(talk.gather(messages))
+        return talk.seconds - before, heard[-1]
+
+    def _share(self, word: bytes, *, last: bool) -> None:
+        for talk in self._talks.values():
+            talk.share(word, last=last)
 
     def plans(self, key: str, word: bytes, rank: int) -> Plans:
         """What follows for one rank."""
@@ -208,6 +249,12 @@ class _World:
         _, totals = place([leaf for _, leaf in plans.arrays], plans.shares, self.size)
         figures.write_balance = float(totals.max() / totals.mean())
         messages = [_encode(_report(rank, int(nbytes))) for rank, nbytes in enumerate(totals.tolist())]
+        bundles, _ = self._gather(messages)
+        self._share(_encode(Verdict((), True)), last=True)
+        for talk in self._talks.values():
+            talk.join()
+        figures.alone, figures.root = (talk.servers[0] for talk in self._talks.values())
+        figures.leader = self._talks[SPANS].busiest
         figures.done_nbytes = max(map(len, messages))
         facts = Facts(0, self.size, "0" * 16, 0, 100, False, plans.key, 1 << 62)
         names = (shard_name(facts.save_id, rank, self.size, 0) for rank in range(self.size))
@@ -221,16 +268,16 @@ class _World:
         with Meter() as meter:
             publish()
             usage = meter.lap()
-        figures.commit, figures.commit_rss = usage.seconds, usage.extra_rss
+        figures.commit, figures.commit_rss = bundles + usage.seconds, usage.extra_rss
         data = bytes(store.files[INDEX_NAME])
         figures.index_nbytes, figures.timings_nbytes = len(data), len(store.files[timings_name(facts.save_id)])
         figures.open, index = _timed(lambda: decode_index(data, INDEX_NAME))
         return index
 
 
-def _heard(messages: list[bytes]) -> tuple[str, tuple[int, ...]]:
+def _heard(messages: dict[int, bytes]) -> tuple[str, tuple[int, ...]]:
     """What the coordinator makes of all hellos: the key of the plan, and who is to tell more."""
-    hellos = {rank: _decode(message, type=Hello) for rank, message in enumerate(messages)}
+    hellos = decode_each(messages, Hello)
     check_hellos(hellos)
     key = key_of(hellos)
     return key, () if is_known(hellos, key) else tellers_of(hellos)
