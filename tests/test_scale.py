@@ -12,7 +12,7 @@ import pytest
 from treeckpt.io.comm import Comm, thread_comms
 from treeckpt.io.rounds import Round
 
-from .bench.scale.models import MODELS, Grid, arrays_of
+from .bench.scale.models import MODELS, Grid, Model, arrays_of
 from .bench.scale.report import CHUNK_NBYTES, growth, judge
 from .bench.scale.simulate import Figures, simulate
 from .bench.scale.traffic import Talk
@@ -20,6 +20,8 @@ from .world import on_ranks
 
 MODEL = msgspec.structs.replace(MODELS["llama 8B"], layers=8)
 EXPERTS = msgspec.structs.replace(MODELS["mixtral 8x22B"], layers=2)
+
+NARROW = Model("narrow", layers=1, width=4096, feed_forward=4096, keys=256, vocabulary=2048)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,13 @@ def test_a_message_of_a_rank_is_as_long_in_any_world(worlds: list[Figures]) -> N
 def test_loads_read_what_they_need_and_saves_are_balanced(worlds: list[Figures]) -> None:
     assert max(row.amplification for row in worlds) <= 1.05
     assert max(row.write_balance for row in worlds) <= 1.2
+
+
+def test_replicas_even_out_what_a_layout_leaves_uneven() -> None:
+    """Of 128 rows cut among 256 ranks half have none, and nobody else can write them; unless others hold them too."""
+    alone, shared = (simulate(NARROW, Grid(256, 2, copies=n), Grid(8)) for n in (1, 16))
+    assert alone.write_least > 1.01 and alone.write_balance <= 1.01 * alone.write_least
+    assert shared.write_least == 1.0 and shared.write_balance <= 1.1
 
 
 def test_stages_of_a_pipeline_tell_their_parts_once_each() -> None:

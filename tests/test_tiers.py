@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -146,7 +147,8 @@ def test_leaders_serve_stores_of_their_own() -> None:
     comms = _tcp(4, 10.0, (2,))
     assert errors_of(on_ranks(comms, talk)) == [None] * 4
     led, above = comms[2]._boards[2], comms[3]._boards[2]
-    assert isinstance(led, LedBoard) and led._own.store.port == above.store.port != comms[0]._common.store.port
+    assert isinstance(led, LedBoard)
+    assert led._own.store.port == above.store._store.port != comms[0]._common.store.port
 
 
 def test_a_rank_whose_leader_dies_hears_from_rank_0_who_it_was() -> None:
@@ -165,6 +167,31 @@ def test_a_rank_whose_leader_dies_hears_from_rank_0_who_it_was() -> None:
     for rank in (0, 1, 3):
         assert isinstance(errors[rank], tc.RankError) and list(errors[rank].ranks) == [2], errors
     assert_holds(store, seed=0)
+
+
+class Vanished:
+    """A server whose machine is gone: no answer comes, and no error."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: released.wait(30)
+
+
+released = threading.Event()
+
+
+def test_a_leader_whose_machine_vanished_is_not_waited_for_without_end() -> None:
+    watched = io_boards._Watched(Vanished(), 0.1)
+    comms = _tcp(4, 0.3, (2,))
+    assert errors_of(on_ranks(comms, talk)) == [None] * 4
+    comms[3]._boards[2].store = watched
+    store = MemoryStore()
+    start = time.monotonic()
+    outcomes = on_ranks(comms, lambda c: c.rank == 2 or tc.save(store, {"v": 1}, comm=c))
+    released.set()
+    assert time.monotonic() - start < 10
+    for rank in (0, 1, 3):
+        error = outcomes[rank].error
+        assert isinstance(error, tc.RankError) and list(error.ranks) == [2], error
 
 
 @pytest.mark.parametrize("fault", ["nobody can be served", "a firewall"])

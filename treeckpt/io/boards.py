@@ -8,9 +8,12 @@ as where a firewall stands between, meets its leader on the common Store, where 
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +23,8 @@ __all__ = ["LedBoard", "StoreBoard", "follow", "serve"]
 
 CONNECT = 20.0
 """Seconds in which a leader's server has to be reached."""
+ANSWER = 60.0
+"""Seconds in which a leader's server answers a call."""
 DETOUR = 2.0
 """Seconds between two looks of a leader for those who could not reach it."""
 
@@ -69,6 +74,53 @@ def _gone(error: RuntimeError, server: int) -> RankError:
         hint=f"Look at what ended rank {server}. A save that was under way may be committed: look before saving there "
         "again",
     )
+
+
+class _Watched:
+    """A leader's Store whose calls end though its machine may have vanished: torch's own wait for ever."""
+
+    def __init__(self, store: Any, limit: float) -> None:
+        self._store, self._limit, self._gone = store, limit, False
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=_work, args=(self._jobs,), daemon=True).start()
+
+    def set(self, key: str, data: bytes) -> None:
+        self._call(self._store.set, key, data)
+
+    def get(self, key: str) -> Any:
+        return self._call(self._store.get, key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._call(self._store.check, keys)
+
+    def delete_key(self, key: str) -> None:
+        self._call(self._store.delete_key, key)
+
+    def _call(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        future: Future[Any] = Future()
+        try:
+            if self._gone:
+                raise TimeoutError
+            self._jobs.put((future, act, arguments))
+            return future.result(self._limit)
+        except TimeoutError as error:
+            self._gone = True
+            raise RuntimeError(f"no answer for {self._limit:g} s") from error
+
+    def __del__(self) -> None:
+        self._jobs.put(None)
+
+
+def _work(jobs: queue.SimpleQueue[Any]) -> None:
+    while (job := jobs.get()) is not None:
+        future, act, arguments = job
+        try:
+            future.set_result(act(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+        del job, future, act, arguments  # or the last one's Store would live on
 
 
 class LedBoard:
@@ -145,7 +197,7 @@ def follow(common: StoreBoard, leader: int, timeout: float) -> StoreBoard:
         store = _tcp_store(host, int(port), serves=False)
     except (RuntimeError, OSError, ValueError):
         return meeting
-    return StoreBoard(store, meeting.prefix, leader)
+    return StoreBoard(_Watched(store, ANSWER), meeting.prefix, leader)
 
 
 def _address_key(leader: int) -> str:

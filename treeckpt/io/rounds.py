@@ -290,12 +290,13 @@ class Round:
     def _leave(self, word: _Word) -> None:
         """The last word was read: so say this rank, and those below it before."""
         comm = self._comm
-        cut = comm.rank in word.cut
-        if cut or comm.rank in word.lost:
+        cut, lost = comm.rank in word.cut, comm.rank in word.lost
+        if cut or lost:
             self._withdraw()
         if self._below:
-            self._clear(word.settles and not cut, whole=not word.lost)
-        if not word.settles or comm.rank in word.lost:
+            # those below one that was not heard are cut off, and tell rank 0
+            self._clear(word.settles and not cut and not lost, whole=not word.lost)
+        if not word.settles or lost:
             return
         above = comm if cut else self._above
         if above is not None:

@@ -35,7 +35,7 @@ from treeckpt.core.dtypes import dtype_of
 from treeckpt.core.events import Span, timings_name
 from treeckpt.core.index import INDEX_NAME, decode_index
 from treeckpt.core.inventory import Inventory, LeafSpec, RankClass, digest_of, unify
-from treeckpt.core.layout import BoxLayout, held_by
+from treeckpt.core.layout import BoxLayout, Layout, MeshLayout, held_by, replicas
 from treeckpt.core.plan import LoadPlan, Want, place, plan_load
 from treeckpt.core.records import Index
 from treeckpt.core.region import Region, coalesce
@@ -114,6 +114,8 @@ class Figures(msgspec.Struct):
     """Bytes that the ranks of a host read / bytes that they need, each counted once."""
     write_balance: float = 0.0
     """Bytes that the busiest rank writes / mean."""
+    write_least: float = 0.0
+    """The same of the rank that has the most for itself alone: what nobody else holds only it can write."""
     read_balance: float = 0.0
 
 
@@ -247,7 +249,10 @@ class _World:
         """All ranks report, and the coordinator publishes; gives the index as a reader would decode it."""
         figures = self.figures
         _, totals = place([leaf for _, leaf in plans.arrays], plans.shares, self.size)
+        alone = [at for at, (_, leaf) in enumerate(plans.arrays) if not _replicated(leaf.layout)]
+        _, least = place([plans.arrays[at][1] for at in alone], [plans.shares[at] for at in alone], self.size)
         figures.write_balance = float(totals.max() / totals.mean())
+        figures.write_least = max(1.0, float(least.max() / totals.mean()))
         messages = [_encode(_report(rank, int(nbytes))) for rank, nbytes in enumerate(totals.tolist())]
         bundles, _ = self._gather(messages)
         self._share(_encode(Verdict((), True)), last=True)
@@ -281,6 +286,10 @@ def _heard(messages: dict[int, bytes]) -> tuple[str, tuple[int, ...]]:
     check_hellos(hellos)
     key = key_of(hellos)
     return key, () if is_known(hellos, key) else tellers_of(hellos)
+
+
+def _replicated(layout: Layout) -> bool:
+    return isinstance(layout, MeshLayout) and len(replicas(layout)) > 1
 
 
 def _report(rank: int, nbytes: int) -> Done:
