@@ -97,7 +97,7 @@ def pack(index: Index) -> bytes | None:
     """The document of an index in its short form; None where that is none, or would not come back as the same."""
     found = [_cut_of(leaf.number, leaf.record, leaf.spec) for leaf in index.entries]
     cuts = [cut for cut in found if cut is not None]
-    listed = sum(len(cut.ranks) for cut in cuts if isinstance(cut.record.chunks, BoxChunks))
+    listed = sum(len(cut.ranks) for cut in cuts if not isinstance(cut.record.chunks, WholeChunk))
     if not listed or listed * FEW_LEAVES < len(index.leaves):
         return None  # hardly any chunk is listed: not worth the work
     rest = tuple([record for record, cut in zip(index.leaves, found, strict=True) if cut is None])
@@ -123,7 +123,7 @@ def _cut_of(number: int, record: LeafRecord, spec: ArraySpec | None) -> _Cut | N
         strides = c_strides(spec.shape, 1)
         begins = sum(decode_runs(column) * stride for column, stride in zip(chunks.offset, strides, strict=True))
     elif isinstance(chunks, GridChunks) and all(length_of(cut) == 2 for cut in chunks.cuts[1:]):
-        if 2 * len(chunks.cuts[0]) < length_of(chunks.cuts[0]):
+        if 4 * len(chunks.cuts[0]) < length_of(chunks.cuts[0]):
             return None  # a regular one is short as it is
         begins = decode_runs(chunks.cuts[0])[:-1] * math.prod(spec.shape[1:])
     else:
