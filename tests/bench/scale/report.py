@@ -103,7 +103,9 @@ def _series(rows: Sequence[Figures]) -> tuple[list[Figures], list[Figures]]:
 
 
 def _table(rows: Sequence[Figures]) -> Table:
-    table = Table(title="Simulated worlds: seconds of one rank (hello, plan, open, load) and of the coordinator")
+    table = Table(
+        title="Simulated worlds: seconds of computing of one rank (hello, plan, open, load) and the coordinator"
+    )
     for name in ("model", "layout", "ranks", "leaves", "hello", "agree", "again", "plan", "commit", "open", "load"):
         table.add_column(name, justify="left" if name in ("model", "layout") else "right")
     for name in ("RSS MiB", "index kB", "B/chunk", "timings kB", "read/needed", "write max/mean", "least"):
