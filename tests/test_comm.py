@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,30 +20,36 @@ from treeckpt.io.rounds import Round
 Make = Callable[..., Sequence[Any]]
 
 
-def _hash(size: int, timeout: float) -> list[TorchComm]:
+PAIRS = (2,)
+"""Rank 2 speaks for rank 3, and all others for themselves."""
+
+
+def _hash(size: int, timeout: float, tiers: tuple[int, ...] = ()) -> list[TorchComm]:
     store = dist.HashStore()
-    return [TorchComm(store, rank, size, timeout=timeout) for rank in range(size)]
+    return [TorchComm(store, rank, size, timeout=timeout, tiers=tiers) for rank in range(size)]
 
 
 def _file(size: int, timeout: float, path: Path) -> list[TorchComm]:
     return [TorchComm(dist.FileStore(str(path / "store"), size), r, size, timeout=timeout) for r in range(size)]
 
 
-def _tcp(size: int, timeout: float) -> list[TorchComm]:
+def _tcp(size: int, timeout: float, tiers: tuple[int, ...] = ()) -> list[TorchComm]:
     limit = timedelta(seconds=LONG)
     first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
     rest = [dist.TCPStore("127.0.0.1", first.port, is_master=False, timeout=limit) for _ in range(size - 1)]
-    return [TorchComm(s, rank, size, timeout=timeout) for rank, s in enumerate([first, *rest])]
+    return [TorchComm(s, rank, size, timeout=timeout, tiers=tiers) for rank, s in enumerate([first, *rest])]
 
 
-@pytest.fixture(params=["threads", "hash", "file", "tcp"])
+@pytest.fixture(params=["threads", "hash", "file", "tcp", "threads in pairs", "tcp in pairs"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    kind, tiers = request.param.split()[0], PAIRS if "pairs" in request.param else ()
+
     def comms(size: int, *, timeout: float = LONG) -> Sequence[Any]:
-        if request.param == "threads":
-            return thread_comms(size, timeout=timeout)
-        if request.param == "hash":
-            return _hash(size, timeout)
-        return _file(size, timeout, tmp_path) if request.param == "file" else _tcp(size, timeout)
+        if kind == "threads":
+            return thread_comms(size, timeout=timeout, tiers=tiers)
+        if kind == "hash":
+            return _hash(size, timeout, tiers)
+        return _file(size, timeout, tmp_path) if kind == "file" else _tcp(size, timeout, tiers)
 
     return comms
 
@@ -51,7 +58,7 @@ def keys_of(comm: Any) -> set[str]:
     """What is left on the board."""
     if not isinstance(comm, TorchComm):
         return set(comm._board.messages)
-    store = comm._store
+    store = comm._common.store
     return {key for key in store.list_keys() if key.startswith("treeckpt/")} if hasattr(store, "list_keys") else set()
 
 
@@ -83,7 +90,7 @@ def test_messages_arrive_by_rank_and_in_order(make: Make) -> None:
 def test_a_hundred_rounds_leave_no_more_than_one(make: Make) -> None:
     comms = make(3)
     assert errors_of(on_ranks(comms, lambda c: [talk(c, f"save {n}") for n in range(100)])) == [None] * 3
-    store = getattr(comms[0], "_store", None)
+    store = comms[0]._common.store if isinstance(comms[0], TorchComm) else None
     if isinstance(store, (dist.TCPStore, dist.FileStore)):
         assert store.num_keys() <= 3, "the state, and a few of the store's own"
     else:
@@ -123,10 +130,18 @@ def test_silent_ranks_are_named_within_the_limit(make: Make) -> None:
 
 def test_a_silent_coordinator_is_named(make: Make) -> None:
     comms = make(3)
-    outcomes = on_ranks([Patient(comm, 0) for comm in comms], lambda c: talk(c) if c.rank else None)
+    hasty: Sequence[Any] = [Patient(comm, 0) for comm in comms]
+    if comms[0].tiers:
+        hasty = comms  # leaders who seem silent do not change what is said of rank 0
+        for comm in comms:
+            comm.timeout = 0.1
+    outcomes = on_ranks(hasty, lambda c: talk(c) if c.rank else None)
+    for comm in comms:
+        comm.timeout = LONG
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, tc.RankError)
-        assert outcome.error.ranks == {0: "silent for 1.2 s"} and outcome.error.hint
+        limit = 1.2 + 1.125 * len(comms[0].tiers)
+        assert outcome.error.ranks == {0: f"silent for {limit:g} s"} and outcome.error.hint
     outcomes = on_ranks(comms, lambda c: talk(c, "again"))
     assert errors_of(outcomes) == [None] * 3, "the next round is not confused by what was left"
 
@@ -237,7 +252,7 @@ def test_left_over_keys_of_failures_go_with_the_next_rounds(make: Make) -> None:
     for number in range(20):
         _without_rank_2(comms, f"bad {number}")
         assert _ended(comms[2], f"bad {number}").startswith("missed")
-    store = getattr(comms[0], "_store", None)
+    store = comms[0]._common.store if isinstance(comms[0], TorchComm) else None
     if isinstance(store, (dist.TCPStore, dist.FileStore)):
         assert store.num_keys() <= 6
     else:
@@ -267,11 +282,13 @@ def test_rank_zero_may_leave_right_after_a_save(tmp_path: Path) -> None:
             tc.save(tmp_path / type(tree["v"]).__name__, tree, comm=comm)
         finally:
             if comm.rank == 0:
-                comm._store = None  # the last reference: the server stops
+                comm._common.store = None  # the last reference: the server stops
 
-    for tree, failure in (({"v": 1}, type(None)), ({"v": object()}, tc.TreeError)):
-        outcomes = on_ranks(_tcp(3, LONG), lambda c, t=tree: act(c, t))
-        assert [type(error) for error in errors_of(outcomes)] == [failure] * 3
+    for tiers in ((), PAIRS):
+        for tree, failure in (({"v": 1}, type(None)), ({"v": object()}, tc.TreeError)):
+            outcomes = on_ranks(_tcp(4, LONG, tiers), lambda c, t=tree: act(c, t))
+            assert [type(error) for error in errors_of(outcomes)] == [failure] * 4
+            shutil.rmtree(tmp_path / "int", ignore_errors=True)
 
 
 def test_one_rank_needs_nobody() -> None:

@@ -28,6 +28,7 @@ from .agreement import (
     check_hellos,
     check_idle,
     compare,
+    decode_each,
     is_known,
     join,
     key_of,
@@ -135,7 +136,7 @@ class _Agreement:
             fault = self._bring(tree, metadata)
         with self.recorder.span("agree"):
             heard = self.round.gather(_encode(self._hello(fault)))
-            terms = self._terms({r: _decode(m, type=Hello) for r, m in heard.items()}) if heard is not None else None
+            terms = self._terms(decode_each(heard, Hello)) if heard is not None else None
             ends = self.options.rehearsal or (terms is not None and terms.skipped)
             self.terms = self._share(terms, Terms, last=terms is not None and not terms.tellers, ends=ends)
             raise_faults(self.terms.faults, self.store.url, self.comm, cause=self.error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -27,12 +28,14 @@ __all__ = [
     "check_hellos",
     "check_idle",
     "compare",
+    "decode_each",
     "is_known",
     "join",
     "key_of",
     "tellers_of",
 ]
 
+T = TypeVar("T")
 FileRow = tuple[int, int, int, int, int]
 """(rank, part, stream, nbytes, header) of a shard."""
 
@@ -117,6 +120,15 @@ class Verdict(Ended, array_like=True):
     """With faults: the index may have been published all the same, so the files must stay."""
 
 
+def decode_each(messages: Mapping[int, bytes], kind: type[T]) -> dict[int, T]:
+    """Messages by rank; equal ones are decoded once, into one object."""
+    met: dict[bytes, T] = {}
+    for message in messages.values():
+        if message not in met:
+            met[message] = msgspec.msgpack.decode(message, type=kind)
+    return {rank: met[message] for rank, message in messages.items()}
+
+
 def check_hellos(hellos: Mapping[int, Hello]) -> None:
     """Refuses calls of save that contradict each other.
 
@@ -125,7 +137,7 @@ def check_hellos(hellos: Mapping[int, Hello]) -> None:
     """
     first = hellos[0].arguments
     for rank, hello in hellos.items():
-        if hello.arguments == first:
+        if hello.arguments is first or hello.arguments == first:
             continue
         for field in msgspec.structs.fields(Arguments):
             expected, found = getattr(first, field.name), getattr(hello.arguments, field.name)

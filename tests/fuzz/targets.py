@@ -187,6 +187,23 @@ def indexes(data: st.DataObject) -> None:
             act()
 
 
+@lru_cache
+def ranges_document() -> Any:
+    return msgspec.json.decode((Path(__file__).parents[1] / "golden" / "version_2" / INDEX_NAME).read_bytes())
+
+
+@bounded
+@given(st.data())
+def ranges(data: st.DataObject) -> None:
+    """An index of version 2, of arrays that are cut into ranges."""
+    encoded = reseal(mutate(ranges_document(), data))
+    with only_ours():
+        index = decode_index(encoded)
+        for leaf in index.entries[:20]:
+            with contextlib.suppress(tc.TreeckptError):
+                locate_chunks(index, leaf)
+
+
 @bounded
 @given(st.data())
 def headers(data: st.DataObject) -> None:
@@ -279,5 +296,5 @@ def raw_bytes(document: bytes) -> None:
 
 
 TARGETS: dict[str, Any] = {
-    f.__name__: f for f in (indexes, headers, structures, timings, progress, values, pickles, raw_bytes)
+    f.__name__: f for f in (indexes, ranges, headers, structures, timings, progress, values, pickles, raw_bytes)
 }

@@ -58,6 +58,36 @@ def values() -> dict[Any, Any]:
     }
 
 
+RANGES = (0, 100, 131, 300, 640, 777, 1000)
+"""Where the ranges of six ranks begin, of all arrays laid end to end, and the end of the last."""
+
+
+def end_to_end() -> dict[str, dict[str, np.ndarray]]:
+    """The arrays of version 2, whole: a model and its moments."""
+    shapes = [(9, 7), (12,), (3, 4, 10), (5,), (60, 5)]
+    names = [f"layers.{n}.weight" for n in range(len(shapes))]
+    values = np.arange(500, dtype=np.float32) - 0.5
+    ends = np.cumsum([np.prod(shape) for shape in shapes])
+    parts = [part.reshape(shape) for part, shape in zip(np.split(values, ends[:-1]), shapes, strict=True)]
+    model = dict(zip(names, parts, strict=True))
+    return {"model": model, "moments": {name: -part for name, part in model.items()}}
+
+
+def ranges_tree(rank: int) -> dict[str, Any]:
+    """What one of the six ranks holds: its range of all arrays."""
+    low, high = RANGES[rank], RANGES[rank + 1]
+    held: dict[str, Any] = {}
+    first = 0
+    for group, arrays in end_to_end().items():
+        for name, array in arrays.items():
+            begin, stop = max(low - first, 0), min(high - first, array.size)
+            if begin < stop:
+                part = array.reshape(-1)[begin:stop]
+                held.setdefault(group, {})[name] = tc.Sharded(part, array.shape, begin)
+            first += array.size
+    return {**held, "step": 12, "own": tc.PerRank(np.arange(3) + rank)}
+
+
 def tree(rank: int) -> dict[str, Any]:
     """What one of the two ranks holds."""
     whole = arrays()

@@ -1,4 +1,4 @@
-"""Writes the golden checkpoints of the present format version, once, when the version is new: a tree, and tables.
+"""Writes the golden checkpoints of the format's versions and of tables, each once, when it is new.
 
 `python -m tests.golden.write` refuses to touch those that are there: a golden file is what older programs wrote.
 """
@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import treeckpt as tc
-from tests.golden.content import WORLD, table_tree, tree
-from treeckpt.core.index import VERSION
+from tests.golden.content import RANGES, WORLD, ranges_tree, table_tree, tree
 from treeckpt.io.comm import thread_comms
+
+TREES: dict[str, tuple[Callable[[int], Any], int]] = {
+    "version_1": (tree, WORLD),
+    "version_1_tables": (table_tree, WORLD),
+    "version_2": (ranges_tree, len(RANGES) - 1),
+}
+"""What each was made of, and by how many ranks."""
 
 
 def main() -> None:
@@ -23,15 +29,15 @@ def main() -> None:
         CheckpointExists: all of them are.
     """
     place = Path(__file__).parent
-    todo = {place / f"version_{VERSION}": tree, place / f"version_{VERSION}_tables": table_tree}
-    missing = {path: make for path, make in todo.items() if not (path / "index.json").exists()}
-    for path, make in (missing or todo).items():
-        _write(path, make)
+    missing = [name for name in TREES if not (place / name / "index.json").exists()]
+    for name in missing or TREES:
+        make, world = TREES[name]
+        _write(place / name, make, world)
 
 
-def _write(path: Path, make: Callable[[int], Any]) -> None:
-    with concurrent.futures.ThreadPoolExecutor(WORLD) as pool:
-        comms = thread_comms(WORLD)
+def _write(path: Path, make: Callable[[int], Any], world: int) -> None:
+    with concurrent.futures.ThreadPoolExecutor(world) as pool:
+        comms = thread_comms(world)
         jobs = [
             pool.submit(tc.save, path, make(c.rank), step=12, comm=c, custom_metadata={"by": "golden"}) for c in comms
         ]

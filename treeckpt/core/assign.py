@@ -42,6 +42,7 @@ __all__ = [
     "Share",
     "as_grid",
     "assign",
+    "grid_of",
     "lone_writer",
     "owners_of",
     "writes_of",
@@ -219,7 +220,13 @@ def as_grid(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[list[np.
     if not shape or not regions:
         return None
     offsets = np.array([region.offset for region in regions], np.int64)
-    ends = offsets + np.array([region.shape for region in regions], np.int64)
+    return grid_of(shape, offsets, offsets + np.array([region.shape for region in regions], np.int64))
+
+
+def grid_of(
+    shape: tuple[int, ...], offsets: np.ndarray, ends: np.ndarray
+) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
+    """As `as_grid`, of regions as int64[n, ndim], where there are any."""
     starts: list[np.ndarray] = []
     stops: list[np.ndarray] = []
     for d, size in enumerate(shape):
@@ -230,7 +237,7 @@ def as_grid(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[list[np.
             return None
         starts.append(first)
         stops.append(last)
-    return (starts, stops) if math.prod(map(len, starts)) == len(regions) else None
+    return (starts, stops) if math.prod(map(len, starts)) == len(offsets) else None
 
 
 def _check_covered(leaf: ArrayLeaf, disjoint: list[Region]) -> None:

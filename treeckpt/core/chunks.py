@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from .assign import Boxes, Grid, as_grid
+from .assign import Boxes, Grid, grid_of
 from .plan import Chunk, Placed, PlacedWhole
 from .region import Region
 from .runs import Runs, decode_runs, encode_runs, value_at
 
-__all__ = ["BoxChunks", "Chunks", "GridChunks", "NoChunks", "WholeChunk", "chunks_in", "encode_chunks"]
+__all__ = ["BoxChunks", "Chunks", "GridChunks", "NoChunks", "WholeChunk", "chunks_in", "encode_boxes", "encode_chunks"]
 
 
 class WholeChunk(msgspec.Struct, frozen=True, tag="w", array_like=True, gc=False):
@@ -126,17 +126,28 @@ def encode_chunks(shape: tuple[int, ...], placed: Placed | PlacedWhole) -> Chunk
         pieces = owners.pieces
         if len(pieces) == 1 and pieces[0][1].is_whole(shape):
             return WholeChunk(pieces[0][0], int(starts[0]))
-        grid = as_grid(shape, [region for _, region in pieces])
-        if grid is None:
-            offsets = np.array([region.offset for _, region in pieces], np.int64)
-            shapes = np.array([region.shape for _, region in pieces], np.int64)
-            return BoxChunks(
-                tuple(encode_runs(column) for column in offsets.T),
-                tuple(encode_runs(column) for column in shapes.T),
-                encode_runs([rank for rank, _ in pieces]),
-                encode_runs(starts),
-            )
-        owners = Grid(tuple(grid[0]), tuple(grid[1]), np.array([rank for rank, _ in pieces], np.int64))
+        offsets = np.array([region.offset for _, region in pieces], np.int64)
+        shapes = np.array([region.shape for _, region in pieces], np.int64)
+        return encode_boxes(shape, offsets, shapes, np.array([rank for rank, _ in pieces], np.int64), starts)
+    return _encode_grid(shape, owners, starts)
+
+
+def encode_boxes(
+    shape: tuple[int, ...], offsets: np.ndarray, shapes: np.ndarray, ranks: np.ndarray, starts: np.ndarray
+) -> Chunks:
+    """The columns of boxes int64[n, ndim], disjoint and by offset: a grid where they make one."""
+    grid = grid_of(shape, offsets, offsets + shapes) if shape and len(offsets) else None
+    if grid is not None:
+        return _encode_grid(shape, Grid(tuple(grid[0]), tuple(grid[1]), ranks), starts)
+    return BoxChunks(
+        tuple(encode_runs(column) for column in offsets.T),
+        tuple(encode_runs(column) for column in shapes.T),
+        encode_runs(ranks),
+        encode_runs(starts),
+    )
+
+
+def _encode_grid(shape: tuple[int, ...], owners: Grid, starts: np.ndarray) -> Chunks:
     if len(owners.ranks) == 1:
         return WholeChunk(int(owners.ranks[0]), int(starts[0]))
     cuts = tuple(encode_runs(np.append(first, size)) for first, size in zip(owners.starts, shape, strict=True))

@@ -16,6 +16,7 @@ from .assign import Boxes
 from .check import check_index
 from .chunks import NoChunks, encode_chunks
 from .errors import CorruptError, FormatError, TreeckptError
+from .packing import pack, unpack
 from .plan import Placed
 from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArrays, file_table
 from .region import Region
@@ -24,9 +25,12 @@ from .shard import ShardHeader, check_seal, sealed
 
 __all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_manifest", "rebuild"]
 
-VERSION = 1
+VERSION = 2
+"""The newest; an index that version 1 can hold about as shortly is written as such, so that older programs read it."""
 INDEX_NAME = "index.json"
 MAX_INDEX = 1 << 30
+WORTH = 0.75
+"""How much shorter the form of version 2 has to be to be written."""
 _ZEROS = "0" * 16
 
 
@@ -41,8 +45,11 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 
 def encode_index(index: Index) -> bytes:
     """The bytes of index.json."""
-    document = _Document(_ZEROS, "treeckpt", VERSION, msgspec.Raw(msgspec.json.encode(index)))
-    return sealed(msgspec.json.encode(document))
+    body, version = msgspec.json.encode(index), 1
+    short = pack(index)
+    if short is not None and len(short) < WORTH * len(body):
+        body, version = short, 2
+    return sealed(msgspec.json.encode(_Document(_ZEROS, "treeckpt", version, msgspec.Raw(body))))
 
 
 def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
@@ -59,19 +66,19 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
         document = msgspec.json.decode(data, type=_Document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(name, expected="a treeckpt index", found=f"{error}"[:200]) from error
-    if document.format != "treeckpt" or document.version != VERSION:
+    if document.format != "treeckpt" or document.version not in (1, VERSION):
         raise FormatError(
             name,
-            expected=f"treeckpt index version {VERSION}",
+            expected=f"treeckpt index version 1 to {VERSION}",
             found=f"{document.format} version {document.version}"[:80],
             hint="Load it with the version of treeckpt that wrote it, or a newer one",
         )
-    return _decode_body(bytes(document.index), name)
+    return _decode_body(bytes(document.index), name, packed=document.version == 2)
 
 
-def _decode_body(body: bytes, name: str, *, manifest: bool = False) -> Index:
+def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool = False) -> Index:
     try:
-        index = msgspec.json.decode(body, type=Index)
+        index = unpack(body, name) if packed else msgspec.json.decode(body, type=Index)
         check_index(index, name, manifest=manifest)
         return index
     except TreeckptError:

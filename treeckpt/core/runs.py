@@ -39,6 +39,8 @@ MAX_LENGTH = 1 << 24
 """A column longer than this is refused before it is expanded: a hostile index may claim any count."""
 MAX_VALUE = 1 << 62
 """Numbers of a column are below this, so that sums of two fit an int64."""
+_FEW = 64
+"""Numbers up to which plain integers are faster than vectors."""
 _MAX_LEVELS = MAX_LENGTH.bit_length()
 """Each level of a run at least doubles its length."""
 
@@ -62,10 +64,8 @@ def encode_runs(values: Sequence[int] | np.ndarray) -> Runs:
 def _arithmetic(column: np.ndarray) -> list[tuple[int, int, int]]:
     """Maximal arithmetic runs, greedily from the left: (start, step, count)."""
     n = len(column)
-    if n == 0:
-        return []
-    if n == 1:
-        return [(int(column[0]), 0, 1)]
+    if n <= _FEW:
+        return _arithmetic_few(column.tolist())
     steps = np.diff(column)
     # the last position of each stretch of equal steps
     ends = np.append(np.flatnonzero(steps[1:] != steps[:-1]), n - 2)
@@ -78,6 +78,21 @@ def _arithmetic(column: np.ndarray) -> list[tuple[int, int, int]]:
         at = end + 2
     if at == n - 1:
         runs.append((int(column[at]), 0, 1))
+    return runs
+
+
+def _arithmetic_few(values: list[int]) -> list[tuple[int, int, int]]:
+    """The same for a column that is not worth vectors."""
+    runs: list[tuple[int, int, int]] = []
+    at, n = 0, len(values)
+    while at < n - 1:
+        end, step = at + 1, values[at + 1] - values[at]
+        while end + 1 < n and values[end + 1] - values[end] == step:
+            end += 1
+        runs.append((values[at], step, end - at + 1))
+        at = end + 1
+    if at < n:
+        runs.append((values[at], 0, 1))
     return runs
 
 
@@ -133,14 +148,21 @@ def check_runs(
         fits = length is None or length == count
         if fits and 2 <= count <= MAX_LENGTH and low <= start < high and low <= last < high:
             return
+    total = 0
     for run in runs:
+        if len(run) == 3:
+            start, step, count = run
+            last = start + step * (count - 1)
+            if count >= 2 and low <= start < high and low <= last < high:
+                total += count
+                continue
         counts = run[2::2]
         if len(run) % 2 == 0 or len(counts) > _MAX_LEVELS or any(count < 2 for count in counts):
             raise FormatError(path, expected="runs (start, step, count, ...)", found=f"{run[:8]!r:.80}")
         least, most = _run_bounds(run)
         if least < low or most >= high:
             raise FormatError(path, expected=f"numbers from {low} to {high - 1}", found=f"{least} to {most}")
-    total = length_of(runs)
+        total += _run_length(run)
     if total > MAX_LENGTH or (length is not None and total != length):
         wanted = f"at most {MAX_LENGTH}" if length is None else length
         raise FormatError(path, expected=f"a column of {wanted} numbers", found=f"{total}")

@@ -7,19 +7,21 @@ blocks the training's use of it.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..core.errors import RankError, TreeckptError
+from .boards import StoreBoard, follow, serve
+from .tiers import leads, spans_for
 
 __all__ = [
+    "Board",
     "Comm",
     "SoloComm",
     "ThreadComm",
+    "TieredComm",
     "TorchComm",
     "as_comm",
     "comm_of",
@@ -33,7 +35,27 @@ TIMEOUT = 600.0
 """Seconds to wait for other ranks, unless told otherwise."""
 
 
-class Comm(Protocol):
+class Board(Protocol):
+    """Where messages are put up and found by key."""
+
+    def post(self, key: str, data: bytes) -> None:
+        """Puts a message up, in the place of one with the same key."""
+        ...
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        """The messages of these keys as soon as all are there; after `timeout` seconds, None for those that are not.
+
+        Raises:
+            RankError: the board is gone, and with it the rank that serves it.
+        """
+        ...
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Removes messages; those that are not there, and a board that is gone, are no error."""
+        ...
+
+
+class Comm(Board, Protocol):
     """One rank's access to the board that all ranks share."""
 
     @property
@@ -52,20 +74,21 @@ class Comm(Protocol):
         """A place for what ranks agreed on, kept between saves."""
         ...
 
-    def post(self, key: str, data: bytes) -> None:
-        """Puts a message up, in the place of one with the same key."""
+
+class TieredComm(Comm, Protocol):
+    """One whose ranks may speak by leaders."""
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        """Spans of groups of ranks as `io.tiers` knows them; none where all speak to rank 0."""
         ...
 
-    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        """The messages of these keys as soon as all are there; after `timeout` seconds, None for those that are not.
+    def board(self, leader: int) -> Board:
+        """The board that a rank serves for those it leads.
 
         Raises:
-            RankError: the board is gone, and with it the rank that serves it.
+            RankError: it is gone, or that rank has not served it in time.
         """
-        ...
-
-    def drop(self, keys: Sequence[str]) -> None:
-        """Removes messages; those that are not there, and a board that is gone, are no error."""
         ...
 
 
@@ -86,43 +109,60 @@ class SoloComm:
         pass
 
 
-class _Board:
+class _Messages:
     """Messages between threads that act as ranks."""
 
     def __init__(self) -> None:
         self.messages: dict[str, bytes] = {}
         self.changed = threading.Condition()
 
+    def post(self, key: str, data: bytes) -> None:
+        with self.changed:
+            self.messages[key] = data
+            self.changed.notify_all()
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        with self.changed:
+            self.changed.wait_for(lambda: all(key in self.messages for key in keys), timeout)
+            return [self.messages.get(key) for key in keys]
+
+    def drop(self, keys: Sequence[str]) -> None:
+        with self.changed:
+            for key in keys:
+                self.messages.pop(key, None)
+
 
 class ThreadComm:
     """Threads of one process as ranks: for tests, and for what needs no more."""
 
-    def __init__(self, rank: int, size: int, board: _Board, timeout: float) -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
+    def __init__(
+        self, rank: int, size: int, boards: Mapping[int, Board], timeout: float, tiers: tuple[int, ...] = ()
+    ) -> None:
+        self.rank, self.size, self.timeout, self.tiers = rank, size, timeout, tiers
         self.memory: dict[str, Any] = {}
-        self._board = board
+        self._board, self._boards = boards[0], boards
 
     def post(self, key: str, data: bytes) -> None:
-        with self._board.changed:
-            self._board.messages[key] = data
-            self._board.changed.notify_all()
+        self._board.post(key, data)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        board = self._board
-        with board.changed:
-            board.changed.wait_for(lambda: all(key in board.messages for key in keys), timeout)
-            return [board.messages.get(key) for key in keys]
+        return self._board.wait(keys, timeout)
 
     def drop(self, keys: Sequence[str]) -> None:
-        with self._board.changed:
-            for key in keys:
-                self._board.messages.pop(key, None)
+        self._board.drop(keys)
+
+    def board(self, leader: int) -> Board:
+        return self._boards[leader]
 
 
-def thread_comms(size: int, *, timeout: float = TIMEOUT) -> list[ThreadComm]:
-    """Connected comms for `size` threads, by rank."""
-    board = _Board()
-    return [ThreadComm(rank, size, board, timeout) for rank in range(size)]
+def thread_comms(size: int, *, timeout: float = TIMEOUT, tiers: tuple[int, ...] = ()) -> list[ThreadComm]:
+    """Connected comms for `size` threads, by rank.
+
+    Args:
+        tiers: as `io.tiers` has spans: ranks of groups, by whose leaders they speak to rank 0.
+    """
+    boards = {leader: _Messages() for leader in range(size) if leads(leader, size, tiers) or not leader}
+    return [ThreadComm(rank, size, boards, timeout, tiers) for rank in range(size)]
 
 
 class TorchComm:
@@ -133,6 +173,7 @@ class TorchComm:
         timeout: seconds.
         prefix: of all keys, which keeps comms on one store apart.
         members: the global rank of each rank, where these are some ranks of the default group only.
+        tiers: ranks of groups by whose leaders they speak to rank 0, see `io.tiers`; by default by the size.
     """
 
     def __init__(
@@ -144,45 +185,32 @@ class TorchComm:
         timeout: float = TIMEOUT,
         prefix: str = "treeckpt",
         members: tuple[int, ...] | None = None,
+        tiers: tuple[int, ...] | None = None,
     ) -> None:
         self.rank, self.size, self.timeout, self.members = rank, size, timeout, members
+        self.tiers = spans_for(size) if tiers is None else tiers
         self.memory: dict[str, Any] = {}
-        self._store, self._prefix = store, prefix
-
-    def _keys(self, keys: Sequence[str]) -> list[str]:
-        return [f"{self._prefix}/{key}" for key in keys]
+        self._common = StoreBoard(store, prefix)
+        self._boards: dict[int, Board] = {}
+        self._lock = threading.Lock()
 
     def post(self, key: str, data: bytes) -> None:
-        try:
-            self._store.set(f"{self._prefix}/{key}", data)
-        except RuntimeError as error:
-            raise _gone(error) from error
+        self._common.post(key, data)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        """Polls: a blocking wait would hold this connection and cannot be told from a broken one when it ends."""
-        deadline, pause, names = time.monotonic() + timeout, 0.0005, self._keys(keys)
-        try:
-            while not (complete := self._store.check(names)) and time.monotonic() < deadline:
-                time.sleep(min(pause, timeout))
-                pause = min(pause * 1.5, 0.05)
-            # get waits for what is not there, so it is asked for only what is
-            return [bytes(self._store.get(name)) if complete or self._store.check([name]) else None for name in names]
-        except RuntimeError as error:
-            raise _gone(error) from error
+        return self._common.wait(keys, timeout)
 
     def drop(self, keys: Sequence[str]) -> None:
-        with contextlib.suppress(RuntimeError):
-            for name in self._keys(keys):
-                self._store.delete_key(name)
+        self._common.drop(keys)
 
-
-def _gone(error: RuntimeError) -> RankError:
-    return RankError(
-        "ranks",
-        ranks={0: f"its message store does not answer: {error!s:.200}"},
-        expected="torch.distributed's Store, which rank 0 usually serves",
-        hint="Look at what ended rank 0. A save that was under way may be committed: look before saving there again",
-    )
+    def board(self, leader: int) -> Board:
+        with self._lock:
+            if leader not in self._boards:
+                mine = leader == self.rank
+                self._boards[leader] = (
+                    serve(self._common, leader) if mine else follow(self._common, leader, self.timeout)
+                )
+            return self._boards[leader]
 
 
 def default_comm() -> Comm:

@@ -11,6 +11,10 @@ round that its call belongs to, so ranks fall into step again after a failure:
 
 A rank that says nothing within the time limit is lost to the round: it is named in `lost`, and not waited for again.
 
+In a large world (`io.tiers`) not all ranks speak to rank 0: a leader gathers what those below it say and passes it on
+as one message, and hands down what rank 0 says, each over a board of its own. A leader that falls silent is lost, and
+those below it are cut off: they are not named, for nothing is known of them, and read rank 0's word on its own board.
+
 `branch` starts a conversation under a name that only the ranks of one round know. It is apart from the numbered rounds,
 so that it may go on in the background while later rounds are opened and closed.
 """
@@ -19,16 +23,21 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
+from typing import cast
 
 import msgspec
 
 from ..core.errors import RankError
-from .comm import Comm
+from .comm import Board, Comm, TieredComm
+from .tiers import bundle, children_of, leads, parent_of, unbundle
 
 __all__ = ["Round"]
 
 SETTLE = 30.0
 """Seconds that rank 0 waits for the others to read its last word: it may serve the messages, and be about to exit."""
+LOOK = 5.0
+"""Seconds between two looks at rank 0's board, of a rank whose own leader says nothing: at most."""
 _ROUND, _LEFT_OVER, _STATE = "round", "left over", "state"
 
 
@@ -63,6 +72,8 @@ class _Word(msgspec.Struct, array_like=True):
     settles: bool
     """Whether rank 0 waits to hear that it was read."""
     lost: list[int]
+    cut: list[int]
+    """Ranks whose leader is lost."""
     data: bytes
 
 
@@ -75,13 +86,25 @@ class Round:
 
     def __init__(self, comm: Comm, topic: str, *, name: str = "") -> None:
         self.lost: dict[int, str] = {}
-        """On rank 0: the ranks that fell silent, and what is known of each."""
+        """On rank 0: the ranks that fell silent, and what is known of each; on leaders, of those below them."""
         self._comm, self._topic, self._name = comm, topic, name
+        self._spans: tuple[int, ...] = getattr(comm, "tiers", ())
+        self._leader = parent_of(comm.rank, self._spans)
+        self._below = children_of(comm.rank, comm.size, self._spans)
+        self._above: Board | None = None
+        """Where this rank speaks to its leader, from its first message on; None where that is gone."""
+        self._cut: set[int] = set()
+        """On rank 0: ranks below one that is lost."""
+        self._adrift = False
+        """Whether this rank's leader has fallen silent."""
         self._number = self._step = 0
         self._state = _State()
         self._nonce = secrets.token_bytes(8)
         self._nonces: dict[int, bytes] = {}
         self._posted: list[str] = []
+        """On the leader's board."""
+        self._handed: list[str] = []
+        """On this rank's own board."""
 
     def join(self) -> bytes | None:
         """Opens the round, on rank 0; elsewhere finds it.
@@ -115,26 +138,76 @@ class Round:
     def _key(self, rank: int | str, step: int | str = "") -> str:
         return f"{self._name or self._number}/{step or self._step}/{rank}"
 
+    def _board(self, leader: int) -> Board:
+        return cast(TieredComm, self._comm).board(leader) if leader else self._comm
+
     def gather(self, data: bytes) -> dict[int, bytes] | None:
         """The messages of all ranks that are not lost, on rank 0; None elsewhere."""
         self._step += 1
         comm = self._comm
-        if comm.rank:
-            self._posted.append(self._key(comm.rank))
-            comm.post(self._posted[-1], self._nonce + data)
-            return None
-        ranks = [rank for rank in range(1, comm.size) if rank not in self.lost]
-        keys = [self._key(rank) for rank in ranks]
-        heard = {0: data}
-        for rank, message in zip(ranks, comm.wait(keys, comm.timeout) if ranks else [], strict=True):
+        if comm.rank and self._below:
+            self._tell(self._waits(comm.rank), b"")
+        heard = self._collect(data) if self._below else {0: data}
+        if comm.rank == 0:
+            self._cut = set(range(comm.size)).difference(heard, self.lost)
+            return heard
+        self._tell(self._key(comm.rank), self._nonce + (bundle(heard, self.lost) if self._below else data))
+        return None
+
+    def _waits(self, rank: int) -> str:
+        """The key of the mark that a leader has come, and waits for those below it."""
+        return f"{self._key(rank)} waits"
+
+    def _tell(self, key: str, data: bytes) -> None:
+        """Posts to this rank's leader."""
+        self._posted.append(key)
+        try:
+            if self._above is None and not self._adrift:
+                self._above = self._board(self._leader)
+            if self._above is not None:
+                self._above.post(key, data)
+        except RankError:
+            if not self._leader:
+                raise
+            self._above, self._adrift = None, True  # rank 0 will say what became of the leader
+
+    def _collect(self, data: bytes) -> dict[int, bytes]:
+        """This rank's message and those that come to it, with what they bring of others."""
+        board = self._board(self._comm.rank)
+        ranks = [rank for rank in self._below if rank not in self.lost]
+        heard = {self._comm.rank: data}
+        for rank, message in zip(ranks, self._await(board, ranks), strict=True):
             if message is None:
-                self.lost[rank] = f"silent for {comm.timeout:g} s"
+                self.lost[rank] = f"silent for {self._comm.timeout:g} s"
             elif self._nonces.setdefault(rank, message[:8]) != message[:8]:
                 self.lost[rank] = "gave up on this save and began another"
+            elif self._leads(rank):
+                words, lost = unbundle(message[8:])
+                heard |= words
+                self.lost |= lost
             else:
                 heard[rank] = message[8:]
-        comm.drop(keys)
+        board.drop([self._key(rank) for rank in ranks] + [self._waits(rank) for rank in ranks if self._leads(rank)])
         return heard
+
+    def _leads(self, rank: int) -> bool:
+        return leads(rank, self._comm.size, self._spans)
+
+    def _await(self, board: Board, ranks: list[int]) -> list[bytes | None]:
+        """One message of each; leaders that have come may themselves be waiting, as long, for those below them."""
+        timeout = self._comm.timeout
+        found = board.wait([self._key(rank) for rank in ranks], timeout) if ranks else []
+        for _ in self._spans:
+            late = [i for i, rank in enumerate(ranks) if found[i] is None and self._leads(rank)]
+            marks = board.wait([self._waits(ranks[i]) for i in late], 0) if late else []
+            late = [i for i, mark in zip(late, marks, strict=True) if mark is not None]
+            if not late:
+                break
+            for i, message in zip(
+                late, board.wait([self._key(ranks[i]) for i in late], _patience(timeout)), strict=True
+            ):
+                found[i] = message
+        return found
 
     def share(self, data: bytes | None, *, last: bool = False, settle: bool = True) -> bytes:
         """Rank 0's message, on every rank.
@@ -153,50 +226,119 @@ class Round:
         if comm.rank == 0:
             assert data is not None, "rank 0 has the message"
             if comm.size > 1:
-                word = _Word(last, settle, list(self.lost), data)
-                self._posted.append(self._key("all"))
-                comm.post(self._posted[-1], msgspec.msgpack.encode(word))
+                word = _Word(last, settle, list(self.lost), sorted(self._cut), data)
+                self._hand_down(msgspec.msgpack.encode(word))
                 if last:
                     self._close(data, settle)
             return data
-        # rank 0 may itself be waiting, for as long, for a rank that is silent
-        limit = comm.timeout * 2 + 1
-        found = comm.wait([self._key("all")], limit)[0]
-        if found is None:
-            comm.drop(self._posted)
-            raise RankError(
-                "ranks",
-                ranks={0: f"silent for {limit:g} s"},
-                expected="rank 0's word on how to go on",
-                hint="Look at what rank 0 is doing. If this save was past its writes it may be committed after all: "
-                "look before saving there again",
-            )
+        found = self._hear()
+        with contextlib.suppress(RankError):  # those below will look at rank 0's board
+            self._hand_down(found)
         if not self._name:
             comm.memory[_ROUND] = self._number
         word = msgspec.msgpack.decode(found, type=_Word)
         if word.last:
-            if comm.rank in word.lost:
-                comm.drop(self._posted)  # nobody waited for these
-            elif word.settles:
-                comm.post(self._key(comm.rank, "left"), b"")
+            self._leave(word)
         return word.data
+
+    def _hand_down(self, word: bytes) -> None:
+        if self._below:
+            self._handed.append(self._key("all"))
+            self._board(self._comm.rank).post(self._handed[-1], word)
+
+    def _hear(self) -> bytes:
+        """Rank 0's word."""
+        comm, key = self._comm, self._key("all")
+        # rank 0 may itself be waiting, for as long, for a rank that is silent, and leaders before it
+        limit = comm.timeout * 2 + 1 + len(self._spans) * _patience(comm.timeout)
+        found = self._overhear(key, limit) if self._leader else comm.wait([key], limit)[0]
+        if found is not None:
+            return found
+        self._withdraw()
+        raise RankError(
+            "ranks",
+            ranks={0: f"silent for {limit:g} s"},
+            expected="rank 0's word on how to go on",
+            hint="Look at what rank 0 is doing. If this save was past its writes it may be committed after all: "
+            "look before saving there again",
+        )
+
+    def _overhear(self, key: str, limit: float) -> bytes | None:
+        """The word as this rank's leader hands it down; where that is silent or gone, as rank 0 posted it."""
+        comm, deadline = self._comm, time.monotonic() + limit
+        often = min(max(comm.timeout / 8, 0.02), LOOK)
+        pause = often if self._adrift else comm.timeout
+        while True:
+            found = None
+            if self._above is not None:
+                try:
+                    found = self._above.wait([key], pause)[0]
+                except RankError:
+                    self._above = None
+            if found is not None:
+                return found
+            found = comm.wait([key], 0 if self._above is not None else often)[0]
+            if found is not None or time.monotonic() > deadline:
+                self._adrift = True
+                return found
+            pause = often
+
+    def _withdraw(self) -> None:
+        """Removes what nobody will read."""
+        if self._above is not None:
+            self._above.drop(self._posted)
+
+    def _leave(self, word: _Word) -> None:
+        """The last word was read: so say this rank, and those below it before."""
+        comm = self._comm
+        cut, lost = comm.rank in word.cut, comm.rank in word.lost
+        if cut or lost:
+            self._withdraw()
+        if self._below:
+            # those below one that was not heard are cut off, and tell rank 0
+            self._clear(word.settles and not cut and not lost, whole=not word.lost)
+        if not word.settles or lost:
+            return
+        above = comm if cut else self._above
+        if above is not None:
+            with contextlib.suppress(RankError):  # whatever becomes of the board, the word is known
+                above.post(self._key(comm.rank, "left"), b"")
 
     def _close(self, data: bytes, settle: bool) -> None:
         """Lets late ranks know how it ended, waits until the others have read it, and removes what is left over."""
         comm = self._comm
-        marks = [self._key(rank, "left") for rank in range(1, comm.size) if rank not in self.lost] if settle else []
-        left: list[bytes | None] = [None]
         with contextlib.suppress(RankError):  # whatever becomes of the board: the save has ended as it has
             if not self._name:
                 # only a lost rank will ask for it, and it stands on the board for long
-                self._state.closed = _Closed(self._number, self._topic, list(self.lost), data if self.lost else b"")
+                lost = [*self.lost, *sorted(self._cut)]
+                self._state.closed = _Closed(self._number, self._topic, lost, data if lost else b"")
                 comm.post(_STATE, msgspec.msgpack.encode(self._state))
-            left = comm.wait(marks, SETTLE) if marks else []
+        self._clear(settle, whole=not self.lost)
+
+    def _clear(self, settle: bool, *, whole: bool) -> None:
+        """Removes this rank's words once those below it have read the last.
+
+        Args:
+            settle: whether to wait for that.
+            whole: no rank is lost, so there is none that may yet read them.
+        """
+        comm, board = self._comm, self._board(self._comm.rank)
+        marks = [self._key(rank, "left") for rank in self._below if rank not in self.lost] if settle else []
+        cut = [self._key(rank, "left") for rank in sorted(self._cut)] if settle else []
+        left: list[bytes | None] = [None]
+        with contextlib.suppress(RankError):
+            left = board.wait(marks, SETTLE) if marks else []
+            left += board.wait(cut, min(SETTLE, comm.timeout)) if cut else []
         # a rank that has not read the last word yet may still do so until the next round, or branch, is closed
         left_over = f"{_LEFT_OVER} {bool(self._name)}"
-        comm.drop(comm.memory.pop(left_over, []))
-        keys = [*self._posted, *marks]
-        if self.lost or None in left or not settle:
+        board.drop(comm.memory.pop(left_over, []))
+        keys = [*self._handed, *marks, *cut]
+        if not whole or None in left or not settle:
             comm.memory[left_over] = keys
         else:
-            comm.drop(keys)
+            board.drop(keys)
+
+
+def _patience(timeout: float) -> float:
+    """Seconds to wait for a leader that is itself waiting for as long as `timeout`: its message has a way to go."""
+    return timeout * 1.25 + 1

@@ -48,13 +48,15 @@ class Grid(msgspec.Struct, frozen=True):
     pp: int = 1
     ep: int = 1
     """Divides dp."""
+    copies: int = 1
+    """Replicas among the ranks that share the data, as HSDP has them; divides dp."""
 
     @property
     def world(self) -> int:
         return self.dp * self.tp * self.pp
 
     def __str__(self) -> str:
-        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep}
+        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep, "copies": self.copies}
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1"
 
 
@@ -110,13 +112,14 @@ class Layouts:
     def __init__(self, grid: Grid, stage: int) -> None:
         size = grid.dp * grid.tp
         ranks = encode_runs(range(stage * size, (stage + 1) * size))
-        mesh = Mesh((grid.dp, grid.tp), ranks, ("dp", "tp"))
+        mesh = Mesh((grid.copies, grid.dp // grid.copies, grid.tp), ranks, ("copies", "dp", "tp"))
+        copies = Replicate()
         experts = Mesh((grid.dp // grid.ep, grid.ep, grid.tp), ranks, ("edp", "ep", "tp"))
         self._cuts = {
-            "scalar": MeshLayout(mesh, (Replicate(), Replicate())),
-            "whole": MeshLayout(mesh, (Shard(0), Replicate())),
-            "columns": MeshLayout(mesh, (StridedShard(0, grid.tp) if grid.tp > 1 else Shard(0), Shard(0))),
-            "rows": MeshLayout(mesh, (Shard(0), Shard(1))),
+            "scalar": MeshLayout(mesh, (copies, Replicate(), Replicate())),
+            "whole": MeshLayout(mesh, (copies, Shard(0), Replicate())),
+            "columns": MeshLayout(mesh, (copies, StridedShard(0, grid.tp) if grid.tp > 1 else Shard(0), Shard(0))),
+            "rows": MeshLayout(mesh, (copies, Shard(0), Shard(1))),
             "experts": MeshLayout(experts, (Shard(1), Shard(0), Shard(2))),
         }
 

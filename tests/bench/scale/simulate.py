@@ -14,14 +14,28 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from treeckpt.agreement import Arguments, Done, Hello, Joined, Told, check_hellos, is_known, join, key_of, tellers_of
+from treeckpt.agreement import (
+    Arguments,
+    Done,
+    Hello,
+    Joined,
+    Terms,
+    Told,
+    Verdict,
+    check_hellos,
+    decode_each,
+    is_known,
+    join,
+    key_of,
+    tellers_of,
+)
 from treeckpt.bench.meter import Meter
 from treeckpt.committing import Facts, judge
 from treeckpt.core.dtypes import dtype_of
 from treeckpt.core.events import Span, timings_name
 from treeckpt.core.index import INDEX_NAME, decode_index
 from treeckpt.core.inventory import Inventory, LeafSpec, RankClass, digest_of, unify
-from treeckpt.core.layout import BoxLayout, held_by
+from treeckpt.core.layout import BoxLayout, Layout, MeshLayout, held_by, replicas
 from treeckpt.core.plan import LoadPlan, Want, place, plan_load
 from treeckpt.core.records import Index
 from treeckpt.core.region import Region, coalesce
@@ -30,9 +44,11 @@ from treeckpt.core.shard import shard_name
 from treeckpt.core.tree import flatten
 from treeckpt.io.record import Recorder
 from treeckpt.io.store import MemoryStore
+from treeckpt.io.tiers import SPANS, spans_for
 from treeckpt.plans import Plans, plans_of
 
 from .models import Array, Grid, Layouts, Model, arrays_of, flat_pieces
+from .traffic import Load, Talk
 
 __all__ = ["Figures", "simulate"]
 
@@ -50,7 +66,7 @@ _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
 class Figures(msgspec.Struct):
-    """Seconds and bytes of one simulated world."""
+    """Seconds of computing, and bytes, of one simulated world."""
 
     model: str
     layout: str
@@ -86,19 +102,27 @@ class Figures(msgspec.Struct):
     """Of one rank."""
     messages: int = 0
     """Of the first save: of all ranks to the coordinator, and its words."""
+    alone: Load = msgspec.field(default_factory=Load)
+    """Of rank 0's server in the first save, where all ranks speak to it."""
+    root: Load = msgspec.field(default_factory=Load)
+    """Of the same where they speak by leaders."""
+    leader: Load = msgspec.field(default_factory=Load)
+    """Of the busiest of these."""
     index_nbytes: int = 0
     timings_nbytes: int = 0
     amplification: float = 0.0
     """Bytes that the ranks of a host read / bytes that they need, each counted once."""
     write_balance: float = 0.0
     """Bytes that the busiest rank writes / mean."""
+    write_least: float = 0.0
+    """The same of the rank that has the most for itself alone: what nobody else holds only it can write."""
     read_balance: float = 0.0
 
 
 def _timed(verb: Callable[[], T]) -> tuple[float, T]:
-    started = time.perf_counter()
+    started = time.process_time()  # nothing here waits: what else runs on the machine is not our concern
     result = verb()
-    return time.perf_counter() - started, result
+    return time.process_time() - started, result
 
 
 def _nested(arrays: list[Array]) -> dict[str, Any]:
@@ -157,6 +181,7 @@ class _World:
 
     def __init__(self, kinds: list[tuple[Inventory, range]], figures: Figures) -> None:
         self.kinds, self.figures, self.size = kinds, figures, sum(len(ranks) for _, ranks in kinds)
+        self._talks = {spans: Talk(self.size, spans) for spans in ((), SPANS)}
 
     def _hellos(self, remembered: str = "") -> list[bytes]:
         arguments = Arguments("run/step_00000100", 100, False, False, 1 << 62, "wait", False)
@@ -173,22 +198,40 @@ class _World:
         figures.hello, _ = _timed(lambda: digest_of(busiest))
         messages = self._hellos()
         figures.hello_nbytes = max(map(len, messages))
-        heard, (key, tellers) = _timed(lambda: _heard(messages))
+        bundles, hellos = self._gather(messages)
+        heard, (key, tellers) = _timed(lambda: _heard(hellos))
         inventory_of = {ranks[0]: inventory for inventory, ranks in self.kinds}
         told = {rank: _encode(Told(inventory_of[rank], {}, {})) for rank in tellers}
         figures.told_nbytes = sum(map(len, told.values()))
         figures.messages = 2 * self.size + len(told)
+        terms = Terms((), save_id="0" * 16, created_ns=1 << 60, key=key, tellers=tellers, known=False, skipped=False)
+        self._share(_encode(terms), last=not told)
 
         def joined() -> bytes:
-            hellos = {rank: _decode(message, type=Hello) for rank, message in enumerate(messages)}
             tales = {rank: _decode(message, type=Told) for rank, message in told.items()}
-            return _encode(Joined((), join(hellos, tales, self.size)))
+            return _encode(Joined((), join(decode_each(hellos, Hello), tales, self.size)))
 
         joining, word = _timed(joined) if told else (0.0, b"")
-        figures.agree, figures.joined_nbytes = heard + joining, len(word)
-        again = self._hellos(key)
-        figures.again, _ = _timed(lambda: _heard(again))
+        if told:
+            bundles += self._gather([told.get(rank, b"") for rank in range(self.size)])[0]
+            self._share(word, last=True)
+        figures.agree, figures.joined_nbytes = bundles + heard + joining, len(word)
+        again = Talk(self.size, spans_for(self.size))
+        repeated = again.gather(self._hellos(key))
+        figures.again = again.seconds + _timed(lambda: _heard(repeated))[0]
         return key, word
+
+    def _gather(self, messages: list[bytes]) -> tuple[float, dict[int, bytes]]:
+        """What rank 0 hears as the world really speaks, and the seconds that it needs to take bundles apart."""
+        talk = self._talks[spans_for(self.size)]
+        before = talk.seconds
+        heard = [each.gather(messages) for each in self._talks.values() if each is not talk]
+        heard.append(talk.gather(messages))
+        return talk.seconds - before, heard[-1]
+
+    def _share(self, word: bytes, *, last: bool) -> None:
+        for talk in self._talks.values():
+            talk.share(word, last=last)
 
     def plans(self, key: str, word: bytes, rank: int) -> Plans:
         """What follows for one rank."""
@@ -206,8 +249,17 @@ class _World:
         """All ranks report, and the coordinator publishes; gives the index as a reader would decode it."""
         figures = self.figures
         _, totals = place([leaf for _, leaf in plans.arrays], plans.shares, self.size)
+        alone = [at for at, (_, leaf) in enumerate(plans.arrays) if not _replicated(leaf.layout)]
+        _, least = place([plans.arrays[at][1] for at in alone], [plans.shares[at] for at in alone], self.size)
         figures.write_balance = float(totals.max() / totals.mean())
+        figures.write_least = max(1.0, float(least.max() / totals.mean()))
         messages = [_encode(_report(rank, int(nbytes))) for rank, nbytes in enumerate(totals.tolist())]
+        bundles, _ = self._gather(messages)
+        self._share(_encode(Verdict((), True)), last=True)
+        for talk in self._talks.values():
+            talk.join()
+        figures.alone, figures.root = (talk.servers[0] for talk in self._talks.values())
+        figures.leader = self._talks[SPANS].busiest
         figures.done_nbytes = max(map(len, messages))
         facts = Facts(0, self.size, "0" * 16, 0, 100, False, plans.key, 1 << 62)
         names = (shard_name(facts.save_id, rank, self.size, 0) for rank in range(self.size))
@@ -219,21 +271,24 @@ class _World:
             assert error is None and not verdict.faults
 
         with Meter() as meter:
-            publish()
-            usage = meter.lap()
-        figures.commit, figures.commit_rss = usage.seconds, usage.extra_rss
+            took, _ = _timed(publish)
+            figures.commit, figures.commit_rss = bundles + took, meter.lap().extra_rss
         data = bytes(store.files[INDEX_NAME])
         figures.index_nbytes, figures.timings_nbytes = len(data), len(store.files[timings_name(facts.save_id)])
         figures.open, index = _timed(lambda: decode_index(data, INDEX_NAME))
         return index
 
 
-def _heard(messages: list[bytes]) -> tuple[str, tuple[int, ...]]:
+def _heard(messages: dict[int, bytes]) -> tuple[str, tuple[int, ...]]:
     """What the coordinator makes of all hellos: the key of the plan, and who is to tell more."""
-    hellos = {rank: _decode(message, type=Hello) for rank, message in enumerate(messages)}
+    hellos = decode_each(messages, Hello)
     check_hellos(hellos)
     key = key_of(hellos)
     return key, () if is_known(hellos, key) else tellers_of(hellos)
+
+
+def _replicated(layout: Layout) -> bool:
+    return isinstance(layout, MeshLayout) and len(replicas(layout)) > 1
 
 
 def _report(rank: int, nbytes: int) -> Done:
