@@ -18,8 +18,8 @@ __all__ = ["SPANS", "TREE_ABOVE", "bundle", "children_of", "leads", "parent_of",
 TREE_ABOVE = 1024
 """Ranks of the largest world in which all speak to rank 0 itself.
 
-While it waits a rank asks twenty times a second, and the one thread of a Store's server answers some 60,000 requests a
-second (`python -m tests.bench scale` measures it): from 3,000 ranks on it is busy with their waiting alone.
+While it waits a rank asks twenty times a second, and the one thread of a Store's server answers some 50,000 requests a
+second (`python -m tests.bench scale` measures it): with 2,500 ranks it is busy with their waiting alone.
 """
 SPANS = (8, 512)
 """Ranks of a host, as they usually are, and of 64 hosts: of 16,384 ranks 101 speak to rank 0, 70 to other leaders."""
