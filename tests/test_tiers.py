@@ -234,9 +234,6 @@ SUITE: tuple[tuple[Callable[..., None], tuple[Any, ...]], ...] = (
     (ranks.test_a_failing_store_call_fails_the_save_on_all_ranks, (3, False)),
     (ranks.test_a_disk_that_is_full_everywhere_is_one_error, ()),
     (ranks.test_a_rank_that_cannot_flatten_its_tree_is_named, (3,)),
-    (ranks.test_a_rank_that_never_calls_save_is_named_as_silent, (2,)),
-    (ranks.test_a_rank_that_never_calls_save_is_named_as_silent, (3,)),
-    (ranks.test_a_rank_that_comes_late_gets_the_error_of_the_save_it_missed, ()),
     (ranks.test_replicas_that_differ_stop_the_save, ()),
 )
 
