@@ -80,14 +80,12 @@ def restore(
         partial: this rank's model is a part of what was saved (a pipeline stage): the rest is not unexpected.
         keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",).
         cast, verify, read, allow_pickle: as for `treeckpt.load_into`; fresh moments are cast as their parameters are.
-        world_changed: what becomes of each rank's own state where their number changed: "error", "take" (that of rank
-            modulo the old world), `merge(states of all old ranks, rank, world)`, or a mapping of "rng", "loader",
-            "buffers" and "extra" to one of these (no functions for the last two).
+        world_changed: what becomes of each rank's own state in a world of another size: "error", "take" (modulo the
+            old world), `merge(states, rank, world)`; or one each for "rng", "loader", "buffers", "extra" (no merge).
         device: where plain tensors on the meta device go, by default torch's default device.
 
     Raises:
-        CheckpointNotFound, CorruptError, FormatError: the state of the files.
-        MismatchError, TreeError: what is here is not what was saved, by its path; parameters that are not the model's.
+        As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
     comm = as_comm(comm)
     with together(open_relay(comm) if read == "once" else None):
