@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from treeckpt.core.errors import TreeckptError
 from treeckpt.core.policy import Policy
 
-from . import routes_contents, routes_reshard, routes_time
+from . import routes, routes_contents, routes_reshard, routes_time, run_routes
+from .answers import describe, encoded
 from .cache import Cache, default_directory
 from .comparing import Comparisons
 from .keeping import KeepError
@@ -27,8 +27,7 @@ from .ops import Speeds
 from .queries import loading_page
 from .reading import StillReading
 from .render import render, templates
-from .routes import api, pages
-from .run_routes import Unchanged, run_api, run_pages
+from .run_routes import Unchanged
 from .runs import CursorError
 from .security import LOOPBACK_HOSTS, Guard
 
@@ -67,13 +66,10 @@ def create_app(
     app.state.boot = secrets.token_hex(8)
     app.state.speeds = Speeds()
     app.state.templates = templates()
-    app.include_router(run_api)
-    app.include_router(run_pages)
-    app.include_router(api)
-    app.include_router(pages)
-    for more in (routes_contents, routes_reshard, routes_time):
-        app.include_router(more.api)
-        app.include_router(more.pages)
+    for part in _PARTS:
+        app.include_router(part.api)
+        app.include_router(part.pages)
+    describe(app, [part.api for part in _PARTS])
     app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
     app.add_exception_handler(Missing, _missing)
     app.add_exception_handler(StillReading, _still_reading)
@@ -94,9 +90,12 @@ def create_app(
     return app
 
 
+_PARTS = (run_routes, routes, routes_contents, routes_reshard, routes_time)
+
+
 def _answer(request: Request, status: int, text: str) -> Response:
     if request.scope["path"].startswith("/api/"):
-        return JSONResponse({"error": text}, status)
+        return encoded({"error": text}, status)
     return render(request, "error.html", {"status": status, "text": text}, status)
 
 
@@ -120,7 +119,7 @@ def _still_reading(request: Request, error: Exception) -> Response:
     library: Library = request.app.state.library
     found = loading_page(library, error.url, error.progress)
     if request.scope["path"].startswith("/api/"):
-        return JSONResponse(jsonable_encoder({"loading": found.progress}), 202, {"Retry-After": "1"})
+        return encoded({"loading": found.progress}, 202, {"Retry-After": "1"})
     return render(request, "loading.html", found)
 
 

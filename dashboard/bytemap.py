@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from treeckpt.core.outline import Outline
 from treeckpt.core.treemap import By, treemap_of
@@ -10,8 +10,7 @@ from treeckpt.core.treemap import By, treemap_of
 __all__ = ["TreemapPage", "treemap_page"]
 
 
-@dataclass(frozen=True, slots=True)
-class TreemapPage:
+class TreemapPage(msgspec.Struct, frozen=True):
     """Boxes, each after its parent; the first is the whole."""
 
     by: By

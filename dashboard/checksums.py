@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from treeckpt.core.errors import TreeckptError
 from treeckpt.core.outline import Outline
@@ -18,8 +18,7 @@ PART = 64 << 20
 """Bytes that one request compares."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChecksumsPage:
+class ChecksumsPage(msgspec.Struct, frozen=True):
     """A part of a shard's data, compared with its checksums."""
 
     file: int
@@ -33,8 +32,7 @@ class ChecksumsPage:
     """What is wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class BalancePage:
+class BalancePage(msgspec.Struct, frozen=True):
     """What each rank wrote."""
 
     ranks: list[int]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+
+import msgspec
 
 from treeckpt.core.diff import leaf_text
 from treeckpt.core.folding import Fold, folds_of
@@ -22,8 +23,7 @@ SCAN = 100_000
 """Leaves that one request of a filtered search looks at."""
 
 
-@dataclass(frozen=True, slots=True)
-class FoldRow:
+class FoldRow(msgspec.Struct, frozen=True):
     """Children `start` to `stop` of a node, `blocks` times the same."""
 
     start: int
@@ -37,8 +37,7 @@ class FoldRow:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class FoldsPage:
+class FoldsPage(msgspec.Struct, frozen=True):
     """The repeated blocks among a node's children."""
 
     node: str

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
+
+import msgspec
 
 from treeckpt import catalog
 from treeckpt.catalog import CheckpointInfo, FileCache
@@ -43,8 +44,7 @@ class ReadingInfo(CheckpointInfo, frozen=True):
     """A directory whose large index is being read for the first time: what it is, is not known yet."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class Run(msgspec.Struct, frozen=True, eq=False):
     """A run that the dashboard was given."""
 
     id: str
@@ -145,10 +145,10 @@ class Library:
                 return run
         raise Missing("There is no such run here.")
 
-    def checkpoints(self, run: Run, *, wait: float | None = None) -> list[tuple[str, CheckpointInfo]]:
+    def checkpoints(self, run: Run, *, wait: float = 0.0) -> list[tuple[str, CheckpointInfo]]:
         """A run's checkpoints with their ids, newest first: those seen so far, see `Watch.progress`."""
         watch = self.watches[run.id]
-        watch.refresh() if wait is None else watch.refresh(wait=wait)
+        watch.refresh(wait=wait)
         watch.see([info.name for info in watch.infos if isinstance(info, ReadingInfo)])
         infos, kept = watch.infos, self._lists.get(run.id)
         if kept is None or kept[0] is not infos:

@@ -6,7 +6,7 @@ whoever draws them escapes them. `nbytes` counts bytes; times are seconds, or IS
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 __all__ = [
     "CheckpointPage",
@@ -29,8 +29,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRow:
+class CheckpointRow(msgspec.Struct, frozen=True):
     """One directory of a run."""
 
     id: str
@@ -51,7 +50,7 @@ class CheckpointRow:
     readable: bool
     """Whether there is an index to browse."""
     pinned: bool = False
-    kept: list[str] = field(default_factory=list[str])
+    kept: list[str] = []
     """Why it stays; empty where that was not asked, or nothing keeps it."""
     goes: bool = False
     """Whether the next clean-up deletes it."""
@@ -61,8 +60,7 @@ class CheckpointRow:
     """Of a save under way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
+class Fact(msgspec.Struct, frozen=True):
     """A named value."""
 
     name: str
@@ -70,8 +68,7 @@ class Fact:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(msgspec.Struct, frozen=True):
     """Something that bytes are counted for."""
 
     name: str
@@ -80,8 +77,7 @@ class Group:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRow:
+class NodeRow(msgspec.Struct, frozen=True):
     """One node of a tree; the last fields are of leaves."""
 
     node: str
@@ -99,8 +95,7 @@ class NodeRow:
     """What it is, in a few words."""
 
 
-@dataclass(frozen=True, slots=True)
-class TreePage:
+class TreePage(msgspec.Struct, frozen=True):
     """A page of one node's children."""
 
     node: NodeRow
@@ -111,8 +106,7 @@ class TreePage:
     rows: list[NodeRow]
 
 
-@dataclass(frozen=True, slots=True)
-class SearchPage:
+class SearchPage(msgspec.Struct, frozen=True):
     """Leaves whose path holds every word of the query."""
 
     query: str
@@ -121,8 +115,7 @@ class SearchPage:
     rows: list[NodeRow]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointPage:
+class CheckpointPage(msgspec.Struct, frozen=True):
     """One checkpoint: what it is, and its tree from the root, or from the node asked for."""
 
     checkpoint: CheckpointRow
@@ -133,8 +126,7 @@ class CheckpointPage:
     found: SearchPage | None
 
 
-@dataclass(frozen=True, slots=True)
-class MeshPart:
+class MeshPart(msgspec.Struct, frozen=True):
     """One dimension of a mesh and what it does to an array."""
 
     name: str
@@ -142,8 +134,7 @@ class MeshPart:
     placement: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRow:
+class ChunkRow(msgspec.Struct, frozen=True):
     """A chunk and where its bytes are."""
 
     region: str
@@ -158,8 +149,7 @@ class ChunkRow:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChunksPage:
+class ChunksPage(msgspec.Struct, frozen=True):
     """A page of an array's chunks."""
 
     start: int
@@ -168,8 +158,7 @@ class ChunksPage:
     rows: list[ChunkRow]
 
 
-@dataclass(frozen=True, slots=True)
-class LeafPage:
+class LeafPage(msgspec.Struct, frozen=True):
     """One leaf."""
 
     checkpoint: CheckpointRow
@@ -199,8 +188,7 @@ class LeafPage:
     """Why that region is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class MapPage:
+class MapPage(msgspec.Struct, frozen=True):
     """Two dimensions of an array's index space, cut at one position of the others."""
 
     dims: list[str]
@@ -221,8 +209,7 @@ class MapPage:
     """[top, left, bottom, right] of what two regions hold, which no save writes."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileRow:
+class FileRow(msgspec.Struct, frozen=True):
     """One shard."""
 
     number: int
@@ -235,8 +222,7 @@ class FileRow:
     """Of the largest one."""
 
 
-@dataclass(frozen=True, slots=True)
-class FilesPage:
+class FilesPage(msgspec.Struct, frozen=True):
     """The shards of a checkpoint."""
 
     checkpoint: CheckpointRow
@@ -252,8 +238,7 @@ class FilesPage:
     rows: list[FileRow]
 
 
-@dataclass(frozen=True, slots=True)
-class ExtentRow:
+class ExtentRow(msgspec.Struct, frozen=True):
     """A stretch of a shard's bytes and the leaf it belongs to."""
 
     leaf: int
@@ -263,8 +248,7 @@ class ExtentRow:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class FilePage:
+class FilePage(msgspec.Struct, frozen=True):
     """One shard and a page of its extents."""
 
     checkpoint: CheckpointRow
@@ -275,8 +259,7 @@ class FilePage:
     rows: list[ExtentRow]
 
 
-@dataclass(frozen=True, slots=True)
-class StripPage:
+class StripPage(msgspec.Struct, frozen=True):
     """A shard as a strip: stretches [first byte, byte past the last, group], neighbours of one group joined."""
 
     file: int

@@ -5,7 +5,7 @@ Times are seconds from the start of the save; names of phases and hosts are as s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from .pages import CheckpointRow
 
@@ -26,8 +26,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseRow:
+class PhaseRow(msgspec.Struct, frozen=True):
     """One phase over all ranks."""
 
     name: str
@@ -42,8 +41,7 @@ class PhaseRow:
     """Whether ranks mostly wait for others in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankRow:
+class RankRow(msgspec.Struct, frozen=True):
     """One rank's save."""
 
     rank: int
@@ -56,8 +54,7 @@ class RankRow:
     """Until its call returned; None where that was the end of the save."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpanRow:
+class SpanRow(msgspec.Struct, frozen=True):
     """One span; times from the start of the save."""
 
     name: str
@@ -70,8 +67,7 @@ class SpanRow:
     lane: int
 
 
-@dataclass(frozen=True, slots=True)
-class StragglerRow:
+class StragglerRow(msgspec.Struct, frozen=True):
     """A rank that stands out."""
 
     rank: int
@@ -87,8 +83,7 @@ class StragglerRow:
     """Modified z-score; None where the other ranks do not differ at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class CriticalRow:
+class CriticalRow(msgspec.Struct, frozen=True):
     """A stretch of the critical path."""
 
     rank: int
@@ -99,8 +94,7 @@ class CriticalRow:
     """Of the whole save."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeatRow:
+class HeatRow(msgspec.Struct, frozen=True):
     """One row of the heat map: the time in each phase, None where there is none, and whose it is."""
 
     label: str
@@ -108,8 +102,7 @@ class HeatRow:
     slowest: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class TimingPage:
+class TimingPage(msgspec.Struct, frozen=True):
     """Where the time of one save went."""
 
     checkpoint: CheckpointRow
@@ -143,8 +136,7 @@ class TimingPage:
     """Rows of the whole heat map."""
 
 
-@dataclass(frozen=True, slots=True)
-class WaterfallData:
+class WaterfallData(msgspec.Struct, frozen=True):
     """Every span of a save in columns, by rank; times in units."""
 
     unit: float
@@ -169,8 +161,7 @@ class WaterfallData:
     stragglers: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class HeatData:
+class HeatData(msgspec.Struct, frozen=True):
     """The heat map in columns."""
 
     by: str
@@ -186,8 +177,7 @@ class HeatData:
     """Whose time it is; empty where rows are ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrendsPage:
+class TrendsPage(msgspec.Struct, frozen=True):
     """The saves of a run by step, oldest first, in columns; then a page of the same as rows."""
 
     run: str
@@ -205,8 +195,7 @@ class TrendsPage:
     next: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class DiffRow:
+class DiffRow(msgspec.Struct, frozen=True):
     """One difference of two checkpoints."""
 
     what: str
@@ -225,8 +214,7 @@ class DiffRow:
     """Of content that was read."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaRow:
+class DeltaRow(msgspec.Struct, frozen=True):
     """How two arrays differ, element by element."""
 
     path: str
@@ -238,8 +226,7 @@ class DeltaRow:
     not_finite: int
 
 
-@dataclass(frozen=True, slots=True)
-class DiffPage:
+class DiffPage(msgspec.Struct, frozen=True):
     """In what two checkpoints differ."""
 
     a: CheckpointRow

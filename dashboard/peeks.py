@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from treeckpt.core.dtypes import dtype_of
@@ -43,8 +43,7 @@ class Window(NamedTuple):
     whole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StatisticsPart:
+class StatisticsPart(msgspec.Struct, frozen=True):
     """What the elements of a slice are like; of complex ones, the magnitudes."""
 
     nan: int
@@ -59,8 +58,7 @@ class StatisticsPart:
     bins: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class PeekPage:
+class PeekPage(msgspec.Struct, frozen=True):
     """A slice of an array."""
 
     region: str

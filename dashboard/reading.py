@@ -152,7 +152,8 @@ class TableReader:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._lock = threading.Lock()
-        self._building = threading.Lock()
+        self._building, self._reading = threading.Lock(), threading.Lock()
+        """Of small indexes here, and of large ones by processes: the small do not wait for the large."""
         self._open: OrderedDict[str, StoredOutline] = OrderedDict()
         self._failed: OrderedDict[str, TreeckptError] = OrderedDict()
         self._jobs: dict[str, _Job] = {}
@@ -228,7 +229,7 @@ class TableReader:
             return job
 
     def _run(self, job: _Job) -> None:
-        with self._building:
+        with self._reading:
             job.run()
         if job.error is not None:
             self._fail(job.key, job.error)

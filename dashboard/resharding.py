@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from treeckpt.core.errors import TreeckptError
 from treeckpt.core.layout import Mesh, MeshLayout
@@ -20,8 +21,7 @@ MAX_CELLS = 20_000
 """Pairs of a rank and a file that are drawn."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReaderRow:
+class ReaderRow(msgspec.Struct, frozen=True):
     """One rank of the target."""
 
     rank: int
@@ -38,8 +38,7 @@ class ReaderRow:
     """[number of a file, bytes read of it]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
+class Preset(msgspec.Struct, frozen=True):
     """A target to begin with."""
 
     text: str
@@ -48,8 +47,7 @@ class Preset:
     place: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReshardPage:
+class ReshardPage(msgspec.Struct, frozen=True):
     """A load into another mesh, before it is done."""
 
     checkpoint: CheckpointRow

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 
 from . import arrays, queries, saves
+from .answers import Answers
 from .library import Library
 from .pages import (
     CheckpointPage,
@@ -32,7 +33,7 @@ At = Annotated[str, Query(max_length=2000, pattern=r"^[0-9,]*$", description="a 
 RegionText = Annotated[str, Query(max_length=500, description="a part of an array, as `100:200, :, 7`")]
 Number = int
 
-api = APIRouter(prefix="/api/v1")
+api = Answers()
 pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 
@@ -40,7 +41,7 @@ def _library(request: Request) -> Library:
     return request.app.state.library
 
 
-@api.get("/checkpoints/{checkpoint_id}")
+@api.gives("/checkpoints/{checkpoint_id}")
 def get_checkpoint(
     request: Request, checkpoint_id: str, node: Node = "", q: Words = "", start: Start = 0
 ) -> CheckpointPage:
@@ -48,21 +49,21 @@ def get_checkpoint(
     return queries.checkpoint_page(_library(request), checkpoint_id, node, q, start)
 
 
-@api.get("/checkpoints/{checkpoint_id}/tree")
+@api.gives("/checkpoints/{checkpoint_id}/tree")
 def get_tree(request: Request, checkpoint_id: str, node: Node = "", start: Start = 0) -> TreePage:
     """A page of a node's children."""
     _, outline = queries.opened(_library(request), checkpoint_id)
     return queries.tree_page(outline, node, start)
 
 
-@api.get("/checkpoints/{checkpoint_id}/search")
+@api.gives("/checkpoints/{checkpoint_id}/search")
 def get_search(request: Request, checkpoint_id: str, q: Words, start: Start = 0) -> SearchPage:
     """Leaves by the words of their path; `start` is a leaf's number."""
     _, outline = queries.opened(_library(request), checkpoint_id)
     return queries.search_page(outline, q, start)
 
 
-@api.get("/checkpoints/{checkpoint_id}/leaves/{number}")
+@api.gives("/checkpoints/{checkpoint_id}/leaves/{number}")
 def get_leaf(
     request: Request, checkpoint_id: str, number: Number, start: Start = 0, region: RegionText = ""
 ) -> LeafPage:
@@ -71,14 +72,14 @@ def get_leaf(
     return arrays.leaf_page(row, outline, number, start, region)
 
 
-@api.get("/checkpoints/{checkpoint_id}/leaves/{number}/chunks")
+@api.gives("/checkpoints/{checkpoint_id}/leaves/{number}/chunks")
 def get_chunks(request: Request, checkpoint_id: str, number: Number, start: Start = 0) -> ChunksPage:
     """A page of an array's chunks."""
     _, outline = queries.opened(_library(request), checkpoint_id)
     return arrays.chunks_page(outline.index, arrays.leaf_of(outline.index, number), start)
 
 
-@api.get("/checkpoints/{checkpoint_id}/leaves/{number}/map")
+@api.gives("/checkpoints/{checkpoint_id}/leaves/{number}/map")
 def get_map(request: Request, checkpoint_id: str, number: Number, y: Dim = None, x: Dim = None, at: At = "") -> MapPage:
     """The regions of an array on a plane of two of its dimensions."""
     _, outline = queries.opened(_library(request), checkpoint_id)
@@ -86,19 +87,19 @@ def get_map(request: Request, checkpoint_id: str, number: Number, y: Dim = None,
     return arrays.map_page(outline.index, arrays.leaf_of(outline.index, number), y, x, where)
 
 
-@api.get("/checkpoints/{checkpoint_id}/files")
+@api.gives("/checkpoints/{checkpoint_id}/files")
 def get_files(request: Request, checkpoint_id: str, start: Start = 0) -> FilesPage:
     """The shards."""
     return saves.files_page(*queries.opened(_library(request), checkpoint_id), start)
 
 
-@api.get("/checkpoints/{checkpoint_id}/files/{number}")
+@api.gives("/checkpoints/{checkpoint_id}/files/{number}")
 def get_file(request: Request, checkpoint_id: str, number: Number, start: Start = 0) -> FilePage:
     """One shard, with a page of its extents."""
     return saves.file_page(*queries.opened(_library(request), checkpoint_id), number, start)
 
 
-@api.get("/checkpoints/{checkpoint_id}/files/{number}/strip")
+@api.gives("/checkpoints/{checkpoint_id}/files/{number}/strip")
 def get_strip(request: Request, checkpoint_id: str, number: Number) -> StripPage:
     """A shard's extents as few stretches, to be drawn."""
     _, outline = queries.opened(_library(request), checkpoint_id)

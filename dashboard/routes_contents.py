@@ -11,6 +11,7 @@ from treeckpt.core.treemap import By
 from treeckpt.io.store import Store
 
 from . import queries
+from .answers import Answers
 from .bytemap import TreemapPage, treemap_page
 from .checksums import BalancePage, ChecksumsPage, balance_page, checksums_page
 from .folds import FoldsPage, folds_page, leaves_page
@@ -21,7 +22,7 @@ from .snippets import SnippetPage, snippet_page
 
 __all__ = ["api", "pages"]
 
-api = APIRouter(prefix="/api/v1")
+api = Answers()
 pages = APIRouter(include_in_schema=False)
 
 Dim = Annotated[int | None, Query(ge=0, le=64)]
@@ -35,7 +36,7 @@ def _store(library: Library, checkpoint_id: str) -> Store:
     return run.store.folder(info.name).store
 
 
-@api.get("/checkpoints/{checkpoint_id}/leaves/{number}/peek")
+@api.gives("/checkpoints/{checkpoint_id}/leaves/{number}/peek")
 def get_peek(
     request: Request,
     checkpoint_id: str,
@@ -58,7 +59,7 @@ def get_peek(
         return peek_page(store, outline, number, window)
 
 
-@api.get("/checkpoints/{checkpoint_id}/snippet")
+@api.gives("/checkpoints/{checkpoint_id}/snippet")
 def get_snippet(
     request: Request, checkpoint_id: str, path: Annotated[str, Query(max_length=20_000)] = ""
 ) -> SnippetPage:
@@ -67,7 +68,7 @@ def get_snippet(
     return snippet_page(info.path, path)
 
 
-@api.get("/checkpoints/{checkpoint_id}/treemap")
+@api.gives("/checkpoints/{checkpoint_id}/treemap")
 def get_treemap(
     request: Request,
     checkpoint_id: str,
@@ -80,14 +81,14 @@ def get_treemap(
     return treemap_page(outline, by, node, count)
 
 
-@api.get("/checkpoints/{checkpoint_id}/folds")
+@api.gives("/checkpoints/{checkpoint_id}/folds")
 def get_folds(request: Request, checkpoint_id: str, node: Annotated[str, Query(max_length=1000)] = "") -> FoldsPage:
     """Blocks of a node's children that are the same but for their number."""
     _, outline = queries.opened(request.app.state.library, checkpoint_id)
     return folds_page(outline, node)
 
 
-@api.get("/checkpoints/{checkpoint_id}/leaves")
+@api.gives("/checkpoints/{checkpoint_id}/leaves")
 def get_leaves(
     request: Request,
     checkpoint_id: str,
@@ -101,14 +102,14 @@ def get_leaves(
     return leaves_page(outline, q, start, dtype, larger)
 
 
-@api.get("/checkpoints/{checkpoint_id}/balance")
+@api.gives("/checkpoints/{checkpoint_id}/balance")
 def get_balance(request: Request, checkpoint_id: str) -> BalancePage:
     """What each rank wrote."""
     _, outline = queries.opened(request.app.state.library, checkpoint_id)
     return balance_page(outline)
 
 
-@api.get("/checkpoints/{checkpoint_id}/files/{number}/checksums")
+@api.gives("/checkpoints/{checkpoint_id}/files/{number}/checksums")
 def get_checksums(request: Request, checkpoint_id: str, number: int, start: Position = 0) -> ChecksumsPage:
     """Compares a part of a shard with its checksums; `next` says where to go on."""
     library = request.app.state.library

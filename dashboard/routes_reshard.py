@@ -8,12 +8,13 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 
 from . import queries
+from .answers import Answers
 from .render import render
 from .resharding import ReshardPage, reshard_page
 
 __all__ = ["api", "pages"]
 
-api = APIRouter(prefix="/api/v1")
+api = Answers()
 pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first row")]
@@ -24,7 +25,7 @@ Place = Annotated[
 ]
 
 
-@api.get("/checkpoints/{checkpoint_id}/reshard")
+@api.gives("/checkpoints/{checkpoint_id}/reshard")
 def get_reshard(
     request: Request, checkpoint_id: str, mesh: MeshText = "", names: Names = "", place: Place = "", start: Start = 0
 ) -> ReshardPage:

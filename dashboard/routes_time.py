@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse, Response
 
 from . import comparing, timing, trends
+from .answers import Answers
 from .comparing import Show
 from .library import Library, Missing
 from .pages_time import DeltaRow, DiffPage, HeatData, TimingPage, TrendsPage, WaterfallData
@@ -26,7 +26,7 @@ Id = Annotated[str, Query(max_length=100, description="id of a checkpoint")]
 CHOICES = 200
 """Checkpoints of each run that a form offers."""
 
-api = APIRouter(prefix="/api/v1")
+api = Answers()
 pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 
@@ -34,30 +34,25 @@ def _library(request: Request) -> Library:
     return request.app.state.library
 
 
-def _json(data: Any) -> Response:
-    """Columns of a million numbers: encoded as they are, without a model in between."""
-    return Response(msgspec.json.encode(data), media_type="application/json")
-
-
-@api.get("/checkpoints/{checkpoint_id}/timing")
+@api.gives("/checkpoints/{checkpoint_id}/timing")
 def get_timing(request: Request, checkpoint_id: str, start: Start = 0, by: By = "rank") -> TimingPage:
     """The spans of a save and their summary."""
     return timing.timing_page(_library(request), checkpoint_id, start, by)
 
 
-@api.get("/checkpoints/{checkpoint_id}/timing/waterfall", response_model=WaterfallData)
-def get_waterfall(request: Request, checkpoint_id: str) -> Response:
+@api.gives("/checkpoints/{checkpoint_id}/timing/waterfall")
+def get_waterfall(request: Request, checkpoint_id: str) -> WaterfallData:
     """Every span of a save, in columns."""
-    return _json(timing.waterfall_data(_library(request), checkpoint_id))
+    return timing.waterfall_data(_library(request), checkpoint_id)
 
 
-@api.get("/checkpoints/{checkpoint_id}/timing/heat", response_model=HeatData)
-def get_heat(request: Request, checkpoint_id: str, by: By = "rank") -> Response:
+@api.gives("/checkpoints/{checkpoint_id}/timing/heat")
+def get_heat(request: Request, checkpoint_id: str, by: By = "rank") -> HeatData:
     """The time of every rank, or group of ranks, in every phase, in columns."""
-    return _json(timing.heat_data(_library(request), checkpoint_id, by))
+    return timing.heat_data(_library(request), checkpoint_id, by)
 
 
-@api.get("/checkpoints/{checkpoint_id}/trace.json", response_class=Response)
+@api.gives("/checkpoints/{checkpoint_id}/trace.json", dict[str, Any])
 def get_trace(request: Request, checkpoint_id: str) -> Response:
     """The save in the Trace Event Format, for Perfetto."""
     name, data = timing.trace_of(_library(request), checkpoint_id)
@@ -66,13 +61,13 @@ def get_trace(request: Request, checkpoint_id: str) -> Response:
     )
 
 
-@api.get("/runs/{run_id}/trends")
+@api.gives("/runs/{run_id}/trends")
 def get_trends(request: Request, run_id: str, start: Start = 0) -> TrendsPage:
     """The saves of a run by step, in columns."""
     return trends.trends_page(_library(request), run_id, start)
 
 
-@api.get("/diff")
+@api.gives("/diff")
 def get_diff(
     request: Request,
     a: Id,
@@ -89,7 +84,7 @@ def get_diff(
     )
 
 
-@api.get("/diff/values")
+@api.gives("/diff/values")
 def get_delta(request: Request, a: Id, b: Id, pair: Pair = 0) -> DeltaRow:
     """How two arrays differ, by reading up to 64 MiB of them."""
     delta = get_diff(request, a, b, "structure", "", 1 << 53, pair)
@@ -122,6 +117,9 @@ def show_diff(
     library = _library(request)
     a = a or (comparing.previous_of(library, b) or "" if b else "")
     found = get_diff(request, a, b, show, q, start, pair, read) if a and b else None
+    if not (a or b):  # offers the newest one and the one before it
+        b = next((i for run in library.runs for i, info in library.checkpoints(run) if info.status == "complete"), "")
+        a = comparing.previous_of(library, b) or "" if b else ""
     return render(request, "diff.html", {"diff": found, "a": a, "b": b, "choices": _choices(library, {a, b})})
 
 

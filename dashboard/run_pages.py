@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from .pages import CheckpointRow
 
@@ -23,8 +23,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadingRow:
+class ReadingRow(msgspec.Struct, frozen=True):
     """How far the first reading of a large index is."""
 
     phase: str
@@ -35,16 +34,14 @@ class ReadingRow:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class LoadingPage:
+class LoadingPage(msgspec.Struct, frozen=True):
     """A checkpoint whose index is still being read."""
 
     checkpoint: CheckpointRow
     progress: ReadingRow
 
 
-@dataclass(frozen=True, slots=True)
-class ScanRow:
+class ScanRow(msgspec.Struct, frozen=True):
     """How far the first look at a run is."""
 
     seen: int
@@ -52,8 +49,7 @@ class ScanRow:
     complete: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RunPart:
+class RunPart(msgspec.Struct, frozen=True):
     """One run and a page of its checkpoints, newest first unless asked otherwise."""
 
     id: str
@@ -85,22 +81,19 @@ class RunPart:
     checkpoints: list[CheckpointRow]
 
 
-@dataclass(frozen=True, slots=True)
-class RunsPage:
+class RunsPage(msgspec.Struct, frozen=True):
     """Every run that the dashboard was given."""
 
     runs: list[RunPart]
 
 
-@dataclass(frozen=True, slots=True)
-class RunPage:
+class RunPage(msgspec.Struct, frozen=True):
     """One run."""
 
     run: RunPart
 
 
-@dataclass(frozen=True, slots=True)
-class SavingRank:
+class SavingRank(msgspec.Struct, frozen=True):
     """One rank of a save under way."""
 
     rank: int
@@ -112,8 +105,7 @@ class SavingRank:
     """Seconds since its record was renewed."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRow:
+class SaveRow(msgspec.Struct, frozen=True):
     """A save under way."""
 
     run: str
@@ -145,8 +137,7 @@ class SaveRow:
     """Those with the most left to write."""
 
 
-@dataclass(frozen=True, slots=True)
-class LivePage:
+class LivePage(msgspec.Struct, frozen=True):
     """Saves under way, in every run."""
 
     saves: list[SaveRow]
@@ -154,8 +145,7 @@ class LivePage:
     next: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class ReasonRow:
+class ReasonRow(msgspec.Struct, frozen=True):
     """Why checkpoints stay."""
 
     reason: str
@@ -165,8 +155,7 @@ class ReasonRow:
     """Bytes that only this reason keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemovalRow:
+class RemovalRow(msgspec.Struct, frozen=True):
     """What a clean-up would delete."""
 
     name: str
@@ -175,8 +164,7 @@ class RemovalRow:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class UsageRow:
+class UsageRow(msgspec.Struct, frozen=True):
     """One run's bytes."""
 
     run: str
@@ -209,8 +197,7 @@ class UsageRow:
     problem: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class UsagePage:
+class UsagePage(msgspec.Struct, frozen=True):
     """Every run's bytes, and what the policies would do about them."""
 
     keep: str

@@ -5,9 +5,8 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -30,6 +29,7 @@ Status = Literal["", "complete", "saving", "partial", "corrupt", "foreign", "rea
 FIRST = 20
 """Checkpoints that the page of several runs shows of each."""
 
+T = TypeVar("T")
 Found = Sequence[tuple[str, CheckpointInfo]]
 
 
@@ -93,22 +93,22 @@ class _Summed(msgspec.Struct, frozen=True):
     """Bytes of the checkpoints that no policy keeps, by name."""
 
 
-class _Infos:
-    """A list that is hashed by what it is, so that what was summed is kept until another list takes its place."""
+class _Held(Generic[T]):
+    """A list that is hashed by which one it is: what follows from it is kept until another one takes its place."""
 
-    def __init__(self, infos: Sequence[CheckpointInfo]) -> None:
-        self.infos = infos
+    def __init__(self, rows: Sequence[T]) -> None:
+        self.rows = rows
 
     def __hash__(self) -> int:
-        return id(self.infos)
+        return id(self.rows)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Infos) and other.infos is self.infos
+        return isinstance(other, _Held) and other.rows is self.rows
 
 
 @lru_cache(64)
-def _summed(holder: _Infos, policies: tuple[Policy, ...]) -> _Summed:
-    infos = holder.infos
+def _summed(held: _Held[CheckpointInfo], policies: tuple[Policy, ...]) -> _Summed:
+    infos = held.rows
     statuses = Counter(map(status_of, infos))
     reasons = reasons_of(infos, policies)
     gone = {i.name: i.nbytes or 0 for i in infos if _step(i) is not None and i.name not in reasons} if policies else {}
@@ -123,7 +123,7 @@ def _summed(holder: _Infos, policies: tuple[Policy, ...]) -> _Summed:
     )
 
 
-def run_tag(library: Library, runs: Sequence[Run], *, wait: float | None = None) -> str:
+def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
     """Changes whenever what a page shows of these runs does."""
     parts: list[str] = []
     for run in runs:
@@ -153,8 +153,8 @@ def run_page(library: Library, run_id: str, question: Question | None = None) ->
 def _run_part(library: Library, run: Run, question: Question, count: int) -> RunPart:
     found = library.checkpoints(run)
     policies = policies_of(library, question.keep)
-    summed = _summed(_Infos(library.watches[run.id].infos), policies)
-    matching = _sorted(_matching(found, question), question.sort)
+    summed = _summed(_Held(library.watches[run.id].infos), policies)
+    matching = _matching(_Held(found), question.status, question.q, question.sort)
     start = _after(matching, question) if question.cursor else question.start
     shown = matching[start : start + count]
     more = start + count < len(matching)
@@ -190,18 +190,21 @@ def _scan(library: Library, run: Run) -> ScanRow:
 
 def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summed: _Summed) -> CheckpointRow:
     row = checkpoint_row(checkpoint_id, run, info)
-    return replace(row, kept=list(summed.reasons.get(info.name, ())), goes=info.name in summed.gone)
+    return msgspec.structs.replace(row, kept=list(summed.reasons.get(info.name, ())), goes=info.name in summed.gone)
 
 
-def _matching(found: Found, question: Question) -> Found:
-    words = question.q.casefold().split()
-    if not words and not question.status:
-        return found
-    return [
+@lru_cache(64)
+def _matching(held: _Held[tuple[str, CheckpointInfo]], status: Status, q: str, sort: Sort) -> Found:
+    """The checkpoints that pass a filter, in their order: pages of the same question follow each other."""
+    words = q.casefold().split()
+    if not words and not status:
+        return _sorted(held.rows, sort)
+    found = [
         (checkpoint_id, info)
-        for checkpoint_id, info in found
-        if question.status in ("", status_of(info)) and (not words or all(word in _text(info) for word in words))
+        for checkpoint_id, info in held.rows
+        if status in ("", status_of(info)) and (not words or all(word in _text(info) for word in words))
     ]
+    return _sorted(found, sort)
 
 
 def _text(info: CheckpointInfo) -> str:

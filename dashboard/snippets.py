@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 __all__ = ["SnippetPage", "snippet_page"]
 
 
-@dataclass(frozen=True, slots=True)
-class SnippetPage:
+class SnippetPage(msgspec.Struct, frozen=True):
     """Text to be copied."""
 
     path: str

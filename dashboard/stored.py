@@ -10,6 +10,7 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, overload
 
@@ -17,15 +18,16 @@ import msgspec
 
 from treeckpt.catalog import Summary
 from treeckpt.core.errors import MismatchError
+from treeckpt.core.nodes import FlatNode
 from treeckpt.core.outline import Row
 from treeckpt.core.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
 from treeckpt.core.structure import Structure
 
-from .tables import LEAVES, NAMES, StoredLeaf
+from .tables import LEAVES, NAMES, NODES, StoredLeaf
 
 __all__ = ["StoredIndex", "StoredOutline"]
 
-_COLUMNS = "id - 1, key, kind, cls, child, children, first, leaves, nbytes"
+_NODES = msgspec.msgpack.Decoder(list[FlatNode])
 _BLOCK = msgspec.json.Decoder(list[StoredLeaf])
 _KEPT = 256
 """Blocks of decoded leaves that are kept."""
@@ -157,26 +159,36 @@ class StoredOutline:
         self._reader = _Reader(path)
         self.index: Index = StoredIndex.open(self._reader)
         self._found: dict[str, tuple[Row, int]] = {}
+        self._block = lru_cache(_KEPT)(self._read)
+
+    def _read(self, block: int) -> list[FlatNode]:
+        with self._reader.lent() as connection:
+            [data] = connection.execute("SELECT data FROM node WHERE block = ?", (block,)).fetchone()
+        return _NODES.decode(data)
+
+    def _nodes(self, start: int, stop: int) -> list[FlatNode]:
+        """The nodes with these numbers."""
+        first = start - start % NODES
+        blocks = [self._block(number // NODES) for number in range(first, stop, NODES)]
+        return list(chain.from_iterable(blocks))[start - first : stop - first]
 
     @cached_property
     def summary(self) -> Summary:
         """What a list of checkpoints shows."""
         return msgspec.json.decode(self._reader.part("summary"), type=Summary)
 
-    def _find(self, connection: sqlite3.Connection, name: str) -> tuple[Row, int]:
+    def _find(self, name: str) -> tuple[Row, int]:
         """A node and the number of its first child."""
         if (kept := self._found.get(name)) is not None:
             return kept
-        select = f"SELECT {_COLUMNS} FROM node WHERE id = ? + 1"
-        at, path, number = "", "", 0
-        row = connection.execute(select, (0,)).fetchone()
+        at, path, [node] = "", "", self._nodes(0, 1)
         for step in name.split(".") if name else ():
-            if not (step.isascii() and step.isdigit() and len(step) < 10) or int(step) >= row[5]:
+            _, _, _, child, children, *_ = node
+            if not (step.isascii() and step.isdigit() and len(step) < 10) or int(step) >= children:
                 raise _no_node(name)
-            number = row[4] + int(step)
-            row = connection.execute(select, (number,)).fetchone()
-            at, path = _below(at, step, "."), _below(path, row[1], "/")
-        return _row(row, at, path), row[4]
+            [node] = self._nodes(child + int(step), child + int(step) + 1)
+            at, path = _below(at, step, "."), _below(path, node[0], "/")
+        return _row(node, at, path), node[3]
 
     def row(self, name: str = "") -> Row:
         """One node.
@@ -184,8 +196,7 @@ class StoredOutline:
         Raises:
             MismatchError: there is no such node.
         """
-        with self._reader.lent() as connection:
-            return self._find(connection, name)[0]
+        return self._find(name)[0]
 
     def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[Row]:
         """The node's children, from position `start` on, at most `count`.
@@ -193,36 +204,40 @@ class StoredOutline:
         Raises:
             MismatchError: there is no such node.
         """
-        with self._reader.lent() as connection:
-            node, child = self._find(connection, name)
-            # a page past the end is empty; numbers beyond 64 bits are none of SQLite's
-            start, stop = min(start, node.children), child + node.children
-            found = connection.execute(
-                f"SELECT {_COLUMNS} FROM node WHERE id <= ? AND id > ? ORDER BY id LIMIT ?",
-                (stop, child + start, count),
-            ).fetchall()
-        rows = [_row(r, _below(node.node, str(r[0] - child), "."), _below(node.path, r[1], "/")) for r in found]
+        node, child = self._find(name)
+        start, stop = min(start, node.children), min(start + count, node.children)
+        found = self._nodes(child + start, child + stop)
+        above, path = node.node + "." if node.node else "", node.path + "/" if node.path else ""
+        rows = [_row(one, f"{above}{at}", path + one[0]) for at, one in enumerate(found, start)]
         if len(self._found) > FOUND:
             self._found.clear()
         # who asks for a node asks for its children next
-        self._found.update((row.node, (row, r[4])) for row, r in zip(rows, found, strict=True) if row.children)
+        self._found.update((row.node, (row, one[3])) for row, one in zip(rows, found, strict=True) if row.children)
         return rows
 
     def node_at(self, path: str) -> Row | None:
         """The node with this path, None if there is none."""
         names: list[str] = []
+        [node] = self._nodes(0, 1)
+        for step in path.split("/") if path else ():
+            _, _, _, child, children, *_ = node
+            number = self._numbered(step, child, child + children)
+            if number is None:
+                return None
+            names.append(str(number - child))
+            [node] = self._nodes(number, number + 1)
+        return self._find(".".join(names))[0]
+
+    def _numbered(self, key: str, start: int, stop: int) -> int | None:
+        """The number of the node of this key among some."""
+        select = "SELECT block, data FROM node WHERE block BETWEEN ? AND ? AND instr(data, ?) ORDER BY block"
+        asked = (start // NODES, (stop - 1) // NODES, key.encode("utf-8", "surrogatepass"))
         with self._reader.lent() as connection:
-            child, children = self._find(connection, "")[1], self.row().children
-            for step in path.split("/") if path else ():
-                found = connection.execute(
-                    "SELECT id - 1, child, children FROM node WHERE id > ? AND id <= ? AND key = ? LIMIT 1",
-                    (child, child + children, step),
-                ).fetchone()
-                if found is None:
-                    return None
-                names.append(str(found[0] - child))
-                _, child, children = found
-            return self._find(connection, ".".join(names))[0]
+            for block, data in connection.execute(select, asked):
+                for number, node in enumerate(_NODES.decode(data), block * NODES):
+                    if node[0] == key and start <= number < stop:
+                        return number
+        return None
 
     def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
         """Leaves from number `start` on whose path holds every word of `text`, and where to go on, None at the end."""
@@ -251,8 +266,8 @@ def _below(path: str, key: str, separator: str) -> str:
     return f"{path}{separator}{key}" if path else key
 
 
-def _row(row: tuple[Any, ...], node: str, path: str) -> Row:
-    _, key, kind, cls, _, children, first, leaves, nbytes = row
+def _row(found: FlatNode, node: str, path: str) -> Row:
+    key, kind, cls, _, children, first, leaves, nbytes = found
     return Row(node, key, path, kind, cls, children, first, leaves, nbytes)
 
 

@@ -1,9 +1,9 @@
 """An index written into SQLite, so that a checkpoint of a million leaves is browsed without being held in memory.
 
-`build_table` writes one file: every node of the tree by number (`core.nodes`), so that a page of children is a range of
-rows; the records of leaves in blocks; folded paths in blocks of text, which `str.find` searches at memory speed; and
-the rest of the index. A file is written beside its place and renamed, never changed afterwards, and may be deleted at
-any time. `stored` reads them.
+`build_table` writes one file: every node of the tree by number (`core.nodes`) in blocks, so that a page of children is
+a few of these; the records of leaves in blocks; folded paths in blocks of text, which `str.find` searches at memory
+speed; and the rest of the index. A row for each node would take SQLite two seconds for a million of them. A file is
+written beside its place and renamed, never changed afterwards, and may be deleted at any time. `stored` reads them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from treeckpt.core.records import Index, LeafRecord
 from treeckpt.core.runs import Runs
 from treeckpt.core.structure import Structure
 
-__all__ = ["LEAVES", "NAMES", "SCHEMA", "StoredLeaf", "build_table"]
+__all__ = ["LEAVES", "NAMES", "NODES", "SCHEMA", "StoredLeaf", "build_table"]
 
-SCHEMA = "1"
+SCHEMA = "2"
 """Of files of this form: other versions look elsewhere."""
 LEAVES = 64
 """Leaves of one row: what is decoded to show one of them."""
 NAMES = 8192
 """Paths of one row: what is read at once by a search."""
-NODES = 20_000
-"""Nodes after which progress is told."""
+NODES = 64
+"""Nodes of one row."""
+TOLD = 256
+"""Rows of nodes after which progress is told."""
 
 StoredLeaf = tuple[str, LeafRecord, Runs | None]
 """Path, record, ranks."""
@@ -45,16 +47,10 @@ PRAGMA journal_mode = OFF;
 PRAGMA synchronous = OFF;
 PRAGMA locking_mode = EXCLUSIVE;
 CREATE TABLE part (name TEXT PRIMARY KEY, data BLOB) WITHOUT ROWID;
-CREATE TABLE node (id INTEGER PRIMARY KEY, key TEXT, kind TEXT, cls TEXT, child INTEGER, children INTEGER,
-                   first INTEGER, leaves INTEGER, nbytes INTEGER);
+CREATE TABLE node (block INTEGER PRIMARY KEY, data BLOB);
 CREATE TABLE leaf (block INTEGER PRIMARY KEY, data BLOB);
 CREATE TABLE name (block INTEGER PRIMARY KEY, text TEXT);
 """
-
-_ADD_NODE = """
-INSERT INTO node (key, kind, cls, child, children, first, leaves, nbytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
-"""
-# SQLite counts the ids from 1, so a node's is its number and one
 
 
 def build_table(index: Index, target: Path, tell: Callable[[int, int], None] = lambda done, total: None) -> Summary:
@@ -85,9 +81,11 @@ def build_table(index: Index, target: Path, tell: Callable[[int, int], None] = l
 
 def _fill(connection: sqlite3.Connection, index: Index, tell: Callable[[int, int], None]) -> Summary:
     summary = summarize(index)
-    for done, nodes in _blocks(flat_nodes(index), NODES):
-        connection.executemany(_ADD_NODE, nodes)
-        tell(min(done * NODES, len(index.leaves)), len(index.leaves))
+    nodes = msgspec.msgpack.Encoder()
+    for done, block in _blocks(flat_nodes(index), NODES):
+        connection.execute("INSERT INTO node VALUES (?, ?)", (done, nodes.encode(block)))
+        if done % TOLD == 0:
+            tell(min(done * NODES, len(index.leaves)), len(index.leaves))
     leaves = ((leaf.path, leaf.record, leaf.ranks) for leaf in index.entries)
     encode = msgspec.json.Encoder().encode
     connection.executemany("INSERT INTO leaf VALUES (?, ?)", ((n, encode(b)) for n, b in _blocks(leaves, LEAVES)))

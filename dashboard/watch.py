@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from treeckpt.catalog import CheckpointInfo, newest_first
 from treeckpt.core.errors import TreeckptError
 from treeckpt.core.files import step_of
-from treeckpt.io.runs import RunStore
+from treeckpt.io.runs import RunStore, changes_of
 
 __all__ = ["FRESH", "Known", "Progress", "Watch"]
 
@@ -24,21 +25,21 @@ FRESH = 1.0
 """Seconds for which a run is not looked at again."""
 REVISED = 64
 ENOUGH = 100
-"""Directories that are known after which the first look is not waited for: a page is full."""
+"""Directories that are known after which the first look is hardly waited for: a page is full."""
 SOON = 0.3
-"""Seconds for which a request waits for a look; past that it gets what is known."""
+"""Seconds for which any request waits for a look; past that, or what it asked for, it gets what is known."""
+HARDLY = 0.08
+"""Seconds for which a look that has enough to show is waited for still: it may be about to end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(msgspec.Struct, frozen=True):
     """One directory, as it was when it was looked at."""
 
     info: CheckpointInfo
     modified_ns: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """How far the first look at a run is."""
 
     seen: int
@@ -47,10 +48,13 @@ class Progress:
 
 
 class _Look:
-    """A look under way: whether what is new was seen, and all of it."""
+    """A look under way: whether there is enough to show, and whether all was seen.
+
+    Enough is what is new, or a page full where nothing was known before.
+    """
 
     def __init__(self) -> None:
-        self.listed, self.done = threading.Event(), threading.Event()
+        self.enough, self.done = threading.Event(), threading.Event()
 
 
 class Watch:
@@ -73,6 +77,7 @@ class Watch:
         self._store, self._look, self._clock, self._settled = store, look, clock, settled
         self._lock = threading.Lock()
         self._known: dict[str, Known] = {}
+        self._names: list[str] = []
         self._sorted: tuple[int, list[CheckpointInfo]] = (-1, [])
         self._looked: float | None = None
         self._running: _Look | None = None
@@ -82,7 +87,7 @@ class Watch:
         """Changes with what is known."""
         self.progress = Progress(0, 0, False)
 
-    def refresh(self, *, wait: float = SOON) -> None:
+    def refresh(self, *, wait: float = 0.0) -> None:
         """Starts a look if the last one is not fresh any more, and waits for it if that is not for long.
 
         Of a run that takes longer to look at, only what is new is waited for, or the first page of it.
@@ -94,11 +99,11 @@ class Watch:
                     return
                 running = self._running = _Look()
                 threading.Thread(target=self._run, args=(running,), daemon=True).start()
-            enough = not self.progress.complete and len(self._known) >= ENOUGH
-        if wait > SOON or not (enough or self._slow):
-            running.done.wait(wait)
-        elif not enough:
-            running.listed.wait(wait)
+        wait = max(wait, SOON)
+        if wait <= SOON and (self._slow or not self.progress.complete):
+            wait = 0.0 if self._slow or running.enough.is_set() else HARDLY
+            running.enough.wait(SOON)
+        running.done.wait(wait)
 
     def _run(self, look: _Look) -> None:
         started = time.monotonic()
@@ -112,30 +117,50 @@ class Watch:
                 self._looked = self._clock()
                 self._slow = self.progress.complete and time.monotonic() - started > SOON / 4
                 self._running = None
-            look.listed.set()
+            look.enough.set()
             look.done.set()
 
     def _scan(self, look: _Look) -> None:
-        names = sorted(self._store.names(), key=lambda name: (-(step_of(name) or 0), name))
+        if self.progress.complete:
+            self._look_again(look)
+        else:
+            self._look_first(look)
+
+    def _look_first(self, look: _Look) -> None:
+        names = self._listed(dict.fromkeys(self._store.names()))
+        for seen, name in enumerate(names, 1):
+            self._see(name)
+            self.progress = Progress(seen, len(names), False)
+            if seen == ENOUGH:
+                look.enough.set()
+        self.progress = Progress(len(names), len(names), True)
+        with self._lock:  # the note of the first look goes away
+            self.version += 1
+
+    def _look_again(self, look: _Look) -> None:
+        changes = changes_of(self._store)
+        names = self._listed(changes)
+        for name in names:
+            if name not in self._known:
+                self._see(name)
+        look.enough.set()
+        revised = set(self._turn(names))
+        for name in names:
+            if name in revised or not self._is_settled(name, changes[name]):
+                self._see(name)
+        self.progress = Progress(len(names), len(names), True)
+
+    def _listed(self, found: Mapping[str, object]) -> list[str]:
+        """Forgets what is gone; gives the names that are there, the newest steps first."""
+        if found.keys() == self._known.keys() == set(self._names):
+            return self._names
+        names = self._names = sorted(found, key=lambda name: (-(step_of(name) or 0), name))
         with self._lock:
-            gone = self._known.keys() - set(names)
+            gone = self._known.keys() - found.keys()
             for name in gone:
                 del self._known[name]
             self.version += bool(gone)
-        complete = self.progress.complete
-        if complete:
-            for name in names:
-                if name not in self._known:
-                    self._see(name)
-            look.listed.set()
-        revised = set(self._turn(names))
-        for seen, name in enumerate(names, 1):
-            self._see(name, always=name in revised)
-            self.progress = Progress(seen, len(names), complete)
-        self.progress = Progress(len(names), len(names), True)
-        if not complete:  # the note of the first look goes away
-            with self._lock:
-                self.version += 1
+        return names
 
     def _turn(self, names: Sequence[str]) -> Sequence[str]:
         """The next few of all names."""
@@ -143,25 +168,22 @@ class Watch:
         self._revised = start + REVISED
         return names[start : start + REVISED]
 
-    def _see(self, name: str, *, always: bool = False) -> None:
-        before = self._known.get(name)
-        settled = before is not None and before.info.status == "complete" and not before.info.saving
-        if settled and not always and before is not None and before.modified_ns == self._modified(name):
-            return
-        now = self._look(name)
+    def _is_settled(self, name: str, modified_ns: int | None) -> bool:
+        known = self._known[name]
+        return known.modified_ns == modified_ns and known.info.status == "complete" and not known.info.saving
+
+    def _see(self, name: str) -> None:
+        before, now = self._known.get(name), self._look(name)
         if before is None or before != now:
             with self._lock:
                 self._known[name] = now
-                self.version += before is None or replace(before, modified_ns=now.modified_ns) != now
-
-    def _modified(self, name: str) -> int | None:
-        return self._store.folder(name).modified_ns()
+                self.version += before is None or msgspec.structs.replace(before, modified_ns=now.modified_ns) != now
 
     def see(self, names: Sequence[str]) -> None:
         """Looks at these now, however fresh the last look is."""
         for name in names:
             if name in self._known:
-                self._see(name, always=True)
+                self._see(name)
 
     @property
     def infos(self) -> list[CheckpointInfo]:

@@ -1,6 +1,7 @@
 """Hypothesis profiles, and what tests share: one S3 server, and with pytest-xdist the files that stay together.
 
-No deadlines, which shared machines miss; `--hypothesis-profile=thorough` looks much longer.
+No deadlines, which shared machines miss, and the same examples each time, so that what passes here passes elsewhere;
+`--hypothesis-profile=thorough` looks much longer, and elsewhere each time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests.s3 import S3, s3_server
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("suite", deadline=None, max_examples=60, suppress_health_check=SLOW)
+settings.register_profile("suite", deadline=None, max_examples=60, derandomize=True, suppress_health_check=SLOW)
 settings.register_profile("thorough", deadline=None, max_examples=2000, suppress_health_check=SLOW)
 settings.load_profile("suite")
 
@@ -63,10 +64,11 @@ def s3(s3_process: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_directory(tmp_path_factory):
-    """The dashboard's cache, of the tests' own."""
+    """The dashboard's cache, of the tests' own; and no page is shown before its runs were looked at."""
     with pytest.MonkeyPatch.context() as patch:
         directory = tmp_path_factory.mktemp("cache")
         patch.setenv("TREECKPT_CACHE", str(directory))
+        patch.setattr("treeckpt_dashboard.watch.SOON", 60.0)
         yield directory
 
 

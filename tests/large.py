@@ -7,8 +7,9 @@ sparse files of the right sizes, mostly without headers.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,7 +25,15 @@ from treeckpt.core.shard import BLOCK, Entry, ShardHeader, encode_header, hash_b
 from treeckpt.core.spec import ArraySpec, Value
 from treeckpt.core.structure import DictNode, Structure
 
-__all__ = ["large_index", "spans_of_ranks", "write_large_checkpoint", "write_many", "write_spans", "write_sparse"]
+__all__ = [
+    "hold_readers",
+    "large_index",
+    "spans_of_ranks",
+    "write_large_checkpoint",
+    "write_many",
+    "write_spans",
+    "write_sparse",
+]
 
 HEADER = 4096
 PARTS = ("attention.qkv.weight", "attention.proj.weight", "mlp.fc.weight", "mlp.proj.weight", "norm.weight")
@@ -103,6 +112,15 @@ def write_large_checkpoint(directory: Path, *, leaves: int, step: int = 1, world
     timings = Timings(index.save_id, step, world, spans)
     _put(directory, index, encode_index(index), encode_timings(timings))
     return index
+
+
+def hold_readers(monkeypatch: Any, gate: Path) -> Callable[[], None]:
+    """Has processes that read large indexes wait; gives what lets them go on."""
+    import treeckpt_dashboard.reading as reading
+
+    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+    monkeypatch.setattr(reading, "_PROGRAM", wait + reading._PROGRAM)
+    return gate.touch
 
 
 def write_many(run: Path, count: int, *, leaves: int = 12, world: int = 2, every: int = 100) -> Path:

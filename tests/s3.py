@@ -6,10 +6,8 @@ import http.client
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,7 +26,14 @@ ONCE = {"retry_config": {"max_retries": 1, "backoff": {"init_backoff": timedelta
 MIB = 1 << 20
 """Options: how soon, or how often, to ask again."""
 _PROXY = str(Path(__file__).with_name("s3_proxy.py"))
-_MOTO = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
+_MOTO = """
+from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+application = DomainDispatcherApplication(create_backend_app)
+server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
 _numbers = itertools.count()
 
 
@@ -75,7 +80,7 @@ class S3:
         return tc.ObjectStore(url or self.url(), **self.options(**options))
 
     def request(self, method: str, path: str, body: bytes = b"", *, port: int = 0) -> bytes:
-        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=120)
         try:
             connection.request(method, path, body)
             response = connection.getresponse()
@@ -107,28 +112,24 @@ class S3:
 @contextmanager
 def s3_server() -> Iterator[S3]:
     """Starts server and proxy, ends them again."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    env = {**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
-    moto = subprocess.Popen([sys.executable, "-c", _MOTO, str(port)], env=env, **quiet)
-    proxy = subprocess.Popen([sys.executable, _PROXY, str(port)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert proxy.stdout is not None
-        server = S3(port, int(proxy.stdout.readline()))
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                server.request("PUT", f"/{BUCKET}")
-                break
-            except OSError:
-                assert moto.poll() is None and time.monotonic() < deadline, "the server does not come up"
-                time.sleep(0.05)
+    environment = {**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
+    with (
+        _started("-c", _MOTO, env=environment, stderr=subprocess.DEVNULL) as port,
+        _started(_PROXY, f"{port}") as proxy,
+    ):
+        server = S3(port, proxy)
+        server.request("PUT", f"/{BUCKET}")
         yield server
+
+
+@contextmanager
+def _started(*arguments: str, **options: Any) -> Iterator[int]:
+    """A program that prints the port that it has chosen, and listens there already; ends it again."""
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, **options)
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
     finally:
-        for process in (moto, proxy):
-            process.kill()
-            process.wait()
-        if proxy.stdout is not None:
-            proxy.stdout.close()
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -3,9 +3,10 @@
     python s3_proxy.py UPSTREAM_PORT
 
 It prints its port. `POST /!rules` sets rules, `GET /!log` gives the requests since then. A rule is
-`{"match": regex over "METHOD path", "do": what, "times": n, "seconds": s}`; what is one of: 500, 503, 403 (an answer
-without asking the server), slow (waits first), cut (no answer, the server is not asked), lost (the server is asked, its
-answer is not passed on), half (half of the answer's body, then the connection ends).
+`{"match": regex over "METHOD path range", "do": what, "times": n, "seconds": s, "count": n}`; what is one of: 500, 503,
+403 (an answer without asking the server), slow (waits first), meet (waits until `count` requests are under way, at most
+`seconds`), cut (no answer, the server is not asked), lost (the server is asked, its answer is not passed on), half
+(half of the answer's body, then the connection ends).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class State:
         self.rules: list[dict[str, Any]] = []
         self.log: list[dict[str, Any]] = []
         self.flying = 0
-        self.lock = threading.Lock()
+        self.met = False
+        self.lock = threading.Condition()
 
     def fault(self, line: str) -> dict[str, Any] | None:
         with self.lock:
@@ -59,6 +61,7 @@ class Handler(BaseHTTPRequestHandler):
             row |= {"sent": len(body), "flying": STATE.flying, "got": 0, "status": 0}
             row |= {"condition": self.headers.get("If-None-Match") or self.headers.get("If-Match") or ""}
             STATE.log.append(row)
+            STATE.lock.notify_all()
         try:
             self._pass_on(body, row)
         except OSError:
@@ -70,15 +73,21 @@ class Handler(BaseHTTPRequestHandler):
     def _control(self, body: bytes) -> None:
         with STATE.lock:
             if self.command == "POST":
-                STATE.rules, STATE.log = json.loads(body), []
+                STATE.rules, STATE.log, STATE.met = json.loads(body), [], False
             answer = json.dumps(STATE.log).encode()
         self._answer(200, {}, answer)
 
     def _pass_on(self, body: bytes, row: dict[str, Any]) -> None:
-        rule = STATE.fault(f"{self.command} {self.path}")
+        rule = STATE.fault(f"{self.command} {self.path} {row['range']}")
         what = rule["do"] if rule is not None else ""
         if what == "slow":
             time.sleep(rule["seconds"])
+        elif what == "meet":
+            with STATE.lock:
+                STATE.lock.wait_for(lambda: STATE.met or STATE.flying >= rule["count"], rule["seconds"])
+                STATE.met = STATE.met or STATE.flying >= rule["count"]
+                row["flying"] = max(row["flying"], STATE.flying)
+                STATE.lock.notify_all()
         elif what in ERRORS:
             text = f'<?xml version="1.0"?><Error><Code>{ERRORS[what]}</Code><Message>injected</Message></Error>'
             self._answer(int(what), {"Content-Type": "application/xml"}, text.encode())
@@ -86,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
         elif what == "cut":
             self.close_connection = True
             return
-        upstream = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=60)
+        upstream = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=300)
         headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
         upstream.request(self.command, self.path, body, headers)
         response = upstream.getresponse()

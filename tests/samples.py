@@ -19,12 +19,12 @@ from treeckpt.core.build import build_index
 from treeckpt.core.dtypes import dtype_of
 from treeckpt.core.events import Span, Timings, encode_timings, timings_name
 from treeckpt.core.index import INDEX_NAME, encode_index, encode_manifest
-from treeckpt.core.inventory import Inventory, LeafSpec, RankClass, array_leaves, unify
+from treeckpt.core.inventory import Inventory, LeafSpec, Plenum, RankClass, array_leaves, unify
 from treeckpt.core.layout import Layout, Mesh, MeshLayout, Replicate, Shard, StridedShard
-from treeckpt.core.plan import place, plan_save
+from treeckpt.core.plan import FilePlan, place, plan_save
 from treeckpt.core.records import FileTable, Index, file_table
 from treeckpt.core.runs import encode_runs
-from treeckpt.core.shard import BLOCK, Entry, ShardHeader, block_count, encode_header, hash_block, shard_name
+from treeckpt.core.shard import BLOCK, Entry, ShardHeader, encode_header, hash_block, shard_name
 from treeckpt.core.spec import ArraySpec, Value, encode_value
 from treeckpt.core.tree import PerRank, flatten
 
@@ -143,28 +143,16 @@ def write_checkpoint(
 
     directory.mkdir(parents=True, exist_ok=True)
     manifest = encode_manifest(build(None, FileTable()))
-    rows: list[tuple[int, int, int, int, int]] = []
     data = {number: described[number][1] for number, _ in numbered}
+    rows: list[tuple[int, int, int, int, int]] = []
     for rank in range(world):
         for file in plan_save(arrays, shares, rank, max_shard_bytes=max_shard_bytes).files:
-            entries, parts = [], []
-            for write in file.writes:
-                number, leaf = numbered[write.leaf]
-                spec, array = plenum.leaves[number].spec, data[number]
-                assert spec is not None and array is not None
-                path = leaf.path.replace("~rank*", f"~rank{rank}")
-                entries.append(Entry(path, spec.dtype, spec.shape, write.region, write.start, write.nbytes))
-                parts.append(np.ascontiguousarray(array[write.region.slices()]).tobytes())
-                assert len(parts[-1]) == write.nbytes == write.region.size * dtype_of(spec.dtype).itemsize
-            area = b"".join(parts)
+            entries, area = _pieces(file, rank, numbered, data, plenum)
             hashes = tuple(hash_block(area[at : at + BLOCK]) for at in range(0, len(area), BLOCK))
-            assert len(hashes) == block_count(len(area))
+            own_manifest = manifest if rank == 0 and file.part == 0 else None
             header = encode_header(
-                ShardHeader(
-                    save_id, rank, world, file.part, file.stream, tuple(entries), hashes,
-                    manifest=manifest if rank == 0 and file.part == 0 else None,
-                )
-            )  # fmt: skip
+                ShardHeader(save_id, rank, world, file.part, file.stream, entries, hashes, manifest=own_manifest)
+            )
             (directory / shard_name(save_id, rank, world, file.part)).write_bytes(header + area)
             rows.append((rank, file.part, file.stream, file.nbytes, len(header)))
     index = build(placed, file_table(rows))
@@ -173,6 +161,20 @@ def write_checkpoint(
     if publish:
         (directory / INDEX_NAME).write_bytes(encode_index(index))
     return index
+
+
+def _pieces(file: FilePlan, rank: int, numbered: Any, data: Any, plenum: Plenum) -> tuple[tuple[Entry, ...], bytes]:
+    """What a shard holds: its entries and its bytes."""
+    entries, parts = [], []
+    for write in file.writes:
+        number, leaf = numbered[write.leaf]
+        spec, array = plenum.leaves[number].spec, data[number]
+        assert spec is not None and array is not None
+        path = leaf.path.replace("~rank*", f"~rank{rank}")
+        entries.append(Entry(path, spec.dtype, spec.shape, write.region, write.start, write.nbytes))
+        parts.append(np.ascontiguousarray(array[write.region.slices()]).tobytes())
+        assert len(parts[-1]) == write.nbytes == write.region.size * dtype_of(spec.dtype).itemsize
+    return tuple(entries), b"".join(parts)
 
 
 def spans_of(index: Index, *, slow: int = 2) -> tuple[Span, ...]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import os
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,20 @@ import pytest
 import torch
 
 import treeckpt as tc
-from tests.background import Hooked, Probe, calls_of, content_of, gone, run_program, session, until, writer_pid
-from tests.world import Faulty, Switch, assert_equal, assert_holds, errors_of, on_ranks, small_tree
+from tests.background import (
+    Hooked,
+    Probe,
+    arenas_open,
+    calls_of,
+    content_of,
+    files_open,
+    gone,
+    run_program,
+    session,
+    until,
+    writer_pid,
+)
+from tests.world import LONG, Faulty, Patient, Switch, assert_equal, assert_holds, errors_of, on_ranks, small_tree
 from treeckpt.core.index import INDEX_NAME
 from treeckpt.core.shard import parse_shard_name
 from treeckpt.io.arena import ArenaPool
@@ -232,14 +244,25 @@ def _resident() -> int:
 @pytest.mark.parametrize("writer", WRITERS)
 def test_fifty_saves_take_no_more_memory_than_five(tmp_path: Path, comm: Comm, writer: Any) -> None:
     tree = {"w": torch.zeros(100_000), **{f"s{i}": torch.zeros(3) for i in range(200)}}
-    resident = files = threads = 0
-    for number in range(55):
-        tc.save_async(tmp_path / "c", tree | {"n": number}, comm=comm, writer=writer, overwrite=True).result(60)
-        if number == 5:
-            resident, files, threads = _resident(), len(os.listdir("/proc/self/fd")), threading.active_count()
-    assert len(os.listdir("/proc/self/fd")) <= files + 5 and threading.active_count() <= threads + 1
-    assert _resident() - resident < 8 << 20
-    assert tc.load(tmp_path / "c", select="n")["n"] == 54
+    numbers = itertools.count()
+
+    def left_by(saves: int) -> tuple[int, int, int]:
+        """By how much memory in bytes, descriptors and threads have grown."""
+        before = (_resident(), len(os.listdir("/proc/self/fd")), threading.active_count())
+        for number in itertools.islice(numbers, saves):
+            tc.save_async(tmp_path / "c", tree | {"n": number}, comm=comm, writer=writer, overwrite=True).result(60)
+        now = (_resident(), len(os.listdir("/proc/self/fd")), threading.active_count())
+        return now[0] - before[0], now[1] - before[1], now[2] - before[2]
+
+    left_by(5)
+    arenas = arenas_open()
+    for _ in range(3):  # what a save keeps shows each time, what other tests' threads do here hardly ever
+        nbytes, files, threads = left_by(50)
+        if nbytes < 8 << 20 and files <= 0 and threads <= 1:
+            break
+    assert nbytes < 8 << 20 and files <= 0 and threads <= 1
+    assert arenas_open() <= arenas and files_open(tmp_path) == []
+    assert tc.load(tmp_path / "c", select="n")["n"] == next(numbers) - 1
     assert len([n for n in os.listdir(tmp_path / "c") if parse_shard_name(n)]) == 1
 
 
@@ -312,7 +335,7 @@ def test_a_step_waits_only_while_it_is_guarded() -> None:
     thread.start()
     assert not stepped.wait(0.2) and parameter.tolist() == [1, 1]
     pending.staged()
-    assert stepped.wait(10) and parameter.tolist() == [0, 0]
+    assert stepped.wait(60) and parameter.tolist() == [0, 0]
     guard(optimizer, Pending("never staged"))
     held.remove()
     optimizer.step()
@@ -347,16 +370,22 @@ def test_a_copy_that_fails_stops_neither_training_nor_later_saves(tmp_path: Path
 
 
 # when a save is still running -----------------------------------------------------------------------------------------
-def slow(path: Path) -> Hooked:
-    return Hooked(path, path.with_suffix(".log"), act="sleep")
+def slow(path: Path, act: str = "sleep") -> Hooked:
+    return Hooked(path, path.with_suffix(".log"), act=act)
+
+
+def held(path: Path) -> Hooked:
+    """A store that makes no call before it is released."""
+    return slow(path, "hold")
 
 
 def test_busy_skip_does_nothing(tmp_path: Path, comm: Comm) -> None:
-    first = tc.save_async(slow(tmp_path / "a"), {"n": 1}, comm=comm)
+    first = tc.save_async(store := held(tmp_path / "a"), {"n": 1}, comm=comm)
     second = tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, busy="skip")
     assert second.skipped and second.done() and second.result() is None and "skipped" in repr(second)
     second.wait_staged()
     assert not first.done() and not first.skipped and not (tmp_path / "b").exists()
+    store.release()
     assert first.result(60) is not None
     third = tc.save_async(tmp_path / "b", {"n": 3}, comm=comm, busy="skip")
     assert not third.skipped and third.result(60) is not None
@@ -364,10 +393,11 @@ def test_busy_skip_does_nothing(tmp_path: Path, comm: Comm) -> None:
 
 
 def test_busy_error_raises_at_once(tmp_path: Path, comm: Comm) -> None:
-    first = tc.save_async(slow(tmp_path / "a"), {"n": 1}, comm=comm)
+    first = tc.save_async(store := held(tmp_path / "a"), {"n": 1}, comm=comm)
     with pytest.raises(tc.CheckpointError, match="no save under way") as caught:
         tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, busy="error")
     assert str(tmp_path / "a") in str(caught.value) and not first.done()
+    store.release()
     assert first.result(60) is not None and not (tmp_path / "b").exists()
 
 
@@ -385,26 +415,28 @@ def test_a_plain_save_waits_for_the_one_in_the_background(tmp_path: Path, comm: 
 
 
 def test_waiting_for_an_earlier_save_has_a_limit(tmp_path: Path, comm: Comm) -> None:
-    first = tc.save_async(slow(tmp_path / "a"), {"n": 1}, comm=comm)
+    first = tc.save_async(store := held(tmp_path / "a"), {"n": 1}, comm=comm)
     with pytest.raises(tc.CheckpointError, match="still under way"):
         tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, timeout=0.1)
     with pytest.raises(TimeoutError, match="still being saved"):
         first.result(0.01)
+    store.release()
     assert first.result(60) is not None
 
 
 def test_ranks_agree_on_whether_they_are_busy(tmp_path: Path) -> None:
     """One rank is done with its part, another not yet: all skip, or all refuse, and nobody waits in vain."""
-    comms = thread_comms(2, timeout=20)
+    comms, store = thread_comms(2, timeout=LONG), held(tmp_path / "a")
 
     def act(comm: Comm) -> Any:
-        first = tc.save_async(slow(tmp_path / "a") if comm.rank else tmp_path / "a", {"n": 1}, comm=comm)
+        first = tc.save_async(store if comm.rank else tmp_path / "a", {"n": 1}, comm=comm)
         if comm.rank == 0:  # as if it had been told the end already
             session(comm).current = None
         found: list[Any] = [tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, busy="skip").skipped]
         with pytest.raises(tc.CheckpointError) as caught:
             tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, busy="error")
         found.append("on rank 1" in str(caught.value))
+        store.release()
         first.result(60)
         return [*found, tc.save_async(tmp_path / "b", {"n": 3}, comm=comm, busy="skip").result(60) is not None]
 
@@ -478,7 +510,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path: Pa
 
 
 def test_a_failure_unheard_on_one_rank_stops_all_ranks_alike(tmp_path: Path) -> None:
-    comms = thread_comms(2, timeout=20)
+    comms = thread_comms(2, timeout=LONG)
 
     def act(comm: Comm) -> Any:
         pending = tc.save_async(
@@ -498,7 +530,7 @@ def test_a_failure_unheard_on_one_rank_stops_all_ranks_alike(tmp_path: Path) -> 
 
 
 def test_ranks_save_in_the_background(tmp_path: Path) -> None:
-    comms = thread_comms(3, timeout=30)
+    comms = thread_comms(3, timeout=LONG)
     for seed in (1, 2):
         outcomes = on_ranks(
             comms,
@@ -514,7 +546,7 @@ def test_ranks_save_in_the_background(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_rank_whose_writer_fails_is_named_on_all_ranks(tmp_path: Path, culprit: int) -> None:
-    comms = thread_comms(3, timeout=30)
+    comms = thread_comms(3, timeout=LONG)
 
     def act(comm: Comm) -> Any:
         at = 1 if comm.rank == culprit else None
@@ -537,7 +569,10 @@ class _Mute:
 
     def __init__(self, inner: Comm) -> None:
         self.rank, self.size, self.memory, self.timeout = inner.rank, inner.size, inner.memory, inner.timeout
-        self.wait, self.drop, self._post = inner.wait, inner.drop, inner.post
+        self.drop, self._wait, self._post = inner.drop, inner.wait, inner.post
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        return self._wait(keys, LONG if timeout else 0)
 
     def post(self, key: str, data: bytes) -> None:
         if len(key.partition("/")[0]) < 16:
@@ -545,18 +580,15 @@ class _Mute:
 
 
 def test_a_rank_that_never_reports_is_named(tmp_path: Path) -> None:
-    comms = thread_comms(2, timeout=20)
+    comms = thread_comms(2, timeout=LONG)
 
     def act(comm: Comm) -> Any:
         tc.save_async(tmp_path / "before", small_tree(comm.rank, 2, seed=1), comm=comm).result(60)
-        mute: Any = _Mute(comm) if comm.rank else comm
-        return tc.save_async(tmp_path / "c", small_tree(comm.rank, 2), comm=mute, timeout=2.0).result(60)
+        mute: Any = _Mute(comm) if comm.rank else Patient(comm, 1)
+        return tc.save_async(tmp_path / "c", small_tree(comm.rank, 2), comm=mute, timeout=4.0).result(60)
 
-    start = time.monotonic()
-    errors = errors_of(on_ranks(comms, act))
-    assert time.monotonic() - start < 40
-    for error in errors:
-        assert isinstance(error, tc.RankError) and error.ranks == {1: "silent for 2 s"}
+    for error in errors_of(on_ranks(comms, act)):
+        assert isinstance(error, tc.RankError) and error.ranks == {1: "silent for 4 s"}
     assert INDEX_NAME not in os.listdir(tmp_path / "c")
     assert_holds(tmp_path / "before", seed=1)
     end(comms)
@@ -591,24 +623,19 @@ def test_the_writer_ends_with_its_comm(tmp_path: Path) -> None:
     pid = writer_pid(comm)
     assert not gone(pid)
     del comm
-    assert until(lambda: gone(pid), 10)
+    assert until(lambda: gone(pid))
 
 
 def test_the_interpreter_is_left_alone_while_twenty_thousand_leaves_are_saved(tmp_path: Path, comm: Comm) -> None:
     tree = {f"layers.{i}.weight": torch.zeros(1) for i in range(20_000)}
     tc.save_async(tmp_path / "c", tree, comm=comm).result(60)
-    longest = []
-    for _ in range(3):  # the machine may be busy with other things in one of them
-        quiet = Probe()
-        time.sleep(0.5)
-        idle = quiet.stop()[0]
+    longest: list[float] = []
+    while len(longest) < 6 and (not longest or longest[-1] > 0.020):  # threads of other tests may compute too
         pending = tc.save_async(tmp_path / "c", tree, comm=comm, overwrite=True)
         probe = Probe()
         assert pending.result(60) is not None
-        longest.append((probe.stop()[0], idle))
-        if longest[-1][0] < 0.020 + idle:
-            break
-    assert any(gap < 0.020 + idle for gap, idle in longest), longest
+        longest.append(probe.stop())
+    assert min(longest) <= 0.020, longest
 
 
 def test_twenty_thousand_leaves_need_few_descriptors(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import treeckpt as tc
-from tests.world import errors_of, on_ranks
+from tests.world import LONG, Patient, errors_of, on_ranks
 from treeckpt.io.comm import Comm, SoloComm, TorchComm, default_comm, thread_comms
 from treeckpt.io.rounds import Round
 
@@ -30,7 +29,7 @@ def _file(size: int, timeout: float, path: Path) -> list[TorchComm]:
 
 
 def _tcp(size: int, timeout: float) -> list[TorchComm]:
-    limit = timedelta(seconds=20)
+    limit = timedelta(seconds=LONG)
     first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
     rest = [dist.TCPStore("127.0.0.1", first.port, is_master=False, timeout=limit) for _ in range(size - 1)]
     return [TorchComm(s, rank, size, timeout=timeout) for rank, s in enumerate([first, *rest])]
@@ -38,7 +37,7 @@ def _tcp(size: int, timeout: float) -> list[TorchComm]:
 
 @pytest.fixture(params=["threads", "hash", "file", "tcp"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    def comms(size: int, *, timeout: float = 10.0) -> Sequence[Any]:
+    def comms(size: int, *, timeout: float = LONG) -> Sequence[Any]:
         if request.param == "threads":
             return thread_comms(size, timeout=timeout)
         if request.param == "hash":
@@ -105,7 +104,7 @@ def test_big_messages_go_through(make: Make) -> None:
 
 
 def test_silent_ranks_are_named_within_the_limit(make: Make) -> None:
-    comms = make(4, timeout=0.3)
+    comms = [Patient(comm, 1, 3) for comm in make(4)]
 
     def act(comm: Comm) -> Any:
         if comm.rank in (1, 3):
@@ -116,16 +115,15 @@ def test_silent_ranks_are_named_within_the_limit(make: Make) -> None:
         conversation.share(b"over" if heard is not None else None, last=True)
         return conversation.lost
 
-    start = time.monotonic()
     outcomes = on_ranks(comms, act)
-    assert time.monotonic() - start < 3, "nobody is waited for twice"
-    assert outcomes[0].value == {1: "silent for 0.3 s", 3: "silent for 0.3 s"}
+    assert comms[0].waited == [1, 3], "nobody is waited for twice"
+    assert outcomes[0].value == {1: "silent for 0.1 s", 3: "silent for 0.1 s"}
     assert outcomes[2].error is None
 
 
 def test_a_silent_coordinator_is_named(make: Make) -> None:
-    comms = make(3, timeout=0.1)
-    outcomes = on_ranks(comms, lambda c: talk(c) if c.rank else None)
+    comms = make(3)
+    outcomes = on_ranks([Patient(comm, 0) for comm in comms], lambda c: talk(c) if c.rank else None)
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, tc.RankError)
         assert outcome.error.ranks == {0: "silent for 1.2 s"} and outcome.error.hint
@@ -133,10 +131,11 @@ def test_a_silent_coordinator_is_named(make: Make) -> None:
     assert errors_of(outcomes) == [None] * 3, "the next round is not confused by what was left"
 
 
-def _ended(comm: Comm, topic: str) -> str:
+def _ended(comm: Comm, topic: str, *, joined: Callable[[], Any] = bool) -> str:
     """A round in which rank 0 says how many it heard."""
     conversation = Round(comm, topic)
     missed = conversation.join()
+    joined()
     if missed is not None:
         return "missed: " + missed.decode()
     heard = conversation.gather(topic.encode())
@@ -146,58 +145,55 @@ def _ended(comm: Comm, topic: str) -> str:
     return conversation.share(word, last=True).decode()
 
 
+def _without_rank_2(comms: Sequence[Any], topic: str) -> Any:
+    """A round that rank 2 takes no part in; what rank 1 heard in the end."""
+    return on_ranks([Patient(comm, 2) for comm in comms[:2]], lambda c: _ended(c, topic))[1].value
+
+
 def test_a_late_rank_is_told_what_it_missed_and_is_in_step_again(make: Make) -> None:
-    comms = make(3, timeout=0.2)
-    assert on_ranks(comms[:2], lambda c: _ended(c, "one"))[1].value == "one: 2 of 3"
+    comms = make(3)
+    assert _without_rank_2(comms, "one") == "one: 2 of 3"
     assert _ended(comms[2], "one") == "missed: one: 2 of 3"
     assert [o.value for o in on_ranks(comms, lambda c: _ended(c, "two"))] == ["two: 3 of 3"] * 3
 
 
 def test_a_rank_that_skipped_a_save_joins_the_next(make: Make) -> None:
-    comms = make(3, timeout=0.2)
-    on_ranks(comms[:2], lambda c: _ended(c, "one"))
-    on_ranks(comms[:2], lambda c: _ended(c, "two"))
+    comms = make(3)
+    _without_rank_2(comms, "one")
+    _without_rank_2(comms, "two")
     assert [o.value for o in on_ranks(comms, lambda c: _ended(c, "three"))] == ["three: 3 of 3"] * 3
 
 
 def test_a_skipping_rank_that_is_early_joins_the_next(make: Make) -> None:
-    comms = make(3, timeout=2)
-    for comm in comms[:2]:
-        comm.timeout = 0.2
-    on_ranks(comms[:2], lambda c: _ended(c, "one"))
-    for comm in comms:
-        comm.timeout = 5
+    comms, early = make(3), threading.Event()
+    _without_rank_2(comms, "one")
 
     def act(comm: Comm) -> str:
-        time.sleep(0.3 if comm.rank == 0 else 0)
-        return _ended(comm, "two")
+        assert comm.rank or early.wait(LONG)
+        return _ended(comm, "two", joined=early.set if comm.rank == 2 else bool)
 
     assert [o.value for o in on_ranks(comms, act)] == ["two: 3 of 3"] * 3
 
 
 def test_a_late_rank_joins_a_retry_of_the_same_save(make: Make) -> None:
-    comms = make(3, timeout=0.2)
-    on_ranks(comms[:2], lambda c: _ended(c, "one"))
-    for comm in comms:
-        comm.timeout = 5
+    comms, begun = make(3), threading.Event()
+    _without_rank_2(comms, "one")
 
     def act(comm: Comm) -> str:
-        time.sleep(0.3 if comm.rank == 2 else 0)
-        return _ended(comm, "one")
+        assert comm.rank < 2 or begun.wait(LONG)
+        return _ended(comm, "one", joined=bool if comm.rank else begun.set)
 
     assert [o.value for o in on_ranks(comms, act)] == ["one: 3 of 3"] * 3
 
 
 def test_a_late_rank_does_not_join_a_later_save(make: Make) -> None:
-    comms = make(3, timeout=0.2)
-    on_ranks(comms[:2], lambda c: _ended(c, "one"))
-    for comm in comms:
-        comm.timeout = 5
+    comms, begun = make(3), threading.Event()
+    _without_rank_2(comms, "one")
 
     def act(comm: Comm) -> Any:
         if comm.rank < 2:
-            return _ended(comm, "two")
-        time.sleep(0.3)
+            return _ended(comm, "two", joined=bool if comm.rank else begun.set)
+        assert begun.wait(LONG)
         return _ended(comm, "one"), _ended(comm, "two")
 
     values = [o.value for o in on_ranks(comms, act)]
@@ -205,7 +201,7 @@ def test_a_late_rank_does_not_join_a_later_save(make: Make) -> None:
 
 
 def test_a_rank_that_gave_up_and_came_back_is_not_taken_for_the_same(make: Make) -> None:
-    comms = make(2, timeout=5)
+    comms = make(2)
     lost: dict[int, str] = {}
     greeted, returned = threading.Event(), threading.Event()
 
@@ -215,16 +211,15 @@ def test_a_rank_that_gave_up_and_came_back_is_not_taken_for_the_same(make: Make)
             conversation.join()
             conversation.gather(b"")
             greeted.set()
-            assert returned.wait(5)
+            assert returned.wait(LONG)
             conversation.share(b"terms")
             conversation.gather(b"")
             conversation.share(b"end", last=True)
             lost.update(conversation.lost)
             return
-        time.sleep(0.2)
         conversation.join()
         conversation.gather(b"first hello")
-        assert greeted.wait(5)
+        assert greeted.wait(LONG)
         again = Round(comm, "a")  # as after an interrupt
         again.join()
         again.gather(b"second hello")
@@ -238,9 +233,9 @@ def test_a_rank_that_gave_up_and_came_back_is_not_taken_for_the_same(make: Make)
 
 
 def test_left_over_keys_of_failures_go_with_the_next_rounds(make: Make) -> None:
-    comms = make(3, timeout=0.05)
+    comms = make(3)
     for number in range(20):
-        on_ranks(comms[:2], lambda c, n=number: _ended(c, f"bad {n}"))
+        _without_rank_2(comms, f"bad {number}")
         assert _ended(comms[2], f"bad {number}").startswith("missed")
     store = getattr(comms[0], "_store", None)
     if isinstance(store, (dist.TCPStore, dist.FileStore)):
@@ -275,7 +270,7 @@ def test_rank_zero_may_leave_right_after_a_save(tmp_path: Path) -> None:
                 comm._store = None  # the last reference: the server stops
 
     for tree, failure in (({"v": 1}, type(None)), ({"v": object()}, tc.TreeError)):
-        outcomes = on_ranks(_tcp(3, 10.0), lambda c, t=tree: act(c, t))
+        outcomes = on_ranks(_tcp(3, LONG), lambda c, t=tree: act(c, t))
         assert [type(error) for error in errors_of(outcomes)] == [failure] * 3
 
 

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.golden.content import WORLD, arrays, values
+from tests.golden.content import BUCKETS, IDS, WORLD, arrays, slots, table_tree, values
 from tests.strategies import same
+from tests.world import errors_of, on_ranks, shards_of
 from treeckpt.core.index import VERSION, decode_index, encode_index, rebuild
 from treeckpt.core.records import AliasRecord, PerRankValues, ValueRecord
 from treeckpt.core.runs import decode_runs
@@ -14,6 +16,7 @@ from treeckpt.core.shard import decode_header, header_nbytes
 
 GOLDEN = Path(__file__).parent / "golden"
 FIRST = GOLDEN / "version_1"
+TABLES = GOLDEN / "version_1_tables"
 
 
 @pytest.mark.parametrize("version", range(1, VERSION + 1))
@@ -83,6 +86,40 @@ def test_the_shards_of_version_1_explain_themselves():
 
 def test_writing_the_golden_index_again_gives_the_same_bytes():
     assert encode_index(first_index()) == (FIRST / "index.json").read_bytes()
+
+
+@pytest.mark.parametrize("version", range(1, VERSION + 1))
+@pytest.mark.parametrize(("owners", "buckets"), [(1, BUCKETS), (2, BUCKETS), (5, BUCKETS), (3, 7)])
+def test_golden_tables_load_into_any_owners_and_buckets(version, owners, buckets):
+    path, rows = GOLDEN / f"version_{version}_tables", {}
+    names = {name: slot[:0] for name, slot in slots().items()}
+    for rank in range(owners):
+        options = {"buckets": buckets, "owned": tc.KeyedTable.share(rank, owners, buckets)}
+        like = tc.KeyedTable(np.empty(0, np.int64), names, scalars={"step": 0}, **options)
+        table = tc.load(path, {"table": like, "empty": ...})["table"]
+        assert table.scalars == {"step": 12}
+        for n, number in enumerate(table.ids.tolist()):
+            assert number not in rows
+            rows[number] = [slot[n].tobytes() for slot in table.slots.values()]
+    assert rows == {number: [slot[n].tobytes() for slot in slots().values()] for n, number in enumerate(IDS)}
+    empty = tc.load(path)["empty"]
+    assert empty.spec.function == "splitmix64_mod" and empty.slots["embedding"].shape == (0, 3)
+    assert not tc.verify(path).problems
+
+
+def test_the_tables_of_version_1_are_written_with_the_same_bytes(tmp_path):
+    """Rows in their order, offsets and entries: all but the id of the save, and the checksums that cover it."""
+
+    def save(comm):
+        tc.save(tmp_path, table_tree(comm.rank), step=12, comm=comm, custom_metadata={"by": "golden"})
+
+    assert errors_of(on_ranks(WORLD, save)) == [None] * WORLD
+    for old, new in zip(shards_of(TABLES), shards_of(tmp_path), strict=True):
+        found = [path.read_bytes() for path in (old, new)]
+        sizes = [header_nbytes(data[:8], "shard") for data in found]
+        assert found[0][sizes[0] :] == found[1][sizes[1] :]
+        entries = [decode_header(data[:size], "shard").entries for data, size in zip(found, sizes, strict=True)]
+        assert entries[0] == entries[1]
 
 
 def test_the_golden_checkpoint_is_not_written_anew():

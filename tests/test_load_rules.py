@@ -259,6 +259,26 @@ def test_the_tree_without_like_has_the_new_names_and_the_old_containers() -> Non
     assert not reports[0].missing and not reports[0].unexpected
 
 
+def test_what_lies_below_a_node_is_lifted_to_the_root_and_a_leaf_only_where_it_is_alone() -> None:
+    store = tc.MemoryStore("c")
+    tc.save(store, {"model": {"w": np.arange(3), "n": [1, 2]}, "step": 5})
+    for names in ({"model": ""}, {"model/*": "*"}):
+        found = tc.load(store, rename=names, exclude="step")
+        assert found["w"].tolist() == [0, 1, 2] and found["n"] == [1, 2] and found["step"] is ...
+    assert tc.load(store, transforms=["model/n -> _", "step -> _", R.Rename("model/w", "")]).tolist() == [0, 1, 2]
+    with pytest.raises(tc.MismatchError, match="a leaf, or leaves below it"):
+        tc.load(store, rename={"step": ""})
+
+
+@pytest.mark.parametrize("name", ["/", "a//b", "/a", "a/"])
+def test_a_new_name_with_empty_steps_is_refused(name: str) -> None:
+    store = tc.MemoryStore("c")
+    tc.save(store, {"w": np.arange(3), "step": 5})
+    with pytest.raises(tc.MismatchError, match="without empty steps"):
+        tc.load(store, rename={"w": name})
+    assert tc.load(store, rename={"w": "~s/w"})[""]["w"].tolist() == [0, 1, 2]
+
+
 def test_a_tie_that_rules_turn_on_both_ends_is_one_array_still() -> None:
     store, tied = tc.MemoryStore(), torch.arange(6.0).view(2, 3)
     tc.save(store, {"a": tied, "b": tied, "c": tied.clone()})

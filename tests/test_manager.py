@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.background import until
 from tests.world import assert_equal, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
 from treeckpt.core.files import PIN_NAME, deleted_name, kind_of, step_name
 from treeckpt.core.index import INDEX_NAME
@@ -336,9 +337,7 @@ def test_leases_are_renewed_and_those_of_dead_readers_expire(tmp_path):
     folder = Run(tmp_path).folder(1)
     with hold_lease(folder, renew=0.01):
         age(tmp_path / step_name(1))
-        limit = time.monotonic() + 20
-        while not Run(tmp_path).clean([Last(1)], dry_run=True).left:
-            assert time.monotonic() < limit, "the lease is not renewed"
+        assert until(lambda: bool(Run(tmp_path).clean([Last(1)], dry_run=True).left)), "it is renewed"
     (tmp_path / step_name(1) / f"lease.{'e' * 16}.json").write_text("{}")
     assert Run(tmp_path).clean([Last(1)], dry_run=True).left
     age(tmp_path / step_name(1))
@@ -537,7 +536,7 @@ def test_questions_and_saves_on_one_comm_do_not_mix(tmp_path):
 
 
 def test_times_are_decided_by_rank_0_for_all(tmp_path):
-    comms, clocks = thread_comms(3, timeout=5.0), [0.0, 1e6, -50.0]
+    comms, clocks = thread_comms(3, timeout=60), [0.0, 1e6, -50.0]
 
     def act(comm):
         made, said = manager(tmp_path, seconds=10, every=7, comm=comm), []
@@ -572,7 +571,7 @@ def test_a_signal_on_any_rank_makes_all_save_the_same_step(tmp_path, who):
                 made.save(step, {"s": step})
             if made.stopping:
                 return step
-            meet.wait(20)  # as a step's collective does
+            meet.wait(60)  # as a step's collective does
         return None
 
     outcomes = on_ranks(3, act)
@@ -658,15 +657,16 @@ def test_readers_of_a_run_that_is_saved_and_cleaned_all_the_time_never_see_half_
     threads = [threading.Thread(target=read, args=(choose,)) for choose in (oldest, lambda reader: reader.restore())]
     for thread in threads:
         thread.start()
-    for step in range(1, 60):
+    step = 0
+    while not errors and (step < 30 or len(set(loads)) < 5):  # until they have read while it changed
+        step += 1
         writer.save(step, small_tree(0, 1, seed=step))
     stop.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(200)
     assert not errors, errors[0]
-    assert len(set(loads)) >= 5, "they have read while it changed"
     writer.clean()
-    assert writer.steps() == [59] and len(list(tmp_path.rglob("*.safetensors"))) == 1
+    assert writer.steps() == [step] and len(list(tmp_path.rglob("*.safetensors"))) == 1
 
 
 def test_restore_holds_a_lease_while_it_loads(tmp_path, monkeypatch):
@@ -711,7 +711,7 @@ def test_a_directory_is_never_cleaned_away_under_a_save_that_begins_in_it(tmp_pa
 
     monkeypatch.setattr(made._run, "_remove", remove)
     made._sweeper.start()
-    assert entered.wait(20)
+    assert entered.wait(60)
     made.save(2, {"s": 2})
     order.append("saved")
     made.close()

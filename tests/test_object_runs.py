@@ -22,7 +22,6 @@ from treeckpt.remote import modules_of
 from treeckpt.run import Run
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_long_run_is_listed_by_pages(s3: S3, count: int) -> None:
     url = s3.url()
@@ -150,3 +149,29 @@ def test_the_dashboard_reads_runs(far_run: str) -> None:
     assert (row["name"], row["status"], row["step"]) == (step_name(7), "complete", 7)
     assert "layer" in client.get(f"/api/v1/checkpoints/{row['id']}/tree").text
     assert client.get(f"/api/v1/checkpoints/{row['id']}/timing").status_code == 200
+
+
+def test_the_dashboard_peeks_and_compares_checksums(far_run: str) -> None:
+    testclient = pytest.importorskip("starlette.testclient")
+    from treeckpt_dashboard.app import create_app
+
+    place, matrix = f"{far_run}/{step_name(8)}", np.arange(1 << 20, dtype=np.float32).reshape(2048, 512)
+    tc.save(place, {"w": matrix}, step=8)
+    client = testclient.TestClient(create_app([far_run]), base_url="http://127.0.0.1:8265")
+    [row] = client.get("/api/v1/runs").json()["runs"][0]["checkpoints"]
+    at = f"/api/v1/checkpoints/{row['id']}"
+    found = client.get(f"{at}/leaves/0/peek", params={"top": 100, "left": 8, "rows": 2, "columns": 3}).json()
+    assert found["region"] == "[100:102, 8:11]" and found["verified"]
+    assert [[float(text) for text in line] for line in found["values"]] == matrix[100:102, 8:11].tolist()
+    assert found["read"] < matrix.nbytes / 4, "a range is read, not the object"
+    assert client.get(f"{at}/files/0/checksums").json()["problem"] is None
+    store = tc.ObjectStore(place)
+    [shard] = [name for name in store.sizes() if name.startswith("shard")]
+    data = bytearray(store.read(shard, limit=1 << 24))
+    data[-1] ^= 1
+    store.publish(shard, bytes(data), replace=True)
+    answer = client.get(f"{at}/files/0/checksums").json()
+    assert shard in answer["problem"] and answer["next"] is None
+    broken = client.get(f"{at}/leaves/0/peek", params={"top": 2047, "rows": 1})
+    assert broken.status_code == 404 and "checksum" in broken.json()["error"]
+    assert client.get(f"{at}/leaves/0/peek", params={"top": 0, "rows": 1}).status_code == 200

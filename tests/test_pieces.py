@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.world import errors_of, on_ranks
 from treeckpt.core.layout import BoxLayout, Mesh, MeshLayout, Replicate, Shard, among, held_by
 from treeckpt.core.region import Region
 from treeckpt.core.runs import encode_runs
+from treeckpt.leaves.base import Flat, HostArray
 
 FULL = torch.arange(60.0).reshape(5, 4, 3)
 
@@ -122,6 +126,71 @@ def test_any_flat_range_of_any_small_array_is_exact() -> None:
 
 
 # replicas of pieces --------------------------------------------------------------------------------------------------
+class _Device:
+    """Memory that only whole stretches are moved to and from; each is noted."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.moved = array, 0
+        self.arrived = threading.Event()
+        self.slow = False
+
+    def read(self, box: tuple[slice, ...]) -> np.ndarray:
+        data = self.array[box].copy()
+        self.moved += data.size
+        if self.slow:
+            self.slow = False
+            self.arrived.wait(0.3)  # for the other thread's write, which must not come in between
+        return data
+
+    def write(self, box: tuple[slice, ...], data: np.ndarray) -> None:
+        self.array[box] = data
+        self.moved += data.size
+        self.arrived.set()
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+def test_a_flat_range_is_read_and_written_by_boxes_on_any_memory(shape: list[int], data: st.DataObject) -> None:
+    sides = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    box = tuple(slice(low, high) for low, high in sides)
+    size = math.prod(shape)
+    memory = np.arange(3 * (size + 5), dtype=np.uint32)
+    oracle = memory.copy()[3::3][:size].reshape(shape)
+    new = np.full(oracle[box].shape, 7777, np.uint32)
+    for host in (True, False):
+        array = memory.copy()[::3]
+        flat = Flat(HostArray(array) if host else _Device(array), 1, tuple(shape))
+        assert np.array_equal(flat.read(box), oracle[box])
+        flat.write(box, new)
+        expected = oracle.copy()
+        expected[box] = new
+        assert np.array_equal(array[1 : 1 + size].reshape(shape), expected)
+        assert array[0] == memory[0] and np.array_equal(array[1 + size :], memory[::3][1 + size :])
+
+
+def test_rows_of_a_flat_range_on_a_device_move_alone() -> None:
+    device = _Device(np.zeros(1000, np.uint32))
+    flat = Flat(device, 100, (30, 30))
+    flat.write((slice(3, 5), slice(0, 30)), np.ones((2, 30), np.uint32))
+    assert device.moved == 60
+    assert flat.read((slice(4, 6), slice(0, 30))).sum() == 30 and device.moved == 120
+
+
+def test_two_threads_write_boxes_of_a_flat_range_on_a_device_beside_each_other() -> None:
+    device = _Device(np.zeros(16, np.uint32))
+    device.slow = True
+    flat = Flat(device, 0, (4, 4))
+    ones = np.ones((4, 2), np.uint32)
+    threads = [
+        threading.Thread(target=flat.write, args=((slice(0, 4), columns), ones))
+        for columns in (slice(0, 2), slice(2, 4))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert device.array.sum() == 16
+
+
 def test_equal_pieces_that_differ_in_content_are_named_when_asked() -> None:
     def save(comm: Any, **options: Any) -> None:
         rows = FULL[2:].clone() if comm.rank else FULL[:2].clone()

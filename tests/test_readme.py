@@ -1,11 +1,18 @@
-"""The README's Python runs as it stands there, and its pictures and links exist."""
+"""The README's Python runs as it stands there; its commands, links and figures are those of the project."""
 
 from __future__ import annotations
 
+import argparse
 import pathlib
 import re
+import tomllib
 
 import pytest
+
+from treeckpt import cli
+from treeckpt.convert import FORMATS, SOURCES, converting
+from treeckpt.core import shard
+from treeckpt.io import obstores
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,6 +28,46 @@ def test_the_python_blocks_run_in_order(tmp_path: pathlib.Path, monkeypatch: pyt
 
 
 def test_links_and_pictures_exist() -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", README)
+    targets = re.findall(r"\]\(\s*([^)#\s]+)\)", README)
+    assert len(targets) > 20
     missing = [target for target in targets if "://" not in target and not (ROOT / target).exists()]
     assert not missing
+
+
+def test_places_on_the_page_exist() -> None:
+    headings = {
+        re.sub(r"[^a-z -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^## (.*)$", README, re.M)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= headings
+
+
+def test_commands_exist() -> None:
+    [subparsers] = [a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    named = set(re.findall(r"(?:^|`)treeckpt ([a-z][a-z-]*)", README, re.M))
+    assert {"ls", "show", "verify", "bench", "report"} <= named <= set(subparsers.choices)
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
+    assert {"demo", "test"} <= set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.M)) <= targets
+
+
+def test_the_dependencies_are_those_that_are_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [re.split(r"[><=]", one)[0] for one in project["dependencies"]]
+    [line] = [line for line in README.splitlines() if line.startswith("pip install . ")]
+    assert sorted(re.findall(r"[a-z]+", line.partition("#")[2].partition(":")[0].replace(" and ", " "))) == names
+    assert project["requires-python"] == ">=3.11" and "Python 3.11 or newer" in README
+    assert {"all", "s3", "fsspec"} <= set(project["optional-dependencies"])
+
+
+def test_figures_are_those_of_the_code() -> None:
+    assert f"`memory=` ({converting.MEMORY >> 20} MiB)" in README
+    assert f"Every {shard.BLOCK >> 10} KiB has a checksum" in README
+    assert obstores.UPLOADS == 8 and "in parts, eight at a time" in README
+
+
+def test_the_table_of_formats_has_each_of_them() -> None:
+    [rows] = re.findall(r"\| format \| read .*?\n\|[-|]+\n(.*?)\n\n", README, re.DOTALL)
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()]
+    names = {"torch.save": "torch", "DCP": "dcp", "safetensors": "safetensors", "hfai": "hfai", "Paddle": "paddle"}
+    found = {names[word]: row for row in cells for word in names if word in row[0]}
+    assert set(found) == set(SOURCES) - {"treeckpt"}
+    assert {kind for kind, row in found.items() if row[2].startswith("yes")} == set(FORMATS) - {"treeckpt"}

@@ -316,7 +316,7 @@ def test_a_checkpoint_is_none_before_every_rank_has_written_its_state(tmp_path: 
 
     class Late(Reader):
         def state_dict(self) -> dict[str, Any]:
-            assert late.wait(20)
+            assert late.wait(60)
             return super().state_dict()
 
     def act(comm: Any) -> None:
@@ -325,7 +325,7 @@ def test_a_checkpoint_is_none_before_every_rank_has_written_its_state(tmp_path: 
         manager.save(1)
 
     watcher = tc.Manager(tmp_path)
-    saving = threading.Thread(target=lambda: on_ranks(2, act, timeout=30))
+    saving = threading.Thread(target=lambda: on_ranks(2, act))
     saving.start()
     saving.join(0.5)
     assert saving.is_alive() and watcher.latest() is None

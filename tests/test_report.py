@@ -98,7 +98,7 @@ def test_a_report_needs_neither_torch_nor_the_dashboard(run):
         f"assert len(report({str(run)!r})) > 10_000\n"
         "assert not {'torch', 'jinja2', 'fastapi'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_a_trace_is_written_from_the_command_line(run, tmp_path, capsys):

@@ -220,7 +220,7 @@ def cases(draw: DrawFn) -> Case:
 def on_ranks(world: int, act: Callable[[ThreadComm], T]) -> list[T]:
     """What each rank's call returns."""
     with concurrent.futures.ThreadPoolExecutor(world) as pool:
-        return list(pool.map(act, thread_comms(world, timeout=20)))
+        return list(pool.map(act, thread_comms(world, timeout=60)))
 
 
 def bits(leaf: Any) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
-    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -55,6 +55,12 @@ def source_files() -> set[str]:
 def test_every_package_is_listed_in_pyproject(pyproject):
     there = {str(Path(file).parent).replace("/", ".") for file in source_files() if file.endswith("__init__.py")}
     assert set(pyproject["tool"]["setuptools"]["packages"]) == there
+
+
+def test_all_package_data_that_is_declared_is_there(pyproject):
+    data = pyproject["tool"]["setuptools"]["package-data"]
+    declared = [(FOLDERS[name], pattern) for name, patterns in data.items() for pattern in patterns]
+    assert [(folder, pattern) for folder, pattern in declared if not any((ROOT / folder).glob(pattern))] == []
 
 
 def test_every_folder_with_modules_is_a_package():

@@ -90,3 +90,10 @@ def test_reading_once_needs_ranks_of_torch_distributed(store: Watched) -> None:
 def test_reading_once_alone_is_reading(store: Watched) -> None:
     found = tc.load(store, read="once")
     assert np.array_equal(found["w"], np.arange(6 * MIB, dtype=np.float32).reshape(-1, 1024))
+
+
+def test_verifying_reads_each_byte_once(store: Watched) -> None:
+    store.reads.clear()
+    assert tc.verify(store).ok
+    [shard] = tc.inspect(store).file_list
+    assert sum(length for name, _, length, _ in store.reads if name == shard.name) == 8 + shard.header + shard.nbytes

@@ -224,14 +224,14 @@ def test_many_small_leaves_of_two_ranks_come_back_and_a_difference_is_named(tmp_
     def state(number: int, rank: int) -> dict[str, Any]:
         return {f"leaf.{i}": torch.tensor([float(i + (rank if i == number else 0))]) for i in range(2000)}
 
-    outcomes = on_ranks(2, lambda comm: tc.save(tmp_path / "x", state(-1, comm.rank), comm=comm), timeout=30)
+    outcomes = on_ranks(2, lambda comm: tc.save(tmp_path / "x", state(-1, comm.rank), comm=comm))
     assert [outcome.error for outcome in outcomes] == [None, None]
     trees = [{name: torch.zeros(1) for name in state(-1, 0)} for _ in range(2)]
-    outcomes = on_ranks(2, lambda comm: tc.load_into(tmp_path / "x", trees[comm.rank], comm=comm), timeout=30)
+    outcomes = on_ranks(2, lambda comm: tc.load_into(tmp_path / "x", trees[comm.rank], comm=comm))
     assert [outcome.error for outcome in outcomes] == [None, None]
     for tree in trees:
         assert [tensor.item() for tensor in tree.values()] == list(range(2000))
-    outcomes = on_ranks(2, lambda comm: tc.save(tmp_path / "y", state(1234, comm.rank), comm=comm), timeout=30)
+    outcomes = on_ranks(2, lambda comm: tc.save(tmp_path / "y", state(1234, comm.rank), comm=comm))
     assert all("leaf.1234" in str(outcome.error) for outcome in outcomes)
 
 

@@ -20,7 +20,7 @@ from .core.records import Index
 from .core.tree import flatten, replace_leaves
 from .filling import Verify
 from .io.codec import read_index
-from .io.comm import as_comm, global_rank
+from .io.comm import Comm, as_comm, global_rank
 from .io.store import Store, open_store
 from .loading import load_into_tree, load_tree
 from .lookup import MEMORY, LoadOptions
@@ -198,59 +198,49 @@ def load(
 ) -> Any:
     """Loads a checkpoint as a new tree.
 
-    It holds no lease: where a `Manager` may delete the checkpoint meanwhile, load with `Manager.restore`, or within
-    `Manager.reading`.
+    It holds no lease: where a `Manager` may delete the checkpoint, load with `Manager.restore` or in `Manager.reading`.
 
     Args:
         path: as given to save; or a `Bank` or list of several, of which later ones win.
-        like: says what is wanted: a tree of tensors, DTensors, arrays, `ArraySpec`s, or anything with shape and dtype;
-            its data is not touched. A leaf `...` is left out. None gives the tree as it was saved, in host memory, with
-            distributed arrays whole.
-        select: globs over paths as they are in like; a path under a named one counts. What is not selected comes back
-            as `...` (without like) or as it stands in like.
-        exclude: globs likewise, of what is not wanted although it is selected.
-        rename: patterns and new names, {"h.$L.*": "layers.$L.*"}; see `treeckpt.rules`.
-        transforms: rules of `treeckpt.rules`, or statements of its `parse`, applied in order after `rename`: the
-            checkpoint is loaded as if it had been saved with these names and shapes, from the bytes that are wanted.
+        like: what is wanted: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, or `...` for no leaf. None
+            gives the tree as it was saved, in host memory, with distributed arrays whole.
+        select, exclude: globs over paths as they are in like; a path under a named one counts. What is not wanted comes
+            back as `...` (without like) or as it stands in like.
+        rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: every leaf of like must be in the checkpoint, and the reverse; every rule must find what it is about.
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
         verify: compares checksums of all that is read.
-        on_corrupt: "skip" salvages: every shard is compared with its checksums beforehand, and leaves with bytes that
-            are missing or changed come back as `...` and are named in `LoadReport.damaged`. Every rank has to call:
-            they share the comparing, and skip the same leaves. Of one checkpoint only, not of a `Bank`.
-        per_rank: what to do about `PerRank` state when the world size changed: refuse, or take that of rank modulo
-            the old world.
-        copy: gives each array memory of its own. Otherwise whole arrays are views of the memory that a stretch of
-            a file was read into, which is freed when the last of them is.
-        mmap: maps whole arrays: bytes come when they are touched, without checksums, and the file must stay as long as
-            it is while any of them lives. What is wanted in part, on a device or in another dtype is read as usual, and
-            so is what rules turn, join or cast.
-        read: "once" lets the ranks of a host share the reading: what several of them want is read by one and handed
-            on over torch.distributed. Every rank has to call, as with a collective. It pays on slow, shared storage.
+        on_corrupt: "skip" salvages: leaves with bytes that are missing or changed come back as `...`, and are named in
+            `LoadReport.damaged`. Every rank has to call: they share the comparing. Not of a `Bank`.
+        per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
+        copy: gives each array memory of its own, where whole ones are views of what a stretch of a file was read into.
+        mmap: maps whole arrays: bytes come when they are touched, without checksums, from a file that must stay.
+        read: "once" has what several ranks of a host want read by one and handed on; every rank has to call.
         memory: bytes of buffers beyond what is loaded, at most; smaller ones make smaller reads (1 MiB is the least).
-        allow_pickle: unpickles values that were saved so. This can run any code: only for files you trust.
-        comm: gives this process's rank and the size of its world; ranks do not talk, unless `read` is "once".
+        allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
+        comm: this process's rank and the size of its world; ranks talk only to salvage, or to read "once".
         on_report: gets the `LoadReport`.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
         MismatchError: what is wanted is not what was saved.
     """
-    rules = as_rules(rename, transforms)
-    options = LoadOptions(
-        globs_of(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read, memory,
-        globs_of(exclude), rules,
-    )  # fmt: skip
-    comm = as_comm(comm)
-    with _origin(path) as (new_tree, _, stores), _without_cycles():
-        options = salvaging(stores, comm, options, on_corrupt)
-        if like is not None and (expanded := expand(like, rank=comm.rank, namespace=namespace)) is not None:
-            like = expanded.tree
-        tree, report = new_tree(like, comm, options)
+    wanted, unwanted, rules = globs_of(select), globs_of(exclude), as_rules(rename, transforms)
+    options = LoadOptions(wanted, strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read,
+        memory, unwanted, rules)  # fmt: skip
+    tree, report = _load(path, like, as_comm(comm), options, on_corrupt)
     if on_report is not None:
         on_report(report)
     return tree
+
+
+def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> tuple[Any, LoadReport]:
+    with _origin(path) as (new_tree, _, stores), _without_cycles():
+        options = salvaging(stores, comm, options, on_corrupt)
+        if like is not None and (expanded := expand(like, rank=comm.rank, namespace=options.namespace)) is not None:
+            like = expanded.tree
+        return new_tree(like, comm, options)
 
 
 def load_into(

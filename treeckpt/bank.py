@@ -7,13 +7,14 @@ then each is loaded as if it held nothing else, so no byte is read that another 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from .core.errors import CheckpointNotFound, TreeckptError
+from .core.rules import Rule
 from .core.structure import any_rank, merge, paths_of
 from .core.tree import flatten, unflatten
 from .io.comm import Comm, global_rank
@@ -25,7 +26,10 @@ from .reports import LoadReport
 from .rules import Renaming, Transforms, as_rules
 from .ties import check_ties
 
-__all__ = ["Bank", "From", "as_bank", "load_bank", "load_bank_into"]
+__all__ = ["Bank", "From", "as_bank", "load_bank", "load_bank_into", "members_of", "refuse_rules"]
+
+_Given = TypeVar("_Given")
+_Seen = TypeVar("_Seen")
 
 
 class From(msgspec.Struct, frozen=True):
@@ -82,36 +86,60 @@ class _Part(msgspec.Struct):
     wins: set[str]
 
 
-def _settled(bank: Bank, stores: Sequence[Store], comm: Comm, options: LoadOptions) -> list[_Part]:
-    """Who gives what, by the indexes.
+def members_of(bank: Bank, given: Iterable[_Given], look: Callable[[From, _Given], _Seen]) -> list[_Seen]:
+    """What a look at each checkpoint of a bank finds; those that are missing and may be are left out.
+
+    Args:
+        given: beside the sources, what else a look needs.
 
     Raises:
-        CheckpointNotFound: one is missing that is not optional.
+        CheckpointNotFound: one is missing that is not optional, or all are.
     """
-    if options.rules:
+    found: list[_Seen] = []
+    for source, one in zip(bank.sources, given, strict=True):
+        try:
+            found.append(look(source, one))
+        except CheckpointNotFound:
+            if not source.optional:
+                raise
+    if not found:
+        where = ", ".join(str(getattr(source.path, "url", source.path)) for source in bank.sources)
+        raise CheckpointNotFound(where, expected="one checkpoint at least", found="none")
+    return found
+
+
+def refuse_rules(rules: Sequence[Rule]) -> None:
+    """Refuses rules for all checkpoints of a bank."""
+    if rules:
         raise TreeckptError(
             "transforms",
             expected="rules on each checkpoint of a bank",
             found="rules for all",
             hint="Give them to tc.From",
         )
-    parts: list[_Part] = []
-    winner: dict[str, int] = {}
-    for source, store in zip(bank.sources, stores, strict=True):
+
+
+def _settled(bank: Bank, stores: Sequence[Store], comm: Comm, options: LoadOptions) -> list[_Part]:
+    """Who gives what, by the indexes.
+
+    Raises:
+        CheckpointNotFound: one is missing that is not optional.
+    """
+    refuse_rules(options.rules)
+
+    def look(source: From, store: Store) -> _Part:
         rules = as_rules(source.rename, source.transforms)
         own = msgspec.structs.replace(
             options, select=globs_of(source.select), exclude=globs_of(source.exclude), rules=rules
         )
-        try:
-            job = Load(store, comm, own)
-        except CheckpointNotFound:
-            if source.optional:
-                continue
-            raise
-        winner.update((path, len(parts)) for path in job.view.by_path if job.selected(path))
-        parts.append(_Part(store, msgspec.structs.replace(options, rules=rules, strict=False), job, set()))
-    for path, number in winner.items():
-        parts[number].wins.add(path)
+        return _Part(store, msgspec.structs.replace(options, rules=rules, strict=False), Load(store, comm, own), set())
+
+    parts = members_of(bank, stores, look)
+    winner: dict[str, _Part] = {}
+    for part in parts:
+        winner.update((path, part) for path in part.job.view.by_path if part.job.selected(path))
+    for path, part in winner.items():
+        part.wins.add(path)
     return parts
 
 

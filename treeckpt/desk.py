@@ -88,7 +88,7 @@ class Judge(msgspec.Struct, tag=True, array_like=True):
 
 
 class End(msgspec.Struct, tag=True, array_like=True):
-    """The save is over."""
+    """The save is over: its record is to go."""
 
 
 class Modules(msgspec.Struct, tag=True, array_like=True):
@@ -165,6 +165,8 @@ class _Desk:
             return self._write(request)
         if isinstance(request, Judge):
             return self._judge(request)
+        if isinstance(request, End):
+            return self._end()
         if isinstance(request, Modules):
             return Answer(_encode(sorted(sys.modules)))
         try:
@@ -173,17 +175,20 @@ class _Desk:
                 self._plans = plans_of(request.key, plenum, request.rank, max_shard_bytes=request.max_shard_bytes)
             elif isinstance(request, Attach):
                 self._arenas[request.arena] = map_arena(fds[0], request.nbytes)
-            elif isinstance(request, Detach):
+            else:
                 self._arenas.pop(request.arena, None)
-            elif self._at is not None:
-                self._at[2].end()
-                self._at = None
         except Exception as error:  # told with the save that needs it
             self._broken = error
         finally:
             for fd in fds:
                 os.close(fd)
         return None
+
+    def _end(self) -> Answer:
+        if self._at is not None:
+            self._at[2].end()
+            self._at = None
+        return Answer(b"")
 
     def _write(self, request: Assignment) -> Answer:
         facts, recorder = request.facts, Recorder.resumed(request.facts.rank, request.trail)

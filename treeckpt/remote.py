@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 from collections.abc import Mapping
@@ -96,7 +95,7 @@ class There:
                 error = as_in_place(error)
             return _encode(Verdict((fault_of(error, self._facts.rank),), in_place))
 
-    def _ask(self, request: Assignment | Judge) -> Answer:
+    def _ask(self, request: Assignment | Judge | End) -> Answer:
         self._process.channel.send(_encode(request), timeout=self._limit)
         while True:
             data, _ = self._process.channel.receive(timeout=self._limit)
@@ -118,11 +117,14 @@ class There:
         )
 
     def end(self) -> None:
-        if self.broken:  # what the process would have removed
-            remove(self._store, [progress_name(self._facts.rank, self._facts.save_id)])
-        else:
-            with contextlib.suppress(WriterGone):
-                self._process.channel.send(_encode(End()), timeout=self._limit)
+        if not self.broken:
+            try:
+                self._ask(End())  # answered: who is told that the save is over finds no record of it
+                return
+            except WriterGone as gone:
+                self._gone(gone)
+        # what the process would have removed
+        remove(self._store, [progress_name(self._facts.rank, self._facts.save_id)])
 
 
 def arrange(process: WriterProcess, known: set[str | int], plans: Plans, arena: Arena, *, limit: float) -> None:

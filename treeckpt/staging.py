@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from .core.plan import FilePlan, SavePlan, Write
 from .io.arena import area_offsets
 from .io.engine import feed
+from .io.team import Team
 from .leaves.base import HostArray, HostMemory, Piece
 
 __all__ = ["pinning", "stage", "start_after"]
@@ -148,26 +149,7 @@ def _copy(stretches: list[Stretch]) -> None:
     """Copies by a few threads, of which the caller's is one."""
     parts = [
         (target[at : at + STRIDE], source[at : at + STRIDE])
-        for target, source in reversed(stretches)
+        for target, source in stretches
         for at in range(0, len(source), STRIDE)
     ]
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            while parts and not errors:
-                target, source = parts.pop()
-                np.copyto(target, source)
-        except IndexError:  # another thread took the last one
-            pass
-        except BaseException as error:
-            errors.append(error)
-
-    helpers = [threading.Thread(target=work, daemon=True) for _ in range(THREADS - 1)] if len(parts) > 1 else []
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[0]
+    Team(THREADS)([partial(np.copyto, target, source) for target, source in parts])

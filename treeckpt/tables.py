@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from .core.buckets import buckets_of
 from .core.dtypes import dtype_of
 from .core.errors import CorruptError, FormatError, MismatchError
 from .core.records import Leaf
 from .core.region import Region
 from .core.spec import ArraySpec, TableSpec
 from .core.structure import TABLE_KEYS
-from .core.table import Column, buckets_of
+from .core.table import Column
 from .filling import Filling, Means, Slot
 from .leaves.base import Box, Target, TargetPiece, raw_dtype
 from .leaves.registry import abstract_of, library_of, source_of
@@ -117,6 +118,13 @@ def _wanted(job: Load, column: Column, path: str) -> ArraySpec:
             expected="an array of rows, or an ArraySpec of one",
             found=f"{type(column.array).__name__}",
             hint='As in KeyedTable(tc.ArraySpec((0,), "int64"), {"embedding": tc.ArraySpec((0, 16), "float32")})',
+        )
+    if column.kind == "ids" and (spec.dtype, len(spec.shape)) != ("int64", 1):
+        raise MismatchError(
+            path,
+            expected="ids of int64[N]",
+            found=f"{spec.dtype} of shape {spec.shape}",
+            hint="As in np.empty(0, np.int64): an empty list alone becomes an array of float64",
         )
     if job.options.device == "original":
         return spec

@@ -55,10 +55,10 @@ def check_ties(wanted: Sequence[Wanted]) -> None:
         )
 
 
-def are_equal(job: Load, paths: tuple[str, str], spec: ArraySpec) -> bool:
-    """Whether two saved arrays have the same bytes in the regions and the dtype of a spec."""
-    wanted = [Wanted(job, path, Target(spec, None, ())) for path in paths]
-    return is_equal(spec, lambda pieces: _fill(wanted, pieces), job.options.memory)
+def are_equal(first: tuple[Load, str], second: tuple[Load, str], spec: ArraySpec) -> bool:
+    """Whether two saved arrays, each a path in a load, have the same bytes in the regions and the dtype of a spec."""
+    wanted = [Wanted(job, path, Target(spec, None, ())) for job, path in (first, second)]
+    return is_equal(spec, lambda pieces: _fill(wanted, pieces), first[0].options.memory)
 
 
 def _fill(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:

@@ -9,12 +9,12 @@ from .core.errors import CheckpointError, CheckpointExists, TreeckptError
 from .core.events import timings_name
 from .core.index import INDEX_NAME, encode_index, rebuild
 from .core.records import Index
-from .core.shard import ShardHeader
+from .core.shard import ShardHeader, decode_header
 from .io.codec import read_index, read_timings, rebuild_from_shards
 from .io.record import Recorder
-from .io.shards import read_header
+from .io.shards import Opened
 from .io.store import Store
-from .io.survey import survey_shard
+from .io.survey import open_for_survey, survey_opened
 from .reports import Problem, VerifyReport
 
 __all__ = ["publish_rebuilt", "verify_store"]
@@ -29,13 +29,14 @@ def verify_store(store: Store) -> VerifyReport:
     headers: list[tuple[int, ShardHeader]] = []
     nbytes, sizes = 0, store.sizes()
     for file in index.file_list:
-        bad = survey_shard(store, index, file, sizes.get(file.name))
+        opened = open_for_survey(store, index, file, sizes.get(file.name), keep=True)
+        bad = [opened] if isinstance(opened, BadBytes) else survey_opened(store, opened, sizes[file.name])
         problems += [_problem(index, part) for part in bad]
-        if not bad:
+        if isinstance(opened, Opened) and not bad:
             nbytes += file.nbytes
             try:
-                headers.append(read_header(store, file.name, file_size=sizes.get(file.name)))
-            except (TreeckptError, OSError) as error:
+                headers.append((file.header, decode_header(opened.header, f"{store.url}/{file.name}")))
+            except TreeckptError as error:
                 problems.append(Problem(file.name, str(error), 0, file.header))
     if not problems:
         problems += _compare_index(index, headers, store)

@@ -1,5 +1,5 @@
 // @ts-check
-/** Colour for numbers: a ramp that keeps its order without hue, and a matrix painted cell by cell as an image. */
+/** Colour for numbers: a ramp that keeps its order without hue, and a matrix painted number by number as an image. */
 import { colour } from "./canvas.js";
 
 const STEPS = 256;
@@ -27,28 +27,39 @@ export function ramp() {
 }
 
 /**
- * Paints a matrix into a box. Where there are more rows than pixels, each pixel shows the largest of its rows: one slow rank of thousands stays visible.
- * @param {CanvasRenderingContext2D} g
- * @param {{ rows: number, columns: number, value: (row: number, column: number) => number }} matrix values from 0 to 1, below 0 for none
- * @param {number} x @param {number} y @param {number} w @param {number} h
+ * The largest of each few rows, where there are more rows than lines: one slow rank of thousands stays visible.
+ * @param {ArrayLike<number>[]} columns all of one length @param {number} lines
+ * @returns {Float64Array[]}
  */
-export function paint(g, matrix, x, y, w, h) {
-  const { rows, columns, value } = matrix;
-  const ratio = Math.min(window.devicePixelRatio || 1, 2);
-  const lines = Math.max(1, Math.min(rows, Math.round(h * ratio)));
-  const image = new ImageData(Math.max(1, columns), lines);
+export function pooled(columns, lines) {
+  return columns.map((numbers) => {
+    const found = new Float64Array(lines);
+    for (let line = 0; line < lines; line += 1) {
+      const first = Math.floor((line * numbers.length) / lines), last = Math.max(first + 1, Math.floor(((line + 1) * numbers.length) / lines));
+      let most = numbers[first];
+      for (let row = first + 1; row < last; row += 1) if (numbers[row] > most) most = numbers[row];
+      found[line] = most;
+    }
+    return found;
+  });
+}
+
+/**
+ * A matrix as an image, a point for each number.
+ * @param {ArrayLike<number>[]} columns @param {(number: number, column: number) => number} share from 0 to 1, below 0 for none
+ */
+export function imageOf(columns, share) {
+  const lines = columns[0].length, width = columns.length;
+  const image = new ImageData(width, lines);
   const pixels = new Uint32Array(image.data.buffer);
   const colours = ramp();
-  for (let line = 0; line < lines; line += 1) {
-    const first = Math.floor((line * rows) / lines), last = Math.max(first + 1, Math.floor(((line + 1) * rows) / lines));
-    for (let column = 0; column < columns; column += 1) {
-      let most = -1;
-      for (let row = first; row < last; row += 1) { const v = value(row, column); if (v > most) most = v; }
-      pixels[line * columns + column] = most < 0 ? 0 : colours[Math.min(STEPS - 1, Math.floor(most * STEPS))];
+  columns.forEach((numbers, column) => {
+    for (let line = 0; line < lines; line += 1) {
+      const part = share(numbers[line], column);
+      pixels[line * width + column] = part < 0 ? 0 : colours[Math.min(STEPS - 1, Math.floor(part * STEPS))];
     }
-  }
-  const sheet = new OffscreenCanvas(image.width, image.height);
+  });
+  const sheet = new OffscreenCanvas(width, lines);
   /** @type {OffscreenCanvasRenderingContext2D} */ (sheet.getContext("2d")).putImageData(image, 0, 0);
-  g.imageSmoothingEnabled = false;
-  g.drawImage(sheet, x, y, w, h);
+  return sheet;
 }

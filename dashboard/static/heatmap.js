@@ -2,7 +2,7 @@
 /** The heat map of a save: who took how long in which phase. */
 import { api, find, secondsText } from "./dom.js";
 import { colour, follow } from "./canvas.js";
-import { paint, ramp } from "./heat.js";
+import { imageOf, pooled, ramp } from "./heat.js";
 import { noter } from "./tip.js";
 
 /** @typedef {{ by: string, phases: string[], waiting: boolean[], unit: number, labels: string[], medians: number[], times: number[][], slowest: number[][] }} Heat */
@@ -26,6 +26,11 @@ export async function heatMap(at) {
   const share = (/** @type {number} */ n, /** @type {number} */ c) => (of === "save" ? n / top : (n / Math.max(1, data.medians[c]) - 1) / 2);
   let of = new URL(location.href).searchParams.get("scale") === "save" ? "save" : "phase";
   let [row, column] = [-1, -1];
+  /** Of each column, as many numbers as there are lines. @type {Float64Array[]} */
+  let few = [];
+  /** @type {OffscreenCanvas | null} */
+  let image = null;
+  let painted = "";
 
   const head = (/** @type {number} */ width) => ((width - LEFT - RIGHT) / columns < 70 ? 74 : 24);
   const body = Math.max(40, Math.min(460, rows * 26));
@@ -34,7 +39,15 @@ export async function heatMap(at) {
   function draw(g, width) {
     const up = head(width), w = width - LEFT - RIGHT, cw = w / columns, ch = body / rows;
     g.clearRect(0, 0, width, up + body + 4);
-    paint(g, { rows, columns, value: (r, c) => { const n = data.times[c][r]; return n < 0 ? -1 : Math.max(0, Math.min(1, share(n, c))); } }, LEFT, up, w, body);
+    const lines = Math.max(1, Math.min(rows, Math.round(body * Math.min(window.devicePixelRatio || 1, 2))));
+    if (lines !== few[0]?.length) few = pooled(data.times, lines);
+    const state = `${lines} ${of} ${colour("--card")} ${colour("--c1")}`;
+    if (!image || state !== painted) {
+      painted = state;
+      image = imageOf(few, (n, c) => (n < 0 ? -1 : Math.max(0, Math.min(1, share(n, c)))));
+    }
+    g.imageSmoothingEnabled = false;
+    g.drawImage(image, LEFT, up, w, body);
     g.strokeStyle = colour("--card");
     g.lineWidth = 1;
     for (let c = 1; c < columns; c += 1) if (cw > 6) { g.beginPath(); g.moveTo(LEFT + c * cw, up); g.lineTo(LEFT + c * cw, up + body); g.stroke(); }

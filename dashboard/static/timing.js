@@ -1,6 +1,6 @@
 // @ts-check
 /** The timing of a save: the waterfall with its zoom, and the heat map. The view stands in the address. */
-import { api, bytesText, find, numberText, secondsText } from "./dom.js";
+import { api, bytesText, find, make, numberText, secondsText } from "./dom.js";
 import { colour, fillBox, fillOf, follow, hatch, ink, label, legend } from "./canvas.js";
 import { LANE, TOP, bandsOf, edgesOf, orderOf, spanAt } from "./waterfall.js";
 import { noter } from "./tip.js";
@@ -9,6 +9,8 @@ import { heatMap } from "./heatmap.js";
 /** @typedef {import("./waterfall.js").Columns} Columns */
 /** @typedef {import("./waterfall.js").Band} Band */
 
+/** Phases that the legend names. */
+const NAMED = 24;
 const holder = find("#waterfall");
 const canvas = /** @type {HTMLCanvasElement} */ (find("#waterfall-canvas"));
 const note = noter(find("#waterfall .drawing"), find("#waterfall-text"));
@@ -315,10 +317,12 @@ async function start() {
   let next = 0;
   paints = data.phases.map((name, n) => (name === "save" ? FRAME : /** @type {Columns} */ (data).waiting[n] ? WAITS : next++));
   const shown = data.phases.map((name, n) => ({ name, paint: paints[n] })).filter(({ paint }) => paint !== FRAME);
-  legend(find("#phase-legend"), shown.sort((a, b) => Number(a.paint === WAITS) - Number(b.paint === WAITS)).map(({ name, paint }) => ({
+  const list = find("#phase-legend");
+  legend(list, shown.sort((a, b) => Number(a.paint === WAITS) - Number(b.paint === WAITS)).slice(0, NAMED).map(({ name, paint }) => ({
     text: paint === WAITS ? `${name} (waiting)` : name,
     draw: (/** @type {CanvasRenderingContext2D} */ g) => bar(g, paint, 0, 0, 13, 13),
   })));
+  if (shown.length > NAMED) list.append(make("li", {}, `and ${numberText(shown.length - NAMED)} more phases`));
   recall();
 }
 

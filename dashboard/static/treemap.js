@@ -18,6 +18,8 @@ const TITLE = 17;
 let page = null;
 /** Leaves of the picture, largest first, and the frames around them. @type {{ leaves: Area[], frames: Area[] }} */
 let areas = { leaves: [], frames: [] };
+/** The leaves part by part. @type {Area[]} */
+let painted = [];
 const picture = document.createElement("canvas");
 let drawn = "";
 let chosen = -1;
@@ -50,10 +52,12 @@ function arrange(width, height) {
   let part = -1;
   root.eachBefore((/** @type {any} */ n) => {
     if (n.depth === 1) part += 1;
-    const shade = n.depth > 1 ? n.parent.children.indexOf(n) % 2 : 0;
+    if (n.children) n.children.forEach((/** @type {any} */ child, /** @type {number} */ at) => { child.shade = n.depth ? at % 2 : 0; });
+    const shade = n.shade ?? 0;
     const area = { x0: n.x0, y0: n.y0, x1: n.x1, y1: n.y1, box: n.data.box, part: Math.max(0, part), depth: n.depth, shade };
     if (n.children) { if (n.depth === 1) areas.frames.push(area); } else areas.leaves.push(area);
   });
+  painted = [...areas.leaves];
   areas.leaves.sort((a, b) => sizes[b.box] - sizes[a.box]);
 }
 
@@ -63,7 +67,7 @@ function write(g, text, x, y, room) {
   let shown = visible(text);
   if (g.measureText(shown).width > room) {
     const keep = Math.floor((shown.length * (room - 14)) / g.measureText(shown).width);
-    if (keep < 3) return;
+    if (keep < 7) return; // "…eight" tells nothing
     shown = `…${shown.slice(-keep)}`; // the end of a name tells leaves apart
   }
   g.fillText(shown, x, y);
@@ -76,10 +80,10 @@ function paint(g) {
   // one colour after the other: to change it costs more than to fill a box
   for (const shade of [0, 1]) {
     let last = -1;
-    for (const area of [...areas.leaves].sort((a, b) => a.part - b.part)) {
+    g.globalAlpha = shade ? 0.82 : 1;
+    for (const area of painted) {
       if (area.shade !== shade) continue;
       if (area.part !== last) { g.fillStyle = fillOf(area.part); last = area.part; }
-      g.globalAlpha = shade ? 0.82 : 1;
       g.fillRect(area.x0, area.y0, Math.max(0.5, area.x1 - area.x0), Math.max(0.5, area.y1 - area.y0));
     }
   }

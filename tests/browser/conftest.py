@@ -12,6 +12,7 @@ from tests.samples import write_checkpoint, write_mixed_run
 from treeckpt_dashboard.app import create_app
 
 playwright_api = pytest.importorskip("playwright.sync_api")
+playwright_api.expect.set_options(timeout=60_000)  # for what hangs; a loaded machine takes its time
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +45,7 @@ def serve():
     yield make
     for server, thread in running:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.fixture(scope="session")
@@ -64,12 +65,13 @@ def watched(chromium):
     """Opens pages; afterwards, none may have logged an error, broken the policy or asked another origin."""
     contexts, troubles = [], []
 
-    def make(address, **options):
+    def make(address, *, clock=False, **options):
+        """With `clock`, the page's own time stands still but for `page.clock.run_for`."""
         origin = "/".join(address.split("/")[:3])
         context = chromium.new_context(viewport={"width": 1280, "height": 900}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(60_000)
         page.on("console", lambda m: troubles.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on(
@@ -79,6 +81,9 @@ def watched(chromium):
         page.add_init_script(
             "addEventListener('securitypolicyviolation', (e) => console.error('CSP ' + e.violatedDirective))"
         )
+        if clock:
+            page.clock.install(time=0)
+            page.clock.pause_at(1000)
         page.goto(address)
         return page
 

@@ -5,13 +5,18 @@ import re
 import numpy as np
 import pytest
 
+from tests.background import until
 from tests.samples import write_checkpoint
 
 expect = pytest.importorskip("playwright.sync_api").expect
 
 
-def pixels(page, selector):
-    """How many different colours a canvas shows."""
+def expect_colours(page, selector, least):
+    """Waits until a canvas shows so many different colours."""
+    assert until(lambda: _colours(page, selector) >= least), f"{_colours(page, selector)} on {selector}"
+
+
+def _colours(page, selector):
     return page.locator(selector).evaluate(
         """(canvas) => {
             const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
@@ -34,7 +39,7 @@ def test_from_the_runs_to_who_holds_a_region(page):
     page.get_by_role("link", name="mlp.proj.weight", exact=True).click()
     expect(page.get_by_role("heading", name="layers.0.mlp.proj.weight")).to_be_visible()
     expect(page.locator("#map-text")).to_contain_text("4 regions")
-    assert pixels(page, "#map-canvas") >= 4
+    expect_colours(page, "#map-canvas", 4)
     box = page.locator("#map-canvas").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + box["height"] * 0.75)
     expect(page.locator("#map-text")).to_contain_text("[48:96, 192:384] written by rank 3")
@@ -51,7 +56,7 @@ def test_the_slow_rank_of_the_newest_save(page):
     expect(page.get_by_text("rank 2", exact=False).first).to_be_visible()
     expect(page.locator(".tile", has_text="Slowest rank")).to_contain_text("rank 2")
     expect(page.locator("#phase-legend")).to_contain_text("write")
-    assert pixels(page, "#waterfall-canvas") > 5
+    expect_colours(page, "#waterfall-canvas", 6)
     page.locator("#waterfall-canvas").focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#waterfall-text")).to_contain_text("rank 0 · save")
@@ -65,7 +70,7 @@ def test_files_are_drawn_as_they_come_into_view(page):
     expect(page.locator("#strip-legend")).to_contain_text("optimizer")
     # 300 is the width of a canvas that was not drawn; to wait for a script of ours would need eval, which is forbidden
     expect(page.locator("canvas.strip").first).not_to_have_js_property("width", 300)
-    assert pixels(page, "canvas.strip >> nth=0") >= 3
+    expect_colours(page, "canvas.strip >> nth=0", 3)
 
 
 def test_the_tree_opens_and_walks_by_keys_alone(page):
@@ -156,7 +161,7 @@ def test_leaves_are_filtered_by_dtype_and_size(page):
 
 
 def test_a_path_and_the_line_that_loads_it_are_copied(watched, address):
-    page = watched(address, permissions=["clipboard-read", "clipboard-write"])
+    page = watched(address, clock=True, permissions=["clipboard-read", "clipboard-write"])  # "Copied" goes by its clock
     page.get_by_role("link", name="step 700").click()
     page.get_by_role("treeitem", name=re.compile("^model ")).click()
     page.locator("#picked").get_by_role("button", name="Copy path").click()
@@ -198,7 +203,7 @@ def test_values_are_read_when_they_are_asked_for(page):
     expect(page.locator("#peek-text")).to_contain_text("checksums match")
     expect(page.get_by_role("region", name="First values").locator("tbody tr")).to_have_count(3)
     expect(page.locator("#peek-numbers")).to_contain_text("NaN0")
-    assert pixels(page, "#peek-canvas") >= 2
+    expect_colours(page, "#peek-canvas", 2)
     page.locator("#peek-canvas").focus()
     page.keyboard.press("End")
     expect(page.locator("#peek-bin")).to_contain_text("1 values from")
@@ -209,7 +214,7 @@ def test_values_are_read_when_they_are_asked_for(page):
 def test_the_treemap_leads_to_what_is_large(page):
     page.get_by_role("link", name="step 700").click()
     expect(page.locator("#treemap-text")).to_contain_text("areas")
-    assert pixels(page, "#treemap-canvas") > 4
+    expect_colours(page, "#treemap-canvas", 5)
     page.get_by_role("button", name="part", exact=True).click()
     expect(page).to_have_url(re.compile(r"map=part"))
     page.reload()
@@ -234,7 +239,7 @@ def test_a_target_is_typed_and_previewed(page):
     rows = page.get_by_role("region", name="Ranks of the target").locator("tbody tr")
     expect(rows).to_have_count(6)
     expect(rows.nth(4)).to_contain_text("dp 1, tp 1")
-    assert pixels(page, "#matrix-canvas") >= 4
+    expect_colours(page, "#matrix-canvas", 4)
     page.locator("#matrix-canvas").focus()
     page.keyboard.press("Home")
     expect(page.locator("#matrix-text")).to_contain_text("rank 0 reads")

@@ -5,7 +5,7 @@ import re
 import httpx
 import pytest
 
-from tests.browser.test_paths import pixels
+from tests.browser.test_paths import expect_colours
 from tests.samples import START_NS, write_checkpoint
 from treeckpt.core.events import BLOCKING, Host, Span, Timings, encode_timings, timings_name
 from treeckpt.core.runs import encode_runs
@@ -33,7 +33,7 @@ def timing(serve, tmp_path_factory):
     timings = Timings(index.save_id, 1, WORLD, tuple(spans), None, hosts)
     (run / "step_00000001" / timings_name(index.save_id)).write_bytes(encode_timings(timings))
     address = serve(run)
-    [found] = httpx.get(f"{address}/api/v1/runs").json()["runs"]
+    [found] = httpx.get(f"{address}/api/v1/runs", timeout=60).json()["runs"]
     return f"{address}/checkpoints/{found['checkpoints'][0]['id']}/timing"
 
 
@@ -68,21 +68,21 @@ def test_a_part_is_zoomed_into_by_dragging_and_its_address_leads_back(wide):
     wide.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + 365, steps=4)
     wide.mouse.up()
     expect(wide.locator("#waterfall-about")).to_have_text("")
+    expect(wide).to_have_url(re.compile(r"(?=.*t=[\d.]+-[\d.]+)(?=.*r=2\d\d-\d+)"))
     address = wide.url
-    assert re.search(r"t=[\d.]+-[\d.]+", address) and re.search(r"r=2\d\d-\d+", address)
     wide.goto(address)
     expect(wide.locator("#zoom-reset")).to_be_enabled()
-    assert wide.url == address
+    expect(wide).to_have_url(address)
     wide.locator("#zoom-reset").click()
     expect(wide.locator("#waterfall-about")).to_contain_text("400 ranks")
-    assert "t=" not in wide.url
+    expect(wide).not_to_have_url(re.compile("t="))
 
 
 def test_the_heat_map_is_walked_by_keys_and_regrouped_by_host(wide):
     wide.get_by_role("link", name="by host").click()
     canvas = wide.locator("#heat-canvas")
     expect(wide.locator("#heat-high")).to_contain_text("3×")
-    assert pixels(wide, "#heat-canvas") > 4
+    expect_colours(wide, "#heat-canvas", 5)
     canvas.focus()
     wide.keyboard.press("Home")
     for _ in range(SLOW // 8):
@@ -96,41 +96,25 @@ def test_the_heat_map_is_walked_by_keys_and_regrouped_by_host(wide):
     expect(wide).to_have_url(re.compile("scale=save"))
 
 
-def test_large_pictures_are_drawn_within_their_time(wide):
-    """The drawing alone: 4096 x 500 cells, and 16,384 ranks of 12 spans; generous to a machine that does more."""
-    took = wide.evaluate(
+def test_of_large_pictures_no_more_is_drawn_than_is_seen(wide):
+    """4096 x 500 cells, and 16,384 ranks of 12 spans; how long it takes, `make bench-dashboard` measures."""
+    lines, bands, values = wide.evaluate(
         """async () => {
             const { paint } = await import(document.body.dataset.base + "static/heat.js");
             const { bandsOf, edgesOf, orderOf } = await import(document.body.dataset.base + "static/waterfall.js");
-            const canvas = document.createElement("canvas");
-            [canvas.width, canvas.height] = [1200, 480];
-            const g = canvas.getContext("2d", { willReadFrequently: true });
-            const cells = Float32Array.from({ length: 4096 * 500 }, (_, n) => (n % 97) / 97);
-            const matrix = { rows: 4096, columns: 500, value: (r, c) => cells[r * 500 + c] };
+            let lines = 0, values = 0;
+            const g = { drawImage: (sheet) => { lines = sheet.height; } };
+            paint(g, { rows: 4096, columns: 500, value: () => { values += 1; return 0.5; } }, 0, 0, 1200, 460);
             const ranks = Array.from({ length: 16384 }, (_, n) => n), n = ranks.length * 12;
             const data = {
                 ranks, counts: ranks.map(() => 12), busy: ranks.map((r) => r % 97), lane: new Array(n).fill(1),
                 start: Array.from({ length: n }, (_, s) => (s % 12) * 100), length: new Array(n).fill(90),
             };
-            const fall = () => {
-                const edges = edgesOf(data), view = { t0: 0, t1: 1200, r0: 0, r1: 16384 };
-                const { bands } = bandsOf(data, edges, orderOf(data, "slow"), view);
-                for (const { row, top, height } of bands) {
-                    for (let s = edges[row]; s < edges[row + 1]; s += 1) g.fillRect(data.start[s], top, 90, height);
-                }
-                return bands.length;
-            };
-            const once = (draw) => {
-                const at = performance.now();
-                draw();
-                g.getImageData(0, 0, 1, 1);
-                return performance.now() - at;
-            };
-            const best = (draw) => Math.min(...[1, 2, 3].map(() => once(draw)));
-            return [best(() => paint(g, matrix, 0, 0, 1200, 460)), best(fall), fall()];
+            const view = { t0: 0, t1: 1200, r0: 0, r1: 16384 };
+            return [lines, bandsOf(data, edgesOf(data), orderOf(data, "slow"), view).bands.length, values];
         }"""
     )
-    assert took[0] < 400 and took[1] < 600 and took[2] == 460, took
+    assert (lines, bands, values) == (460, 460, 4096 * 500)
 
 
 def test_a_step_of_the_trends_leads_to_its_waterfall(page):

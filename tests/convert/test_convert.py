@@ -19,6 +19,7 @@ import torch
 import treeckpt as tc
 from treeckpt.cli import main
 
+from ..background import files_open
 from ..world import small_tree
 from .trees import assert_same, training_tree
 
@@ -53,6 +54,27 @@ def test_formats_are_found_by_looking(tmp_path: Path) -> None:
     (tmp_path / "treeckpt" / "index.json").unlink()
     with pytest.raises(tc.CheckpointNotFound, match="shards of a save that never finished"):
         convert(tmp_path / "treeckpt", tmp_path / "new")
+
+
+def test_no_conversion_leaves_a_file_open(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(300, 100), "n": 1}, tmp_path / "in.pt")
+    tc.convert.convert(tmp_path / "in.pt", tmp_path / "one")
+    for to in ("dcp", "safetensors", "torch"):
+        tc.convert.convert(tmp_path / "one", tmp_path / to, to=to, lossy=True)
+        tc.convert.convert(tmp_path / to, tmp_path / f"back from {to}")
+    with pytest.raises(tc.CheckpointExists):
+        tc.convert.convert(tmp_path / "one", tmp_path / "dcp", to="dcp")
+    assert files_open(tmp_path) == []
+
+
+def test_the_step_is_that_of_the_name_in_a_run_unless_it_is_given(tmp_path: Path) -> None:
+    """A run would not trust a checkpoint that says another step than its name."""
+    tc.save(tmp_path / "old" / "step_00000002", {"w": np.ones(2)}, step=2)
+    source = tmp_path / "old" / "step_00000002"
+    for name, step, found in (("step_00000007", None, 7), ("copy", None, 2), ("other", 5, 5)):
+        convert(source, f"{tmp_path}/run/{name}/", step=step)
+        assert tc.inspect(tmp_path / "run" / name).step == found
+    assert tc.Manager(tmp_path / "run").steps() == [7]
 
 
 def test_links_are_followed_as_the_cache_of_hugging_face_has_them(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_a_killed_conversion_leaves_nothing_that_counts_and_the_next_clears_it(
         child.send_signal(blow)
         time.sleep(0.05)
         child.stdin.close()  # the interrupted one may go on to its end
-        child.wait(30)
+        child.wait(300)
     if blow == signal.SIGINT:
         assert not list(tmp_path.glob(".*")), "it cleared up after itself"
     else:

@@ -356,14 +356,14 @@ def test_hostile_indexes_are_refused_soon_and_without_much_memory(change):
     data = resealed(change)
     assert data != encode_index(small().index)
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.thread_time()
     try:
         with pytest.raises(FormatError) as caught:
             decode_index(data)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert time.perf_counter() - started < 2
+    assert time.thread_time() - started < 10, "of computing; what an index claims would take for ever"
     assert peak < 20 << 20
     assert len(str(caught.value)) < 1500
 

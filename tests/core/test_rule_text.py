@@ -72,6 +72,9 @@ def test_statements_are_rules(text: str, rules: tuple[R.Rule, ...]) -> None:
         ("qkv -> q, k, fused_qkv, num_heads=8, num_key_value_groups=2", "1 and 2"),
         ("qkv -> q, k, v, fused_qkv, num_heads=8, num_key_value_groups=3", "8 and 3"),
         ("qkv -> q, k, v, fused_qkv, num_heads=8", "num_key_value_groups"),
+        ("qkv -> q, k, v, axis=0, num_heads=8", "num_heads"),
+        ("a -> b, axis=0", "axis"),
+        ("a -> b, src_dtype='float32'", "src_dtype"),
     ],
 )
 def test_texts_that_are_no_statements_are_refused_by_what_they_say(text: str, found: str) -> None:

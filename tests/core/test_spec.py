@@ -5,7 +5,6 @@ import datetime as dt
 import decimal
 import enum
 import pathlib
-import time
 import zoneinfo
 
 import msgspec
@@ -77,9 +76,7 @@ def test_nested_sets_are_stored_in_linear_time():
     deep = frozenset()
     for _ in range(60):
         deep = frozenset([deep])
-    started = time.perf_counter()
-    assert through_json(deep) == deep
-    assert time.perf_counter() - started < 2
+    assert through_json(deep) == deep, "now: each level twice for that below would take 2 to the 60th steps"
 
 
 class Custom:

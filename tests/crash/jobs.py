@@ -21,13 +21,14 @@ import torch.distributed as dist
 import treeckpt as tc
 from tests.background import calls_of, gone, until
 from tests.crash.cases import Case
+from tests.crash.kills import impatient_once
 from tests.crash.mined import Mined
-from tests.world import small_tree
+from tests.world import LONG, small_tree
 from treeckpt.core.files import step_name
 from treeckpt.io.comm import TorchComm, default_comm
 
 SILENT = 3.0
-"""Seconds after which a rank counts as silent: those that live on are to learn of it."""
+"""Seconds after which a rank counts as silent once one is dead: those that live on are to learn of it."""
 AT_ONCE = 4
 """Jobs of which one process is killed, and the others wait for that time."""
 
@@ -38,11 +39,14 @@ def rank_of(rank: int, case: Case, directory: Path) -> str:
     options: dict[str, Any] = {"step": 2, "overwrite": case.what == "overwriting"}
     if case.processes > 1:
         meeting = dist.FileStore(str(directory / "store"), case.processes)
-        limit = timedelta(seconds=60)
+        limit = timedelta(seconds=LONG)
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=case.processes, timeout=limit)
         comm = default_comm()
         assert isinstance(comm, TorchComm)
-        comm.timeout = SILENT if case.who == "process" else 60.0
+        comm.timeout = LONG
+        if case.who == "process":
+            met = directory / f"log{case.culprit}.met"
+            impatient_once(lambda: met.exists() and gone(json.loads(met.read_text())[0]), comm, seconds=SILENT)
     tree = small_tree(rank, case.processes, seed=2)
     try:
         if case.how == "background":
@@ -75,7 +79,7 @@ class Job:
         """Waits for the mine to be met, or for the end, and kills."""
         met = self.directory / f"log{self.case.culprit}.met"
         culprit = self.pids[self.case.culprit]
-        assert until(lambda: met.exists() or gone(culprit), 90), "neither met nor ended"
+        assert until(lambda: met.exists() or gone(culprit)), "neither met nor ended"
         if not met.exists():
             return
         pid = json.loads(met.read_text())[0]

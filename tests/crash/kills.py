@@ -10,8 +10,9 @@ from types import ModuleType
 from typing import Any
 
 from tests.world import Switch
+from treeckpt.io.comm import Comm
 
-__all__ = ["killed", "switched"]
+__all__ = ["impatient_once", "killed", "switched"]
 
 
 class _Os:
@@ -38,6 +39,20 @@ def switched(switch: Switch, calls: Sequence[str], modules: Sequence[ModuleType]
     finally:
         for module in changed:
             module.os = os
+
+
+def impatient_once(dead: Callable[[], bool], comm: Comm, *, seconds: float) -> None:
+    """Has a comm take others for silent after so many seconds, but only once one is dead: all others may be slow."""
+    wait, patience = comm.wait, comm.timeout
+
+    def waiting(keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        while True:
+            over = not timeout or dead()
+            found = wait(keys, timeout * seconds / patience if over else 0.05)
+            if over or None not in found:
+                return found
+
+    comm.wait = waiting  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def killed(at: int, act: Callable[[Switch], None], *, after: bool) -> str:

@@ -1,7 +1,7 @@
 """Ranks that save in the background, of which one is killed; see test_background.
 
-One process imports torch and forks the ranks of the cases. They mostly wait for time limits, so all cases with one
-culprit run at the same time. Every line that it prints is one case.
+One process imports torch and forks the ranks of the cases. They mostly wait, so all cases with one culprit run at the
+same time. Every line that it prints is one case.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,35 +17,41 @@ import torch
 import torch.distributed as dist
 
 import treeckpt as tc
-from tests.background import Hooked, calls_of
-from tests.world import small_tree
+from tests.background import Hooked, calls_of, gone, until
+from tests.crash.kills import impatient_once
+from tests.world import LONG, small_tree
 from treeckpt.io.comm import TorchComm, default_comm
 
 WORLD = 2
-LIMIT = 3.0
-"""Seconds after which a rank counts as silent."""
+CALLS = ("create", "write", "write", "commit", "publish")
+"""What a writer does until the index is published."""
+SILENT = 1.0
+"""Seconds after which a rank counts as silent once one is dead."""
 
 
 def rank_of(rank: int, culprit: int, phase: str, directory: Path) -> str:
     store = dist.FileStore(str(directory / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=LONG))
     comm = default_comm()
     assert isinstance(comm, TorchComm)
-    comm.timeout = 20.0
-    tc.save_async(directory / "one", small_tree(rank, WORLD, seed=1)).result(30)
-    comm.timeout = LIMIT
+    comm.timeout = LONG
+    (directory / f"pid{rank}").write_text(f"{os.getpid()}")
+    tc.save_async(directory / "one", small_tree(rank, WORLD, seed=1)).result(LONG)
+    victim = int((directory / f"pid{culprit}").read_text())  # there since before they saved together
+    impatient_once(lambda: gone(victim), comm, seconds=SILENT)
     if rank == culprit and phase == "before":
         os.kill(os.getpid(), signal.SIGKILL)
     log = directory / f"log{rank}"
     try:
-        # only the one that is to be killed is slow: the others wait for it
-        target = Hooked(directory / "two", log, act="crawl" if rank == culprit else "fail")
+        # the one that is to be killed gets no further than that: the others wait for it
+        at = CALLS.index(phase) if phase in CALLS else 0
+        target = Hooked(directory / "two", log, at, "hold") if rank == culprit else directory / "two"
         pending = tc.save_async(target, small_tree(rank, WORLD, seed=2))
         if rank == culprit:
-            while phase != "staged" and not any(call.startswith(phase) for call in calls_of(log)):
-                time.sleep(0.005)
+            assert until(lambda: phase == "staged" or len(calls_of(log)) > at)
+            assert phase == "staged" or calls_of(log)[-1].startswith(phase)
             os.kill(os.getpid(), signal.SIGKILL)
-        pending.result(60)
+        pending.result(LONG)
     except tc.TreeckptError as error:
         return f"{type(error).__name__} {error}"
     return "saved"
@@ -64,7 +69,6 @@ def start(culprit: int, phase: str, directory: Path) -> list[int]:
 
 
 def run(culprit: int, phases: list[str], directory: Path) -> None:
-    begin = time.monotonic()
     started = {phase: start(culprit, phase, directory / f"{culprit} {phase}") for phase in phases}
     for phase, pids in started.items():
         status = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -72,7 +76,7 @@ def run(culprit: int, phases: list[str], directory: Path) -> None:
         files = [path / f"told{rank}" for rank in range(WORLD)]
         told = [file.read_text() if file.exists() else "" for file in files]
         case = {"culprit": culprit, "phase": phase, "path": str(path)}
-        print(json.dumps({**case, "status": status, "told": told, "seconds": time.monotonic() - begin}), flush=True)
+        print(json.dumps({**case, "status": status, "told": told}), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ WORLD = 2
 
 def save(path: Path, seed: int) -> None:
     outcomes = on_ranks(
-        WORLD, lambda c: tc.save(path, small_tree(c.rank, WORLD, seed=seed), step=2, comm=c, overwrite=True), timeout=60
+        WORLD, lambda c: tc.save(path, small_tree(c.rank, WORLD, seed=seed), step=2, comm=c, overwrite=True)
     )
     assert errors_of(outcomes) == [None] * WORLD, errors_of(outcomes)
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 
 import treeckpt as tc
 from tests.background import ROOT, Hooked, calls_of, gone, run_program, session, until, writer_pid
-from tests.world import assert_holds, errors_of, on_ranks, small_tree
+from tests.world import LONG, assert_holds, errors_of, on_ranks, small_tree
 from treeckpt.core.index import INDEX_NAME
 from treeckpt.io.comm import Comm, SoloComm, thread_comms
 
@@ -29,7 +28,7 @@ import numpy as np
 import treeckpt as tc
 from tests.background import Hooked
 path = Path({path!r})
-pending = tc.save_async({store}, {{"w": np.arange(1000), "n": 1}}, writer={writer!r}, timeout=30)
+pending = tc.save_async({store}, {{"w": np.arange(1000), "n": 1}}, writer={writer!r}, timeout=300)
 print("started", flush=True)
 """
 
@@ -37,6 +36,11 @@ print("started", flush=True)
 def program(path: Path, end: str, *, act: str = "", at: int | None = None, writer: str = "process") -> str:
     store = f"Hooked(path, path.with_suffix('.log'), {at}, {act!r})" if act else "path"
     return START.format(path=str(path), store=store, writer=writer) + end
+
+
+def release(path: Path) -> None:
+    """Lets a program go on whose saves to a path are held."""
+    Hooked(path, path.with_suffix(".log"), act="hold").release()
 
 
 SAVED = "while not pending.done(): time.sleep(0.01)"
@@ -76,10 +80,13 @@ tc.save_async(Late({str(tmp_path / "c")!r}), {{"w": np.arange(3_000_000)}}, writ
 
 
 def test_a_long_wait_is_said(tmp_path: Path) -> None:
-    done = run_program(program(tmp_path / "c", "", act="crawl"))
-    assert done.returncode == 0
-    assert f"waiting for the save to {tmp_path / 'c'} to be committed, for at most" in done.stderr
-    assert "it is committed" in done.stderr and tc.load(tmp_path / "c")["n"] == 1
+    with running(program(tmp_path / "c", "", act="hold")) as process:
+        assert process.stderr is not None
+        assert f"waiting for the save to {tmp_path / 'c'} to be committed, for at most" in process.stderr.readline()
+        release(tmp_path / "c")
+        assert "it is committed" in process.stderr.read()
+        assert process.wait(LONG) == 0
+    assert tc.load(tmp_path / "c")["n"] == 1
 
 
 @pytest.mark.parametrize(
@@ -161,21 +168,22 @@ writer = session_of(default_comm()).writer.process.pid
 if os.fork() == 0:
     for stream in (0, 1, 2):
         os.close(stream)
-    time.sleep(20)
+    time.sleep(100)
     os._exit(0)
 print(writer, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
-    with running(program(tmp_path / "c", end, act="crawl")) as process:
+    with running(program(tmp_path / "c", end, act="hold")) as process:
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         writer = int(process.stdout.readline())
         assert not gone(writer)
         process.send_signal(number)
-        process.wait(30)
+        if number == signal.SIGINT:  # after it the interpreter ends normally, and waits
+            release(tmp_path / "c")
+        process.wait(LONG)
         assert process.returncode != 0
-        assert until(lambda: gone(writer), 10)
-    if number != signal.SIGINT:  # after an interrupt the interpreter ends normally, and waits
-        assert not (tmp_path / "c" / INDEX_NAME).exists()
+        assert until(lambda: gone(writer))
+    assert (tmp_path / "c" / INDEX_NAME).exists() == (number == signal.SIGINT)
 
 
 # the writer is killed -------------------------------------------------------------------------------------------------
@@ -217,7 +225,7 @@ def test_a_writer_killed_at_any_call_fails_its_save_and_no_other(tmp_path: Path)
 )
 def test_a_writer_killed_on_one_rank_is_named_on_all(tmp_path: Path, call: str, culprit: int) -> None:
     names = ["create shard", "write shard", "write shard", "commit shard", "publish timings", "publish index"]
-    comms = thread_comms(2, timeout=20)
+    comms = thread_comms(2, timeout=LONG)
     tc.save(tmp_path / "c", small_tree(0, 1, seed=1))
 
     def act(comm: Comm) -> Any:
@@ -244,10 +252,9 @@ def test_a_writer_that_hangs_is_given_up_on(tmp_path: Path) -> None:
     tc.save_async(tmp_path / "a", {"n": 1}, comm=comm).result(60)
     pid = writer_pid(comm)
     os.kill(pid, signal.SIGSTOP)
-    begin = time.monotonic()
-    with pytest.raises(tc.CheckpointError, match="silent"):
+    with pytest.raises(tc.CheckpointError, match=r"silent for 1 s"):
         tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, timeout=1.0).result(60)
-    assert time.monotonic() - begin < 20 and gone(pid)
+    assert gone(pid)
     assert tc.save_async(tmp_path / "b", {"n": 3}, comm=comm).result(60) is not None
     session(comm).writer.end()
 
@@ -256,10 +263,9 @@ def test_a_writer_that_hangs_is_given_up_on(tmp_path: Path) -> None:
 CASES = [(1, ["before", "create", "commit"]), (0, ["before", "staged", "write", "commit", "publish"])]
 
 
-@pytest.mark.timeout(240)
 def test_a_rank_killed_in_any_phase_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.crash.ranks", str(tmp_path), json.dumps(CASES)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=220, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(row["culprit"], row["phase"]) for row in rows] == [
@@ -273,7 +279,6 @@ def test_a_rank_killed_in_any_phase_leaves_the_checkpoint_before(tmp_path: Path)
             else:
                 assert row["status"][rank] == 0, told
                 assert told.startswith("RankError") and f"rank {culprit}: silent" in told, told
-        assert row["seconds"] < 20, "nothing hangs past its time limit"
         assert_holds(path / "one", seed=1)
         assert not (path / "two" / INDEX_NAME).exists()
         tc.save(path / "two", small_tree(0, 1, seed=4), overwrite=True)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 def killed_saves(directory: Path, mode: str, what: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-W", "error", "-m", "tests.crash.child", str(directory), mode, what]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -47,14 +47,14 @@ class Life:
         errors = self.process.stderr.read()
         self.process.stdout.close()
         self.process.stderr.close()
-        code = self.process.wait(30)
+        code = self.process.wait(300)
         assert code == (-signal.SIGKILL if until_row is not None else 0), errors[-4000:]
 
     def kill(self) -> None:
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         children = [int(child) for task in tasks for child in task.read_text().split()]
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(300)
         assert until(lambda: all(gone(pid) for pid in children)), "writers end with their parent"
 
 

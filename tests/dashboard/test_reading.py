@@ -7,7 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import treeckpt_dashboard.reading as reading
-from tests.large import large_index, write_large_checkpoint
+from tests.large import hold_readers, large_index, write_large_checkpoint
 from tests.samples import gpt_state, write_checkpoint, write_run
 from treeckpt.core.errors import CorruptError
 from treeckpt.core.index import INDEX_NAME
@@ -36,7 +36,7 @@ def large(tmp_path_factory):
     return run
 
 
-def asked(client, path, timeout=60):
+def asked(client, path, timeout=300):
     """The answer once it is none of 202, and those before it."""
     before, end = [], time.monotonic() + timeout
     while (answer := client.get(path)).status_code == 202:
@@ -50,7 +50,8 @@ def serve(run, cache):
     return TestClient(create_app([run], cache=cache), base_url="http://127.0.0.1:8265")
 
 
-def test_a_large_index_is_read_by_another_process_while_pages_answer(large, tmp_path):
+def test_a_large_index_is_read_by_another_process_while_pages_answer(large, tmp_path, monkeypatch):
+    go_on = hold_readers(monkeypatch, tmp_path / "go on")
     client = serve(large, tmp_path)
     [run] = client.get("/api/v1/runs").json()["runs"]
     assert [(c["step"], c["status"]) for c in run["checkpoints"]] == [(2, "reading"), (1, "complete")]
@@ -60,6 +61,7 @@ def test_a_large_index_is_read_by_another_process_while_pages_answer(large, tmp_
     shell = client.get(f"/{at}")
     assert shell.status_code == 200 and "Still loading" in shell.text and "progressbar" not in shell.text
     assert client.get(f"/checkpoints/{run['checkpoints'][1]['id']}").status_code == 200
+    go_on()
     answer, more = asked(client, f"/api/v1/{at}/tree")
     assert answer.json()["node"]["leaves"] == LEAVES
     phases = {told["phase"] for told in [first.json()["loading"], *more]}

@@ -68,3 +68,30 @@ def tree(rank: int) -> dict[str, Any]:
     held["flat"] = tc.Sharded(flat[:4] if rank == 0 else flat[4:], (2, 3), 4 * rank)
     held["tie"] = held["scalar"]
     return {"arrays": held, "values": values(), "own": tc.PerRank({"seed": np.arange(3) + rank, "rank": rank})}
+
+
+IDS = [-1, 0, 1 << 52, -(1 << 63), 70_001, 17, 1, 33, (1 << 63) - 1]
+BUCKETS = 16
+
+
+def slots() -> dict[str, np.ndarray]:
+    """Of the table, in the order of its ids."""
+    rows = np.arange(len(IDS))
+    return {
+        "embedding": (rows[:, None] + np.array([0, 0.25, 0.5])).astype(np.float32),
+        "count": rows.astype(np.int64),
+        "half": (rows[:, None] * np.ones(2)).astype(np.float16),
+    }
+
+
+def table_tree(rank: int) -> dict[str, Any]:
+    """A table of which each of two ranks owns half the buckets, and an empty one."""
+    start, stop = owned = tc.KeyedTable.share(rank, WORLD, BUCKETS)
+    mine = np.array([start <= i % BUCKETS < stop for i in IDS])
+    part = {name: slot[mine] for name, slot in slots().items()}
+    options: dict[str, Any] = {"buckets": BUCKETS, "owned": owned}
+    none = {"embedding": np.empty((0, 3), np.float32)}
+    return {
+        "table": tc.KeyedTable(np.array(IDS, np.int64)[mine], part, scalars={"step": 12}, **options),
+        "empty": tc.KeyedTable(np.empty(0, np.int64), none, partition="splitmix64_mod", **options),
+    }

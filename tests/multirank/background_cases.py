@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import treeckpt as tc
-from tests.background import PAUSES, Hooked, session
+from tests.background import Hooked, session
 from treeckpt.io.comm import default_comm
 from treeckpt.training.guard import guard
 
@@ -39,7 +39,7 @@ def _check(path: Path, here: Rank, seed: int) -> None:
 def saves_in_the_background_issue_no_collective(here: Rank) -> None:
     tc.prewarm(_tree(here, 0))
     path = here.directory / "background"
-    target = Hooked(path, here.directory / f"background log {here.rank}", act="crawl")
+    target = Hooked(path, here.directory / f"background log {here.rank}", act="hold")
     with Collectives() as collectives:
         before = sequence()
         for seed, store in enumerate((path, path, target)):
@@ -48,8 +48,9 @@ def saves_in_the_background_issue_no_collective(here: Rank) -> None:
             tree["r"].zero_()
             tree["own"].value["rng"].zero_()
             if seed == 2:
-                assert not pending.done(), f"the store takes {PAUSES['crawl']} s for a call"
-            report = pending.result(30)
+                assert not pending.done()
+                target.release()
+            report = pending.result(100)
             assert report is not None and report.staged_nbytes == report.nbytes
         assert sequence() == before and not collectives.found
     _check(path, here, 2)
@@ -63,7 +64,7 @@ def training_goes_on_with_collectives_of_its_own(here: Rank) -> None:
     for step in range(2):
         model(torch.ones(2, 300)).sum().backward()
         path = here.directory / f"training {step}"
-        store = Hooked(path, here.directory / f"training log {here.rank} {step}", act="crawl")
+        store = Hooked(path, here.directory / f"training log {here.rank} {step}", act="hold")
         tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         expected = model.weight.detach().clone()
         pending = tc.save_async(store, tree, staging="lazy" if step % 2 else "copy")
@@ -73,13 +74,14 @@ def training_goes_on_with_collectives_of_its_own(here: Rank) -> None:
             dist.all_reduce(parameter.grad)  # in the same order on all ranks, whatever the save is doing
         optimizer.step()
         optimizer.zero_grad()
-        assert pending.result(30) is not None
+        store.release()
+        assert pending.result(100) is not None
         assert torch.equal(tc.load(path, select="model/weight")["model"]["weight"], expected)
 
 
 @case("background")
 def each_rank_has_a_writer_of_its_own(here: Rank) -> None:
-    tc.save_async(here.directory / "own writers", _tree(here, 1)).result(30)
+    tc.save_async(here.directory / "own writers", _tree(here, 1)).result(100)
     process = session(default_comm()).writer.process
     assert process is not None and os.getpgid(process.pid) != os.getpgid(0)
     pids: list[Any] = [None] * here.world
@@ -90,7 +92,7 @@ def each_rank_has_a_writer_of_its_own(here: Rank) -> None:
 @case("background")
 def replicas_stage_only_their_own_part(here: Rank) -> None:
     tree = {"w": torch.arange(4_000_000.0)}
-    report = tc.save_async(here.directory / "parts", tree).result(30)
+    report = tc.save_async(here.directory / "parts", tree).result(100)
     assert report is not None and abs(report.staged_nbytes - 4_000_000) < 200_000, report.staged_nbytes
     assert torch.equal(tc.load(here.directory / "parts")["w"], tree["w"])
 
@@ -101,9 +103,9 @@ def one_rank_that_fails_fails_all_and_the_next_save_works(here: Rank) -> None:
     log = here.directory / f"one fails log {here.rank}"
     pending = tc.save_async(Hooked(path, log, 1 if here.rank == 2 else None, "kill"), _tree(here, 1))
     try:
-        pending.result(30)
+        pending.result(100)
         raise AssertionError("rank 2 lost its writer")
     except tc.RankError as error:
         assert list(error.ranks) == [2] and "SIGKILL" in str(error)
-    tc.save_async(path, _tree(here, 2)).result(30)
+    tc.save_async(path, _tree(here, 2)).result(100)
     _check(path, here, 2)

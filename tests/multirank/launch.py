@@ -22,7 +22,7 @@ Results = dict[str, dict[str, str]]
 
 
 def launch(
-    phases: Phases, directory: Path, *, timeout: float = 500.0, worker: str = "tests.multirank.worker"
+    phases: Phases, directory: Path, *, timeout: float = 800.0, worker: str = "tests.multirank.worker"
 ) -> Results:
     """What each case of each phase came to, by name: empty if it passed on all ranks, else the errors.
 

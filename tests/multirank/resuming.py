@@ -87,12 +87,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--forever", action="store_true")
     options = parser.parse_args(arguments)
     # gloo may hang while it connects the ranks of a restart: then this one ends, and the next attempt finds the others
-    signal.alarm(15)
+    signal.alarm(15 if int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) else 0)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     signal.alarm(0)
     rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
     torch.set_num_threads(1)
-    default_comm().timeout = 20.0  # pyright: ignore[reportAttributeAccessIssue]
+    default_comm().timeout = 60.0  # pyright: ignore[reportAttributeAccessIssue]
     model, optimizer, schedule = build(rank)
     losses: list[float] = []
     every = None if options.forever else 3

@@ -37,28 +37,24 @@ def _phase(shared: tuple[Path, Results], phase: str) -> tuple[Path, dict[str, st
     return directory, results[phase]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("phase", "case"), [(phase, case) for phase, (_, cases) in PHASES.items() for case in cases])
 def test_ranks(shared: tuple[Path, Results], phase: str, case: str) -> None:
     _, results = _phase(shared, phase)
     check_case(results, case)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("phase", PHASES)
 def test_launch_ends_well(shared: tuple[Path, Results], phase: str) -> None:
     _, results = _phase(shared, phase)
     assert not results[""]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_one_process_loads_what_many_saved(shared: tuple[Path, Results], world: int) -> None:
     directory, _ = _phase(shared, "three")
     load_alone(directory, world, variants=(world % 4,))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["fsdp tp", "hsdp"])
 def test_sharded_training_states_load_into_plain_tensors(shared: tuple[Path, Results], name: str) -> None:
     directory, _ = _phase(shared, "four")
@@ -78,7 +74,6 @@ def test_sharded_training_states_load_into_plain_tensors(shared: tuple[Path, Res
         assert all(bits(found[key]) == bits(oracle[key]) for key in oracle)
 
 
-@pytest.mark.timeout(600)
 def test_own_state_of_four_ranks_in_a_world_of_one(shared: tuple[Path, Results]) -> None:
     directory, _ = _phase(shared, "four")
     with pytest.raises(tc.MismatchError, match="world of 4"):

@@ -41,7 +41,7 @@ def started(*arguments: object, restarts: int = 0) -> Iterator[subprocess.Popen[
         process.wait()
 
 
-def output_of(process: subprocess.Popen[bytes], code: int = 0, *, limit: float = 100) -> str:
+def output_of(process: subprocess.Popen[bytes], code: int = 0, *, limit: float = 400) -> str:
     output = process.communicate(timeout=limit)[0].decode(errors="replace")
     assert process.returncode == code, output[-6000:]
     return output
@@ -52,7 +52,6 @@ def results_in(out: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_training_that_is_killed_twice_ends_as_if_it_never_was(tmp_path: Path) -> None:
     with started(tmp_path / "calm", tmp_path / "calm out", 20) as process:
         output_of(process)
@@ -82,30 +81,39 @@ def is_left_for_now(info: CheckpointInfo) -> bool:
     return not names or any(name.startswith("lease.") for name in names) or bool(ids - {info.save_id})
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("who", [[1], pytest.param([0, 1], marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_exit_well(tmp_path: Path, who: list[int]) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     with started(run, out, 0, "--forever") as process:
-        wait_for_step(out, 5, process)
-        at = [int(Path(f"{out}.{rank}.step").read_text()) for rank in range(WORLD)]
+        before = wait_for_step(out, 5, process)
         for rank in who:
             os.kill(int(Path(f"{out}.{rank}.pid").read_text()), signal.SIGTERM)
+        after = max(steps_in(out))
         output_of(process)
     [info] = scan(run)
     assert info.status == "complete" and info.world == WORLD
     assert tc.verify(info.path).ok
     ended = [int(Path(f"{out}.{rank}.step").read_text()) for rank in range(WORLD)]
     assert ended == [info.step] * WORLD, "every rank ended at the step that was saved"
-    assert max(at) <= info.step <= max(at) + 20, "and soon"
+    assert before <= info.step <= after + 50, "and soon"
     assert not Path(f"{out}.0.json").exists(), "none went on to the end"
 
 
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[bytes]) -> None:
-    limit = time.monotonic() + 90
-    while time.monotonic() < limit and process.poll() is None:
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            if all(int(Path(f"{out}.{rank}.step").read_text()) >= step for rank in range(WORLD)):
-                return
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[bytes]) -> int:
+    """Waits until all ranks are at a step or behind it; gives that of the one that is ahead."""
+    limit = time.monotonic() + 300
+    while min(steps := steps_in(out)) < step:
+        assert time.monotonic() < limit and process.poll() is None, f"at steps {steps}; exit {process.poll()}"
         time.sleep(0.05)
-    raise AssertionError(f"step {step} was not reached; exit {process.poll()}")
+    return max(steps)
+
+
+def steps_in(out: Path) -> list[int]:
+    """The step at which each rank is, 0 where it has not said so yet."""
+    steps: list[int] = []
+    for rank in range(WORLD):
+        with contextlib.suppress(FileNotFoundError):
+            while not (text := Path(f"{out}.{rank}.step").read_text()):  # it is being written anew
+                time.sleep(0.001)
+            steps.append(int(text))
+    return [*steps, *[0] * (WORLD - len(steps))]

@@ -28,21 +28,18 @@ def _phase(shared: tuple[Path, Results], phase: str) -> tuple[Path, dict[str, st
     return directory, results[phase]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("phase", "case"), [(phase, case) for phase, (_, cases) in PHASES.items() for case in cases])
 def test_ranks(shared: tuple[Path, Results], phase: str, case: str) -> None:
     _, results = _phase(shared, phase)
     check_case(results, case)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("phase", PHASES)
 def test_launch_ends_well(shared: tuple[Path, Results], phase: str) -> None:
     _, results = _phase(shared, phase)
     assert not results[""]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("source", arrangements(4))
 def test_training_goes_on_in_one_process(shared: tuple[Path, Results], source: str) -> None:
     directory, _ = _phase(shared, "four train")

@@ -24,10 +24,8 @@ from treeckpt.io.comm import TorchComm, default_comm
 from . import cases
 from .layouts import forget_meshes
 
-LIMIT = 20.0
+LIMIT = 120.0
 """Seconds: a rank that waits longer than this for another one waits for ever."""
-SLOW_LIMIT = 120.0
-"""The same where a case loads hundreds of checkpoints, and ranks may drift apart."""
 PHASE_LIMIT = timedelta(seconds=600)
 """How long the ranks that a phase has no use for wait until it ends."""
 
@@ -41,20 +39,19 @@ def main(arguments: list[str], phases: cases.Phases | None = None) -> int:
         world, found = known[phase]
         done = [f"{phase}/{other}" for other in range(world)]
         if rank < world:
-            limit = SLOW_LIMIT if phase in cases.WHOLE else LIMIT
-            _run_phase(dist.PrefixStore(phase, store), cases.Rank(rank, world, directory), phase, found, limit)
+            _run_phase(dist.PrefixStore(phase, store), cases.Rank(rank, world, directory), phase, found)
             store.set(done[rank], "")
         store.wait(done, PHASE_LIMIT)
     return 0
 
 
-def _run_phase(store: dist.Store, here: cases.Rank, phase: str, found: Mapping[str, cases.Case], limit: float) -> None:
+def _run_phase(store: dist.Store, here: cases.Rank, phase: str, found: Mapping[str, cases.Case]) -> None:
     dist.init_process_group(
-        "gloo", store=store, rank=here.rank, world_size=here.world, timeout=timedelta(seconds=limit)
+        "gloo", store=store, rank=here.rank, world_size=here.world, timeout=timedelta(seconds=LIMIT)
     )
     comm = default_comm()
     assert isinstance(comm, TorchComm) and (comm.rank, comm.size) == (here.rank, here.world)
-    comm.timeout = limit
+    comm.timeout = LIMIT
     results: dict[str, str | None] = {}
     for name, case in found.items():
         error = None

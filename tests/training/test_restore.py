@@ -539,7 +539,7 @@ def test_a_deferred_job_needs_the_size_of_its_shards_and_no_more(tmp_path: Path,
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout)

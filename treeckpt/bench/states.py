@@ -163,7 +163,7 @@ def _words(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def touch(state: State) -> int:
     """Looks at a byte of every page, so that nothing is left to be read later; gives their sum."""
-    return sum(int(data[::PAGE].sum()) for data in _words(_locals(state)))
+    return sum(int(data.numpy()[::PAGE].sum()) for data in _words(_locals(state)))
 
 
 def sum_bytes(state: State) -> int:

@@ -15,6 +15,7 @@ import msgspec
 from .. import api
 from ..core.dtypes import dtype_of
 from ..core.errors import CheckpointError, MismatchError
+from ..core.files import step_of
 from ..io.comm import as_comm
 from ..io.store import Store
 from ..leaves.lazy import Lazy
@@ -129,7 +130,8 @@ def convert(
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
         overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
-        step: of training, kept in a checkpoint of ours; by default what the source says.
+        step: of training, kept in a checkpoint of ours; by default that of the destination's name in a run, or what
+            the source says.
         comm: as in `save`.
 
     Raises:
@@ -139,43 +141,46 @@ def convert(
         CheckpointExists: there is something at the destination.
     """
     begin = time.perf_counter()
-    kind = detect(source)
     options = _options(destination, to, dtype, max_shard_size, memory, select, exclude, subtree, lossy)
-    addresses = Addresses()
-    contents = _chosen(open_source(source, kind, addresses, lambda at: named(at, options.exclude)), options, addresses)
-    held, plan = _PLANS[options.to](contents, options)
-    if not (dry_run or lossy):
-        refuse_losses(held.contents, options.to)
-    findings = held.contents.findings
-    names: tuple[str, ...] = ()
-    written = 0
-    if options.to == "treeckpt":
-        if not dry_run:
-            report = _save(held, destination, options, overwrite, step, comm)
-            names, written = report.files, report.nbytes
-    else:
-        output = plan()
-        names = tuple(file.name or Path(destination).name for file in output.files)
-        if not dry_run:
-            written = run_output(output, _local(destination), as_comm(comm), memory=options.memory, overwrite=overwrite)
+    kind, addresses = detect(source), Addresses()
+    with open_source(source, kind, addresses, lambda at: named(at, options.exclude)) as found:
+        contents = _chosen(found, options, addresses)
+        held, plan = _PLANS[options.to](contents, options)
+        if not (dry_run or lossy):
+            refuse_losses(held.contents, options.to)
+        if options.to == "treeckpt":
+            names, written = ((), 0) if dry_run else _save(held, destination, options, overwrite, step, comm)
         else:
-            check_free(_local(destination), output, overwrite=overwrite)
-    arrays = [leaf for _, leaf in held.contents.leaves if isinstance(leaf, Lazy)]
-    return ConvertReport(
-        contents.label,
-        os.fspath(destination),
-        kind,
-        options.to,
-        len(held.contents.leaves),
-        len(arrays),
-        sum(math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize for leaf in arrays),
-        names,
-        written,
-        tuple(f for f in findings if not f.lost),
-        tuple(f for f in findings if f.lost),
-        dry_run,
-        time.perf_counter() - begin,
-    )
+            names, written = _write(plan(), destination, options, overwrite, comm, dry_run=dry_run)
+    ways = contents.label, os.fspath(destination), kind, options.to
+    return _report(ways, held.contents, names, written, dry_run, time.perf_counter() - begin)
+
+
+def _write(
+    output: Output, destination: AnyPath, options: _Options, overwrite: bool, comm: Any, *, dry_run: bool
+) -> tuple[tuple[str, ...], int]:
+    """The names of the files of a format that is not ours, and the bytes that this rank wrote."""
+    place, written = _local(destination), 0
+    if dry_run:
+        check_free(place, output, overwrite=overwrite)
+    else:
+        written = run_output(output, place, as_comm(comm), memory=options.memory, overwrite=overwrite)
+    return tuple(file.name or Path(destination).name for file in output.files), written
+
+
+def _report(
+    ways: tuple[str, str, str, str],
+    contents: Contents,
+    names: tuple[str, ...],
+    written: int,
+    dry_run: bool,
+    seconds: float,
+) -> ConvertReport:
+    arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, Lazy)]
+    nbytes = sum(math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize for leaf in arrays)
+    notes, losses = (tuple(f for f in contents.findings if f.lost == lost) for lost in (False, True))
+    counts = len(contents.leaves), len(arrays), nbytes
+    return ConvertReport(*ways, *counts, names, written, notes, losses, dry_run, seconds)
 
 
 def _options(
@@ -275,17 +280,22 @@ _PLANS: dict[str, Callable[[Contents, _Options], _Plan]] = {
 }
 
 
-def _save(held: Held, destination: AnyPath, options: _Options, overwrite: bool, step: int | None, comm: Any) -> Any:
+def _save(
+    held: Held, destination: AnyPath, options: _Options, overwrite: bool, step: int | None, comm: Any
+) -> tuple[tuple[str, ...], int]:
+    """The names of the files of a checkpoint of ours, and the bytes that this rank wrote."""
     contents = held.contents
-    return api.save(
+    said = step_of(os.fspath(destination).rstrip("/").rpartition("/")[2])
+    report = api.save(
         destination,
         tree_of(contents),
-        step=contents.step if step is None else step,
+        step=step if step is not None else contents.step if said is None else said,
         comm=comm,
         custom_metadata=contents.metadata,
         overwrite=overwrite,
         max_shard_bytes=options.max_shard_size,
     )
+    return report.files, report.nbytes
 
 
 def to_safetensors(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:

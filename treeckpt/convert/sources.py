@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..core.errors import CheckpointError, CheckpointNotFound, FormatError
+from ..core.errors import CheckpointNotFound, FormatError
 from ..core.index import INDEX_NAME
 from ..core.shard import parse_shard_name
 from ..io.store import Store, open_store
@@ -59,7 +62,8 @@ def _of_file(path: Path) -> str:
     if paddle.METADATA.fullmatch(path.name):
         return "paddle"
     head = file_window(path)
-    first = head.read(0, min(head.size, 9)).tobytes()
+    with contextlib.closing(head.store):
+        first = head.read(0, min(head.size, 9)).tobytes()
     if first[:4] == b"PK\3\4":
         return "torch"
     if first[8:] == b"{":
@@ -73,8 +77,11 @@ def _of_file(path: Path) -> str:
     )
 
 
-def open_source(path: str | os.PathLike[str] | Store, kind: str, addresses: Addresses, exclude: Any) -> Contents:
-    """The contents of a checkpoint, with its arrays left in the files.
+@contextlib.contextmanager
+def open_source(
+    path: str | os.PathLike[str] | Store, kind: str, addresses: Addresses, exclude: Any
+) -> Iterator[Contents]:
+    """The contents of a checkpoint, with its arrays left in the files, which are closed at the end.
 
     Args:
         exclude: whether a path is to be left out anyhow: objects there that cannot be read are no error.
@@ -84,10 +91,19 @@ def open_source(path: str | os.PathLike[str] | Store, kind: str, addresses: Addr
         TreeError: a leaf that only its own code could make.
     """
     refused: list[Refused] = []
-    contents = _read(path, kind, addresses, refused)
-    for one in refused:
-        if not exclude(one.path):
-            raise refusal(one, contents.label)
+    window = file_window(path) if isinstance(path, (str, os.PathLike)) and Path(path).is_file() else None
+    store = window.store if window else open_store(path) if kind == "treeckpt" else open_foreign(path)
+    with contextlib.closing(store):
+        read = partial(_of_window, window) if window else partial(_of_directory, store)
+        contents = read(kind, f"{path}", addresses, refused)
+        for one in refused:
+            if not exclude(one.path):
+                raise refusal(one, contents.label)
+        yield _all_lazy(contents)
+
+
+def _all_lazy(contents: Contents) -> Contents:
+    """The same with arrays that are in memory as those are that are not."""
     made: dict[int, Lazy] = {}
 
     def lazy(at: str, leaf: Any) -> Any:
@@ -98,29 +114,26 @@ def open_source(path: str | os.PathLike[str] | Store, kind: str, addresses: Addr
     return map_leaves(contents, lazy)
 
 
-def _read(path: Any, kind: str, addresses: Addresses, refused: list[Refused]) -> Contents:
-    if kind == "treeckpt":
-        return read_native(open_store(path), addresses, refused)
-    window = file_window(path) if isinstance(path, (str, os.PathLike)) and Path(path).is_file() else None
+def _of_window(window: Window, kind: str, label: str, addresses: Addresses, refused: list[Refused]) -> Contents:
     if kind == "torch":
-        window = window or _no_file(path, "torch.save")
         return contents_of(read_torch(window, addresses, refused), window.label)
-    if kind == "paddle" and window is not None:
+    if kind == "paddle":
         return contents_of(paddle.read_paddle(window.store, addresses, name=window.name), window.label)
-    if kind == "safetensors":
-        read = safetensors.read_safetensors(window, addresses) if window else None
-        arrays, metadata = read or safetensors.read_sharded(open_foreign(path), addresses)
-        known = {key: value for key, value in metadata.items() if key != "format"}
-        return contents_of(dict(arrays), str(path), metadata=known)
-    store = open_foreign(path)
+    return _named(*safetensors.read_safetensors(window, addresses), label)
+
+
+def _of_directory(store: Store, kind: str, label: str, addresses: Addresses, refused: list[Refused]) -> Contents:
+    if kind == "treeckpt":
+        return read_native(store, addresses, refused)
     if kind == "dcp":
         return contents_of(dcp.read_dcp(store, addresses, refused), store.url)
     if kind == "hfai":
         return contents_of(hfai.read_hfai(store, addresses, refused), store.url)
     if kind == "paddle":
         return contents_of(paddle.read_paddle(store, addresses), store.url)
-    raise CheckpointError(str(path), expected=f"one of {', '.join(SOURCES)}", found=kind)
+    return _named(*safetensors.read_sharded(store, addresses), label)
 
 
-def _no_file(path: Any, what: str) -> Window:
-    raise CheckpointNotFound(f"{path}", expected=f"a file of {what}", found="none", hint="Check the path")
+def _named(arrays: dict[str, Lazy], metadata: dict[str, str], label: str) -> Contents:
+    known = {key: value for key, value in metadata.items() if key != "format"}
+    return contents_of(dict(arrays), label, metadata=known)

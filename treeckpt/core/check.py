@@ -65,10 +65,10 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
                 _check_fit(index, path, ranks, record)
                 fits.add((record.spec, record.layout))
             _check_chunks(index, path, record, grids, manifest)
-        else:
+        elif type(record) is not ValueRecord or ranks is not None:
             _check_record(index, path, ranks, record, manifest)
-        if isinstance(record, AliasRecord):
-            _check_alias(index, path, groups, ranks, record)
+            if isinstance(record, AliasRecord):
+                _check_alias(index, path, groups, ranks, record)
 
 
 def _check_files(index: Index, name: str, manifest: bool) -> None:
@@ -158,10 +158,10 @@ def _check_fit(index: Index, path: str, ranks: Runs | None, record: ArrayRecord)
 
 def _check_chunks(index: Index, path: str, record: ArrayRecord, grids: dict[object, int], manifest: bool) -> None:
     chunks = record.chunks
-    if isinstance(chunks, WholeChunk):
+    if type(chunks) is WholeChunk:
         if not 0 <= chunks.rank < index.world or not 0 <= chunks.start < MAX_NBYTES:
             raise FormatError(path, expected="a chunk of a rank", found=f"{chunks!r:.80}")
-    elif isinstance(chunks, GridChunks):
+    elif type(chunks) is GridChunks:
         key = (record.spec, chunks.cuts, chunks.rank)
         cells = grids.get(key)
         if cells is None:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from .errors import FormatError
 from .outline import Outline
 from .records import Index
-from .structure import Node, PerRankNode, key_text, keys_of
+from .structure import KeyTexts, Node, PerRankNode
 
 __all__ = ["FlatNode", "flat_nodes"]
 
@@ -38,13 +38,15 @@ def flat_nodes(index: Index) -> Iterator[FlatNode]:
         raise FormatError("", expected="fewer than 2**63 bytes in all", found=f"{sums[-1]}")
     waiting: deque[tuple[Node, str, int]] = deque()
     following = 1
+    texts, kinds = KeyTexts(), dict[type, str]()
 
     def row(node: Node, key: str, path: str, first: int) -> FlatNode:
         nonlocal following
         child, children, leaves = following, len(node.children), outline.count(node)
         following += children
         waiting.append((node, path, first))
-        kind, cls = str(node.__struct_config__.tag), getattr(node, "cls", "")
+        kind = kinds.get(type(node)) or kinds.setdefault(type(node), str(node.__struct_config__.tag))
+        cls = "" if kind == "dict" else getattr(node, "cls", "")
         return key, kind, cls, child, children, first, leaves, sums[first + leaves] - sums[first]
 
     if index.structure is None:
@@ -53,13 +55,17 @@ def flat_nodes(index: Index) -> Iterator[FlatNode]:
     yield row(index.structure, "", "", 0)
     while waiting:
         node, path, first = waiting.popleft()
-        per_rank = isinstance(node, PerRankNode)
+        children = node.children
+        steps = ["~rank*"] * len(children) if isinstance(node, PerRankNode) else texts.of(node, path)
+        if children.count(None) == len(children):  # nearly all there is: spared the calls
+            yield from [(step, "leaf", "", 0, 0, at, 1, sizes[at]) for at, step in enumerate(steps, first)]
+            continue
         prefix = path + "/" if path else ""
-        for key, child in zip(keys_of(node, path), node.children, strict=True):
-            text = "~rank*" if per_rank else key_text(key, path)
-            if child is None:  # nearly all there is: spared a call
+        for text, child in zip(steps, children, strict=True):
+            if child is None:
                 yield text, "leaf", "", 0, 0, first, 1, sizes[first]
                 first += 1
             else:
-                yield row(child, text, prefix + text, first)
-                first += outline.count(child)
+                found = row(child, text, prefix + text, first)
+                first += found[6]
+                yield found

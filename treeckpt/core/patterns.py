@@ -3,7 +3,7 @@
 In a pattern `*` stands for any text and `$LAYER` (capitals) for a whole number, the same one wherever it stands again.
 In a new name the k-th `*` is what the k-th `*` of the pattern stood for, `$LAYER` the number, and `${LAYER + 4}` what
 comes of it: integers, names of numbers, `+ - * // %` and brackets. A pattern that ends before a `/` of a path means all
-that lies below, which then keeps its place there.
+that lies below, which then keeps its place there; the new name "" is the root.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def expand(template: str, binding: Binding) -> str:
             return str(bound[f"*{stars - 1}"])
         return str(_number(part[0].strip("${}"), template, bound))
 
-    return _PART.sub(put, template) + str(bound.get(_BELOW, ""))
+    name, below = _PART.sub(put, template), str(bound.get(_BELOW, ""))
+    return name + below if name else below.removeprefix("/")
 
 
 def _number(text: str, template: str, bound: Mapping[str, int | str]) -> int:

@@ -103,9 +103,12 @@ def regrow(structure: Structure, names: Iterable[tuple[str, str]], *, source_ran
         MismatchError: a leaf stands where others lie below.
     """
     nodes, root = _nodes(structure, source_rank), _Twig()
-    for now, before in names:
+    pairs = list(names)
+    for now, before in pairs:
         if not now:
-            return nodes.get(())
+            if len(pairs) > 1:
+                raise _both("")
+            return nodes.get(tuple(before.split("/")) if before else ())
         old = tuple(before.split("/")) if before else ()
         _add(root, tuple(now.split("/")), old, nodes, is_node=bool(old) and old in nodes)
     root.was = ()
@@ -118,12 +121,7 @@ def _add(root: _Twig, steps: Steps, old: Steps, nodes: dict[Steps, Node], *, is_
         last = depth == len(steps) - 1 and not is_node
         child = twig.children.get(step)
         if step in twig.children and (child is None or last):
-            raise MismatchError(
-                "/".join(steps[: depth + 1]),
-                expected="a leaf, or leaves below it",
-                found="both",
-                hint="Give one of them another name",
-            )
+            raise _both("/".join(steps[: depth + 1]))
         if last:
             twig.children[step] = None
             return
@@ -132,6 +130,12 @@ def _add(root: _Twig, steps: Steps, old: Steps, nodes: dict[Steps, Node], *, is_
         if child.was is None:
             child.was = _origin(steps, old, depth + 1, nodes)
         twig = child
+
+
+def _both(path: str) -> MismatchError:
+    return MismatchError(
+        path, expected="a leaf, or leaves below it", found="both", hint="Give one of them another name"
+    )
 
 
 def _origin(steps: Steps, old: Steps, depth: int, nodes: dict[Steps, Node]) -> Steps | None:

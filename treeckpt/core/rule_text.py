@@ -11,7 +11,8 @@ joins. `a^T -> b` transposes, `permute="[1,0]"` permutes (`[]` reverses), `dtype
 `w_0, w_1, w_2`; on the left a `$E` or `*` that is not on the right stands for all the numbers there are, in order.
 `$LAYER_ID_OFFSET` is a number that is one less on the right. The fused ones split or join, by the number of names:
 `fused_qkv` with queries, keys and values of one group after the other, `fused_qkv_old` and `fused_ffn` with all of them
-once for each of `shards`. Their axis is 1 by default; all others have to say it.
+once for each of `shards`. Their axis is 1 by default; all others have to say it. An option that a statement has no use
+for is an error.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class _Statement:
         if not arrow or "->" in right:
             raise self.fault("one `->`", "none" if not arrow else "several")
         self.options: dict[str, str] = {}
+        self.used: set[str] = set()
         self.left = self._names(left, prefix)
         self.right = self._names(right, prefix)
         if not self.left or not self.right:
@@ -70,9 +72,24 @@ class _Statement:
         word = "$LAYER_ID_OFFSET"
         self.right = [name.replace(word, "${LAYER_ID_OFFSET - 1}") for name in self.right]
 
+    def has(self, *flags: str) -> bool:
+        """Whether one of these is said."""
+        self.used.update(flags)
+        return not self.options.keys().isdisjoint(flags)
+
+    def option(self, *keys: str) -> str | None:
+        """An option, by any of its names."""
+        self.used.update(keys)
+        return next((self.options[key] for key in keys if key in self.options), None)
+
+    def check_used(self) -> None:
+        """Refuses options that change nothing: somebody meant something by them."""
+        for key in self.options.keys() - self.used:
+            raise self.fault("options that go with such a statement", key)
+
     def number(self, key: str, default: int | None = None) -> int:
         """An option that is a number."""
-        text = self.options.get(key)
+        text = self.option(key)
         if text is None and default is not None:
             return default
         if text is None or not re.fullmatch(r"-?[0-9]+", text):
@@ -109,13 +126,16 @@ def parse(text: str, *, prefix: str = "", carried: bool = False) -> tuple[Rule, 
         FormatError: a statement that says something else.
     """
     lines = (line.partition("#")[0] for line in text.splitlines())
-    statements = [one.strip() for line in lines for one in line.split(";") if one.strip()]
-    rules = [rule for one in statements for rule in _rules_of(_Statement(one, prefix))]
+    rules: list[Rule] = []
+    for text in (one.strip() for line in lines for one in line.split(";") if one.strip()):
+        one = _Statement(text, prefix)
+        rules += _rules_of(one)
+        one.check_used()
     return (Carried(tuple(rules)),) if carried and rules else tuple(rules)
 
 
 def _rules_of(one: _Statement) -> list[Rule]:
-    optional = "optional" in one.options
+    optional = one.has("optional")
     if one.right == ["_"]:
         return [Drop(name, optional=optional) for name in one.left]
     if one.left == ["_"]:
@@ -126,7 +146,7 @@ def _rules_of(one: _Statement) -> list[Rule]:
     left = [one.left[0].replace("*", "$EACH")] if stars else one.left
     before = _changes(one, left, optional)
     many = len(left) > 1 or stars or (len(one.right) == 1 and bool(_own(left[0], one.right[0])))
-    if any(flag in one.options for flag in ("fused_qkv", "fused_qkv_old", "fused_ffn")):
+    if one.has("fused_qkv", "fused_qkv_old", "fused_ffn"):
         return [*before, _fused(one, left, one.right, optional)]
     if many and len(one.right) > 1:
         raise one.fault("one name on the left or on the right", f"{len(left)} and {len(one.right)}")
@@ -148,23 +168,24 @@ def _changes(one: _Statement, left: Sequence[str], optional: bool) -> list[Rule]
     found: list[Rule] = [
         Permute(n, optional=optional) for n, turned in zip(left, one.transposed, strict=True) if turned
     ]
-    order = one.options.get("permute", one.options.get("transpose"))
+    order = one.option("permute", "transpose")
     if order is not None:
         found += [Permute(name, one.order(order), optional=optional) for name in left]
-    dtype = one.options.get("dtype", one.options.get("dst_dtype"))
+    dtype = one.option("dtype", "dst_dtype")
     if dtype is not None:
-        found += [Cast(name, dtype, one.options.get("src_dtype"), optional=optional) for name in left]
+        before = one.option("src_dtype")
+        found += [Cast(name, dtype, before, optional=optional) for name in left]
     return found
 
 
 def _fused(one: _Statement, left: Sequence[str], right: Sequence[str], optional: bool) -> Rule:
     axis, shards = one.number("axis", 1), one.number("shards", 1)
-    parts = 2 if "fused_ffn" in one.options else 3
+    parts = 2 if one.has("fused_ffn") else 3
     sizes: tuple[int, ...] | None = None
     groups = shards
     if parts == 3:
         heads, shared = one.number("num_heads"), one.number("num_key_value_groups")
-        groups = shards if "fused_qkv_old" in one.options else shared
+        groups = shards if one.has("fused_qkv_old") else shared
         if min(heads, shared, groups) < 1 or heads % groups or shared % groups:
             raise one.fault(f"heads that {groups} groups can share", f"{heads} and {shared}")
         sizes = (heads // groups, shared // groups, shared // groups)

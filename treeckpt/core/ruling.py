@@ -239,8 +239,15 @@ class State:
         """Puts a leaf under a name.
 
         Raises:
-            MismatchError: something stands there.
+            MismatchError: something stands there, or the name is none.
         """
+        if path and "" in path.split("/"):
+            raise MismatchError(
+                chain_of(item, path),
+                expected="a new name without empty steps",
+                found=path,
+                hint="Write no / at its ends and none twice; ~s is the key of no letters",
+            )
         if path in self.items:
             raise MismatchError(
                 path,

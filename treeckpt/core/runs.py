@@ -130,7 +130,8 @@ def check_runs(
     if len(runs) == 1 and len(runs[0]) == 3:  # nearly all columns of an index are one such run
         start, step, count = runs[0]
         last = start + step * (count - 1)
-        if 2 <= count <= MAX_LENGTH and length in (count, None) and low <= min(start, last) <= max(start, last) < high:
+        fits = length is None or length == count
+        if fits and 2 <= count <= MAX_LENGTH and low <= start < high and low <= last < high:
             return
     for run in runs:
         counts = run[2::2]

@@ -87,6 +87,20 @@ class Shaping(BaseRule, frozen=True):
         return None
 
 
+class OfOne(Shaping, frozen=True):
+    """A rule that takes one array at a time; what it makes of it has the same name, unless it says another."""
+
+    source: str
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.source,)
+
+
 def _refuse(expected: str, found: str, hint: str = "") -> MismatchError:
     """An error whose path is told by whoever applies the rule."""
     return MismatchError("", expected=expected, found=found, hint=hint)
@@ -116,7 +130,7 @@ def _check_alike(given: Sequence[Array], axis: int | None) -> None:
             raise _refuse(f"arrays of one shape{besides}, as {given[0].spec.shape}", f"{array.spec.shape}")
 
 
-class Split(Shaping, frozen=True, tag="split"):
+class Split(OfOne, frozen=True, tag="split"):
     """One array becomes several, along an axis.
 
     Args:
@@ -130,15 +144,10 @@ class Split(Shaping, frozen=True, tag="split"):
             values, a group after the other, has `sizes=(4, 1, 1), groups=8`.
     """
 
-    source: str
     into: tuple[str, ...]
     axis: int = 0
     sizes: tuple[int, ...] | None = None
     groups: int = 1
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.source,)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -222,16 +231,11 @@ class Concat(Shaping, frozen=True, tag="concat"):
         return (Split(made[0], tuple(name for name, _ in given), axis, sizes, self.groups),)
 
 
-class Permute(Shaping, frozen=True, tag="permute"):
+class Permute(OfOne, frozen=True, tag="permute"):
     """An array with its dimensions in another order; without `axes` in the reverse one, so a matrix is transposed."""
 
-    source: str
     axes: tuple[int, ...] | None = None
     target: str | None = None
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.source,)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -259,24 +263,15 @@ _WIDER = {
 }
 
 
-class Cast(Shaping, frozen=True, tag="cast"):
+class Cast(OfOne, frozen=True, tag="cast"):
     """Arrays, or all below a node, in another dtype; values stay as they are.
 
     Args:
         of: only arrays of this dtype.
     """
 
-    source: str
     dtype: str
     of: str | None = None
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.source,)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.source,)
 
     def make(self, given: Sequence[Array]) -> list[Array]:
         [array] = given
@@ -292,18 +287,13 @@ class Cast(Shaping, frozen=True, tag="cast"):
         return (Cast(made[0], before),) if before in _WIDER.get(self.dtype, ()) else None
 
 
-class Slice(Shaping, frozen=True, tag="slice"):
+class Slice(OfOne, frozen=True, tag="slice"):
     """A stretch of an array along an axis, as of a slice of Python."""
 
-    source: str
     start: int | None = None
     stop: int | None = None
     axis: int = 0
     target: str | None = None
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.source,)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -347,16 +337,11 @@ class Stack(Shaping, frozen=True, tag="stack"):
         return (Unstack(made[0], tuple(name for name, _ in given), self.axis),)
 
 
-class Unstack(Shaping, frozen=True, tag="unstack"):
+class Unstack(OfOne, frozen=True, tag="unstack"):
     """An array becomes one for each element along an axis: `Unstack("layers.w", "layers.$L.w")`, counted from 0."""
 
-    source: str
     into: str | tuple[str, ...]
     axis: int = 0
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.source,)
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ __all__ = [
     "DefaultDictNode",
     "DequeNode",
     "DictNode",
+    "KeyTexts",
     "ListNode",
     "NamedTupleNode",
     "Node",
@@ -158,6 +159,8 @@ Structure = Node | None
 TABLE_KEYS = ("ids", "offsets", "slots", "scalars")
 """The keys of a table's children."""
 _Mapping = DictNode | OrderedDictNode | DefaultDictNode
+_FEW = 16
+"""Keys of a node that may well be repeated."""
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
@@ -241,9 +244,34 @@ def keys_of(node: Node, path: str) -> Sequence[object]:
     return range(len(node.children))
 
 
+class KeyTexts:
+    """The steps to a node's children as text, remembered: nodes of a few kinds repeat by the hundred thousand."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, list[str]] = {}
+
+    def of(self, node: Node, path: str) -> list[str]:
+        """The text of each key.
+
+        Raises:
+            TreeError, FormatError: a key of a kind that cannot be stored.
+        """
+        if type(node) is not DictNode:
+            return [key_text(key, path) for key in keys_of(node, path)]
+        # 1, 1.0 and True are the same to a dict and not the same text; a text is never the same as another kind
+        alike = len(node.keys) <= _FEW and set(map(type, node.keys)) == {str}
+        found = self._known.get(node.keys) if alike else None
+        if found is None:
+            found = [key_text(key, path) for key in keys_of(node, path)]
+            if alike:
+                self._known[node.keys] = found
+        return found
+
+
 def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
     """Each leaf's path, in order; under a `PerRank`, with the ranks it stands for and `~rank*` in place of the rank."""
     found: list[tuple[str, Runs | None]] = []
+    texts = KeyTexts()
 
     def walk(node: Structure, path: str, ranks: Runs | None, depth: int) -> None:
         if node is None:
@@ -259,16 +287,16 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
                 check_runs(group, path=path, low=0)
                 walk(child, prefix + "~rank*", group, depth + 1)
             return
-        keys = keys_of(node, path)
+        steps, children = texts.of(node, path), node.children
         if isinstance(node, TableNode):
             _check_table(node, path)
-        if len(keys) != len(node.children):
-            raise FormatError(path, expected=f"{len(keys)} children", found=f"{len(node.children)}")
-        for key, child in zip(keys, node.children, strict=True):
-            if child is None and depth < MAX_DEPTH:  # nearly all there is: spared a call
-                found.append((prefix + key_text(key, path), ranks))
-            else:
-                walk(child, prefix + key_text(key, path), ranks, depth + 1)
+        if len(steps) != len(children):
+            raise FormatError(path, expected=f"{len(steps)} children", found=f"{len(children)}")
+        if children.count(None) == len(children):  # nearly all there is: spared the calls
+            found.extend([(prefix + step, ranks) for step in steps])
+            return
+        for step, child in zip(steps, children, strict=True):
+            walk(child, prefix + step, ranks, depth + 1)
 
     walk(structure, "", None, 0)
     return found

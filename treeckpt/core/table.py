@@ -1,9 +1,9 @@
-"""Keyed tables: rows by 64-bit id, as dynamic embeddings have them. Which bucket is an id in, and in which order?
+"""Keyed tables: rows by 64-bit id, as dynamic embeddings have them. What of one is in a tree?
 
 A partition function maps an id to one of so many buckets; each owner of a part of the table holds a range of them.
-Rows are saved in the order of (bucket, id as unsigned), so that what any owner holds is a range of rows, and an array
-`offsets` says with which row each bucket begins. Where the rows lie in the memory of the program that saves them, and
-in which slots of a hash table they end up after loading, is never stored.
+Rows are saved in the order of `core.buckets`, and an array `offsets` says with which row each bucket begins. Where the
+rows lie in the memory of the program that saves them, and in which slots of a hash table they end up after loading, is
+never stored.
 
 A `KeyedTable` is a container of its arrays: in a tree with the table at `emb` they have the paths `emb/ids`,
 `emb/offsets`, `emb/slots/embedding`, ... Flattening one gives a `Column` for each.
@@ -15,36 +15,16 @@ A `KeyedTable` is a container of its arrays: in a tree with the table at `emb` t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
-import msgspec
 import numpy as np
 
-from .errors import LayoutError, TreeError
+from .buckets import BUCKETS, Keep, check_partition, share_of
+from .errors import LayoutError
 from .spec import TableSpec
 
-__all__ = [
-    "BUCKETS",
-    "Arranged",
-    "BoundTable",
-    "Column",
-    "HashTable",
-    "KeyedTable",
-    "TableView",
-    "arrange",
-    "buckets_of",
-    "columns_of",
-    "restored",
-    "share_of",
-]
-
-BUCKETS = 65_536
-"""How many buckets a table has, unless told otherwise."""
-MAX_BUCKETS = 1 << 24
-PART = 1 << 17
-"""Ids that are looked at at a time."""
-Keep = Literal["first", "last"]
+__all__ = ["BoundTable", "Column", "HashTable", "KeyedTable", "TableView", "columns_of", "restored"]
 
 
 class HashTable(Protocol):
@@ -57,176 +37,6 @@ class HashTable(Protocol):
     def import_(self, ids: Any, slots: Mapping[str, Any]) -> None:
         """Replaces all rows by these."""
         ...
-
-
-# ids and buckets ---------------------------------------------------------------------------------------------------
-
-
-def _u64_mod(ids: np.ndarray, buckets: int) -> np.ndarray:
-    if buckets & (buckets - 1) == 0:
-        return ids & np.uint64(buckets - 1)
-    return ids % np.uint64(buckets)
-
-
-def _splitmix64_mod(ids: np.ndarray, buckets: int) -> np.ndarray:
-    """Of mixed bits (Vigna's splitmix64): for ids whose low bits say little."""
-    with np.errstate(over="ignore"):
-        mixed = ids + np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return _u64_mod(mixed ^ (mixed >> np.uint64(31)), buckets)
-
-
-_FUNCTIONS = {"u64_mod": _u64_mod, "splitmix64_mod": _splitmix64_mod}
-
-
-def check_partition(spec: TableSpec) -> None:
-    """Refuses a partition that this version cannot compute.
-
-    Raises:
-        LayoutError: no such function, or no such number of buckets.
-    """
-    if spec.function not in _FUNCTIONS or spec.version != 1:
-        raise LayoutError(
-            "partition", expected=f"one of {', '.join(_FUNCTIONS)}", found=f"{spec.function}, version {spec.version}"
-        )
-    if not 0 < spec.buckets <= MAX_BUCKETS:
-        raise LayoutError("buckets", expected=f"1 to {MAX_BUCKETS}", found=f"{spec.buckets}")
-
-
-def buckets_of(ids: np.ndarray, spec: TableSpec) -> np.ndarray:
-    """The bucket of each id, uint64[N]; `ids` int64[N]."""
-    return _FUNCTIONS[spec.function](ids.view(np.uint64), spec.buckets)
-
-
-def share_of(rank: int, world: int, buckets: int = BUCKETS) -> tuple[int, int]:
-    """The buckets `start:stop` of one of `world` owners: equal shares, what is left over to the first ones."""
-    if not 0 <= rank < world:
-        raise LayoutError("owned", expected=f"a rank of a world of {world}", found=f"{rank}")
-    each, more = divmod(buckets, world)
-    start = rank * each + min(rank, more)
-    return start, start + each + (rank < more)
-
-
-class Arranged(msgspec.Struct, frozen=True):
-    """Rows in the order in which they are saved."""
-
-    ids: np.ndarray
-    """int64[N], in that order."""
-    order: np.ndarray | None
-    """Where each row stands in the table's own arrays, int64[N]; None if it stands where it is."""
-    starts: np.ndarray
-    """The first row of each bucket, and the number of rows, int64[buckets + 1]."""
-
-
-def arrange(ids: np.ndarray, spec: TableSpec, keep: Keep | None = None, path: str = "ids") -> Arranged:
-    """Puts ids in the order of (bucket, unsigned id).
-
-    Args:
-        ids: int64[N].
-        keep: which of several rows with one id stays.
-
-    Raises:
-        TreeError: an id has several rows, and `keep` does not say what to do.
-    """
-    power = spec.buckets.bit_length() - 1
-    if spec.function == "u64_mod" and spec.buckets == 1 << power:
-        order, starts = _order_by_bits(ids.view(np.uint64), power)
-    else:
-        buckets = buckets_of(ids, spec)
-        order = np.argsort(ids.view(np.uint64), kind="stable")
-        # a stable sort of 16-bit numbers is a radix sort
-        small = np.uint16 if spec.buckets <= 1 << 16 else np.uint32
-        order = order[np.argsort(buckets[order].astype(small), kind="stable")]
-        starts = _starts(buckets, spec.buckets)
-    taken = ids if order is None else ids.take(order, mode="clip")
-    if order is not None and any((part[1:] == part[:-1]).any() for part in _parts(taken)):
-        order = order[_distinct(taken, keep, path)]
-        taken = ids[order]
-        starts = _starts(buckets_of(taken, spec), spec.buckets)
-    return Arranged(taken, order, starts)
-
-
-def _starts(buckets: np.ndarray, count: int) -> np.ndarray:
-    sizes = np.bincount(buckets.view(np.int64), minlength=count)
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-
-
-def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Stretches that stay in a cache while they are looked at, each with the first element of the next."""
-    for low in range(0, len(array), PART):
-        yield array[low : low + PART + 1]
-
-
-def _order_by_bits(ids: np.ndarray, power: int) -> tuple[np.ndarray | None, np.ndarray]:
-    """The order of (low `power` bits, the other bits), stable, and the first row of each bucket.
-
-    A key, the low bits put first, and a position in one number can be sorted as such, in a third of the time that an
-    order takes. Where both do not fit, the last bits of the keys are left out, and the few that are alike without them
-    put in order afterwards. The order is None for ids that are in it.
-    """
-    width = max(power, int(ids.max(initial=0)).bit_length())
-    bits = max(1, (len(ids) - 1).bit_length())
-    left_out = max(0, width + bits - 64)
-    borders = np.arange(1 << power, dtype=np.uint64) << np.uint64(min(63, width - power - left_out + bits))
-    packed, rising = np.empty(len(ids), np.uint64), True
-    for low in range(0, len(ids), PART):
-        keys = _keys(ids[low : low + PART + 1], power, width)
-        rising = rising and bool((keys[1:] > keys[:-1]).all())
-        keys = keys[:PART]
-        keys >>= np.uint64(left_out)
-        keys <<= np.uint64(bits)
-        keys |= np.arange(low, low + len(keys), dtype=np.uint64)
-        packed[low : low + PART] = keys
-    if not rising:
-        packed.sort()
-    starts = np.append(np.searchsorted(packed, borders), len(ids))
-    if rising:
-        return None, starts
-    at = _alike(packed, bits) if left_out else np.empty(0, np.int64)
-    if len(at) > len(ids) // 32:
-        return np.argsort(_keys(ids, power, width), kind="stable"), starts
-    packed &= np.uint64((1 << bits) - 1)
-    order = packed.view(np.int64)
-    some = order[at]
-    order[at] = some[np.argsort(_keys(ids[some], power, width), kind="stable")]
-    return order, starts
-
-
-def _keys(ids: np.ndarray, power: int, width: int) -> np.ndarray:
-    """Ids of `width` bits with the low `power` of them put first."""
-    keys = ids & np.uint64((1 << power) - 1)
-    keys <<= np.uint64(min(width - power, 63))
-    keys |= ids >> np.uint64(power)
-    return keys
-
-
-def _alike(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Where sorted numbers are the same but for the last bits, neighbours of both sides."""
-    same: list[np.ndarray] = [np.empty(0, np.int64)]
-    for n, part in enumerate(_parts(packed)):
-        same.append(np.flatnonzero((part[1:] ^ part[:-1]) >> np.uint64(bits) == 0) + n * PART)
-    first = np.concatenate(same)
-    return np.union1d(first, first + 1)
-
-
-def _distinct(taken: np.ndarray, keep: Keep | None, path: str) -> np.ndarray:
-    """Which of rows in order, those of one id in the order in which they were given, are to stay."""
-    same = taken[1:] == taken[:-1]
-    if keep is None:
-        repeated = np.unique(taken[1:][same])
-        more = ", ..." if len(repeated) > 5 else ""
-        raise TreeError(
-            path,
-            expected="each id once",
-            found=f"{len(repeated)} ids more than once: {', '.join(map(str, repeated[:5].tolist()))}{more}",
-            hint="Pass keep='first' or keep='last' to KeyedTable",
-        )
-    one = np.ones(1, bool)
-    return np.concatenate([one, ~same]) if keep == "first" else np.concatenate([~same, one])
-
-
-# the table as a node of a tree ---------------------------------------------------------------------------------------
 
 
 class KeyedTable:
@@ -338,12 +148,12 @@ class BoundTable:
 class TableView:
     """One look at a table: what its columns have in common, as the order of the rows, is found out once."""
 
-    __slots__ = ("arranged", "rows", "table")
+    __slots__ = ("held", "rows", "table")
 
     def __init__(self, table: KeyedTable) -> None:
         self.table = table
-        self.arranged: Any = None
-        """`Arranged`, once it is to be saved."""
+        self.held: Any = None
+        """Its rows and their order, once it is to be saved."""
         self.rows: Any = None
         """Which rows of a checkpoint are wanted, once that is known."""
 

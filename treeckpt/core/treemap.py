@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from .chunks import BoxChunks, GridChunks, WholeChunk
+from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
 from .dtypes import dtype_of
-from .extents import chunk_count
 from .outline import Outline, Row, leaf_nbytes
-from .records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays
-from .runs import decode_runs
+from .records import ArrayRecord, Index, Leaf, PerRankArrays
+from .runs import Runs, decode_runs
+from .spec import ArraySpec
 
 __all__ = ["Box", "By", "part_of", "treemap_of"]
 
@@ -102,8 +102,10 @@ def _shares(index: Index, by: By) -> tuple[list[str], np.ndarray, np.ndarray, np
         return _by_writer(index, by)
     numbers: dict[str, int] = {}
     rows: list[tuple[int, int, int]] = []
+    whole = [math.prod(spec.shape) * dtype_of(spec.dtype).itemsize for spec in index.specs]
     for leaf in index.entries:
-        nbytes = leaf_nbytes(leaf)
+        record = leaf.record
+        nbytes = whole[record.spec] if type(record) is ArrayRecord else leaf_nbytes(leaf)
         if nbytes and leaf.spec is not None:
             name = leaf.spec.dtype if by == "dtype" else part_of(leaf.path)
             rows.append((numbers.setdefault(name, len(numbers)), leaf.number, nbytes))
@@ -113,18 +115,29 @@ def _shares(index: Index, by: By) -> tuple[list[str], np.ndarray, np.ndarray, np
 
 def _by_writer(index: Index, by: By) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
     files = index.file_list
-    if sum(map(chunk_count, index.entries)) > MAX_CHUNKS:
-        sizes = np.array([file.nbytes for file in files], np.int64)
-        ranks = np.array([file.rank for file in files], np.int64)
-        group = ranks if by == "rank" else np.arange(len(files))
-        return _names(index, by), group, np.full(len(files), -1), sizes
-    parts = [_pieces(leaf) for leaf in index.entries if leaf.spec is not None]
-    columns = [np.concatenate(column) for column in zip(*(p for p in parts if p is not None), strict=True)]
-    if not columns:
+    parts: list[_Pieces] = []
+    known: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+    chunks = 0
+    for entry in index.entries:
+        found = _pieces(entry, known)
+        if found is None:
+            continue
+        parts.append(found)
+        chunks += len(found.rank)
+        if chunks > MAX_CHUNKS:
+            sizes = np.array([file.nbytes for file in files], np.int64)
+            ranks = np.array([file.rank for file in files], np.int64)
+            group = ranks if by == "rank" else np.arange(len(files))
+            return _names(index, by), group, np.full(len(files), -1), sizes
+    if not parts:
         none = np.empty(0, np.int64)
         return [], none, none, none
-    leaf, rank, start, nbytes = columns
-    group = rank if by == "rank" else _files(index, rank, start)
+    leaf = np.repeat([part.leaf for part in parts], [len(part.rank) for part in parts])
+    rank, nbytes = np.concatenate([part.rank for part in parts]), np.concatenate([part.nbytes for part in parts])
+    if by == "rank":
+        group = rank
+    else:
+        group = _files(index, rank, np.concatenate([decode_runs(part.start) for part in parts]))
     keys, where = np.unique(np.stack([group, leaf]), axis=1, return_inverse=True)
     return _names(index, by), keys[0], keys[1], np.bincount(where.reshape(-1), nbytes).astype(np.int64)
 
@@ -135,26 +148,42 @@ def _names(index: Index, by: By) -> list[str]:
     return [f"file {number}" for number in range(len(index.file_list))]
 
 
-def _pieces(leaf: Leaf) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """(the leaf's number, writing rank, start in its stream, bytes) of each of its chunks."""
+class _Pieces(NamedTuple):
+    """A leaf's chunks."""
+
+    leaf: int
+    rank: np.ndarray
+    start: Runs
+    """In each rank's stream."""
+    nbytes: np.ndarray
+
+
+def _pieces(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]]) -> _Pieces | None:
+    """The chunks of a leaf that has any. Most leaves are cut as another is, which is `known` then."""
     record, spec = leaf.record, leaf.spec
-    assert spec is not None, "asked only for arrays"
+    if isinstance(record, PerRankArrays) and spec is not None:
+        ranks = decode_runs(leaf.ranks or ())
+        nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+        return _Pieces(leaf.number, ranks, record.start, np.full(len(ranks), nbytes, np.int64))
+    if not isinstance(record, ArrayRecord) or spec is None or isinstance(record.chunks, NoChunks):
+        return None
+    chunks = record.chunks
+    if isinstance(chunks, BoxChunks):
+        return _Pieces(leaf.number, *_cut(spec, chunks))
+    key = record.spec, chunks.rank, chunks.cuts if isinstance(chunks, GridChunks) else ()
+    if key not in known:
+        ranks, _, sizes = _cut(spec, chunks)
+        known[key] = ranks, sizes
+    start = ((chunks.start,),) if isinstance(chunks, WholeChunk) else chunks.start
+    return _Pieces(leaf.number, known[key][0], start, known[key][1])
+
+
+def _cut(spec: ArraySpec, chunks: WholeChunk | GridChunks | BoxChunks) -> tuple[np.ndarray, Runs, np.ndarray]:
+    """(rank, start, bytes) of each chunk."""
     itemsize = dtype_of(spec.dtype).itemsize
-    whole = math.prod(spec.shape) * itemsize
-    if isinstance(record, PerRankArrays):
-        ranks, starts = decode_runs(leaf.ranks or ()), decode_runs(record.start)
-        sizes = np.full(len(ranks), whole, np.int64)
-    elif isinstance(record, AliasRecord) or not isinstance(record, ArrayRecord):
-        return None
-    elif isinstance(record.chunks, WholeChunk):
-        ranks, starts = np.array([record.chunks.rank]), np.array([record.chunks.start])
-        sizes = np.array([whole])
-    elif isinstance(record.chunks, (GridChunks, BoxChunks)):
-        ranks, starts = decode_runs(record.chunks.rank), decode_runs(record.chunks.start)
-        sizes = _sizes(record.chunks) * itemsize
-    else:
-        return None
-    return np.full(len(ranks), leaf.number), ranks, starts, sizes
+    if isinstance(chunks, WholeChunk):
+        return np.array([chunks.rank]), ((chunks.start,),), np.array([math.prod(spec.shape) * itemsize])
+    return decode_runs(chunks.rank), chunks.start, _sizes(chunks) * itemsize
 
 
 def _sizes(chunks: GridChunks | BoxChunks) -> np.ndarray:

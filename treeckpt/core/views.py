@@ -63,6 +63,11 @@ class View(msgspec.Struct, frozen=True, dict=True):
             return self.index.entries
         return [self.by_path[path][0] for path, _ in paths_of(self.structure)]
 
+    @cached_property
+    def specs(self) -> dict[str, ArraySpec | None]:
+        """What each leaf is, by path; None for values."""
+        return {path: found[0].spec for path, found in self.by_path.items()}
+
     def is_kept(self, path: str) -> bool:
         """Whether a rule says that what is wanted there stays as it is."""
         return self.ruled is not None and self.ruled.is_kept(path)

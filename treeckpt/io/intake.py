@@ -9,8 +9,9 @@ or shared with other ranks of the host (`io.relay`).
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -217,18 +218,23 @@ def _in_parallel(job: Callable[[Reading], None], readings: Sequence[Reading], th
         for reading in readings:
             job(reading)
         return
-    with ThreadPoolExecutor(threads, "treeckpt-read") as pool:
-        pending: set[Future[None]] = set()
+    rest, lock, failed = iter(readings), threading.Lock(), threading.Event()
+
+    def work() -> None:
         try:
-            for reading in readings:
-                if len(pending) >= threads * 2:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-                pending.add(pool.submit(job, reading))
-            for future in pending:
-                future.result()
+            while not failed.is_set():
+                with lock:
+                    reading = next(rest, None)
+                if reading is None:
+                    return
+                job(reading)
         except BaseException:
-            for future in pending:
-                future.cancel()
+            failed.set()
             raise
+
+    with ThreadPoolExecutor(threads, "treeckpt-read") as pool:
+        try:
+            for future in [pool.submit(work) for _ in range(threads)]:
+                future.result()
+        finally:
+            failed.set()

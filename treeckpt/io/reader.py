@@ -57,7 +57,10 @@ def _irregular(path: Path, found: str) -> CorruptError:
 
 
 class LocalReader:
-    """One open file."""
+    """One open file; closed when it is dropped, if not before: stores are often read and forgotten."""
+
+    _fd: int = -1
+    _direct: int | None = None
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,7 +68,6 @@ class LocalReader:
         if hasattr(os, "posix_fadvise"):
             # ranges are read as they are wanted: what lies behind one is not
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
-        self._direct: int | None = None
         self._lock = threading.Lock()
 
     def read_into(self, offset: int, out: memoryview, *, shared: bool = False) -> None:
@@ -155,3 +157,6 @@ class LocalReader:
             if fd is not None and fd >= 0:
                 with contextlib.suppress(OSError):
                     os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()

@@ -40,6 +40,8 @@ class Opened(msgspec.Struct, frozen=True):
     hashes: tuple[int, ...]
     block: int
     index: Index
+    header: bytes = b""
+    """As it is in the file, where it was to be kept."""
 
 
 def read_header(
@@ -53,6 +55,11 @@ def read_header(
     Raises:
         CorruptError, FormatError: naming the file.
     """
+    data = _header_data(store, name, file_size)
+    return len(data), decode_header(data, f"{store.url}/{name}", entries=entries)
+
+
+def _header_data(store: Store, name: str, file_size: int | None) -> bytearray:
     label = f"{store.url}/{name}"
     prefix = bytearray(8)
     store.read_into(name, 0, memoryview(prefix))
@@ -61,15 +68,18 @@ def read_header(
         raise CorruptError(label, expected=f"a header of {size} bytes", found=f"a file of {actual}")
     data = bytearray(size)
     store.read_into(name, 0, memoryview(data))
-    return size, decode_header(data, label, entries=entries)
+    return data
 
 
-def open_shard(store: Store, index: Index, file: File, size: int | None, *, whole: bool = True) -> Opened:
+def open_shard(
+    store: Store, index: Index, file: File, size: int | None, *, whole: bool = True, keep: bool = False
+) -> Opened:
     """Reads a shard's header and checks that it is the file that the index means.
 
     Args:
         size: the file's, in bytes; None where it is missing.
         whole: refuses a file that was cut short or has grown, even where its header is intact.
+        keep: keeps the header, for who wants its entries too.
 
     Raises:
         CorruptError: missing, cut short, grown, or of another save or rank; names the leaves and the bytes.
@@ -88,7 +98,8 @@ def open_shard(store: Store, index: Index, file: File, size: int | None, *, whol
             hint=_RESTORE,
         )
     try:
-        length, header = read_header(store, file.name, entries=False, file_size=size)
+        data = _header_data(store, file.name, size)
+        header = decode_header(data, f"{store.url}/{file.name}", entries=False)
     except CheckpointError as error:
         raise type(error)(
             _named(store, index, file, 0, file.header),
@@ -97,7 +108,7 @@ def open_shard(store: Store, index: Index, file: File, size: int | None, *, whol
             hint=error.hint or _RESTORE,
         ) from error
     blocks = block_count(file.nbytes, header.block)
-    found = (header.save_id, header.rank, header.part, header.stream, length, len(header.hashes))
+    found = (header.save_id, header.rank, header.part, header.stream, len(data), len(header.hashes))
     wanted = (index.save_id, file.rank, file.part, file.stream, file.header, blocks)
     if found != wanted:
         raise CorruptError(
@@ -107,7 +118,7 @@ def open_shard(store: Store, index: Index, file: File, size: int | None, *, whol
             + f", in bytes 0:{file.header} of the file",
             hint="The file belongs to another save; restore the right one from a copy",
         )
-    return Opened(file, header.hashes, header.block, index)
+    return Opened(file, header.hashes, header.block, index, bytes(data) if keep else b"")
 
 
 def _check_blocks(store: Store, opened: Opened, start: int, data: memoryview) -> None:

@@ -11,7 +11,7 @@ from .buffers import aligned_buffer
 from .shards import Opened, matches, open_shard
 from .store import Store
 
-__all__ = ["survey_shard"]
+__all__ = ["open_for_survey", "survey_opened", "survey_shard"]
 
 STEP = 8 << 20
 """Bytes that are read at a time."""
@@ -26,19 +26,30 @@ def survey_shard(store: Store, index: Index, file: File, size: int | None) -> li
     Returns:
         What is bad, by where it starts; without a header that can be believed, that is all of the file.
     """
+    opened = open_for_survey(store, index, file, size)
+    return [opened] if isinstance(opened, BadBytes) else survey_opened(store, opened, size or 0)
+
+
+def open_for_survey(
+    store: Store, index: Index, file: File, size: int | None, *, keep: bool = False
+) -> Opened | BadBytes:
+    """A shard, or all of its bytes as bad ones where its header cannot be believed; see `open_shard`."""
     whole = file.header + file.nbytes
     if size is None:
-        return [BadBytes(file.name, 0, whole, "the file is missing")]
+        return BadBytes(file.name, 0, whole, "the file is missing")
     try:
-        opened = open_shard(store, index, file, size, whole=False)
+        return open_shard(store, index, file, size, whole=False, keep=keep)
     except CheckpointError as error:
-        return [
-            BadBytes(
-                file.name, 0, whole, f"no header as it was written: expected {error.expected}, found {error.found}"
-            )
-        ]
+        why = f"no header as it was written: expected {error.expected}, found {error.found}"
     except OSError as error:
-        return [BadBytes(file.name, 0, whole, f"the header cannot be read: {error}")]
+        why = f"the header cannot be read: {error}"
+    return BadBytes(file.name, 0, whole, why)
+
+
+def survey_opened(store: Store, opened: Opened, size: int) -> list[BadBytes]:
+    """What is bad of a shard with a header that is believed, by where it starts."""
+    file = opened.file
+    whole = file.header + file.nbytes
     found = list(_bad_blocks(store, opened, min(size, whole) - file.header))
     if size < whole:
         found.append(BadBytes(file.name, size, whole, f"the file ends at byte {size}"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -171,6 +172,7 @@ class Flat:
 
     def __init__(self, data: Any, start: int, shape: tuple[int, ...]) -> None:
         self.data, self.start, self.shape = data, start, shape
+        self._lock = threading.Lock()
 
     @property
     def window(self) -> Window | None:
@@ -182,18 +184,37 @@ class Flat:
         address = whole.address + self.start * step
         return Window(address, self.shape, c_strides(self.shape, step), whole.itemsize)
 
-    def _all(self) -> np.ndarray:
-        stop = self.start + math.prod(self.shape)
-        return self.data.read((slice(self.start, stop),)).reshape(self.shape)
+    def _span(self, box: Box) -> tuple[int, int]:
+        """The stretch of the 1-D array from the first element of a box to behind its last."""
+        steps = c_strides(self.shape, 1)
+        if any(side.stop <= side.start for side in box):
+            return self.start, self.start
+        first = sum(side.start * step for side, step in zip(box, steps, strict=True))
+        last = sum((side.stop - 1) * step for side, step in zip(box, steps, strict=True))
+        return self.start + first, self.start + last + 1
+
+    def _inside(self, span: np.ndarray, box: Box) -> np.ndarray:
+        """A box in the stretch that holds it, sharing its memory."""
+        shape = tuple(max(side.stop - side.start, 0) for side in box)
+        return np.lib.stride_tricks.as_strided(span, shape, c_strides(self.shape, span.strides[0]))
 
     def read(self, box: Box) -> np.ndarray:
-        return self._all()[box]
+        low, high = self._span(box)
+        return self._inside(self.data.read((slice(low, high),)), box)
 
     def write(self, box: Box, data: np.ndarray) -> None:
-        whole = self._all()
-        whole[box] = data
-        if not isinstance(self.data, (HostArray, HostMemory)):  # what was read is a copy: put it back
-            self.data.write((slice(self.start, self.start + whole.size),), whole.reshape(-1))
+        low, high = self._span(box)
+        where = (slice(low, high),)
+        if isinstance(self.data, (HostArray, HostMemory)):
+            self._inside(self.data.read(where), box)[...] = data
+            return
+        with self._lock:  # what lies between is put back as it was, and another thread may be writing there
+            if high - low == data.size:
+                self.data.write(where, data.reshape(-1))
+                return
+            span = np.array(self.data.read(where))
+            self._inside(span, box)[...] = data
+            self.data.write(where, span)
 
 
 Take = Callable[[int], memoryview]

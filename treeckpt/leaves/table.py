@@ -1,22 +1,26 @@
 """The columns of keyed tables: rows in the order in which they are saved, taken out of the program's own arrays.
 
-Ids are put in order once for all columns; each slot's rows are then gathered piece by piece while they are written, so
-that no second table is ever made. Arrays may be of any library that has an adapter.
+Ids are put in order once for all columns; rows are then gathered piece by piece while they are written, so that no
+second table is ever made. Arrays may be of any library that has an adapter.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from ..core.buckets import Arranged, Together, arrange, buckets_of
 from ..core.errors import TreeError
 from ..core.layout import BoxLayout
 from ..core.region import Region
 from ..core.spec import ArraySpec, TableSpec
-from ..core.table import Arranged, Column, arrange, buckets_of
+from ..core.table import Column
+from ..io.team import Team
 from .base import Box, HostArray, HostMemory, Piece, Readable, Source, Writable, raw_dtype
 
 __all__ = ["Picked", "check_order", "column_source", "placed", "read_ids"]
@@ -24,13 +28,30 @@ __all__ = ["Picked", "check_order", "column_source", "placed", "read_ids"]
 INT64 = "int64"
 AT_ONCE = 1 << 20
 """Rows that are looked at at a time where only a yes or no comes of it."""
+THREADS = 4
+"""That gather rows: each waits for memory most of the time, which has room for more."""
+SHARE = 1 << 20
+"""Bytes that a thread gathers at a time."""
+
+
+class Held(msgspec.Struct, frozen=True):
+    """The rows of a table that is saved."""
+
+    ids: np.ndarray
+    """In host memory, as they stand in the table, int64[N]."""
+    arranged: Arranged
+    together: Together
+
+    @property
+    def count(self) -> int:
+        return int(self.arranged.starts[-1])
 
 
 class _Gathered:
     """Rows of an array in host memory, in another order."""
 
-    def __init__(self, rows: np.ndarray, order: np.ndarray) -> None:
-        self._array, self._order = rows, order
+    def __init__(self, rows: np.ndarray, order: np.ndarray, together: Together) -> None:
+        self._array, self._order, self._together = rows, order, together
         # numpy copies a row as one element: several times faster than number by number
         self._rows = rows.reshape(len(rows), -1).view(f"V{rows[:1].nbytes}")[:, 0]
 
@@ -39,7 +60,10 @@ class _Gathered:
 
     def gather(self, rows: slice, target: np.ndarray) -> None:
         """Puts whole rows into memory, uint8[bytes of the rows]."""
-        np.take(self._rows, self._order[rows], out=target.view(self._rows.dtype), mode="clip")
+        wanted, made = self._order[rows], target.view(self._rows.dtype)
+        step = max(1, SHARE // self._rows.itemsize)
+        parts = [slice(low, low + step) for low in range(0, len(wanted), step)]
+        self._together([partial(np.take, self._rows, wanted[part], out=made[part], mode="clip") for part in parts])
 
 
 class _Indexed:
@@ -71,22 +95,23 @@ def column_source(
         return _plain(source_of(array, path, rank), array, path)
 
     table = column.view.table
-    arranged = column.view.arranged
-    if arranged is None:
-        arranged = column.view.arranged = _arranged(column, path, describe(table.ids))
+    held = column.view.held
+    if held is None:
+        held = column.view.held = _held(column, path, describe(table.ids))
     start, stop = table.owned
     if column.kind == "offsets":
-        offsets = arranged.starts[:-1] if own else arranged.starts[start:stop].copy()
+        starts = held.arranged.starts
+        offsets = starts[:-1] if own else starts[start:stop].copy()
         spec = ArraySpec((table.spec.buckets,), INT64, kind="numpy")
         layout = None if own else BoxLayout(((rank, Region((start,), (stop - start,))),))
         region = Region((0,), spec.shape) if own else Region((start,), (stop - start,))
         return Source(spec, layout, (Piece(region, HostArray(offsets)),)), None
-    source, rows = describe(column.array), len(arranged.ids)
+    source, rows = describe(column.array), held.count
     found = source.spec.shape[0] if source.spec.shape else None
     if found != describe(table.ids).spec.shape[0]:
         raise TreeError(path, expected="a row for each id", found=f"shape {source.spec.shape}")
     row = source.spec.shape[1:]
-    data = _in_order(column, arranged, source, source_of, path)
+    data = _in_order(column, held, source, source_of, path)
     piece = Piece(Region((0, *(0 for _ in row)), (rows, *row)), data)
     if own:
         return Source(msgspec.structs.replace(source.spec, shape=piece.region.shape), None, (piece,)), None
@@ -97,27 +122,26 @@ def column_source(
 
 def _plain(source: Source | None, array: Any, path: str) -> Source:
     if source is None or source.layout is not None:
-        kind = type(array).__name__
+        kind, no_array = type(array).__name__, "Make it a numpy array or a tensor, of a row for each id"
         raise TreeError(
             path,
             expected="a plain array of the rows that are here",
             found=kind if source is None else f"a distributed {kind}",
-            hint="Each owner gives its own rows; which those are, owned= says",
+            hint=no_array if source is None else "Each owner gives its own rows; which those are, owned= says",
         )
     return source
 
 
 def _in_order(
-    column: Column, arranged: Arranged, source: Source, source_of: Callable[[Any, str, int], Source | None], path: str
+    column: Column, held: Held, source: Source, source_of: Callable[[Any, str, int], Source | None], path: str
 ) -> Readable:
-    if column.kind == "ids":
-        return HostArray(arranged.ids.view(raw_dtype(8)))
-    data = source.pieces[0].data
-    if arranged.order is None:
+    data = HostArray(held.ids.view(raw_dtype(8))) if column.kind == "ids" else source.pieces[0].data
+    order = held.arranged.order
+    if order is None:
         return data
     if isinstance(data, (HostArray, HostMemory)) and data.array.flags.c_contiguous and data.array.nbytes:
-        return _Gathered(data.array, arranged.order)
-    return _Indexed(column.array, arranged.order, lambda part: source_of(part, path, 0))
+        return _Gathered(data.array, order, held.together)
+    return _Indexed(column.array, order, lambda part: source_of(part, path, 0))
 
 
 def read_ids(source: Source) -> np.ndarray:
@@ -126,22 +150,23 @@ def read_ids(source: Source) -> np.ndarray:
     return np.ascontiguousarray(data).view(np.int64)
 
 
-def _arranged(column: Column, path: str, source: Source) -> Arranged:
+def _held(column: Column, path: str, source: Source) -> Held:
     """Puts the ids of a column's table in order, and compares them with what the table says it owns."""
     table = column.view.table
     if source.spec.dtype != INT64 or len(source.spec.shape) != 1:
         raise TreeError(path, expected="ids of int64[N]", found=f"{source.spec.dtype} of shape {source.spec.shape}")
-    arranged = arrange(read_ids(source), table.spec, table.keep, path)
-    start, stop = table.owned
-    if arranged.starts[stop] - arranged.starts[start] != len(arranged.ids):
-        stray = np.concatenate([arranged.ids[: arranged.starts[start]], arranged.ids[arranged.starts[stop] :]])
+    ids, together = read_ids(source), Team(min(THREADS, os.cpu_count() or 1))
+    arranged = arrange(ids, table.spec, table.keep, path, together=together)
+    held, starts, (start, stop) = Held(ids, arranged, together), arranged.starts, table.owned
+    if starts[stop] - starts[start] != held.count:
+        stray = np.delete(arranged.of(ids), slice(starts[start], starts[stop]))
         raise TreeError(
             path,
             expected=f"ids of buckets {start}:{stop} of {table.spec.buckets}, as owned says",
             found=f"{len(stray)} of others, as {stray[0]} of bucket {buckets_of(stray[:1], table.spec)[0]}",
             hint="Deal ids to owners by their bucket, or pass owned= the range that is here",
         )
-    return arranged
+    return held
 
 
 def placed(sources: dict[str, Source], starts: dict[str, tuple[int, str]]) -> None:

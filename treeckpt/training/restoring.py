@@ -27,13 +27,14 @@ from .capture import live_of, ties_of
 from .fitting import check_entry, settle_ties
 from .modules import Entry, Modules, collect, materialise, on_meta, settle_shards
 from .names import Key, key_path, put_in
+from .opening import open_source
 from .optimizers import Live, Optimizers, survey
 from .parts import compare_extra, loads_of
 from .plans import OptimizerPlan, apply_optimizers, plan_optimizers
 from .report import RestoreReport
 from .rng import check_rng, set_rng
 from .schedules import from_groups
-from .sources import Options, Source, children_of, descend, open_source
+from .sources import Options, Source, children_of, descend
 from .values import is_same
 
 __all__ = ["restore"]
@@ -70,7 +71,7 @@ def restore(
     What was saved under one parallelism is restored into any other. All comparing is done before the first change.
 
     Args:
-        source: a path or store, or a tree as `state(..., buffers="per_rank")` gives it, with all that this rank holds.
+        source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
         model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
             or False is left alone; an `extra` that is not given comes back in the report. Modules on the meta device
             get memory for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.

@@ -1,4 +1,5 @@
 """Where does a restore take its state from? A checkpoint on a store, or a tree in memory, behind one set of questions.
+`opening` chooses; `banks` has several checkpoints as one.
 
 What is there, of which shape and dtype, is asked first; values and small parts are loaded as they were saved; arrays
 are filled in place, at the very end. A tree in memory gives only what this rank holds of it.
@@ -6,8 +7,8 @@ are filled in place, at the very end. A tree in memory gives only what this rank
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -19,7 +20,7 @@ from ..core.layout import Layout, MeshLayout, Replicate
 from ..core.records import AliasRecord, ArrayRecord, ValueRecord
 from ..core.rules import Carried, Drop, Rule
 from ..core.spec import ArraySpec
-from ..core.structure import Node, PerRankNode, Structure, any_rank, keys_of
+from ..core.structure import PerRankNode, Structure, any_rank, keys_of
 from ..core.tree import PerRank, flatten
 from ..core.views import MadeLeaf, View, plain_view, ruled_view
 from ..filling import Verify
@@ -41,7 +42,8 @@ __all__ = [
     "TreeSource",
     "children_of",
     "descend",
-    "open_source",
+    "fill_from",
+    "wanted_of",
 ]
 
 
@@ -55,6 +57,11 @@ class Options(msgspec.Struct, frozen=True):
     rules: tuple[Rule, ...] = ()
     select: tuple[str, ...] | None = None
     exclude: tuple[str, ...] | None = None
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """For loads of what is small."""
+        return {"verify": self.verify is not False, "allow_pickle": self.allow_pickle}
 
     def selects(self, path: str) -> bool:
         """Whether a path of the model is asked for."""
@@ -76,9 +83,13 @@ class Source(Protocol):
     world: int
     """Ranks that saved it."""
     step: int | None
-    structure: Structure
     ruled: tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
     """What rules dropped, and what they gave another name."""
+
+    @property
+    def structure(self) -> Structure:
+        """Of its tree."""
+        ...
 
     def is_left(self, path: str) -> bool:
         """Whether what is here at a path stays as it is."""
@@ -139,11 +150,18 @@ class CheckpointSource:
         self.view = self._view()
         left = [name for name in self.view.by_path if name.startswith("model/") and not options.selects(name)]
         if left:
-            self.rules = (*self.rules, Carried(tuple(Drop(name, optional=True) for name in left)))
-            self.view = self._view()
-        self.structure: Structure = self.view.structure
+            self.add(Carried(tuple(Drop(name, optional=True) for name in left)))
         ruled = self.view.ruled
         self.ruled = (ruled.dropped, self.view.renamed) if ruled is not None and options.rules else ((), ())
+
+    def add(self, *rules: Rule) -> None:
+        """Sees the checkpoint through further rules."""
+        self.rules = (*self.rules, *rules)
+        self.view = self._view()
+
+    @property
+    def structure(self) -> Structure:
+        return self.view.structure
 
     def _view(self) -> View:
         if not self.rules:
@@ -154,20 +172,25 @@ class CheckpointSource:
     def is_left(self, path: str) -> bool:
         return self.view.is_kept(path) or not self.options.selects(path)
 
-    @cached_property
+    @property
     def leaves(self) -> dict[str, ArraySpec | None]:
-        return {path: found[0].spec for path, found in self.view.by_path.items()}
+        return self.view.specs
 
     def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
         if len({identity_of(self.view.by_path[path][0]) for path in paths}) == 1:
             return True
-        spec = abstract_of(wanted, paths[0], global_rank(self.comm))
-        assert spec is not None, "only tensors are compared"
+        spec = wanted_of(wanted, paths[0], self.comm)
+        with self.opened() as job:
+            return are_equal((job, paths[0]), (job, paths[1]), spec)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Load]:
+        """A load by which its arrays are looked at."""
         options = LoadOptions(
             cast=self.options.cast, verify=self.options.verify, per_rank="take", rules=self.rules, strict=False
         )
         with api.opened(self.path) as store:
-            return are_equal(Load(store, self.comm, options), paths, spec)
+            yield Load(store, self.comm, options)
 
     def is_spread(self, path: str) -> bool:
         leaf = self.view.by_path[path][0]
@@ -190,23 +213,36 @@ class CheckpointSource:
 
     @property
     def _reading(self) -> dict[str, Any]:
-        verify = self.options.verify is not False
-        return {"verify": verify, "allow_pickle": self.options.allow_pickle, "transforms": self.rules}
+        return {**self.options.reading, "transforms": self.rules}
 
     def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
-        report = api.load_into(
-            self.path,
-            target,
-            transforms=self.rules,
-            strict=False,
-            cast=self.options.cast,
-            verify=self.options.verify,
-            per_rank="take" if take else "error",
-            allow_pickle=self.options.allow_pickle,
-            read=self.options.read,
-            comm=self.comm,
-        )
-        return Filled(report.loaded, report.nbytes, report.read_nbytes)
+        return fill_from(self.path, target, self.comm, self.options, take=take, rules=self.rules)
+
+
+def fill_from(
+    path: Any, target: dict[str, Any], comm: Comm, options: Options, *, take: bool, rules: Sequence[Rule] = ()
+) -> Filled:
+    """Fills what `target` has from a checkpoint, or a bank of several."""
+    report = api.load_into(
+        path,
+        target,
+        transforms=rules,
+        strict=False,
+        cast=options.cast,
+        verify=options.verify,
+        per_rank="take" if take else "error",
+        allow_pickle=options.allow_pickle,
+        read=options.read,
+        comm=comm,
+    )
+    return Filled(report.loaded, report.nbytes, report.read_nbytes)
+
+
+def wanted_of(tensor: Any, path: str, comm: Comm) -> ArraySpec:
+    """What a rank wants of a tensor."""
+    spec = abstract_of(tensor, path, global_rank(comm))
+    assert spec is not None, "only tensors are compared"
+    return spec
 
 
 def _is_spread(layout: Layout) -> bool:
@@ -273,27 +309,3 @@ class TreeSource:
             cast=self.options.cast,
         )  # fmt: skip
         return Filled(len(given), nbytes, 0)
-
-
-def open_source(given: Any, comm: Comm, options: Options) -> Source:
-    """The source of a path or store, or of a tree.
-
-    Raises:
-        MismatchError: its root is no training state.
-    """
-    is_tree = isinstance(given, Mapping)
-    if not is_tree and not isinstance(given, (str, os.PathLike)) and not hasattr(given, "sizes"):
-        raise MismatchError(
-            "", expected="a path, a store, or a tree as training.state gives it", found=f"{type(given).__name__}"
-        )
-    source: Any = TreeSource(given, comm, options) if is_tree else CheckpointSource(given, comm, options)
-    root: Node | None = source.structure
-    if "model" not in children_of(root):
-        keys = ", ".join(map(str, keys_of(root, ""))) if root is not None else "a single leaf"
-        raise MismatchError(
-            source.url,
-            expected="a training state, with `model` at its root",
-            found=keys[:200],
-            hint="Save treeckpt.training.state(model, optimizer), or load this with treeckpt.load",
-        )
-    return source

@@ -1,0 +1,58 @@
+"""Works that are done at the same time: all of them, once; an error is heard when nothing runs any more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from treeckpt.io.team import Team
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("count", [0, 1, 3, 40])
+def test_every_work_is_done_once(threads: int, count: int) -> None:
+    team, done = Team(threads), list[int]()
+    for _ in range(2):
+        team([lambda n=n: done.append(n) for n in range(count)])
+    assert sorted(done) == sorted([*range(count)] * 2)
+
+
+def test_works_run_at_the_same_time() -> None:
+    both = threading.Barrier(2, timeout=20)
+    Team(2)([both.wait, both.wait])
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_an_error_is_raised_when_nothing_runs_any_more_and_what_is_left_is_not_begun(here: bool) -> None:
+    both, running, begun = threading.Barrier(2, timeout=20), [True], list[int]()
+
+    def meet(act: Callable[[], None]) -> None:
+        both.wait()
+        act() if (threading.current_thread() is threading.main_thread()) == here else end()
+
+    def end() -> None:
+        time.sleep(0.1)
+        running.clear()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Team(2)([lambda: meet(fail), lambda: meet(fail), *(lambda n=n: begun.append(n) for n in range(9))])
+    assert not running and len(begun) < 9
+
+
+def test_its_threads_end_when_nobody_has_it_any_more() -> None:
+    before = threading.active_count()
+    team = Team(3)
+    team([lambda: time.sleep(0.05)] * 3)
+    assert threading.active_count() > before
+    del team
+    for _ in range(200):
+        if threading.active_count() <= before:
+            return
+        time.sleep(0.02)
+    raise AssertionError("threads stay")

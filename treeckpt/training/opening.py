@@ -1,0 +1,48 @@
+"""What is a restore given: a path, several checkpoints, or a tree?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..bank import as_bank
+from ..core.errors import MismatchError
+from ..core.structure import keys_of
+from ..io.comm import Comm
+from .banks import BankSource
+from .sources import CheckpointSource, Options, Source, TreeSource, children_of
+
+__all__ = ["open_source"]
+
+
+def open_source(given: Any, comm: Comm, options: Options) -> Source:
+    """The source of a path or store, of several, or of a tree.
+
+    Raises:
+        MismatchError: its root is no training state.
+    """
+    bank = as_bank(given)
+    source: Any
+    if isinstance(given, Mapping):
+        source = TreeSource(given, comm, options)
+    elif bank is not None:
+        source = BankSource(bank, comm, options)
+    elif isinstance(given, (str, os.PathLike)) or hasattr(given, "sizes"):
+        source = CheckpointSource(given, comm, options)
+    else:
+        raise MismatchError(
+            "",
+            expected="a path, a store, a bank of them, or a tree as training.state gives it",
+            found=f"{type(given).__name__}",
+        )
+    root = source.structure
+    if "model" not in children_of(root):
+        keys = ", ".join(map(str, keys_of(root, ""))) if root is not None else "a single leaf"
+        raise MismatchError(
+            source.url,
+            expected="a training state, with `model` at its root",
+            found=keys[:200],
+            hint="Save treeckpt.training.state(model, optimizer), or load this with treeckpt.load",
+        )
+    return source
