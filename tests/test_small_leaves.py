@@ -16,7 +16,7 @@ from torch.nn import Buffer, Parameter
 import treeckpt as tc
 from tests.world import on_ranks
 from treeckpt import filling
-from treeckpt.leaves import common, describe
+from treeckpt.leaves import common, describe, torch_memory
 from treeckpt.leaves import torch as torch_leaves
 from treeckpt.leaves.base import HostArray, HostMemory, Source
 
@@ -55,7 +55,8 @@ def test_a_common_tensor_is_described_as_any_other(tensor: torch.Tensor) -> None
         torch_leaves.abstract(tensor, "x", 0),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_leaves, "is_common", lambda leaf: False)
+        for module in (torch_leaves, torch_memory):
+            patch.setattr(module, "is_common", lambda leaf: False)
         long = (
             torch_leaves.source(tensor, "x", 0),
             torch_leaves.target(tensor, "x", 0),
@@ -212,7 +213,8 @@ def test_nothing_changed_leaves_every_container_and_leaf_in_place(tmp_path: Path
 def test_a_small_array_known_by_address_has_the_digest_of_its_elements(tensor: torch.Tensor) -> None:
     found = describe.content_digests(describe.bring({"x": tensor}, rank=0), every=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_leaves, "is_common", lambda leaf: False)
+        for module in (torch_leaves, torch_memory):
+            patch.setattr(module, "is_common", lambda leaf: False)
         brought = describe.bring({"x": tensor}, rank=0)
         assert not isinstance(brought.sources["x"].pieces[0].data, HostMemory)
         assert found == describe.content_digests(brought, every=False)

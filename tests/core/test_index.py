@@ -275,6 +275,7 @@ HOSTILE = {
     "layout of giant mesh": field("layouts", 0, 1, value=[[1 << 60], GIANT]),
     "layout of other count": field("layouts", 0, 1, value=[[3], [[0, 1, 2]]]),
     "layout of negative mesh": field("layouts", 0, 1, value=[[-2], [[0, 1, 2]]]),
+    "layout of too many names": field("layouts", 0, 1, value=[[2], [[0, 1, 2]], ["a", "b"]]),
     "layout of rank outside": field("layouts", 0, 1, value=[[2], [[1, 1, 2]]]),
     "layout of no such dim": field("layouts", 0, 2, value=[["s", 9]]),
     "layout of negative dim": field("layouts", 0, 2, value=[["s", -1]]),

@@ -56,8 +56,8 @@ def test_a_training_that_is_killed_twice_ends_as_if_it_never_was(tmp_path: Path)
     with started(tmp_path / "calm", tmp_path / "calm out", 20) as process:
         output_of(process)
     kills = ("--kill", "1:10", "--kill", "0:15")
-    with started(tmp_path / "rough", tmp_path / "rough out", 20, *kills, restarts=8) as process:
-        output = output_of(process, limit=300)  # gloo may use several attempts up
+    with started(tmp_path / "rough", tmp_path / "rough out", 20, *kills, restarts=16) as process:
+        output = output_of(process, limit=400)  # gloo may use many attempts up before it connects all ranks
     starts = [int(line.rpartition(" ")[2]) for line in output.splitlines() if " attempt " in line]
     assert len(starts) >= 3 * WORLD and len(set(starts)) == 3, output
     assert sorted(starts)[:2] == [0, 0] and sorted(starts)[-1] in (12, 15)

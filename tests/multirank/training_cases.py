@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import treeckpt as tc
+from treeckpt.core.layout import MeshLayout
 
 from .layouts import bits, mesh_of
 from .registry import Rank, case
@@ -80,6 +81,8 @@ def fsdp_on_tensor_parallel_is_saved(here: Rank) -> None:
     path = here.directory / "fsdp tp state"
     tc.save(path, state)
     _same_state(oracle_of(tc.load(path, state)), oracle)
+    names = {layout.mesh.names for layout in tc.inspect(path).layouts if isinstance(layout, MeshLayout)}
+    assert names == {("a", "b"), ("replicas", "a"), ()}, "the index names mesh dimensions; () is of plain replicas"
 
 
 @case("four")

@@ -184,6 +184,86 @@ def _refuses(act: Callable[[], object], *words: str) -> None:
 
 
 @case("two train")
+def a_model_that_has_just_been_evaluated_is_saved_and_restored(here: Rank) -> None:
+    """FSDP2 leaves the root's parameters whole after a forward."""
+    jobs = [arrange("fsdp", 2, seed=seed) for seed in (0, 4)]
+    train(jobs[0], 0, 1)
+    for job in jobs:
+        with torch.no_grad():
+            job.model(torch.ones(1, 10, dtype=torch.float64))
+    path = here.directory / "evaluated"
+    tc.save(path, training.state(*jobs[0].given, rng=False))
+    training.restore(path, *jobs[1].given, rng=False)
+    expected, found = (whole_state(job) for job in jobs)
+    assert set(found) == set(expected) and all(bits(found[name]) == bits(expected[name]) for name in expected)
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps sums of the squares of rows and columns, plain on every rank, whatever its parameters are laid out as."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in self.param_groups[0]["params"]:
+            grad = parameter.grad.full_tensor() if isinstance(parameter, DTensor) else parameter.grad
+            state, dims = self.state[parameter], range(grad.ndim)
+            for d in dims:
+                state.setdefault(f"sums {d}", torch.zeros_like(grad.sum([o for o in dims if o != d])))
+                state[f"sums {d}"].add_(grad.square().sum([o for o in dims if o != d]))
+            step = grad / (1 + state["sums 0"].sum().sqrt()) * self.param_groups[0]["lr"]
+            parameter.sub_(distribute(step, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else step)  # fmt: skip  # noqa: E501
+
+
+@case("four train")
+def factored_moments_stay_whole_beside_parameters_in_shards(here: Rank) -> None:
+    def job(name: str, seed: int) -> Job:
+        made = arrange(name, 4, seed=seed)
+        return dataclasses.replace(made, optimizer=Factored(made.model.parameters()), scheduler=None)
+
+    def go_on(one: Job) -> list[float]:
+        return [_step(one, number) for number in (2, 3)]
+
+    first = job("fsdp", 0)
+    _step(first, 0)
+    tc.save(here.directory / "factored", training.state(*first.given, rng=False))
+    again, plain = job("fsdp", 5), job("plain", 6)
+    for one in (again, plain):
+        training.restore(here.directory / "factored", *one.given, rng=False)
+        for p, q in zip(first.model.parameters(), one.model.parameters(), strict=True):
+            found, expected = one.optimizer.state[q], first.optimizer.state[p]
+            assert found.keys() == expected.keys() and all(type(t) is torch.Tensor for t in found.values())
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert go_on(again) == go_on(first)
+
+
+def _step(job: Job, number: int) -> float:
+    job.optimizer.zero_grad()
+    x = torch.randn(4, 10, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    loss = job.model(x).square().mean()
+    loss.backward()
+    job.optimizer.step()
+    return loss.item()
+
+
+@case("two train")
+def a_moment_of_a_rank_s_part_alone_is_named(here: Rank) -> None:
+    """Ranks would be taken for replicas, as the shapes are the same and it is too large to be compared."""
+    model = nn.Linear(256, 256, bias=False)
+    fully_shard(model, mesh=mesh_of(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = torch.full((128, 256), float(here.rank))
+    optimizer.state[model.weight] = {"local": local}
+    _refuses(lambda: training.state(model, optimizer), "optimizer/weight/local", "a plain one of shape (128, 256)")
+    weight = model.weight
+    optimizer.state[weight] = {"local": DTensor.from_local(local, weight.device_mesh, weight.placements)}
+    tc.save(here.directory / "parts", training.state(model, optimizer, rng=False))
+    found = tc.load(here.directory / "parts", select="optimizer")["optimizer"]["weight"]["local"]
+    assert found.shape == (256, 256) and found[:, 0].tolist() == [0] * 128 + [1] * 128
+
+
+@case("two train")
 def own_state_follows_the_policy_when_the_world_changed(here: Rank) -> None:
     path = here.directory / "job ddp"
 

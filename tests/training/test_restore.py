@@ -326,6 +326,10 @@ def test_parts_of_one_model_are_a_list(tmp_path: Path) -> None:
     training.restore(tmp_path / "c", fresh, again)
     assert same_tensors(fresh.state_dict(), whole.state_dict())
     assert torch.equal(again.state[fresh.first.bias]["exp_avg"], optimizers[0].state[whole.first.bias]["exp_avg"])
+    two = [net(), net()]
+    optimizer = torch.optim.Adam([parameter for one in two for parameter in one.parameters()])
+    with pytest.raises(tc.TreeError, match="expected one value for each name, found two"):
+        training.restore(tmp_path / "c", two, optimizer)
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
@@ -562,3 +566,27 @@ def test_casting_is_asked_for(tmp_path: Path) -> None:
         training.restore(tmp_path / "c", model)
     training.restore(tmp_path / "c", model, cast=True)
     assert torch.equal(model.first.weight.float(), tc.load(tmp_path / "c")["model"]["first.weight"])
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "tree"])
+def test_a_fresh_optimizer_has_moments_of_the_dtype_that_its_parameters_were_cast_to(
+    tmp_path: Path, source: str
+) -> None:
+    model = net().double()
+    optimizer = torch.optim.Adam(model.parameters())
+    _step_of(model, optimizer, torch.float64)
+    tree = training.state(model, optimizer, rng=False, buffers="per_rank")
+    tc.save(tmp_path / "c", tree)
+    fresh = net(1).bfloat16()
+    again = torch.optim.Adam(fresh.parameters())
+    training.restore(tree if source == "tree" else tmp_path / "c", fresh, again, rng=False, cast=True)
+    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(again.state[q]["exp_avg"], optimizer.state[p]["exp_avg"].bfloat16())
+        assert again.state[q]["exp_avg_sq"].dtype == torch.bfloat16 and again.state[q]["step"].dtype == torch.float32
+    _step_of(fresh, again, torch.bfloat16)
+
+
+def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter, dtype=dtype)
+    optimizer.step()

@@ -105,6 +105,8 @@ def _check_layout(layout: Layout, world: int, name: str) -> None:
     mesh = layout.mesh
     if not mesh.shape or len(mesh.shape) > MAX_NDIM or min(mesh.shape) < 1:
         raise FormatError(name, expected="a mesh", found=f"shape {mesh.shape!r:.80}")
+    if mesh.names and len(mesh.names) != len(mesh.shape):
+        raise FormatError(name, expected=f"{len(mesh.shape)} names of mesh dimensions", found=f"{mesh.names!r:.80}")
     check_runs(mesh.ranks, length=math.prod(mesh.shape), path=name, low=0, high=world)
     for placement in layout.placements:
         if isinstance(placement, StridedShard) and placement.factor > max(world, 1 << 16):

@@ -81,6 +81,9 @@ class BankSource:
         with first.opened() as one, second.opened() as other:
             return are_equal((one, paths[0]), (other, paths[1]), wanted_of(wanted, paths[0], self.comm))
 
+    def is_spread(self, path: str) -> bool:
+        return self._giver[path].is_spread(path)
+
     def value(self, path: str) -> Any:
         return self._giver[path].value(path)
 

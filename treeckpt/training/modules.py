@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..core.errors import TreeError
 from ..leaves.dtensor import is_dtensor
-from .names import Key, key_path, strip_hops
+from .names import Key, key_path, nested, strip_hops
 
 __all__ = ["Entry", "Modules", "collect", "materialise", "named", "on_meta", "settle_shards", "speakers"]
 
@@ -78,19 +78,21 @@ def collect(model: Modules) -> list[Entry]:
     """Everything that a model's state dict holds; parameters and buffers are the live objects.
 
     Raises:
-        TreeError: flat parameters, whose names are lost.
+        TreeError: flat parameters, whose names are lost; two parts with one name.
     """
     entries: list[Entry] = []
     for prefix, module in named(model, nn.Module, "model"):
         entries += _collect_one(module, prefix)
+    nested((entry.key, None) for entry in entries)  # finds two with one name
     return entries
 
 
 def _collect_one(root: nn.Module, prefix: Key) -> Iterator[Entry]:
+    found = root.state_dict(keep_vars=True)  # first: FSDP2 shards parameters again that a forward has left whole
     hops, modules = _scan(root)
     speaks, ours = speakers(root), [*root.parameters(), *root.buffers()]
     identities = set(map(id, ours))
-    for raw, value in root.state_dict(keep_vars=True).items():
+    for raw, value in found.items():
         name = strip_hops(raw, hops)
         parent, _, last = name.rpartition(".")
         module = modules.get(parent, root)

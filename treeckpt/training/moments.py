@@ -27,12 +27,16 @@ __all__ = ["Place", "build_state", "expected_moments"]
 
 
 class Place(msgspec.Struct, frozen=True):
-    """What decides whether a moment that is a single number goes to the host or to the parameter's device."""
+    """What a moment's parameter was like, and is: that decides where the moment goes, and of which dtype it is."""
 
-    was_on_device: bool | None
+    was_on_device: bool | None = None
     """Whether the parameter was on a device when it was saved; None if that is not known."""
-    counts_on_device: bool
+    counts_on_device: bool = False
     """Whether the optimizer counts steps on the device (capturable and fused ones do)."""
+    was_spread: bool = False
+    """Whether the parameter was distributed when it was saved."""
+    dtypes: tuple[str, str] = ("", "")
+    """Of the parameter, as it was saved and as it is: a moment that had its dtype has it again."""
 
     def on_host(self, name: str, spec: ArraySpec) -> bool:
         """As it was beside its parameter; where both were on the host, as torch's optimizers make it."""
@@ -51,6 +55,7 @@ def build_state(
     path: str,
     leaves: Mapping[str, ArraySpec | None],
     value: Callable[[str], Any],
+    is_spread: Callable[[str], bool],
     place: Place,
 ) -> dict[Any, Any]:
     """The state of one parameter, to be filled: what is there stays, what is not is made.
@@ -61,6 +66,7 @@ def build_state(
         path: where the state was saved.
         leaves: what was saved, by path.
         value: gives what was saved at a path, if that is no array.
+        is_spread: whether what was saved at a path was distributed.
         place: what decides where numbers go.
     """
     found: dict[Any, Any] = {}
@@ -69,7 +75,12 @@ def build_state(
         if child is None and isinstance(here.get(key), Tensor) and leaves[paths[0]] is not None:
             found[key] = here[key]
         else:
-            made = (_leaf(parameter, str(key), spec, place) if (spec := leaves[p]) else value(p) for p in paths)
+            made = (
+                _leaf(parameter, str(key), spec, place, whole=place.was_spread and not is_spread(p))
+                if (spec := leaves[p])
+                else value(p)
+                for p in paths
+            )
             found[key] = unflatten(child, made, resolve=resolve)
     return found
 
@@ -78,13 +89,22 @@ def _join(path: str, below: str) -> str:
     return f"{path}/{below}" if below else path
 
 
-def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: Place) -> Any:
+def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: Place, *, whole: bool) -> Any:
+    """A moment to be filled.
+
+    Args:
+        whole: every rank had all of it, though not of its parameter.
+    """
     if spec.kind == "numpy":
         return np.empty(spec.shape, spec.dtype)
     dtype = torch_dtype(spec.dtype)
     if not spec.shape and (name == "step" or parameter.ndim):
         # a number beside the moments: every rank has all of it
         return torch.empty((), dtype=dtype, device="cpu" if place.on_host(name, spec) else parameter.device)
+    if spec.dtype == place.dtypes[0]:
+        dtype = torch_dtype(place.dtypes[1])
+    if whole:
+        return torch.empty(spec.shape, dtype=dtype, device=parameter.device)
     if spec.shape == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return parameter.detach().new_empty(spec.shape, dtype=dtype)  # of a DTensor, laid out as torch's optimizers do

@@ -91,6 +91,16 @@ def _check(live: Live) -> None:
                 found=f"state of a tensor of shape {tuple(key.shape)} that is in none",
                 hint="Remove it from optimizer.state, or add the parameter to a group",
             )
+    for key, parameter in live.parameters.items():
+        for name, moment in live.stateful.state.get(parameter, {}).items():
+            if _is_local_part(moment, parameter):
+                raise TreeError(
+                    key_path(("optimizer", *live.prefix, *key, str(name))),
+                    expected=f"a distributed tensor, as its parameter is, or one of shape {tuple(parameter.shape)}",
+                    found=f"a plain one of shape {tuple(moment.shape)}, which is that of this rank's part",
+                    hint="Ranks that hold different parts would be taken for replicas: have the optimizer keep "
+                    "DTensor.from_local(moment, parameter.device_mesh, parameter.placements)",
+                )
     if is_lbfgs(live.stateful) and any(is_dtensor(parameter) for parameter in live.parameters.values()):
         raise TreeError(
             "optimizer",
@@ -98,6 +108,13 @@ def _check(live: Live) -> None:
             found="distributed ones, of which it joins the local parts",
             hint="No other layout can take this state up; train LBFGS with plain parameters",
         )
+
+
+def _is_local_part(moment: object, parameter: Any) -> bool:
+    """Whether a plain tensor stands beside the local part of a parameter, not beside all of it."""
+    if not is_dtensor(parameter) or not isinstance(moment, Tensor) or is_dtensor(moment) or moment.numel() < 2:
+        return False
+    return moment.shape == parameter._local_tensor.shape != parameter.shape
 
 
 def is_lbfgs(optimizer: object) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core.errors import MismatchError
 from ..core.structure import Structure, key_text, paths_of
+from ..leaves.common import dtype_name
 from .groups import Group, Labels, labels_by_member, match_groups
 from .moments import Place, build_state, expected_moments
 from .names import Key, get_in, key_path, parse_key
@@ -43,7 +44,8 @@ class OptimizerPlan(msgspec.Struct):
     """What each live group takes."""
     saved: dict[Key, tuple[str, Structure]]
     """By live parameter: the path and the structure of its saved state."""
-    was_on_device: dict[Key, bool | None]
+    places: dict[Key, Place]
+    """By live parameter: how it was saved."""
     shared: dict[Any, Any]
     """State that belongs to no parameter."""
     moments: dict[Key, dict[Any, Any]] = {}
@@ -56,10 +58,18 @@ class OptimizerPlan(msgspec.Struct):
         for key, (path, structure) in self.saved.items():
             parameter = self.live.parameters[key]
             group = flags.get(key, {})
-            place = Place(self.was_on_device[key], bool(group.get("capturable") or group.get("fused")))
+            counts = bool(group.get("capturable") or group.get("fused"))
+            place = msgspec.structs.replace(self.places[key], counts_on_device=counts)
             here = self.live.stateful.state.get(parameter, {})
             built = build_state(
-                parameter, structure, here, path=path, leaves=source.leaves, value=source.value, place=place
+                parameter,
+                structure,
+                here,
+                path=path,
+                leaves=source.leaves,
+                value=source.value,
+                is_spread=source.is_spread,
+                place=place,
             )
             self.moments[key] = found[parse_key(path)[1:]] = built
         return found
@@ -173,12 +183,18 @@ class _Matcher:
         structure = self.saved_keys[name]
         self.used.update(_leaves_below(path, structure))
         plan.saved[key] = (path, structure)
-        spec = self.source.leaves.get(f"model/{name}")
-        plan.was_on_device[key] = None if spec is None else spec.device is not None
+        plan.places[key] = self._place_of(f"model/{name}", parameter)
         saved = set(children_of(structure))
         wanted = here if here or not saved else self._expected(plan, key, parameter)
         lacking = sorted((moment for moment in wanted if moment not in saved), key=str)
         self.differences.missing += [f"{path}/{key_text(moment)}" for moment in lacking]
+
+    def _place_of(self, path: str, parameter: Tensor) -> Place:
+        spec = self.source.leaves.get(path)
+        if spec is None:
+            return Place()
+        dtypes = spec.dtype, dtype_name(parameter.dtype)
+        return Place(spec.device is not None, was_spread=self.source.is_spread(path), dtypes=dtypes)
 
     def _expected(self, plan: OptimizerPlan, key: Key, parameter: Tensor) -> frozenset[Any]:
         for group, found in zip(plan.live.groups, plan.values, strict=True):

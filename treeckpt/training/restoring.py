@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from ..bank import globs_of
 from ..core.errors import MismatchError
@@ -22,10 +21,10 @@ from ..core.tree import PerRank
 from ..filling import Verify
 from ..io.comm import Comm, as_comm
 from ..io.relay import open_relay, together
-from ..leaves.torch import dtype_name
 from ..ranks import Policy, policy_of
 from ..rules import Renaming, Transforms, as_rules, carried
 from .capture import live_of, ties_of
+from .fitting import check_entry, settle_ties
 from .modules import Entry, Modules, collect, materialise, on_meta, settle_shards
 from .names import Key, key_path, put_in
 from .opening import open_source
@@ -69,40 +68,25 @@ def restore(
 ) -> RestoreReport:
     """Puts a saved training state into live objects, in place; parameters stay the same objects with the same memory.
 
-    What was saved under one parallelism is restored into any other. Everything that can be compared is compared
-    before the first change.
+    What was saved under one parallelism is restored into any other. All comparing is done before the first change.
 
     Args:
-        source: a path or store; a `Bank` or list of several, of which later ones win, each with rules and globs of its
-            own by `From`; or a tree in memory as `state(..., buffers="per_rank")` gives it, with all that this
-            rank holds.
-        model: as for `state`. Parts on the meta device get memory for this rank's share, and only that. Buffers that
-            are not persistent are in no checkpoint: those on the meta device stay there, are named in the report and
-            in a warning to the log "treeckpt", and are yours to set.
-        optimizer: as for `state`; it may be fresh: its moments are made as they were saved.
-        scheduler, loader, rng, extra: as for `state`. A part that is None or False is left alone; an `extra` that is
-            not given comes back in the report.
-        select, exclude: globs over the model's paths, `model/...`: what is not selected stays as it is here, as does
-            the optimizers' state of it.
-        rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows, see
-            `treeckpt.rules.Carried`.
-        strict: everything here must be in the checkpoint, and the reverse for the parts that are asked for.
+        source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
+        model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
+            or False is left alone; an `extra` that is not given comes back in the report. Modules on the meta device
+            get memory for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.
+        select, exclude: globs over `model/...`: what is not selected stays, as does the optimizers' state of it.
+        rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
+        strict: all that is here must be in the checkpoint, and the reverse for the parts that are asked for.
         partial: this rank's model is a part of what was saved (a pipeline stage): the rest is not unexpected.
-        cast: converts dtypes instead of refusing them.
         keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",).
-        verify: compares checksums of all that is read, as for `treeckpt.load_into`.
-        read: "once" lets the ranks of a host share the reading, as for `treeckpt.load`: replicas are read by one of
-            them and handed on. Every rank has to call.
-        world_changed: what to do about state that each rank had of its own when their number changed: "error",
-            "take" (that of rank modulo the old world), or `merge(states of all old ranks, rank, world)`; or a mapping
-            with one of these for "rng", "loader", "buffers" and "extra" (the last two take no function).
+        cast, verify, read, allow_pickle: as for `treeckpt.load_into`; fresh moments are cast as their parameters are.
+        world_changed: what becomes of each rank's own state in a world of another size: "error", "take" (modulo the
+            old world), `merge(states, rank, world)`; or one each for "rng", "loader", "buffers", "extra" (no merge).
         device: where plain tensors on the meta device go, by default torch's default device.
-        allow_pickle: unpickles values that were saved so. This can run any code: only for files you trust.
 
     Raises:
-        CheckpointNotFound, CorruptError, FormatError: the state of the files.
-        MismatchError: what is here is not what was saved, named by its path.
-        TreeError: an optimizer with parameters that are not the model's.
+        As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
     comm = as_comm(comm)
     with together(open_relay(comm) if read == "once" else None):
@@ -182,10 +166,11 @@ class _Restore:
             if path not in leaves:
                 self.missing.append(path)
                 continue
-            self._check_entry(entry, path)
+            check_entry(entry, leaves[path], path, cast=self.cast)
             self.wanted.append(entry)
             paths[id(entry)] = path
-        self._check_ties(paths)
+        self.wanted, left = settle_ties(self.wanted, paths, self.source.are_equal, strict=self.strict)
+        self.ignored += left
         self.unexpected += [path for path in leaves if path.startswith("model/") and path not in asked]
 
     def _is_there(self, keys: tuple[str, ...]) -> bool:
@@ -206,66 +191,6 @@ class _Restore:
                 found=f"state saved by a world of {self.source.world}",
                 hint=f"The world size changed: pass world_changed={{{part!r}: 'take'}}",
             )
-
-    def _check_entry(self, entry: Entry, path: str) -> None:
-        """Compares a tensor of the model with what was saved.
-
-        Raises:
-            MismatchError: of kind, shape or dtype.
-        """
-        spec, live = self.source.leaves[path], entry.value
-        if is_lazy(live):
-            raise MismatchError(
-                path,
-                expected="a tensor with a shape",
-                found="a lazy one, which the first forward pass makes",
-                hint="Run the model once before",
-            )
-        if not entry.live:
-            raise MismatchError(
-                path,
-                expected="a parameter or buffer of the model",
-                found="a tensor that a hook of state_dict made",
-                hint="Load it with treeckpt.load, and hand it to the model's load_state_dict",
-            )
-        if spec is None:
-            raise MismatchError(path, expected="a tensor", found="a value in the checkpoint")
-        if spec.shape != tuple(live.shape):
-            raise MismatchError(
-                path,
-                expected=f"shape {tuple(live.shape)}, as the model has it",
-                found=f"{spec.shape} in the checkpoint",
-                hint="Build the model with the sizes that were saved, or rename what is another parameter",
-            )
-        if spec.dtype != dtype_name(live.dtype) and not self.cast:
-            raise MismatchError(
-                path,
-                expected=f"{dtype_name(live.dtype)}, as the model has it",
-                found=f"{spec.dtype} in the checkpoint",
-                hint="Pass cast=True to convert",
-            )
-
-    def _check_ties(self, paths: Mapping[int, str]) -> None:
-        """Names of one tensor here must stand for equal arrays there, or the last to be filled would win.
-
-        Args:
-            paths: of the entries that are wanted, by identity.
-        """
-        tied: dict[int, list[Entry]] = {}
-        for entry in self.wanted:
-            others, path = tied.setdefault(id(entry.value), []), paths[id(entry)]
-            if others and not self.source.are_equal((paths[id(others[0])], path), entry.value):
-                if self.strict:
-                    raise MismatchError(
-                        path,
-                        expected=f"the bytes of {paths[id(others[0])]}, which is the same tensor in the model",
-                        found="others in the checkpoint",
-                        hint="Untie the two, or pass strict=False to take the last of them",
-                    )
-                self.ignored += [paths[id(other)] for other in others]
-                others.clear()
-            others.append(entry)
-        self.wanted = [entry for others in tied.values() for entry in others]
 
     def plan_optimizer(self, keep: tuple[str, ...]) -> None:
         if not self.lives:

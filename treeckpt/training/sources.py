@@ -16,14 +16,16 @@ import msgspec
 
 from .. import api
 from ..core.errors import MismatchError
-from ..core.records import ValueRecord
+from ..core.layout import Layout, MeshLayout, Replicate
+from ..core.records import AliasRecord, ArrayRecord, ValueRecord
 from ..core.rules import Carried, Drop, Rule
 from ..core.spec import ArraySpec
 from ..core.structure import PerRankNode, Structure, any_rank, keys_of
 from ..core.tree import PerRank, flatten
-from ..core.views import View, plain_view, ruled_view
+from ..core.views import MadeLeaf, View, plain_view, ruled_view
 from ..filling import Verify
 from ..io.comm import Comm, global_rank
+from ..leaves.dtensor import is_dtensor
 from ..leaves.registry import abstract_of, decode
 from ..lookup import Load, LoadOptions
 from ..ranks import Policy, load_own
@@ -100,6 +102,10 @@ class Source(Protocol):
 
     def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
         """Whether two arrays are one, or alike in all that a tensor wants of them."""
+        ...
+
+    def is_spread(self, path: str) -> bool:
+        """Whether an array was distributed, as far as that is known."""
         ...
 
     def value(self, path: str) -> Any:
@@ -186,6 +192,13 @@ class CheckpointSource:
         with api.opened(self.path) as store:
             yield Load(store, self.comm, options)
 
+    def is_spread(self, path: str) -> bool:
+        leaf = self.view.by_path[path][0]
+        records = [one.record for one in (leaf.sources.values() if isinstance(leaf, MadeLeaf) else [leaf])]
+        arrays = [self.index.entries[r.of].record if isinstance(r, AliasRecord) else r for r in records]
+        found = [r.layout for r in arrays if isinstance(r, ArrayRecord) and r.layout >= 0]
+        return any(_is_spread(self.index.layouts[number]) for number in found)
+
     def value(self, path: str) -> Any:
         record = self.view.by_path[path][0].record
         assert isinstance(record, ValueRecord), "arrays are read, and what is a rank's own is loaded by its part"
@@ -232,6 +245,13 @@ def wanted_of(tensor: Any, path: str, comm: Comm) -> ArraySpec:
     return spec
 
 
+def _is_spread(layout: Layout) -> bool:
+    """Whether a layout can be told from that of plain tensors, of which several ranks have replicas."""
+    if not isinstance(layout, MeshLayout):
+        return True
+    return len(layout.mesh.shape) > 1 or bool(layout.mesh.names) or layout.placements != (Replicate(),)
+
+
 class TreeSource:
     """A tree in memory, as `state` or `treeckpt.load` gives one."""
 
@@ -267,6 +287,9 @@ class TreeSource:
     def own(self, name: str, policy: Policy) -> Any:
         state = self.tree[name]
         return state.value if isinstance(state, PerRank) else state
+
+    def is_spread(self, path: str) -> bool:
+        return is_dtensor(self._leaves[path])
 
     def value(self, path: str) -> Any:
         return self._leaves[path]
