@@ -314,7 +314,14 @@ def _questions(pick: random.Random) -> list[str]:
 def _timings(table: Table, folder: Path, size: Size, browser: Browser) -> None:
     many = [f"phase {n}" for n in range(size.heat_phases - 1)]
     for ranks, phases, name, bar, canvas, button in (
-        (size.heat_ranks, many, f"heat map of {size.heat_ranks:,} ranks x {size.heat_phases}", 100, "#heat-canvas", "[data-scale]"),
+        (
+            size.heat_ranks,
+            many,
+            f"heat map of {size.heat_ranks:,} ranks x {size.heat_phases}",
+            100,
+            "#heat-canvas",
+            "[data-scale]",
+        ),
         (size.ranks, PHASES, f"waterfall of {size.ranks:,} ranks x 12", 300, "#waterfall-canvas", ""),
     ):
         run = folder / f"spans-{ranks}-{bar}"
