@@ -184,3 +184,10 @@ def test_equal_trees_on_all_ranks_widen_every_per_rank_inner_ones_too():
         ("b/0", None),
     ]
     assert widen_ranks(TupleNode((None,)), encode_runs(range(3))) == TupleNode((None,))
+
+
+def test_repeated_nodes_keep_their_own_keys():
+    keys = [(1, "a"), (True, "a"), (1.0, "a"), ("1", "a"), (1, "a")]
+    whole = DictNode(tuple("vwxyz"), tuple(DictNode(one, (None, None)) for one in keys))
+    steps = ["v/1", "w/~b1", "x/~f1.0", "y/~s1", "z/1"]
+    assert [path for path, _ in paths_of(whole)][::2] == steps

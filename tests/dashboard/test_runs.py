@@ -11,7 +11,7 @@ from tests.samples import START_NS, gpt_state, write_checkpoint, write_mixed_run
 from treeckpt.core.files import PIN_NAME
 from treeckpt.core.progress import Progress, encode_progress, progress_name
 from treeckpt.core.usage import Growth, days_until, growth_of
-from treeckpt.io.runs import MemoryRun
+from treeckpt.io.runs import LocalRun, MemoryRun, changes_of
 from treeckpt_dashboard.keeping import KeepError, keep_text, parse_keep
 from treeckpt_dashboard.library import Library
 from treeckpt_dashboard.ops import Speeds, live_page
@@ -202,6 +202,29 @@ def test_the_first_look_shows_how_far_it_is_and_does_not_block(tmp_path, monkeyp
     assert part.scan.complete and part.total == 30
 
 
+def test_a_full_page_is_shown_while_the_rest_is_looked_at(tmp_path):
+    import threading
+
+    for step in range(1, 141):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    library, gate, seen = Library([tmp_path]), threading.Event(), []
+    run = library.runs[0]
+
+    def look(name):
+        seen.append(name)
+        if len(seen) > 120:
+            gate.wait(30)
+        return library._look(run, name)
+
+    watch = library.watches[run.id] = Watch(run.store, look)
+    while len(watch.infos) < 100:
+        watch.refresh()
+    assert watch.infos[0].step == 140 and not watch.progress.complete and len(watch.infos) <= 120
+    gate.set()
+    watch.refresh(wait=300)
+    assert len(watch.infos) == 140 and watch.progress.complete
+
+
 def test_a_shard_that_is_cut_short_later_is_found_in_the_end(tmp_path):
     write_many(tmp_path / "run", 3)
     now = [0.0]
@@ -212,6 +235,21 @@ def test_a_shard_that_is_cut_short_later_is_found_in_the_end(tmp_path):
         file.truncate(100)
     now[0] = 2.0
     assert runs_page(library).runs[0].statuses == {"complete": 2, "corrupt": 1}
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_changes_of_a_run_are_those_of_its_folders(tmp_path, kind):
+    if kind == "local":
+        write_many(tmp_path / "run", 3)
+        (tmp_path / "run" / ".hidden").mkdir()
+        (tmp_path / "run" / "note").write_text("x")
+        (tmp_path / "run" / "lost").symlink_to(tmp_path / "nowhere")
+        (tmp_path / "run" / "link").symlink_to(tmp_path / "run" / "step_00000100")
+        run = LocalRun(tmp_path / "run")
+    else:
+        run = MemoryRun("changes")
+        run.folder("a").store.publish("x", b"1", replace=True)
+    assert changes_of(run) == {name: run.folder(name).modified_ns() for name in run.names()} != {}
 
 
 def test_runs_of_other_stores_are_shown_too(serve):
