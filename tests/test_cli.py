@@ -1,7 +1,6 @@
 """Does each command say what is true, with the exit code that a script needs?"""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import httpx
 import pytest
 
 from tests.samples import gpt_state, write_checkpoint, write_mixed_run
-from tests.test_scaffold import wheel  # noqa: F401  (a fixture)
 from treeckpt.cli import main
 from treeckpt.core.index import INDEX_NAME
 
@@ -185,36 +183,3 @@ def test_a_reader_that_goes_away_is_no_error(run):
         shell=True, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_installed_wheel_works_outside_the_checkout(wheel, run, tmp_path):  # noqa: F811
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", tmp_path / "v"], check=True
-    )
-    [site] = (tmp_path / "v" / "lib").glob("python*/site-packages")
-    # the venv sees the packages of the interpreter's own environment, without its editable treeckpt
-    outer = [p for p in sys.path if p.endswith("site-packages")]
-    (site / "outer.pth").write_text("\n".join(outer))
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(tmp_path / "v" / "bin" / "python"),
-        "install",
-        "-q",
-        "--no-deps",
-    ]
-    subprocess.run([*pip, "--no-index", "--ignore-installed", str(wheel)], check=True, cwd=tmp_path, timeout=300)
-    program = tmp_path / "v" / "bin" / "treeckpt"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-
-    def call(*command):
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "dashboard" in call(program, "--help")
-    assert "step_00000200" in call(program, "ls", run)
-    where = "import treeckpt, treeckpt_dashboard.app as d; print(treeckpt.__file__, d.__file__)"
-    assert all(str(site) in p for p in call(tmp_path / "v" / "bin" / "python", "-c", where).split())

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.samples import write_run
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"treeckpt": "treeckpt", "treeckpt_dashboard": "dashboard"}
 """Import name of each top-level package -> its folder in the checkout."""
@@ -97,10 +99,13 @@ def test_wheel_works_outside_the_checkout(wheel, tmp_path):
         str(wheel),
         cwd=tmp_path,
     )
-    code = "import treeckpt, treeckpt_dashboard; print(treeckpt.__file__); print(treeckpt_dashboard.__file__)"
+    code = "import treeckpt, treeckpt_dashboard.app; print(treeckpt.__file__); print(treeckpt_dashboard.__file__)"
     files = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(site)).split()
     assert all(file.startswith(str(site)) for file in files), files
-    assert (site / "bin" / "treeckpt").exists()
+    write_run(tmp_path / "run", steps=(100, 200))
+    program = str(site / "bin" / "treeckpt")
+    assert "dashboard" in run(program, "--help", cwd=tmp_path, PYTHONPATH=str(site))
+    assert "step_00000200" in run(program, "ls", "run", cwd=tmp_path, PYTHONPATH=str(site))
 
 
 def test_editable_install_finds_the_checkout_from_elsewhere(tmp_path):

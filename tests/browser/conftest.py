@@ -23,7 +23,7 @@ def chromium():
         pytest.fail("no Chromium on PATH; `make chromium` installs it")
     with playwright_api.sync_playwright() as playwright:
         arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        browser = playwright.chromium.launch(executable_path=program, args=arguments)
+        browser = playwright.chromium.launch(executable_path=program, args=arguments, timeout=120_000)
         yield browser
         browser.close()
 
