@@ -26,7 +26,7 @@ from tests.world import (
     small_tree,
     whole_tree,
 )
-from treeckpt.core.index import INDEX_NAME
+from treeckpt.core.index import INDEX_NAME, VERSION
 
 
 class Unknown:
@@ -477,9 +477,9 @@ def test_shards_of_other_ranks_are_refused(saved: Path) -> None:
 
 
 def test_unknown_versions_are_refused_by_name(saved: Path) -> None:
-    reseal(saved, lambda document: document.update(version=2))
+    reseal(saved, lambda document: document.update(version=VERSION + 1))
     error = load_fails(saved, tc.FormatError, name=INDEX_NAME)
-    assert "version 1" in error.expected and "version 2" in error.found
+    assert f"version 1 to {VERSION}" in error.expected and f"version {VERSION + 1}" in error.found
     reseal(saved, lambda document: document.update(version=1, format="other"))
     load_fails(saved, tc.FormatError, name=INDEX_NAME)
     reseal(saved, lambda document: document.update(format="treeckpt"))

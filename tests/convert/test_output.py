@@ -118,12 +118,12 @@ def test_what_is_there_is_not_replaced_unless_asked(tmp_path: Path) -> None:
 
 
 CHILD = """
-import sys, treeckpt as tc
+import os, sys, treeckpt as tc
 from treeckpt.convert import output
 kept = output._write_part
 def slow(fd, part, tile):
     kept(fd, part, tile)
-    print("wrote", flush=True)
+    os.write(1, b"wrote\\n")  # at once: two threads write
     sys.stdin.readline()
 output._write_part = slow
 tc.convert.convert(sys.argv[1], sys.argv[2], to=sys.argv[3])

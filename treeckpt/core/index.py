@@ -43,10 +43,14 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     index: msgspec.Raw
 
 
-def encode_index(index: Index) -> bytes:
-    """The bytes of index.json."""
+def encode_index(index: Index, *, packed: bool = True) -> bytes:
+    """The bytes of index.json.
+
+    Args:
+        packed: in the form of version 2 where that is much shorter.
+    """
     body, version = msgspec.json.encode(index), 1
-    short = pack(index)
+    short = pack(index) if packed else None
     if short is not None and len(short) < WORTH * len(body):
         body, version = short, 2
     return sealed(msgspec.json.encode(_Document(_ZEROS, "treeckpt", version, msgspec.Raw(body))))
