@@ -184,8 +184,27 @@ def test_a_bar_that_is_missed_is_short():
 def test_strict_fails_where_a_bar_is_missed(tmp_path, monkeypatch):
     for limit, code in ((1.0, 0), (1e9, 1)):
         trials = [trial(limits={"W": limit})]
-        monkeypatch.setattr(bench, "_run_scenarios", lambda *_, trials=trials: (trials, []))
+        monkeypatch.setattr(bench, "_run_scenarios", lambda *_, trials=trials: (trials, [], False))
         assert bench.main(["--strict", "--scale", "0.01", "--only", "gpt2", "--dir", str(tmp_path)]) == code
+
+
+def test_a_scenario_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys):
+    from treeckpt.bench.turns import BenchError
+
+    run = bench._run_scenario
+
+    def fail_one(scenario, *rest):
+        if scenario.name == "slice":
+            raise BenchError("a contender gave up")
+        run(scenario, *rest)
+
+    monkeypatch.setattr(bench, "_run_scenario", fail_one)
+    only = [word for name in ("slice", "tiny") for word in ("--only", name)]
+    options = ["--scale", "0.001", "--repetitions", "1", "--contender", "treeckpt", "--dir", str(tmp_path)]
+    assert bench.main([*options, *only, "--json", str(tmp_path / "out.json")]) == 1
+    assert "slice: a contender gave up" in capsys.readouterr().err
+    report = json.loads((tmp_path / "out.json").read_bytes())
+    assert {row["scenario"] for row in report["rows"]} == {"tiny"}
 
 
 def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch, capsys):

@@ -11,9 +11,9 @@ import importlib.util
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
         return 2
     try:
         _check_space(directory, scenarios, scale)
-        trials, stays = _run_scenarios(scenarios, directory, scale, repetitions, options.contender or ())
+        trials, stays, failed = _run_scenarios(scenarios, directory, scale, repetitions, options.contender or ())
     except (BenchError, OSError) as error:
         fail(f"treeckpt bench: {error}")
         return 1
@@ -126,7 +126,7 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
     machine = describe_machine()
     report = Report("treeckpt.bench/2", scale, repetitions, machine, trials, rows, stays, stay_rows, _plain(bars))
     _write(options, report)
-    return 1 if options.strict and any(bar.state == "short" for bar in bars) else 0
+    return 1 if failed or (options.strict and any(bar.state == "short" for bar in bars)) else 0
 
 
 def _check_space(directory: Path, scenarios: Sequence[Scenario], scale: float) -> None:
@@ -148,15 +148,13 @@ def _check_space(directory: Path, scenarios: Sequence[Scenario], scale: float) -
 
 def _run_scenarios(
     scenarios: Sequence[Scenario], directory: Path, scale: float, repetitions: int, names: Sequence[str]
-) -> tuple[list[Trial], list[Stay]]:
-    from .beside import run_beside
-    from .contenders import chosen, contenders_for
-    from .ranks import run_ranks
-    from .tables import run_table
-    from .turns import run_alone, run_slice
+) -> tuple[list[Trial], list[Stay], bool]:
+    """What was measured, and whether a scenario failed: the others are run, and told, all the same."""
+    from .turns import BenchError
 
     trials: list[Trial] = []
     stays: list[Stay] = []
+    failed = False
 
     def on_trials(new: Sequence[Trial]) -> None:
         trials.extend(new)
@@ -166,22 +164,45 @@ def _run_scenarios(
         stays.append(stay)
         print(stay_line(stay, repetitions), file=sys.stderr, flush=True)
 
-    alone = chosen(contenders_for(1), names)
     for scenario in scenarios:
-        if scenario.beside:
-            run_beside(scenario, directory, scale=scale, repetitions=repetitions, on_stay=on_stay, names=names)
-            print_stays(scenario.text, [row for row in summarize_stays(stays) if row.scenario == scenario.name])
-            continue
-        if scenario.keyed:
-            run_table(scenario, directory, scale=scale, repetitions=repetitions, on_trials=on_trials, names=names)
-        elif scenario.ranks > 1:
-            run_ranks(scenario, directory, scale=scale, repetitions=repetitions, on_trials=on_trials, names=names)
-        elif scenario.part > 1:
-            run_slice(scenario, directory, scale=scale, repetitions=repetitions, on_trials=on_trials, names=names)
-        else:
-            run_alone(scenario, directory, alone, scale=scale, repetitions=repetitions, on_trials=on_trials)
-        print_rows(scenario.text, [row for row in summarize(trials) if row.scenario == scenario.name])
-    return trials, stays
+        try:
+            _run_scenario(scenario, directory, scale, repetitions, names, on_trials, on_stay)
+        except BenchError as error:
+            fail(f"treeckpt bench: {scenario.name}: {error}")
+            failed = True
+        if rows := [row for row in summarize(trials) if row.scenario == scenario.name]:
+            print_rows(scenario.text, rows)
+        if stay_rows := [row for row in summarize_stays(stays) if row.scenario == scenario.name]:
+            print_stays(scenario.text, stay_rows)
+    return trials, stays, failed
+
+
+def _run_scenario(
+    scenario: Scenario,
+    directory: Path,
+    scale: float,
+    repetitions: int,
+    names: Sequence[str],
+    on_trials: Callable[[Sequence[Trial]], None],
+    on_stay: Callable[[Stay], None],
+) -> None:
+    from .beside import run_beside
+    from .contenders import chosen, contenders_for
+    from .ranks import run_ranks
+    from .tables import run_table
+    from .turns import run_alone, run_slice
+
+    how: dict[str, Any] = {"scale": scale, "repetitions": repetitions}
+    if scenario.beside:
+        run_beside(scenario, directory, on_stay=on_stay, names=names, **how)
+    elif scenario.keyed:
+        run_table(scenario, directory, on_trials=on_trials, names=names, **how)
+    elif scenario.ranks > 1:
+        run_ranks(scenario, directory, on_trials=on_trials, names=names, **how)
+    elif scenario.part > 1:
+        run_slice(scenario, directory, on_trials=on_trials, names=names, **how)
+    else:
+        run_alone(scenario, directory, chosen(contenders_for(1), names), on_trials=on_trials, **how)
 
 
 def _plain(bars: Sequence[Bar]) -> list[dict[str, str | float | None]]:
