@@ -95,11 +95,12 @@ class _Entries(NamedTuple):
 # packing --------------------------------------------------------------------------------------------------------------
 def pack(index: Index) -> bytes | None:
     """The document of an index in its short form; None where that is none, or would not come back as the same."""
-    found = [_cut_of(leaf.number, leaf.record, leaf.spec) for leaf in index.entries]
-    cuts = [cut for cut in found if cut is not None]
-    listed = sum(len(cut.ranks) for cut in cuts if not isinstance(cut.record.chunks, WholeChunk))
+    cut_up = {n: cut for n, record in enumerate(index.leaves) if (cut := _cut_of(n, record, index)) is not None}
+    listed = sum(len(cut.ranks) for cut in cut_up.values())
     if not listed or listed * FEW_LEAVES < len(index.leaves):
         return None  # hardly any chunk is listed: not worth the work
+    found = [cut_up.get(n) or _whole_of(n, record, index) for n, record in enumerate(index.leaves)]
+    cuts = [cut for cut in found if cut is not None]
     rest = tuple([record for record, cut in zip(index.leaves, found, strict=True) if cut is None])
     structure, shared = share(index.structure)
     bare = msgspec.structs.replace(index, structure=structure, leaves=rest)
@@ -112,13 +113,20 @@ def pack(index: Index) -> bytes | None:
     return None
 
 
-def _cut_of(number: int, record: LeafRecord, spec: ArraySpec | None) -> _Cut | None:
-    """The ranges that an array may have been cut into; whether it was, unpacking tells."""
-    if not isinstance(record, ArrayRecord) or spec is None:
+def _whole_of(number: int, record: LeafRecord, index: Index) -> _Cut | None:
+    """An array that one chunk holds, as one range."""
+    if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk):
         return None
-    chunks, size = record.chunks, math.prod(spec.shape)
-    if isinstance(chunks, WholeChunk):
-        return _Cut(number, record, spec, np.array([size]), np.array([chunks.rank]))
+    spec = index.specs[record.spec]
+    return _Cut(number, record, spec, np.array([math.prod(spec.shape)]), np.array([record.chunks.rank]))
+
+
+def _cut_of(number: int, record: LeafRecord, index: Index) -> _Cut | None:
+    """The ranges that an array may have been cut into; whether it was, unpacking tells."""
+    if not isinstance(record, ArrayRecord) or isinstance(record.chunks, WholeChunk):
+        return None
+    spec, chunks = index.specs[record.spec], record.chunks
+    size = math.prod(spec.shape)
     if isinstance(chunks, BoxChunks) and chunks.offset:
         strides = c_strides(spec.shape, 1)
         begins = sum(decode_runs(column) * stride for column, stride in zip(chunks.offset, strides, strict=True))
