@@ -9,9 +9,8 @@ or shared with other ranks of the host (`io.relay`).
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -22,6 +21,7 @@ from ..core.shard import BLOCK
 from ..leaves.base import Spread, TargetPiece, raw_dtype
 from .buffers import PAGE, aligned_buffer
 from .shards import Shards, Stretch, stretch_of
+from .team import Team
 
 __all__ = [
     "STRETCH",
@@ -218,23 +218,4 @@ def _in_parallel(job: Callable[[Reading], None], readings: Sequence[Reading], th
         for reading in readings:
             job(reading)
         return
-    rest, lock, failed = iter(readings), threading.Lock(), threading.Event()
-
-    def work() -> None:
-        try:
-            while not failed.is_set():
-                with lock:
-                    reading = next(rest, None)
-                if reading is None:
-                    return
-                job(reading)
-        except BaseException:
-            failed.set()
-            raise
-
-    with ThreadPoolExecutor(threads, "treeckpt-read") as pool:
-        try:
-            for future in [pool.submit(work) for _ in range(threads)]:
-                future.result()
-        finally:
-            failed.set()
+    Team(threads)([partial(job, reading) for reading in readings])
