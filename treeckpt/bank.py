@@ -15,8 +15,9 @@ import msgspec
 
 from .core.errors import CheckpointNotFound, TreeckptError
 from .core.rules import Rule
-from .core.structure import any_rank, merge, paths_of
+from .core.structure import any_rank, paths_of
 from .core.tree import flatten, unflatten
+from .core.union import merge
 from .io.comm import Comm, global_rank
 from .io.store import Store
 from .leaves.registry import abstract_of, resolve

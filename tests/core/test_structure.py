@@ -17,13 +17,12 @@ from treeckpt.core.structure import (
     Structure,
     TupleNode,
     key_text,
-    merge,
     parse_path,
     paths_of,
     rank_key,
-    widen_ranks,
 )
 from treeckpt.core.tree import PerRank, flatten
+from treeckpt.core.union import merge, widen_ranks
 
 
 def typed(key):

@@ -23,7 +23,8 @@ from .region import Region, intersect
 from .rows import Claim, row_starts
 from .runs import Runs, decode_runs, encode_runs
 from .spec import ArraySpec
-from .structure import Structure, merge, paths_of, widen_ranks
+from .structure import Structure, paths_of
+from .union import merge, widen_ranks
 
 __all__ = [
     "Inventory",

@@ -1,4 +1,4 @@
-"""The structure of a tree as plain data, as the index holds it: nodes, paths, and the union of ranks' structures.
+"""The structure of a tree as plain data, as the index holds it: nodes and paths.
 
 A structure is a node with children, or None for a leaf. Node kinds keep what a container is beyond its children: the
 order and types of keys, a deque's maxlen, the class of a namedtuple. Paths follow from the structure alone.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .errors import FormatError, MismatchError, TreeError
+from .errors import FormatError, TreeError
 from .runs import Runs, check_runs
 from .spec import TableSpec, Typed, Value, decode_value, type_name
 
@@ -39,12 +39,10 @@ __all__ = [
     "any_rank",
     "key_text",
     "keys_of",
-    "merge",
     "parse_path",
     "paths_of",
     "rank_key",
     "tables_of",
-    "widen_ranks",
 ]
 
 MAX_DEPTH = 100
@@ -158,7 +156,6 @@ Structure = Node | None
 
 TABLE_KEYS = ("ids", "offsets", "slots", "scalars")
 """The keys of a table's children."""
-_Mapping = DictNode | OrderedDictNode | DefaultDictNode
 _FEW = 16
 """Keys of a node that may well be repeated."""
 _NUMBER = re.compile(r"-?[0-9]+")
@@ -329,81 +326,3 @@ def _check_table(node: TableNode, path: str) -> None:
     legal = [child if child is None else type(child) for child in node.children] == [None, None, DictNode, DictNode]
     if not legal or not 0 < node.table.buckets < 1 << 32:
         raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=f"{node!r:.80}")
-
-
-def merge(a: Structure, b: Structure, path: str = "") -> Structure:
-    """The structure of two ranks' trees together: pipeline stages hold parts of one tree.
-
-    Mappings are joined key by key; everything else must agree.
-
-    Raises:
-        MismatchError: naming the first place where the two contradict each other.
-    """
-    if a is None and b is None:
-        return None
-    if isinstance(a, PerRankNode) and isinstance(b, PerRankNode):
-        return _merge_ranks(a, b)
-    if isinstance(a, _Mapping) and isinstance(b, _Mapping) and type(a) is type(b):
-        return _merge_mappings(a, b, path)
-    if a is None or b is None or not _same_node(a, b):
-        raise MismatchError(
-            path,
-            expected=f"the same kind of node on every rank: {_node_name(a)}",
-            found=_node_name(b),
-            hint="Ranks may hold different keys of a dict; wrap what differs otherwise in PerRank",
-        )
-    keys = keys_of(a, path)
-    merged = tuple(merge(x, y, _below(path, key)) for key, x, y in zip(keys, a.children, b.children, strict=True))
-    return msgspec.structs.replace(a, children=merged)
-
-
-def _merge_mappings(a: _Mapping, b: _Mapping, path: str) -> Node:
-    if isinstance(a, DefaultDictNode) and isinstance(b, DefaultDictNode) and a.factory != b.factory:
-        raise MismatchError(path, expected=f"the same default_factory on every rank: {a.factory}", found=f"{b.factory}")
-    # by text: the keys 1 and True are equal, and not the same
-    mine = {key_text(key, path): key for key in keys_of(a, path)}
-    theirs = dict(zip((key_text(key, path) for key in keys_of(b, path)), b.children, strict=True))
-    children = [
-        merge(child, theirs[text], _below(path, key)) if text in theirs else child
-        for (text, key), child in zip(mine.items(), a.children, strict=True)
-    ]
-    more = [(k, c) for k, (text, c) in zip(b.keys, theirs.items(), strict=True) if text not in mine]
-    keys, added = [key for key, _ in more], [child for _, child in more]
-    return msgspec.structs.replace(a, keys=(*a.keys, *keys), children=(*children, *added))
-
-
-def _same_node(a: Node, b: Node) -> bool:
-    """Whether two nodes differ in nothing but what is below them."""
-    return type(a) is type(b) and len(a.children) == len(b.children) and _bare(a) == _bare(b)
-
-
-def _bare(node: Node) -> bytes:
-    return msgspec.json.encode(msgspec.structs.replace(node, children=()))
-
-
-def _below(path: str, key: object) -> str:
-    text = key_text(key, path)
-    return f"{path}/{text}" if path else text
-
-
-def _merge_ranks(a: PerRankNode, b: PerRankNode) -> PerRankNode:
-    """Groups of ranks side by side; the same group met again counts once."""
-    groups = dict.fromkeys(pair for node in (a, b) for pair in zip(node.ranks, node.children, strict=True))
-    return PerRankNode(tuple(ranks for ranks, _ in groups), tuple(child for _, child in groups))
-
-
-def _node_name(node: Structure) -> str:
-    if node is None:
-        return "a leaf"
-    return f"{type(node).__struct_config__.tag} of {len(node.children)}"
-
-
-def widen_ranks(structure: Structure, ranks: Runs) -> Structure:
-    """The structure when all of `ranks` have the same: each `PerRank` stands for all of them."""
-    if structure is None:
-        return None
-    if isinstance(structure, PerRankNode):
-        return PerRankNode((ranks,), tuple(widen_ranks(child, ranks) for child in structure.children))
-    children = tuple([None if child is None else widen_ranks(child, ranks) for child in structure.children])
-    # most trees hold no `PerRank`, and then nothing is made anew
-    return structure if children == structure.children else msgspec.structs.replace(structure, children=children)

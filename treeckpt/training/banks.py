@@ -17,7 +17,8 @@ from .. import api
 from ..bank import Bank, From, globs_of, members_of, refuse_rules
 from ..core.rules import Drop
 from ..core.spec import ArraySpec
-from ..core.structure import Structure, merge
+from ..core.structure import Structure
+from ..core.union import merge
 from ..io.comm import Comm
 from ..lookup import LoadOptions
 from ..ranks import Policy
