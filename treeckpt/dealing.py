@@ -19,6 +19,10 @@ from .leaves.base import Box, HostMemory
 
 __all__ = ["Dealer", "Member", "deal"]
 
+WRITABLE = 0x200
+"""PyBUF_WRITE of CPython's buffers."""
+_view_of = ctypes.pythonapi.PyMemoryView_FromMemory  # an array type of ctypes for each size takes ten times as long
+_view_of.restype, _view_of.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 MOST = 256
 """Members of a stretch above which it is read at once and dealt from a buffer."""
 
@@ -90,7 +94,7 @@ class Dealer:
                 return None
             if begin > at:
                 parts.append(memoryview(bytearray(begin - at)))
-            parts.append(memoryview((ctypes.c_char * (stop - begin)).from_address(address)).cast("B"))
+            parts.append(_view_of(address, stop - begin, WRITABLE))
             at = stop
         if at < high:
             parts.append(memoryview(bytearray(high - at)))

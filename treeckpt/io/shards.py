@@ -130,6 +130,9 @@ def _check_blocks(store: Store, opened: Opened, start: int, data: memoryview) ->
 
 def _check_parts(store: Store, opened: Opened, start: int, parts: Sequence[memoryview]) -> None:
     """The same of data that lies in several places."""
+    if len(parts) == 1:
+        _check_blocks(store, opened, start, parts[0])
+        return
     at = start
     block: list[memoryview] = []
     need = opened.block
