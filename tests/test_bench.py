@@ -282,6 +282,7 @@ def test_the_page_cache_can_be_filled_and_dropped(tmp_path):
 def test_raw_limits_are_measured_and_leave_no_file(tmp_path):
     limits = raw.Raw(tmp_path / "raw.bin", 0)
     rates = [limits.write(), limits.read(), limits.read_fresh(), limits.copy(), limits.plain(), limits.plain_fresh()]
+    rates += [limits.write_huge(), limits.read_huge()]
     assert all(rate > 0 for rate in rates)
     assert (tmp_path / "raw.bin").read_bytes()[:8] == bytes(8)
     limits.remove()

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 __all__ = [
+    "HUGE",
     "LIMITS",
     "PHASES",
     "Limit",
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 Phase = Literal["save", "load cold", "load warm", "fill cold", "fill warm", "stream cold", "stream warm"]
-Limit = Literal["W", "R", "R_fresh", "C", "plain", "plain_fresh"]
+Limit = Literal["W", "R", "R_fresh", "C", "plain", "plain_fresh", "W_huge", "R_huge"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """`load` makes a new tree, `fill` fills one that exists, `stream` does so in one pass, checking each block before it is
@@ -43,6 +44,8 @@ LIMITS: dict[Phase, Limit] = {
     "stream warm": "plain",
 }
 """What each phase is measured against."""
+HUGE: dict[Limit, Limit] = {"W": "W_huge", "R": "R_huge"}
+"""What the device takes or gives where huge pages are used; told beside a limit."""
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -174,6 +177,8 @@ class Row(msgspec.Struct, frozen=True):
     rate: float
     limit: Limit
     limit_rate: float | None
+    huge_rate: float | None
+    """The limit's in huge pages, where that was measured."""
     ratio: float | None
     ratio_low: float | None
     ratio_high: float | None
@@ -196,12 +201,17 @@ def summarize(trials: Sequence[Trial]) -> list[Row]:
     return [_row(groups[key]) for key in order]
 
 
+def _middle(trials: Sequence[Trial], limit: Limit) -> float | None:
+    """The median of a raw rate."""
+    rates = [trial.limits[limit] for trial in trials if limit in trial.limits]
+    return statistics.median(rates) if rates else None
+
+
 def _row(trials: Sequence[Trial]) -> Row:
     first = trials[0]
     seconds = [trial.seconds for trial in trials]
     ratios = [ratio for trial in trials if (ratio := trial.ratio) is not None]
     limit = LIMITS[first.phase]
-    raw = [trial.limits[limit] for trial in trials if limit in trial.limits]
     return Row(
         scenario=first.scenario,
         contender=first.contender,
@@ -214,7 +224,8 @@ def _row(trials: Sequence[Trial]) -> Row:
         summed=medians(trials, lambda t: t.summed),
         rate=medians(trials, lambda t: t.rate),
         limit=limit,
-        limit_rate=statistics.median(raw) if raw else None,
+        limit_rate=_middle(trials, limit),
+        huge_rate=_middle(trials, HUGE[limit]) if limit in HUGE else None,
         ratio=statistics.median(ratios) if ratios else None,
         ratio_low=min(ratios, default=None),
         ratio_high=max(ratios, default=None),

@@ -35,11 +35,18 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.rate / 1e9:.2f}" if row.limit_rate else "",
         f"{row.ratio:.2f}" if row.ratio is not None else "",
         f"{row.ratio_low:.2f}-{row.ratio_high:.2f}" if row.ratio_low is not None else "",
-        f"{row.limit} {row.limit_rate / 1e9:.2f}" if row.limit_rate else "",
+        _limit(row),
         f"+{row.extra_rss / MIB:.0f} MiB",
         f"{row.read_bytes / row.nbytes:.2f}x",
         f"{row.write_bytes / row.nbytes:.2f}x",
     )
+
+
+def _limit(row: Row) -> str:
+    if row.limit_rate is None:
+        return ""
+    huge = f", {row.huge_rate / 1e9:.2f} in huge pages" if row.huge_rate is not None else ""
+    return f"{row.limit} {row.limit_rate / 1e9:.2f}{huge}"
 
 
 def print_stays(text: str, rows: Sequence[StayRow]) -> None:

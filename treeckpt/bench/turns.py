@@ -17,7 +17,7 @@ import msgspec
 from .contenders import Contender, SliceReader, Streamer, chosen, slice_readers
 from .meter import Meter, Usage, cached_part, drop_cache, files_of, fill_cache, hand_memory, settle
 from .raw import LEAST, Raw
-from .results import Limit, Phase, Trial
+from .results import HUGE, Limit, Phase, Trial
 from .states import Scenario, State, bytes_equal, make_leaf, make_state, shapes_bytes, sum_bytes, touch
 
 __all__ = ["BenchError", "Group", "Solo", "Turns", "in_turns", "run_alone", "run_slice"]
@@ -89,6 +89,8 @@ class Turns:
             "C": raw.copy,
             "plain": raw.plain,
             "plain_fresh": raw.plain_fresh,
+            "W_huge": raw.write_huge,
+            "R_huge": raw.read_huge,
         }
         return {name: measures[name]() for name in names}
 
@@ -196,7 +198,7 @@ class Turns:
         trials += self.trial(
             (contender.name, "save", repetition),
             lambda: contender.save(place, prepared),
-            ("C", "W"),
+            ("C", "W", *_beside(contender, "W")),
             nbytes=self.nbytes,
         )
         phases: list[tuple[Phase, str, Callable[[], State], Limit]] = [
@@ -212,9 +214,15 @@ class Turns:
                 if kind in ("fill", "stream") and expected is not None:
                     _clear(target)
                 key = (contender.name, phase, repetition)
-                trials += self.trial(key, work, (limit,), nbytes=wanted, check=check)
+                limits = (limit, *_beside(contender, limit))
+                trials += self.trial(key, work, limits, nbytes=wanted, check=check)
         self.end()
         return trials
+
+
+def _beside(contender: Contender, limit: Limit) -> tuple[Limit, ...]:
+    """What else is measured beside treeckpt, whose buffers lie in huge pages."""
+    return (HUGE[limit],) if limit in HUGE and contender.name == "treeckpt" else ()
 
 
 def _clear(state: State) -> None:
