@@ -70,7 +70,7 @@ def run_job(module: str, task: object, *, ranks: int, on_line: Callable[[str], N
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *launcher, "-m", module, msgspec.json.encode(task).decode()]
     said: list[str] = []
-    with started(command, {**worker_environment(os.environ), "PYTHONFAULTHANDLER": "1"}) as process:
+    with started(command, worker_environment(os.environ)) as process:
         for line in process.stdout or ():
             if line.startswith(MARK):
                 on_line(line[len(MARK) :])
