@@ -11,7 +11,7 @@ import treeckpt as tc
 from tests.world import Faulty, Switch
 from treeckpt.catalog import look, scan
 from treeckpt.cli import main
-from treeckpt.core.progress import Progress, encode_progress, progress_name
+from treeckpt.core.progress import Progress, encode_progress, parse_progress_name, progress_name
 from treeckpt.io.runs import LocalFolder
 from treeckpt.underway import saves_under_way, under_way_text
 
@@ -82,19 +82,17 @@ def test_ls_and_show_name_them(tmp_path, capsys):
 
 def test_a_real_save_is_seen_on_its_way_and_gone_afterwards(tmp_path):
     path, go, reached = tmp_path / "step_00000005", threading.Event(), threading.Event()
-    writes = []
-
-    def slow(name):
-        writes.append(name)
 
     class Slow(Switch):
+        """Writes slowly until there is a record of the save, and then not at all for a while."""
+
         def __call__(self, name, effect):
-            if name.startswith("write ") and len(writes) >= 8:
-                reached.set()
-                assert go.wait(60)
             if name.startswith("write "):
-                writes.append(name)
-                time.sleep(0.15)
+                if any(parse_progress_name(file.name) for file in path.iterdir()):
+                    reached.set()
+                    assert go.wait(60)
+                else:
+                    time.sleep(0.3)
             return super().__call__(name, effect)
 
     store = Faulty(tc.LocalStore(path), Slow())
