@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..io.buffers import aligned_buffer
 from .meter import hand_memory
 
 __all__ = ["Raw"]
@@ -26,7 +27,6 @@ __all__ = ["Raw"]
 BLOCK = 8 << 20
 THREADS = (1, 2)
 MOST = 1 << 30
-HUGE = 2 << 20
 LEAST = BLOCK
 """Bytes below which a rate says nothing."""
 
@@ -50,7 +50,8 @@ class Raw:
             self._array[start : start + BLOCK] = block + np.uint8(index)
             self._array[start : start + 8] = np.frombuffer(index.to_bytes(8, "little"), np.uint8)
         self._shared: np.ndarray | None = None
-        self._ring: memoryview | None = None
+        self._ring = aligned_buffer(2 * BLOCK, huge=True)
+        self._ring[:] = bytes(self._memory[:BLOCK]) * 2
         self._direct = self._takes_direct()
 
     def _takes_direct(self) -> int:
@@ -82,12 +83,6 @@ class Raw:
         return self._memory[at : at + BLOCK]
 
     def _block_of_ring(self, at: int) -> memoryview:
-        if self._ring is None:
-            mapping = mmap.mmap(-1, 2 * BLOCK + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            _want_huge(mapping)
-            start = -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE
-            self._ring = memoryview(mapping)[start : start + 2 * BLOCK]
-            self._ring[:] = bytes(self._memory[:BLOCK]) * 2
         low = at // BLOCK % 2 * BLOCK
         return self._ring[low : low + BLOCK]
 
@@ -198,18 +193,13 @@ def _whole(call: Callable[[int, memoryview, int], int], fd: int, data: memoryvie
         done += count
 
 
-def _want_huge(mapping: mmap.mmap) -> None:
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-
-
 @contextlib.contextmanager
 def _fresh(nbytes: int, *, huge: bool) -> Iterator[memoryview]:
     """New memory; in private pages, as memory allocators have it."""
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if huge:
-        _want_huge(mapping)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = memoryview(mapping)
     try:
         yield memory

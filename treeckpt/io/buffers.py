@@ -12,7 +12,10 @@ HUGE = 2 << 20
 
 
 def aligned_buffer(nbytes: int, *, huge: bool = False) -> memoryview:
-    """Zeroed, page-aligned memory of its own; in huge pages if asked: page faults are half of a load otherwise."""
+    """Zeroed, page-aligned memory of its own; in huge pages if asked.
+
+    Page faults are half of a load otherwise, and what lies together in memory goes to the device as one request.
+    """
     # private: huge pages are mostly switched off for shared memory, which is what mmap makes by itself
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, max(nbytes, PAGE), **private)

@@ -209,7 +209,6 @@ def run_save(
     Returns:
         (bytes of the header, bytes of the data) of each file.
     """
-    # in huge pages: what lies together in memory goes to the device as one request, and a third faster
     huge = any(file.plan.nbytes >= BUFFER for file in files)
     ring: queue.Queue[Any] = queue.Queue()
     for _ in range(BUFFERS):

@@ -174,10 +174,7 @@ def read_limit(memory: int) -> int:
 
 
 def ring_of(readings: Iterable[Reading], count: int) -> queue.Queue[memoryview]:
-    """`count` buffers, each large enough for those readings that bring no memory of their own.
-
-    In huge pages: what lies together in memory goes to the device as one request, and a third faster.
-    """
+    """`count` buffers, each large enough for those readings that bring no memory of their own."""
     largest = max((reading.nbytes for reading in readings if reading.out is None), default=0)
     ring: queue.Queue[memoryview] = queue.Queue()
     for _ in range(count if largest else 0):
