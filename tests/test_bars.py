@@ -29,6 +29,15 @@ def test_a_load_is_followed_on_a_terminal(store):
     assert "restoring" in text and "0.8/0.8 MB" in text.replace("800.1/800.1 kB", "0.8/0.8 MB"), text
 
 
+def test_what_a_load_borrows_counts_too(store):
+    for name in store.sizes():
+        store.read(name, limit=1 << 30)  # into the page cache
+    screen, tree = Terminal(), {"a": np.zeros(100_000, np.int64), "b": np.ones(10)}
+    with reading_bar(store, "filling", 1_600_160, patience=0, stream=screen) as source:
+        tc.load_into(source, tree)
+    assert tree["a"][-1] == 99_999 and "1.6/1.6 MB" in screen.getvalue(), "compared, and then copied"
+
+
 def test_an_unknown_total_shows_what_was_read(store):
     screen = Terminal()
     with reading_bar(store, "verifying", patience=0, stream=screen) as source:

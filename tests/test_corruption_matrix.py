@@ -18,7 +18,7 @@ from tests.world import assert_equal, errors_of, on_ranks, shards_of
 from treeckpt import catalog
 from treeckpt.core.index import INDEX_NAME
 from treeckpt.core.shard import BLOCK, parse_shard_name
-from treeckpt.io import reader
+from treeckpt.io import lending, reader
 
 WORLD = 2
 N = BLOCK // 8
@@ -120,8 +120,9 @@ WAYS: dict[str, Callable[[Path], None]] = {f.__name__: f for f in (as_saved, as_
 
 @pytest.fixture(params=["page cache", "device"])
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the reader is told that the bytes lie: it takes them by read_parts, or by O_DIRECT."""
-    monkeypatch.setattr(reader, "is_cached", lambda *_: request.param == "page cache")
+    """Where the reader is told that the bytes lie: it takes them by read_parts and lend, or by O_DIRECT."""
+    for module in (reader, lending):
+        monkeypatch.setattr(module, "is_cached", lambda *_: request.param == "page cache")
     return request.param
 
 

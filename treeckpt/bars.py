@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TextIO
 
-from .io.store import Store
+from .io.store import Lending, Store
 
 __all__ = ["PATIENCE", "reading_bar"]
 
@@ -91,6 +92,14 @@ class _Counted:
         self._inner, self._count, self.url = inner, count, inner.url
         self.prepare, self.sizes, self.read, self.map = inner.prepare, inner.sizes, inner.read, inner.map
         self.create, self.publish, self.delete, self.close = inner.create, inner.publish, inner.delete, inner.close
+        if isinstance(inner, Lending):
+            self.lend = partial(self._lend, inner)
+
+    @contextlib.contextmanager
+    def _lend(self, inner: Lending, name: str, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
+        with inner.lend(name, offset, nbytes, fetch=fetch) as memory:
+            yield memory
+            self._count(0 if memory is None else nbytes)
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         self._inner.read_into(name, offset, out, shared=shared)

@@ -7,6 +7,7 @@ import json
 import random
 import time
 import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.core.saves import Array, Saved, save, saves
+from treeckpt.core import index as index_module
 from treeckpt.core.chunks import BoxChunks
 from treeckpt.core.errors import FormatError
 from treeckpt.core.index import decode_index, encode_index, rebuild
@@ -29,6 +31,15 @@ from treeckpt.core.sharing import expand, leaf_count, share
 from treeckpt.core.spec import ArraySpec
 from treeckpt.core.structure import DictNode, ListNode
 from treeckpt.core.tree import PerRank
+
+
+@pytest.fixture(autouse=True, scope="module")
+def however_small() -> Iterator[None]:
+    """Small ones are packed too, here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_module, "SMALL", 0)
+        yield
+
 
 SHAPES = ((9, 7), (12,), (3, 4, 10), (5,), (60, 5), (), (0, 3))
 
@@ -119,6 +130,15 @@ def test_an_index_without_ranges_is_of_version_1() -> None:
     mesh = Mesh((4,), encode_runs(range(4)))
     saved = save({"w": Array(ArraySpec((16, 4), "float32"), MeshLayout(mesh, (Shard(0),)))}, 4)
     assert pack(saved.index) is None and json.loads(encode_index(saved.index))["version"] == 1
+
+
+def test_a_small_index_is_of_version_1_and_a_large_one_of_ranges_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = ranges(40)
+    size = len(msgspec.json.encode(saved.index))
+    for small, version in ((size, 1), (size - 1, 2)):
+        monkeypatch.setattr(index_module, "SMALL", small)
+        data = encode_index(saved.index)
+        assert json.loads(data)["version"] == version and decode_index(data) == saved.index
 
 
 @given(st.data())

@@ -127,8 +127,9 @@ class Turns:
             cached = cached_part(self._place)
         rates = self.limits(*limits)
         self.group.gather(None)
-        if key[1].startswith("load"):
-            hand_memory(nbytes // self.group.size)
+        # new arrays, and the page cache of who reads through it
+        if needed := nbytes * (key[1].startswith("load") + key[1].endswith("cold")):
+            hand_memory(needed // self.group.size)
             self.group.gather(None)
         took, made = _measure(work)
         if made is not None and check is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 
-__all__ = ["PAGE", "aligned_buffer"]
+__all__ = ["HUGE", "PAGE", "aligned_buffer"]
 
 PAGE = 4096
 HUGE = 2 << 20

@@ -199,14 +199,21 @@ def run_readings(shards: Shards, readings: Sequence[Reading], *, memory: int) ->
         parts = reading.parts() if reading.parts is not None else None
         if parts is not None and shards.read_parts(reading.stretch, parts):
             return
-        out = reading.out if reading.out is not None else ring.get()
+        if reading.out is not None:
+            shards.read(reading.stretch, reading.out[: reading.nbytes], shared=reading.shared)
+            return
+        with shards.lent(reading.stretch, fetch=reading.shared) as memory:
+            if memory is not None:
+                if reading.use is not None:
+                    reading.use(memory)
+                return
+        out = ring.get()
         try:
             shards.read(reading.stretch, out[: reading.nbytes], shared=reading.shared)
             if reading.use is not None:
                 reading.use(out[: reading.nbytes])
         finally:
-            if reading.out is None:
-                ring.put(out)
+            ring.put(out)
 
     _in_parallel(job, readings, readers)
     return sum(reading.nbytes for reading in readings)

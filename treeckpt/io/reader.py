@@ -14,12 +14,14 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from ..core.errors import CorruptError
+from .lending import Lender
 from .residency import is_cached
 
 __all__ = ["LocalReader", "open_regular"]
@@ -69,6 +71,7 @@ class LocalReader:
             # ranges are read as they are wanted: what lies behind one is not
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._lock = threading.Lock()
+        self._lender = Lender(self._fd)
 
     def read_into(self, offset: int, out: memoryview, *, shared: bool = False) -> None:
         """Fills `out` from `offset` on; what is `shared` comes through the page cache, and stays there.
@@ -99,6 +102,10 @@ class LocalReader:
             error.filename = str(self._path)
             raise
         return True
+
+    def lend(self, offset: int, nbytes: int, *, fetch: bool) -> AbstractContextManager[memoryview | None]:
+        """Bytes of the file where they lie in the page cache, or come into it; None where they cannot be lent."""
+        return self._lender.lend(offset, nbytes, fetch=fetch)
 
     def _fill(self, offset: int, out: memoryview, shared: bool) -> None:
         cached = shared or len(out) < DIRECT or is_cached(self._fd, offset, len(out))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -12,7 +13,7 @@ from ..core.records import File, Index
 from ..core.shard import ShardHeader, block_count, decode_header, hash_block, hash_parts, header_nbytes
 from .buffers import PAGE, aligned_buffer
 from .record import Recorder
-from .store import Store
+from .store import Lending, Store
 
 __all__ = [
     "Opened",
@@ -223,6 +224,22 @@ class Shards:
         read_stretch(self.store, stretch, out, verify=self.verify, shared=shared)
         self.recorder.add("read", begin, self.recorder.now(), len(out))
 
+    @contextlib.contextmanager
+    def lent(self, stretch: Stretch, *, fetch: bool) -> Iterator[memoryview | None]:
+        """A stretch where it lies, verified like one that is read, while the body runs; None if not at hand."""
+        if not isinstance(self.store, Lending):
+            yield None
+            return
+        begin = self.recorder.now()
+        file = stretch.opened.file
+        start, nbytes = file.header + stretch.low, stretch.high - stretch.low
+        with self.store.lend(file.name, start, nbytes, fetch=fetch) as memory:
+            if memory is not None:
+                if self.verify:
+                    _check_blocks(self.store, stretch.opened, stretch.low, memory)
+                self.recorder.add("read", begin, self.recorder.now(), len(memory))
+            yield memory
+
     def read_parts(self, stretch: Stretch, parts: Sequence[memoryview]) -> bool:
         """Reads a stretch straight to where it belongs, if its bytes are at hand; False if not."""
         begin = self.recorder.now()
@@ -245,7 +262,7 @@ def verify_shard(store: Store, opened: Opened, start: int = 0, stop: int | None 
     whole = stretch_of(
         opened, start, opened.file.nbytes if stop is None else min(stop, opened.file.nbytes), verify=True
     )
-    buffer = aligned_buffer(step)
+    buffer = aligned_buffer(step, huge=True)
     for low in range(whole.low, whole.high, step):
         stretch = Stretch(opened, low, min(low + step, whole.high))
         read_stretch(store, stretch, buffer[: stretch.high - stretch.low], verify=True)

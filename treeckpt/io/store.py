@@ -14,6 +14,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -22,7 +23,7 @@ from .bucket import is_url, local_path
 from .diskfile import LocalWriter, make_directory, sync_directory
 from .reader import LocalReader, open_regular
 
-__all__ = ["LocalStore", "MemoryStore", "Store", "Swapping", "Writer", "open_store"]
+__all__ = ["Lending", "LocalStore", "MemoryStore", "Store", "Swapping", "Writer", "open_store"]
 
 
 class Writer(Protocol):
@@ -120,6 +121,19 @@ class Swapping(Protocol):
         ...
 
 
+@runtime_checkable
+class Lending(Protocol):
+    """A store that can lend bytes where they lie, for who only looks at them or copies a part."""
+
+    def lend(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> AbstractContextManager[memoryview | None]:
+        """Memory with bytes of a file while the body runs; None where the bytes are not at hand, or may not be.
+
+        Args:
+            fetch: the same bytes will be read again soon, here or by another process of the host: have them at hand.
+        """
+        ...
+
+
 def open_store(path: str | os.PathLike[str] | Store) -> Store:
     """The store of a path or URL, or the store itself.
 
@@ -188,6 +202,9 @@ class LocalStore:
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
         return self._reader(name).read_parts(offset, parts)
+
+    def lend(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> AbstractContextManager[memoryview | None]:
+        return self._reader(name).lend(offset, nbytes, fetch=fetch)
 
     def _reader(self, name: str) -> LocalReader:
         with self._lock:

@@ -1,0 +1,135 @@
+"""Bytes of a file lent as they lie in the page cache: memory to read from, without a copy.
+
+A process that touches a mapped file is ended by the kernel if somebody cut the file short meanwhile. So what is lent
+is guarded by the kernel's own lease on the file: whoever would open it to write, or cut it short, waits for the
+milliseconds until everything is given back, and nothing more is lent then. Pages are mapped by a call that fails where
+touching would end the process, as on a broken disk. Where one of these is not to be had (files of other users, network
+and FUSE file systems, old kernels, other systems), nothing is lent and bytes are read as ever.
+
+What is to come into the cache on the way is asked for in huge pages: fewer and larger requests to the device, and less
+work for whoever reads it afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .buffers import HUGE
+from .residency import is_cached
+
+try:
+    import fcntl as _fcntl
+
+    _leases: Any = _fcntl if hasattr(_fcntl, "F_SETLEASE") else None
+except ImportError:
+    _leases = None
+
+__all__ = ["Lender"]
+
+PAGE = mmap.PAGESIZE
+
+POPULATE_READ = 22
+"""MADV_POPULATE_READ: makes pages present, or fails."""
+LEAST = 64 << 10
+"""Bytes below which a copy is cheaper than a map."""
+
+
+@lru_cache(maxsize=1)
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap's own, this lets other threads go on while pages are read
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+class Lender:
+    """Lends bytes of one open file, to several threads at once.
+
+    Args:
+        fd: a descriptor that is open for reading only; not closed by this.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._lent, self._lock = fd, 0, threading.Lock()
+        self._process = os.getpid()  # a lease belongs to the open file, which a fork has too
+        # file systems without a device of their own (network, FUSE, overlays) may change files behind the kernel's back
+        self._able = _leases is not None and os.major(os.fstat(fd).st_dev) != 0
+
+    @contextlib.contextmanager
+    def lend(self, offset: int, nbytes: int, *, fetch: bool = False) -> Iterator[memoryview | None]:
+        """Bytes `offset:offset + nbytes` for as long as the body runs; None where they cannot be lent.
+
+        What is written to them goes to a copy, not to the file.
+
+        Args:
+            fetch: brings them into the page cache; else nothing is lent that is not there.
+        """
+        if nbytes < LEAST or not self._take():
+            yield None
+            return
+        mapped = memory = None
+        try:
+            if (mapped := self._mapped(offset, nbytes, fetch)) is not None:
+                memory = memoryview(mapped)[offset % PAGE :]
+            yield memory
+        finally:
+            if mapped is not None:
+                with contextlib.suppress(BufferError):  # an error's traceback may still hold an array of it
+                    memory = None if memory is None else memory.release()
+                    mapped.close()
+            self._give_back()
+
+    def _mapped(self, offset: int, nbytes: int, fetch: bool) -> mmap.mmap | None:
+        cached = is_cached(self._fd, offset, nbytes)
+        if not cached and not (fetch and nbytes >= HUGE):
+            return None
+        low = offset // PAGE * PAGE
+        way = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+        try:
+            mapped = mmap.mmap(self._fd, offset + nbytes - low, offset=low, **way)
+        except (OSError, ValueError):  # past the end of the file, or a file system that does not map
+            return None
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        if not cached:
+            _libc().madvise(address, len(mapped), mmap.MADV_HUGEPAGE)
+        if _libc().madvise(address, len(mapped), POPULATE_READ):
+            mapped.close()
+            return None
+        return mapped
+
+    def _take(self) -> bool:
+        """Guards the file, once for all that is lent at a time."""
+        with self._lock:
+            if not self._able or os.getpid() != self._process:
+                return False
+            try:
+                if self._lent:
+                    guarded = _leases.fcntl(self._fd, _leases.F_GETLEASE) == _leases.F_RDLCK
+                    self._lent += guarded
+                    return guarded  # if not, somebody waits to write to it
+                # the kernel tells by a signal that somebody waits, by default one that ends the process
+                _leases.fcntl(self._fd, _leases.F_SETSIG, signal.SIGURG)
+                _leases.fcntl(self._fd, _leases.F_SETLEASE, _leases.F_RDLCK)
+            except OSError as error:
+                # EAGAIN: somebody has it open to write; all else will be the same next time
+                self._able = error.errno == errno.EAGAIN
+                return False
+            self._lent = 1
+            return True
+
+    def _give_back(self) -> None:
+        with self._lock:
+            self._lent -= 1
+            if not self._lent:
+                with contextlib.suppress(OSError):
+                    _leases.fcntl(self._fd, _leases.F_SETLEASE, _leases.F_UNLCK)
