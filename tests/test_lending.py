@@ -21,6 +21,7 @@ import treeckpt as tc
 from treeckpt.io import lending
 from treeckpt.io.buffers import HUGE
 from treeckpt.io.lending import Lender
+from treeckpt.io.reader import LocalReader
 from treeckpt.io.residency import is_cached
 from treeckpt.io.store import LocalStore
 
@@ -198,6 +199,72 @@ def test_a_forked_process_borrows_nothing_from_the_file_of_its_parent(lender: Le
         with lender.lend(0, NBYTES) as memory:
             os._exit(memory is not None)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_fork_gives_back_nothing_of_its_parents(file: Path, lender: Lender) -> None:
+    child = True
+    try:
+        with lender.lend(0, NBYTES):
+            if not (pid := os.fork()):
+                return
+            child = False
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            assert refused(file)
+    finally:
+        if child:
+            os._exit(0)
+    assert not refused(file)
+
+
+def test_an_interrupt_while_memory_is_given_back_leaves_no_guard(
+    file: Path, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(mmap.mmap):
+        def close(self) -> None:
+            super().close()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(mmap, "mmap", Interrupted)
+    with pytest.raises(KeyboardInterrupt), lender.lend(0, NBYTES):
+        pass
+    monkeypatch.undo()
+    assert not refused(file)
+    with lender.lend(0, NBYTES) as memory:
+        assert memory is not None
+
+
+def test_a_reader_that_was_closed_lends_nothing_though_its_descriptor_is_another_file_now(
+    file: Path, lender: Lender, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(bytes(NBYTES))
+    reader = LocalReader(file)
+    early = reader.lend(0, NBYTES, fetch=True)
+    fd, begun = reader._fd, reader.lend(0, NBYTES, fetch=True)
+    assert begun.__enter__() == file.read_bytes()
+    reader.close()
+    second = LocalReader(other)
+    assert second._fd == fd
+    with second.lend(0, NBYTES, fetch=True) as memory:
+        begun.__exit__(None, None, None)
+        assert memory == other.read_bytes() and refused(other)
+        with early as nothing:
+            assert nothing is None
+    assert not refused(file) and not refused(other)
+    second.close()
+
+
+def test_a_reader_that_nobody_keeps_stays_open_while_it_lends(file: Path, lender: Lender) -> None:
+    with LocalReader(file).lend(0, NBYTES, fetch=False) as memory:
+        assert memory is not None and refused(file)
+    assert not refused(file)
+
+
+def test_only_file_systems_whose_files_nobody_else_changes_lend(file: Path, lender: Lender) -> None:
+    fds = [os.open(path, os.O_RDONLY) for path in (file, "/proc/self/status")]
+    assert [lending._is_local(fd) for fd in (*fds, -1)] == [True, False, False]
+    for fd in fds:
+        os.close(fd)
 
 
 # loads ----------------------------------------------------------------------------------------------------------------

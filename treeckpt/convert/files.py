@@ -18,6 +18,7 @@ from ..core.dtypes import dtype_of
 from ..core.errors import CheckpointNotFound, CorruptError
 from ..core.region import Region
 from ..core.spec import ArraySpec
+from ..io.reader import LocalReader
 from ..io.store import LocalStore, Store, open_store
 from ..leaves.base import Storage, raw_dtype
 from ..leaves.lazy import Lazy
@@ -107,8 +108,8 @@ class ForeignStore(LocalStore):
     def read(self, name: str, *, limit: int) -> bytes:
         return super().read(self._resolved(name), limit=limit)
 
-    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
-        super().read_into(self._resolved(name), offset, out, shared=shared)
+    def _reader(self, name: str) -> LocalReader:
+        return super()._reader(self._resolved(name))
 
     def _resolved(self, name: str) -> str:
         return str((self.directory / name).resolve())

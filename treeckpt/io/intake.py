@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from typing import TypeGuard
 
 import msgspec
 import numpy as np
@@ -95,7 +96,7 @@ def _straight(
         return None
     [copy] = block.copies
     data = targets(copy.want).data
-    if not isinstance(data, Spread):
+    if not _is_spread(data):
         return None
     low, size = copy.box.offset[0], copy.box.size
 
@@ -105,6 +106,15 @@ def _straight(
         return None if inside is None else [part for part in (ends[0], *inside, ends[1]) if len(part)]
 
     return parts
+
+
+@lru_cache(maxsize=64)
+def _spreads(kind: type) -> bool:
+    return issubclass(kind, Spread)  # takes tens of microseconds, and is asked for each stretch
+
+
+def _is_spread(data: object) -> TypeGuard[Spread]:
+    return _spreads(type(data))
 
 
 def _user(

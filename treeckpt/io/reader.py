@@ -13,8 +13,7 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -63,6 +62,7 @@ class LocalReader:
 
     _fd: int = -1
     _direct: int | None = None
+    _lender: Lender | None = None
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -103,9 +103,12 @@ class LocalReader:
             raise
         return True
 
-    def lend(self, offset: int, nbytes: int, *, fetch: bool) -> AbstractContextManager[memoryview | None]:
+    @contextlib.contextmanager
+    def lend(self, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
         """Bytes of the file where they lie in the page cache, or come into it; None where they cannot be lent."""
-        return self._lender.lend(offset, nbytes, fetch=fetch)
+        assert self._lender is not None, "made with the reader"
+        with self._lender.lend(offset, nbytes, fetch=fetch) as memory:  # and this reader stays open meanwhile
+            yield memory
 
     def _fill(self, offset: int, out: memoryview, shared: bool) -> None:
         cached = shared or len(out) < DIRECT or is_cached(self._fd, offset, len(out))
@@ -158,6 +161,8 @@ class LocalReader:
 
     def close(self) -> None:
         """Closes the file."""
+        if self._lender is not None:
+            self._lender.close()
         fds = (self._fd, self._direct)
         self._fd = self._direct = -1
         for fd in fds:

@@ -203,6 +203,7 @@ class Shards:
 
     def __init__(self, store: Store, index: Index, recorder: Recorder, *, verify: bool, whole: bool = True) -> None:
         self.store, self.index, self.verify, self.recorder, self.whole = store, index, verify, recorder, whole
+        self._lending = store if isinstance(store, Lending) else None
         self._opened: dict[str, Opened] = {}
         self._sizes: dict[str, int] | None = None
 
@@ -227,13 +228,13 @@ class Shards:
     @contextlib.contextmanager
     def lent(self, stretch: Stretch, *, fetch: bool) -> Iterator[memoryview | None]:
         """A stretch where it lies, verified like one that is read, while the body runs; None if not at hand."""
-        if not isinstance(self.store, Lending):
+        if self._lending is None:
             yield None
             return
         begin = self.recorder.now()
         file = stretch.opened.file
         start, nbytes = file.header + stretch.low, stretch.high - stretch.low
-        with self.store.lend(file.name, start, nbytes, fetch=fetch) as memory:
+        with self._lending.lend(file.name, start, nbytes, fetch=fetch) as memory:
             if memory is not None:
                 if self.verify:
                     _check_blocks(self.store, stretch.opened, stretch.low, memory)

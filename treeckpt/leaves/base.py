@@ -59,7 +59,7 @@ class Readable(Protocol):
 
 
 class Writable(Protocol):
-    """Takes the elements of a box from a host array of raw dtype."""
+    """Takes the elements of a box from a host array of raw dtype, whose memory is another's when `write` returns."""
 
     def write(self, box: Box, data: np.ndarray) -> None: ...
 
