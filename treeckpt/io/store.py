@@ -159,7 +159,10 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
 
 
 class LocalStore:
-    """A directory of a local (or mounted) file system."""
+    """A directory of a local (or mounted) file system.
+
+    Bytes of shards are read by `read_into`, `read_parts` and `lend`: who changes one of them changes all.
+    """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory).absolute()
