@@ -180,7 +180,6 @@ def test_threads_that_borrow_all_the_time_do_not_starve_who_would_write(file: Pa
 def test_files_of_others_are_not_lent(file: Path, lender: Lender) -> None:
     code = f"""
 import os
-from treeckpt.io.buffers import HUGE
 from treeckpt.io.lending import Lender
 fd = os.open({str(file)!r}, os.O_RDONLY)
 os.setresuid(65534, 65534, 65534)
@@ -254,6 +253,22 @@ def test_a_reader_that_was_closed_lends_nothing_though_its_descriptor_is_another
     second.close()
 
 
+def test_a_reader_that_is_closed_at_that_moment_lends_nothing(
+    file: Path, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = LocalReader(file)
+    take = Lender._take
+
+    def closing(self: Lender, holder: object) -> bool:
+        taken = take(self, holder)
+        reader.close()
+        return taken
+
+    monkeypatch.setattr(Lender, "_take", closing)
+    with reader.lend(0, NBYTES, fetch=True) as memory:
+        assert memory is None
+
+
 def test_a_reader_that_nobody_keeps_stays_open_while_it_lends(file: Path, lender: Lender) -> None:
     with LocalReader(file).lend(0, NBYTES, fetch=False) as memory:
         assert memory is not None and refused(file)
@@ -304,7 +319,7 @@ print(*sorted(set(found)))
 
 
 class _Noted(LocalStore):
-    """Notes what is read, and how much is lent."""
+    """Notes what is read rather than lent."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

@@ -158,7 +158,7 @@ def _copy(store: Store, source: str, target: str, nbytes: int, header: bytes = b
     """
     writer = store.create(target, nbytes)
     try:
-        buffer = aligned_buffer(STEP)
+        buffer = aligned_buffer(STEP, huge=True)
         if header:
             first = aligned_buffer(len(header))
             first[:] = header

@@ -212,10 +212,10 @@ def run_readings(shards: Shards, readings: Sequence[Reading], *, memory: int) ->
         if reading.out is not None:
             shards.read(reading.stretch, reading.out[: reading.nbytes], shared=reading.shared)
             return
-        with shards.lent(reading.stretch, fetch=reading.shared) as memory:
-            if memory is not None:
+        with shards.lent(reading.stretch, fetch=reading.shared) as lent:
+            if lent is not None:
                 if reading.use is not None:
-                    reading.use(memory)
+                    reading.use(lent)
                 return
         out = ring.get()
         try:

@@ -88,7 +88,11 @@ class Lender:
         """
         holder, mapped, memory = object(), None, None
         try:
-            if nbytes >= LEAST and self._take(holder) and (mapped := self._mapped(offset, nbytes, fetch)) is not None:
+            # asked first: a cold load should not take a lease for each of its reads
+            cached = self._able and nbytes >= LEAST and is_cached(self._fd, offset, nbytes)
+            if (cached or (fetch and nbytes >= HUGE)) and self._take(holder):
+                mapped = self._mapped(offset, nbytes, cached)
+            if mapped is not None:
                 memory = memoryview(mapped)[offset % PAGE :]
             yield memory
         finally:
@@ -100,14 +104,13 @@ class Lender:
             finally:
                 self._give_back(holder)
 
-    def _mapped(self, offset: int, nbytes: int, fetch: bool) -> mmap.mmap | None:
-        cached = is_cached(self._fd, offset, nbytes)
-        if not cached and not (fetch and nbytes >= HUGE):
+    def _mapped(self, offset: int, nbytes: int, cached: bool) -> mmap.mmap | None:
+        if (fd := self._fd) < 0:  # closed just now, and a map of no file would be one of zeros
             return None
         low = offset // PAGE * PAGE
         way = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
         try:
-            mapped = mmap.mmap(self._fd, offset + nbytes - low, offset=low, **way)
+            mapped = mmap.mmap(fd, offset + nbytes - low, offset=low, **way)
         except (OSError, ValueError):  # past the end of the file, or a file system that does not map
             return None
         address = np.frombuffer(mapped, np.uint8).ctypes.data
@@ -129,13 +132,12 @@ class Lender:
             alone = not self._holders
             self._holders.add(holder)  # first, so that it is given back whatever comes between
             try:
-                if not alone:
-                    if _leases.fcntl(self._fd, _leases.F_GETLEASE) == _leases.F_RDLCK:
-                        return True
-                else:
+                if alone:
                     # what the kernel would send by default ends the process
                     _leases.fcntl(self._fd, _leases.F_SETSIG, signal.SIGURG)
                     _leases.fcntl(self._fd, _leases.F_SETLEASE, _leases.F_RDLCK)
+                    return True
+                if _leases.fcntl(self._fd, _leases.F_GETLEASE) == _leases.F_RDLCK:
                     return True
             except OSError as error:
                 # EAGAIN: somebody has it open to write; all else will be the same next time
