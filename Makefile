@@ -57,11 +57,11 @@ demo: $(STAMP) ## train, save on 4 ranks, load on 2 and 1, then serve the dashbo
 
 test: check chromium strace ## everything that checks the project in JOBS processes, 2 unless told (PYTEST_ARGS=... is passed on)
 	$(call say,pytest and notebooks)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 test-all: check chromium strace ## the same with the slow tests
 	$(call say,pytest and notebooks with the slow tests)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m 'slow or not slow' $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) -m 'slow or not slow' $(PYTEST_ARGS)
 
 fuzz: $(STAMP) ## fuzz every decoder for FUZZ_SECONDS each, 60 unless told; with atheris where it is installed (extra: fuzz)
 	$(call say,Fuzzing)

@@ -1,4 +1,4 @@
-"""Hypothesis profiles, and what tests share: one S3 server, and with pytest-xdist the files that stay together.
+"""Hypothesis profiles, and what tests share: one S3 server, and with pytest-xdist one worker for each file.
 
 No deadlines, which shared machines miss, and the same examples each time, so that what passes here passes elsewhere;
 `--hypothesis-profile=thorough` looks much longer, and elsewhere each time.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,18 +34,27 @@ APART = ("test_notebooks.py",)
 """Files whose tests share nothing and take long: any worker may take one."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sorts, and with pytest-xdist says which tests need one worker: those of a file, for what they share."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {item: item.path.relative_to(ROOT).as_posix() for item in items}
 
     def turn(item: pytest.Item) -> int:
         return next((i for i, name in enumerate(LONGEST) if places[item].startswith(name)), len(LONGEST))
 
     items.sort(key=turn)
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid if places[item] in APART else places[item]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With pytest-xdist, in the order above, a file's tests on one worker, for what they share."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file.endswith(APART) else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

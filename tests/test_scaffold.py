@@ -118,3 +118,10 @@ def test_no_tracked_file_is_over_one_mebibyte():
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
     sizes = {name: (ROOT / name).stat().st_size for name in names if name and (ROOT / name).is_file()}
     assert [name for name, size in sizes.items() if size > 1 << 20] == []
+
+
+def test_each_file_of_tests_stays_on_one_worker():
+    files = ["tests/core/test_errors.py", "tests/core/test_progress.py"]
+    shown = run(sys.executable, "-m", "pytest", "-n", "2", "-v", "-p", "no:cacheprovider", *files, cwd=ROOT)
+    workers = {file: set(re.findall(rf"^\[(gw\d)\].* PASSED {file}::", shown, re.M)) for file in files}
+    assert sorted(map(len, workers.values())) == [1, 1] and len(set.union(*workers.values())) == 2, shown

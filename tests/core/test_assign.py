@@ -25,15 +25,15 @@ from treeckpt.core.layout import (
 from treeckpt.core.region import Region
 from treeckpt.core.runs import encode_runs
 
+QUOTAS = pytest.mark.parametrize("bounds", [(8, 16), (64 << 10, 1 << 20)], ids=["tiny quotas", "real quotas"])
 
-@pytest.fixture(params=[(8, 16), (64 << 10, 1 << 20)], ids=["tiny quotas", "real quotas"], scope="module")
-def quotas(request):
+
+def assigned(leaves, bounds):
     """Small arrays are cut too where the bounds are small, so that tests of small arrays meet the cutting."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(assign_module, "SMALL", request.param[0])
-    patch.setattr(assign_module, "MIN_QUOTA", request.param[1])
-    yield request.param
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assign_module, "SMALL", bounds[0])
+        patch.setattr(assign_module, "MIN_QUOTA", bounds[1])
+        return assign(leaves)
 
 
 def pieces_of(owners):
@@ -47,10 +47,11 @@ def pieces_of(owners):
     return list(zip(owners.ranks.tolist(), regions, strict=True))
 
 
-@given(st.integers(1, 6).flatmap(lambda world: st.tuples(st.just(world), array_leaves(world))))
-def test_every_element_is_written_once_by_a_rank_that_holds_it(quotas, case):
+@QUOTAS
+@given(case=st.integers(1, 6).flatmap(lambda world: st.tuples(st.just(world), array_leaves(world))))
+def test_every_element_is_written_once_by_a_rank_that_holds_it(bounds, case):
     world, leaves = case
-    shares = assign(leaves)
+    shares = assigned(leaves, bounds)
     for leaf, share in zip(leaves, shares, strict=True):
         counts = np.zeros(leaf.shape, int)
         writers = 0
@@ -69,10 +70,11 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(quotas, case):
         assert leaf.per_rank is not None or (counts == 1).all()
 
 
-@given(st.integers(1, 6).flatmap(lambda world: st.tuples(st.just(world), array_leaves(world))))
-def test_each_rank_finds_for_itself_what_the_coordinator_finds_for_all(quotas, case):
+@QUOTAS
+@given(case=st.integers(1, 6).flatmap(lambda world: st.tuples(st.just(world), array_leaves(world))))
+def test_each_rank_finds_for_itself_what_the_coordinator_finds_for_all(bounds, case):
     world, leaves = case
-    for leaf, share in zip(leaves, assign(leaves), strict=True):
+    for leaf, share in zip(leaves, assigned(leaves, bounds), strict=True):
         if leaf.per_rank is not None:
             continue
         alone = sorted((rank, region) for rank in range(world) for region in writes_of(leaf, share, rank))
