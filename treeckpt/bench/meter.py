@@ -20,6 +20,8 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
+from ..io.buffers import ask_for_huge_pages
+
 __all__ = ["Meter", "Usage", "cached_part", "drop_cache", "files_of", "fill_cache", "hand_memory", "settle"]
 
 PAGE = mmap.PAGESIZE
@@ -138,9 +140,7 @@ def hand_memory(nbytes: int) -> None:
     a load: whoever is first pays for all. So that every contender, and the raw limit, finds the same.
     """
     memory = mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    ask_for_huge_pages(memory)
     np.frombuffer(memory, np.uint8)[::PAGE] = 1
     memory.close()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..io.buffers import aligned_buffer
+from ..io.buffers import aligned_buffer, ask_for_huge_pages
 from .meter import hand_memory
 
 __all__ = ["Raw"]
@@ -197,9 +197,8 @@ def _whole(call: Callable[[int, memoryview, int], int], fd: int, data: memoryvie
 def _fresh(nbytes: int, *, huge: bool) -> Iterator[memoryview]:
     """New memory; in private pages, as memory allocators have it."""
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+    if huge:
+        ask_for_huge_pages(mapping)
     memory = memoryview(mapping)
     try:
         yield memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 
-__all__ = ["HUGE", "PAGE", "aligned_buffer"]
+__all__ = ["HUGE", "PAGE", "aligned_buffer", "ask_for_huge_pages"]
 
 PAGE = 4096
 HUGE = 2 << 20
@@ -19,7 +19,13 @@ def aligned_buffer(nbytes: int, *, huge: bool = False) -> memoryview:
     # private: huge pages are mostly switched off for shared memory, which is what mmap makes by itself
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, max(nbytes, PAGE), **private)
-    if huge and nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge and nbytes >= HUGE:
+        ask_for_huge_pages(memory)
+    return memoryview(memory)[:nbytes]
+
+
+def ask_for_huge_pages(memory: mmap.mmap) -> None:
+    """Asks for them before memory is touched; systems without them, or that refuse, give small ones."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)[:nbytes]
