@@ -91,7 +91,8 @@ def test_exclusion_goes_by_whole_steps_and_by_the_names_after_rules() -> None:
 @given(st.lists(st.sets(st.sampled_from("abcde")), min_size=1, max_size=4), st.booleans(), st.data())
 def test_later_checkpoints_win_leaf_by_leaf(given_: list[set[str]], into: bool, data: st.DataObject) -> None:
     stores = [store_of({key: full(i) for key in sorted(keys)} | {"all": full(i)}) for i, keys in enumerate(given_)]
-    masks = [data.draw(st.sets(st.sampled_from("abcde"))) for _ in stores]
+    names = set[str]().union(*given_)
+    masks = [data.draw(st.sets(st.sampled_from("abcde"))) & names for _ in stores]
     bank = tc.Bank([tc.From(store, exclude=sorted(mask)) for store, mask in zip(stores, masks, strict=True)])
     winner = {key: i for i, keys in enumerate(given_) for key in keys - masks[i]} | {"all": len(stores) - 1}
     like = {key: full(-1) for key in sorted(winner)}

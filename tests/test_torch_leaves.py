@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,34 @@ def test_load_into_a_module_keeps_its_parameters() -> None:
     assert all(before[name] is parameter for name, parameter in fresh.named_parameters())
     assert torch.equal(fresh.weight, trained.weight)
     assert fresh.weight.requires_grad
+
+
+@pytest.mark.parametrize("how", ["load_into", "one pass", "cast", "copy_into", "restore"])
+def test_filling_what_a_backward_still_needs_makes_it_fail_instead_of_wrong(how: str, tmp_path: Path) -> None:
+    module = torch.nn.Linear(3, 1, bias=False)
+    saved = {"weight": torch.full((1, 3), 5.0, dtype=torch.float64 if how == "cast" else torch.float32)}
+    loss = (module.weight * module.weight).sum()
+    path = tmp_path / "step"
+    tc.save(path, {"model": saved} if how == "restore" else saved)
+    if how == "copy_into":
+        tc.trees.copy_into(saved, dict(module.named_parameters()))
+    elif how == "restore":
+        tc.training.restore(path, module, rng=False)
+    else:
+        tc.load_into(path, module, cast=how == "cast", verify="stream" if how == "one pass" else True)
+    assert module.weight.tolist() == [[5.0] * 3]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_load_that_is_refused_leaves_the_backward_as_it_was(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    tc.save(tmp_path / "step", {"w": torch.ones(4)})
+    loss = (weight * weight).sum()
+    with pytest.raises(tc.MismatchError):
+        tc.load_into(tmp_path / "step", {"w": weight})
+    loss.backward()
+    assert weight.grad is not None and weight.grad.tolist() == [2.0] * 3
 
 
 def test_torch_values_keep_their_types() -> None:

@@ -285,7 +285,7 @@ def load_into(
             return into_tree(tree, comm, options)
 
         def as_saved(at: str) -> Any:
-            own = msgspec.structs.replace(options, select=(at,) if at else None, copy=False, read="each")
+            own = msgspec.structs.replace(options, select=(at,) if at else None, strict=False, copy=False, read="each")
             return new_tree(None, comm, own)[0]
 
         return expanded.restore(as_saved, lambda target: into_tree(target, comm, options))

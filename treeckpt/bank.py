@@ -7,7 +7,7 @@ then each is loaded as if it held nothing else, so no byte is read that another 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -120,11 +120,20 @@ def refuse_rules(rules: Sequence[Rule]) -> None:
         )
 
 
-def _settled(bank: Bank, stores: Sequence[Store], comm: Comm, options: LoadOptions) -> list[_Part]:
+def _asked(like: Any, comm: Comm, options: LoadOptions) -> dict[str, Any]:
+    """The leaves of like, by path as in a checkpoint."""
+    _, leaves = flatten(like, rank=comm.rank, namespace=options.namespace)
+    return {any_rank(path, comm.rank): leaf for path, leaf in leaves}
+
+
+def _settled(
+    bank: Bank, stores: Sequence[Store], asked: Mapping[str, Any], comm: Comm, options: LoadOptions
+) -> list[_Part]:
     """Who gives what, by the indexes.
 
     Raises:
         CheckpointNotFound: one is missing that is not optional.
+        MismatchError: a glob means nothing, under `strict`.
     """
     refuse_rules(options.rules)
 
@@ -136,6 +145,10 @@ def _settled(bank: Bank, stores: Sequence[Store], comm: Comm, options: LoadOptio
         return _Part(store, msgspec.structs.replace(options, rules=rules, strict=False), Load(store, comm, own), set())
 
     parts = members_of(bank, stores, look)
+    names = frozenset(asked).union(*(part.job.view.names for part in parts))
+    for part in parts:
+        part.job.options.check_used(lambda part=part: part.job.view.names, names)
+    options.check_used(lambda: names)
     winner: dict[str, _Part] = {}
     for part in parts:
         winner.update((path, part) for path in part.job.view.by_path if part.job.selected(path))
@@ -151,14 +164,14 @@ def globs_of(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
     return (select,) if isinstance(select, str) else tuple(select)
 
 
-def _check_asked(parts: Sequence[_Part], like: Any, comm: Comm, options: LoadOptions) -> tuple[list[str], list[str]]:
+def _check_asked(
+    parts: Sequence[_Part], wanted: Mapping[str, Any], comm: Comm, options: LoadOptions
+) -> tuple[list[str], list[str]]:
     """What is wanted that nobody gives, and what is given that nobody wants.
 
     Raises:
         MismatchError: there is such, under `strict`.
     """
-    _, leaves = flatten(like, rank=comm.rank, namespace=options.namespace)
-    wanted = {any_rank(path, comm.rank): leaf for path, leaf in leaves}
     here = global_rank(comm)
     given = set[str]().union(*(part.wins for part in parts))
     missing: list[str] = []
@@ -186,7 +199,8 @@ def load_bank(
     bank: Bank, stores: Sequence[Store], like: object, comm: Comm, options: LoadOptions
 ) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    parts = _settled(bank, stores, comm, options)
+    asked = {} if like is None else _asked(like, comm, options)
+    parts = _settled(bank, stores, asked, comm, options)
     reports: list[LoadReport] = []
     if like is None:
         trees: list[object] = []
@@ -195,7 +209,7 @@ def load_bank(
             trees.append(tree)
             reports.append(report)
         return _merged(trees, comm, options), _joined(reports, [], [])
-    missing, unexpected = _check_asked(parts, like, comm, options)
+    missing, unexpected = _check_asked(parts, asked, comm, options)
     for part in parts:
         like, report = load_tree(part.store, like, comm, _options(part))
         reports.append(report)
@@ -213,8 +227,9 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
 
 def load_bank_into(bank: Bank, stores: Sequence[Store], tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`. All but checksums is checked before anything is written."""
-    parts = _settled(bank, stores, comm, options)
-    missing, unexpected = _check_asked(parts, tree, comm, options)
+    asked = _asked(tree, comm, options)
+    parts = _settled(bank, stores, asked, comm, options)
+    missing, unexpected = _check_asked(parts, asked, comm, options)
     check_ties([one for part in parts for one in check_into_tree(part.store, tree, comm, _options(part))])
     reports = [load_into_tree(part.store, tree, comm, _options(part)) for part in parts]
     return _joined(reports, missing, unexpected)

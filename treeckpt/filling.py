@@ -31,7 +31,7 @@ from .io.residency import cache_room
 from .io.shards import Shards, open_shard
 from .io.store import Store
 from .leaves.base import HostArray, HostMemory, Target, TargetPiece, raw_dtype
-from .leaves.registry import library_of
+from .leaves.registry import library_of, mark_written
 
 __all__ = ["Filling", "Means", "Slot", "Verify"]
 
@@ -96,6 +96,7 @@ class Filling:
         self._members: list[Member] = []
         self._boxes = 0
         self._after: list[Callable[[], None]] = []
+        self._targets: list[object] = []
 
     def claim(self, path: str, leaf: Leaf) -> None:
         """Counts what the index says an array takes, before memory is allocated by its word.
@@ -154,6 +155,7 @@ class Filling:
         """Wants a target's regions copied to it."""
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
+        self._targets.append(target.leaf)
         if isinstance(leaf, MadeLeaf):
             self._want_made(path, leaf, target)
             return Slot(target.leaf)
@@ -296,6 +298,8 @@ class Filling:
         if verify is True and in_place:
             self._check(shards, work, means)
             shards.verify = False
+        if in_place:
+            mark_written(self._targets)
         for members, readings in work:
             if means.relay is not None and len(members) > 1:
                 self.read_nbytes += means.relay.run(shards, readings, members)

@@ -43,6 +43,7 @@ def _as_saved(job: Load) -> Callable[[], object]:
     Unselected leaves are `...`.
     """
     job.view.check_fills()
+    job.options.check_used(lambda: job.view.names)
     made: dict[int, Slot] = {}
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]

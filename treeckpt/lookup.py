@@ -6,8 +6,7 @@ any memory is touched.
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +14,7 @@ import numpy as np
 
 from .core.damage import BadBytes, Damaged, damaged_leaves
 from .core.errors import MismatchError
+from .core.globs import check_used, compile_globs
 from .core.records import Leaf, PerRankValues, ValueRecord
 from .core.rules import Rule
 from .core.runs import decode_runs
@@ -58,13 +58,37 @@ class LoadOptions(msgspec.Struct, frozen=True):
     bad: tuple[BadBytes, ...] | None = None
     """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
 
+    def __post_init__(self) -> None:
+        for name, given, known in (
+            ("read", self.read, ("each", "once")),
+            ("per_rank", self.per_rank, ("error", "take")),
+            ("verify", self.verify, (True, False, "stream")),
+        ):
+            if given not in known:
+                raise MismatchError(name, expected=" or ".join(map(repr, known)), found=f"{given!r:.60}")
+
     def selects(self, path: str) -> bool:
         """Whether a path is asked for: `select` names it or something above it, and `exclude` does not."""
-        if (self.select is not None and not _names(self.select, path)) or (
+        if (self.select is not None and not compile_globs(self.select).match(path)) or (
             self.only is not None and path not in self.only
         ):
             return False
-        return self.exclude is None or not _names(self.exclude, path)
+        return self.exclude is None or not compile_globs(self.exclude).match(path)
+
+    def check_used(self, saved: Callable[[], Iterable[str]], others: Iterable[str] = ()) -> None:
+        """Refuses globs that mean nothing, under `strict`.
+
+        Args:
+            saved: gives the names that `select` may mean.
+            others: what `exclude` may mean too.
+
+        Raises:
+            MismatchError: naming one.
+        """
+        if self.strict and (self.select or self.exclude):
+            names = list(saved())
+            check_used("select", self.select, names)
+            check_used("exclude", self.exclude, [*names, *others])
 
 
 Make = Callable[[Any, str], Target | None]
@@ -229,6 +253,7 @@ class Load:
             MismatchError: under `strict`, naming what is missing and what is unexpected.
         """
         below = tuple(f"{path}/" if path else "" for path in left_out)
+        self.options.check_used(lambda: [*self.view.names, *asked])
         self.unexpected = [
             path
             for path in self.view.by_path
@@ -250,11 +275,6 @@ class Load:
             tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
         )
-
-
-def _names(globs: Sequence[str], path: str) -> bool:
-    """Whether one of them means a path, or something above it."""
-    return any(fnmatch.fnmatchcase(path, g) or path.startswith(g.rstrip("/") + "/") for g in globs)
 
 
 def check_same(missing: Sequence[str], unexpected: Sequence[str]) -> None:

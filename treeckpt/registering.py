@@ -8,7 +8,6 @@ their state last.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,9 @@ import msgspec
 
 from . import api
 from .core.errors import MismatchError, TreeError
+from .core.globs import compile_globs
 from .core.records import Index
-from .core.structure import key_text, keys_of
+from .core.structure import empty_places, key_text, keys_of
 from .core.tree import PerRank
 from .io.comm import Comm
 from .io.store import Store
@@ -107,6 +107,7 @@ class Registered:
             return api.load(store, like, comm=comm, **options)
         index = api.inspect(store)
         names = _Selection(index, options)
+        options = names.beside({THINGS: self._things, READERS: self._readers})
         states = self._states(store, names, comm, options)
         things = {name: self._things[name] for name in names.wanted(THINGS, self._things)}
         target = {THINGS: things, READERS: ...} if things or names.left(THINGS, self._things) else {}
@@ -155,12 +156,23 @@ class _Selection:
     """Which of the registered names are in a checkpoint, and asked for."""
 
     def __init__(self, index: Index, options: Mapping[str, Any]) -> None:
-        self.index, self._strict = index, options.get("strict", True)
+        self.index, self._options, self._strict = index, options, options.get("strict", True)
         self._select, self._exclude = _globs(options.get("select")), _globs(options.get("exclude"))
 
+    def beside(self, registered: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+        """The options for the tree, without globs that only mean what is registered and not in the checkpoint."""
+        names = [f"{part}/{key_text(name)}" for part, part_names in registered.items() for name in part_names]
+        saved, options = [*self.index.by_path, *empty_places(self.index.structure)], dict(self._options)
+        for key, globs in (("select", self._select), ("exclude", self._exclude)):
+            if globs:
+                known = compile_globs(globs)
+                ours = set(known.idle(saved)) - set(known.idle(saved + names))
+                options[key] = [glob for glob in globs if glob not in ours]
+        return options
+
     def _is_asked_for(self, path: str) -> bool:
-        wanted = self._select is None or _names(self._select, path)
-        return wanted and not (self._exclude is not None and _names(self._exclude, path))
+        wanted = self._select is None or compile_globs(self._select).match(path)
+        return wanted and not (self._exclude is not None and compile_globs(self._exclude).match(path))
 
     def wanted(self, part: str, names: Iterable[str]) -> list[str]:
         """The names of a part that are to be restored.
@@ -240,10 +252,6 @@ def _literal(text: str) -> str:
 
 def _globs(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
     return None if given is None else (given,) if isinstance(given, str) else tuple(given)
-
-
-def _names(globs: Sequence[str], path: str) -> bool:
-    return any(fnmatch.fnmatchcase(path, glob) or path.startswith(glob.rstrip("/") + "/") for glob in globs)
 
 
 def _check_name(name: str, taken: Mapping[str, Any], what: str) -> None:

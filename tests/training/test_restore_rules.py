@@ -174,3 +174,34 @@ def test_rules_on_a_tree_in_memory_are_refused() -> None:
     model, optimizer = fresh()
     with pytest.raises(tc.MismatchError, match="a tree in memory"):
         tc.training.restore(tc.training.state(model, optimizer), model, optimizer, exclude="model/head*")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"select": "model/wieght"}, "model/wieght: expected each glob of select .* near to it .*model/weight"),
+        ({"exclude": ["model/wieght"]}, "model/wieght: expected each glob of exclude"),
+        ({"keep": ("lrr",)}, "keep: expected some of .*lr, .*found lrr"),
+        ({"read": "Once"}, "read: expected 'each' or 'once', found 'Once'"),
+        ({"verify": "strem"}, "verify: expected True or False or 'stream'"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused_before_anything_changes(
+    tmp_path: Path, options: Any, message: str
+) -> None:
+    saved, model = nn.Linear(2, 2), nn.Linear(2, 2)
+    tc.save(tmp_path / "c", tc.training.state(saved, torch.optim.AdamW(saved.parameters())))
+    before = model.weight.clone()
+    with pytest.raises(tc.MismatchError, match=message):
+        tc.training.restore(tmp_path / "c", model, torch.optim.AdamW(model.parameters()), **options)
+    assert torch.equal(before, model.weight)
+
+
+def test_what_only_one_side_has_may_be_excluded(tmp_path: Path) -> None:
+    saved, model = (
+        nn.ModuleDict({"body": nn.Linear(2, 2), "old": nn.Linear(2, 2)}),
+        nn.ModuleDict({"body": nn.Linear(2, 2), "new": nn.Linear(2, 3)}),
+    )
+    tc.save(tmp_path / "c", tc.training.state(saved))
+    tc.training.restore(tmp_path / "c", model, exclude=["model/old.*", "model/new.*"], rng=False)
+    assert torch.equal(model["body"].weight, saved["body"].weight)

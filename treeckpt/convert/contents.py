@@ -6,13 +6,13 @@ that a format lacks. Each says what it changes (`Finding`), so that all of it ca
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from ..core.errors import MismatchError
+from ..core.globs import compile_globs
 from ..core.runs import decode_runs
 from ..core.structure import (
     TABLE_KEYS,
@@ -100,7 +100,7 @@ def _below(path: str, key: object) -> str:
 
 def named(path: str, globs: Sequence[str]) -> bool:
     """Whether a glob names a path or something above it."""
-    return any(fnmatch.fnmatchcase(path, g) or path.startswith(g.rstrip("/") + "/") for g in globs)
+    return compile_globs(tuple(globs)).match(path)
 
 
 def subtree(contents: Contents, at: str) -> Contents:

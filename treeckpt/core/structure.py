@@ -37,6 +37,7 @@ __all__ = [
     "TableNode",
     "TupleNode",
     "any_rank",
+    "empty_places",
     "key_text",
     "keys_of",
     "parse_path",
@@ -296,6 +297,26 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
             walk(child, prefix + step, ranks, depth + 1)
 
     walk(structure, "", None, 0)
+    return found
+
+
+def empty_places(structure: Structure) -> list[str]:
+    """The paths of containers with nothing in them, of a structure whose depth was checked."""
+    found: list[str] = []
+    texts = KeyTexts()
+
+    def walk(node: Structure, path: str, prefix: str) -> None:
+        if node is None:
+            return
+        if not node.children:
+            found.append(path)
+        own = isinstance(node, PerRankNode)
+        steps = ["~rank*"] * len(node.children) if own else texts.of(node, path)
+        for step, child in zip(steps, node.children, strict=True):
+            if child is not None:
+                walk(child, prefix + step, prefix + step + "/")
+
+    walk(structure, "", "")
     return found
 
 

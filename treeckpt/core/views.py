@@ -22,7 +22,7 @@ from .ruling import Item, chain_of
 from .runs import Runs, decode_runs
 from .shaping import Array
 from .spec import ArraySpec
-from .structure import Structure, paths_of
+from .structure import Structure, empty_places, paths_of
 
 __all__ = ["MadeLeaf", "View", "plain_view", "ruled_view"]
 
@@ -55,6 +55,11 @@ class View(msgspec.Struct, frozen=True, dict=True):
         names = [(path, item.of) for path, item in self.ruled.items.items() if path in self.by_path]
         names = sorted([*names, *self.empty], key=lambda pair: places[pair[0]])
         return regrow(self.index.structure, names, source_rank=self.source_rank, rank=self.rank)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of leaves, and of containers with nothing in them: what globs may mean."""
+        return frozenset((*self.by_path, *empty_places(self.structure)))
 
     @cached_property
     def entries(self) -> Sequence[Leaf]:

@@ -345,6 +345,10 @@ class Adapter(Protocol):
         """A strided window, in elements, into a contiguous array, sharing its memory."""
         ...
 
+    def mark_written(self, leaves: Sequence[Any]) -> None:
+        """Has the library know that arrays of it are written to past it."""
+        ...
+
     def cast(self, data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
         """Converts elements of raw dtype from one dtype to another."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,20 @@ from .base import (
     raw_dtype,
 )
 
-__all__ = ["abstract", "cast", "decode", "dtype_name", "empty", "encode", "like", "source", "target", "view", "wrap"]
+__all__ = [
+    "abstract",
+    "cast",
+    "decode",
+    "dtype_name",
+    "empty",
+    "encode",
+    "like",
+    "mark_written",
+    "source",
+    "target",
+    "view",
+    "wrap",
+]
 
 _FIXED: dict[type, tuple[str, int]] = {np.str_: ("str", 4), np.bytes_: ("bytes", 1), np.void: ("void", 1)}
 """Dtypes of a width that the user chooses: our name, and the bytes of one character."""
@@ -176,6 +190,10 @@ def view(base: np.ndarray, spec: ArraySpec, offset: int, strides: tuple[int, ...
     """A strided window into the elements of a contiguous array, sharing its memory."""
     size = base.itemsize
     return np.ndarray(spec.shape, base.dtype, base, offset * size, tuple(s * size for s in strides))
+
+
+def mark_written(leaves: Sequence[np.ndarray]) -> None:
+    """numpy keeps nothing that depends on what an array holds."""
 
 
 def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, cast
 
@@ -19,7 +20,18 @@ from .base import Adapter, Source, Take, Target
 from .lazy import Lazy, lazy_source
 from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sharded_target
 
-__all__ = ["abstract_of", "decode", "encode", "library_of", "like_of", "new_array", "resolve", "source_of", "target_of"]
+__all__ = [
+    "abstract_of",
+    "decode",
+    "encode",
+    "library_of",
+    "like_of",
+    "mark_written",
+    "new_array",
+    "resolve",
+    "source_of",
+    "target_of",
+]
 
 _ADAPTERS = {"torch": "torch", "numpy": "numpy"}
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
@@ -111,6 +123,17 @@ def target_of(leaf: object, path: str, rank: int) -> Target | None:
     if isinstance(leaf, Sharded):
         return sharded_target(leaf, path, rank, _inner(leaf, path))
     return None
+
+
+def mark_written(leaves: Iterable[object]) -> None:
+    """Has the libraries of arrays know that these are written to past them."""
+    found: dict[Adapter, list[object]] = {}
+    for leaf in leaves:
+        for array in leaf.locals if isinstance(leaf, Sharded) else (leaf,):
+            if (adapter := _adapter(type(array))) is not None:
+                found.setdefault(adapter, []).append(array)
+    for adapter, arrays in found.items():
+        adapter.mark_written(arrays)
 
 
 def like_of(leaf: object, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:

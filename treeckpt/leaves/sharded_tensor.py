@@ -20,7 +20,7 @@ from ..core.spec import ArraySpec
 from . import torch as plain
 from .base import Piece, Source, Take, Target, TargetPiece
 
-__all__ = ["abstract", "encode", "like", "source", "target", "with_shards"]
+__all__ = ["abstract", "encode", "like", "mark_written", "source", "target", "with_shards"]
 
 
 def _region(shard: Any) -> Region:
@@ -102,6 +102,11 @@ def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | No
     """A new ShardedTensor of the same layout; its shards are where the leaf's are unless `device` says otherwise."""
     found = [plain.like(tensor, path, rank, device, take=take) for tensor in _tensors(leaf)]
     return _as_target(leaf, with_shards(leaf, [one.leaf for one in found if one is not None]), found, path)
+
+
+def mark_written(leaves: Sequence[Any]) -> None:
+    """Of the shards that are here."""
+    plain.mark_written([tensor for leaf in leaves for tensor in _tensors(leaf)])
 
 
 def encode(value: Any) -> None:

@@ -7,6 +7,7 @@ negative views, are read and written box by box. A DTensor's pieces follow from 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +44,7 @@ __all__ = [
     "empty",
     "encode",
     "like",
+    "mark_written",
     "source",
     "target",
     "torch_dtype",
@@ -299,6 +301,11 @@ def _shown(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> to
 def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> torch.Tensor:
     """A strided window into the elements of a contiguous tensor, sharing its memory."""
     return _dress(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
+
+
+def mark_written(leaves: Sequence[torch.Tensor]) -> None:
+    """A backward that needs what a tensor held before raises, as after `copy_`, instead of giving wrong gradients."""
+    torch.autograd.graph.increment_version(leaves)
 
 
 def encode(value: Any) -> Typed | None:

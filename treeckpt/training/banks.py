@@ -38,6 +38,9 @@ class BankSource:
         refuse_rules(options.rules)
         self.comm, self.options = comm, options
         members = members_of(bank, bank.sources, self._look)
+        self.names = frozenset[str]().union(*(member.names for _, member in members))
+        for source, member in members:
+            _globs(source, options.strict).check_used(lambda member=member: member.names, self.names)
         self._giver: dict[str, CheckpointSource] = {}
         given = [(member, _given(member, source)) for source, member in members]
         winner = {_unit(path): member for member, paths in given for path in paths}
@@ -108,5 +111,8 @@ def _unit(path: str) -> str:
 
 def _given(member: CheckpointSource, source: From) -> list[str]:
     """The leaves that a checkpoint is to give."""
-    globs = LoadOptions(globs_of(source.select), exclude=globs_of(source.exclude))
-    return [path for path in member.leaves if globs.selects(path) and not member.view.is_kept(path)]
+    return [path for path in member.leaves if _globs(source).selects(path) and not member.view.is_kept(path)]
+
+
+def _globs(source: From, strict: bool = True) -> LoadOptions:
+    return LoadOptions(globs_of(source.select), strict, exclude=globs_of(source.exclude))

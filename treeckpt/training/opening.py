@@ -37,7 +37,7 @@ def open_source(given: Any, comm: Comm, options: Options) -> Source:
             found=f"{type(given).__name__}",
         )
     root = source.structure
-    if "model" not in children_of(root):
+    if "model" not in children_of(root) and not any(name.startswith("model/") for name in source.names):
         keys = ", ".join(map(str, keys_of(root, ""))) if root is not None else "a single leaf"
         raise MismatchError(
             source.url,

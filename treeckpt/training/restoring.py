@@ -92,10 +92,12 @@ def restore(
     with together(open_relay(comm) if read == "once" else None):
         rules = as_rules(rename, transforms)
         chosen = Options(
-            cast, verify, allow_pickle, read, (carried(*rules),) if rules else (), globs_of(select), globs_of(exclude)
-        )
+            cast, verify, allow_pickle, read, (carried(*rules),) if rules else (), globs_of(select), globs_of(exclude),
+            strict,
+        )  # fmt: skip
         found = open_source(source, comm, chosen)
         job = _Restore(found, comm, model, optimizer, strict, partial, cast, world_changed)
+        chosen.chosen.check_used(lambda: [*found.names, *(f"model/{key_path(entry.key)}" for entry in job.entries)])
         job.plan_model()
         job.plan_optimizer(tuple(keep))
         job.plan_rest(scheduler, loader, rng, extra)
@@ -197,6 +199,9 @@ class _Restore:
             return
         if "optimizer" not in self.parts or "param_groups" not in self.parts:
             self._missing_part("optimizer", "training.state(model, optimizer)")
+        known = sorted({name for live in self.lives for group in live.groups for name in group.values})
+        if unknown := [name for name in keep if name not in known]:
+            raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=unknown[0])
         frozen = (e for e in self.entries if e.kind == "parameter" and not e.value.requires_grad)
         names = frozenset(key_path(entry.key) for entry in frozen)
         self.plans, differences = plan_optimizers(self.lives, self.ties, self.source, keep=keep, frozen=names)

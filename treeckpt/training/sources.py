@@ -57,15 +57,25 @@ class Options(msgspec.Struct, frozen=True):
     rules: tuple[Rule, ...] = ()
     select: tuple[str, ...] | None = None
     exclude: tuple[str, ...] | None = None
+    strict: bool = True
 
     @property
     def reading(self) -> dict[str, Any]:
         """For loads of what is small."""
         return {"verify": self.verify is not False, "allow_pickle": self.allow_pickle}
 
+    @property
+    def chosen(self) -> LoadOptions:
+        """For which paths of the model are asked for.
+
+        Raises:
+            MismatchError: words that mean nothing.
+        """
+        return LoadOptions(self.select, self.strict, verify=self.verify, read=self.read, exclude=self.exclude)
+
     def selects(self, path: str) -> bool:
         """Whether a path of the model is asked for."""
-        return LoadOptions(self.select, exclude=self.exclude).selects(path)
+        return self.chosen.selects(path)
 
 
 class Filled(msgspec.Struct, frozen=True):
@@ -85,6 +95,11 @@ class Source(Protocol):
     step: int | None
     ruled: tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
     """What rules dropped, and what they gave another name."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all its leaves, selected or not, after the rules."""
+        ...
 
     @property
     def structure(self) -> Structure:
@@ -148,6 +163,7 @@ class CheckpointSource:
         self.url, self.world, self.step = str(getattr(path, "url", path)), self.index.world, self.index.step
         self.rules = options.rules
         self.view = self._view()
+        self.names = self.view.names
         left = [name for name in self.view.by_path if name.startswith("model/") and not options.selects(name)]
         if left:
             self.add(Carried(tuple(Drop(name, optional=True) for name in left)))
@@ -269,6 +285,7 @@ class TreeSource:
             )
         self.structure, leaves = flatten(self.tree, rank=comm.rank)
         self._leaves = {any_rank(path, comm.rank): leaf for path, leaf in leaves if leaf is not ...}
+        self.names = frozenset(self._leaves)
 
     @cached_property
     def leaves(self) -> dict[str, ArraySpec | None]:

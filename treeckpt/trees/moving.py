@@ -20,7 +20,7 @@ from ..core.spec import ArraySpec
 from ..core.tree import flatten, graft, replace_leaves
 from ..leaves.base import HostArray, Piece, Source, Target, TargetPiece
 from ..leaves.overlaps import first_difference, is_equal, pairs_of, same_places, shared
-from ..leaves.registry import abstract_of, decode, encode, library_of, like_of, source_of, target_of
+from ..leaves.registry import abstract_of, decode, encode, library_of, like_of, mark_written, source_of, target_of
 
 __all__ = [
     "are_equal",
@@ -237,6 +237,7 @@ def _put(
             found=f"{stuck[0][1]!r:.60}",
             hint="Put it into a dict, a list or a dataclass that is not frozen",
         )
+    mark_written(copy.target.leaf for copy in copies)
     for copy in _apart(copies):
         copy.put(copy.target.pieces)
     graft(into, replace_leaves(into, iter(new), namespace=namespace), namespace=namespace)
