@@ -102,3 +102,26 @@ def test_steps_may_be_integers_of_numpy(tmp_path: Path) -> None:
     assert tc.inspect(tmp_path / "a").step == 3
     with pytest.raises(tc.TreeError, match="step"):
         tc.save(tmp_path / "b", TREE, step=3.5)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_a_save_whose_writers_cannot_all_be_started_writes_the_right_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    """As where a container may have no more processes: the pool keeps what it was given when a thread is refused."""
+    start, started = threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("treeckpt-write"):
+            if len(started) >= allowed:
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        start(thread)
+
+    tree = {"a": np.arange(7 << 20), "b": np.arange(5 << 20, dtype=np.int32)[::-1]}
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for attempt in range(3):
+        started.clear()
+        tc.save(tmp_path / str(attempt), tree)
+        found = tc.load(tmp_path / str(attempt))
+        assert all(np.array_equal(found[name], tree[name]) for name in tree)

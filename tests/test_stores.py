@@ -6,7 +6,9 @@ import errno
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +470,45 @@ def test_a_short_write_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.Mon
     store = LocalStore(tmp_path)
     write(store, "a", pattern(300_001))
     assert store.read("a", limit=1 << 20) == pattern(300_001)
+
+
+def test_writers_to_a_file_that_refuses_o_direct_all_go_on_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems refuse it at the first write, which two threads may meet at once."""
+    store, refused = LocalStore(tmp_path), threading.Barrier(2)
+    writer: Any = store.create("x", 2 * BLOCK)
+    pwrite, first = os.pwrite, list[int]()
+
+    def refuse(fd: int, data: Any, offset: int) -> int:
+        if len(first) < 2:
+            first.append(offset)
+            if refused.wait(30):  # both are in their calls now; one of them is told when the other has gone on without
+                while writer._direct:
+                    time.sleep(0.001)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    writer._direct = True
+    data = [bytes([n]) * BLOCK for n in (1, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(writer.write, n * BLOCK, memoryview(data[n])) for n in (0, 1)]
+    for job in jobs:
+        job.result()
+    writer.commit()
+    assert (tmp_path / "x").read_bytes() == b"".join(data)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
+def test_a_full_disk_is_named_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = LocalStore(tmp_path)
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(OSError, match=r"No space left on device: .*/shard"):
+        write(store, "shard", b"x" * BLOCK)
 
 
 def test_a_disk_that_takes_nothing_is_an_error_and_no_endless_loop(

@@ -60,6 +60,7 @@ class LocalWriter:
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                     self.abort()
+                    error.filename = str(path)
                     raise
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -70,15 +71,18 @@ class LocalWriter:
             data = padded
         written = 0
         while written < len(data):
+            direct = self._direct  # as it is for this call: others may leave it meanwhile
             try:
                 count = os.pwrite(self._fd, data[written:], offset + written)
-                if not count:
-                    raise OSError(errno.EIO, f"the disk wrote nothing of {len(data) - written} bytes", str(self._path))
-                written += count
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
+                if error.errno != errno.EINVAL or not direct:
+                    error.filename = str(self._path)
                     raise
                 self._leave_direct()
+                continue
+            if not count:
+                raise OSError(errno.EIO, f"the disk wrote nothing of {len(data) - written} bytes", str(self._path))
+            written += count
 
     def _leave_direct(self) -> None:
         """Some file systems take O_DIRECT at open and refuse it at the first write."""

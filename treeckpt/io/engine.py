@@ -138,15 +138,24 @@ class _Pipe:
         self._reap()
 
     def _submit(self, block: memoryview, nbytes: int, start: int, ring: queue.Queue[Any] | None) -> Future[None]:
-        try:
-            return self._pool.submit(self._work, block, nbytes, start, ring)
-        except RuntimeError:  # the interpreter ends, and starts no thread any more: this one does it
-            done: Future[None] = Future()
+        done: Future[None] = Future()
+        once = threading.Lock()
+
+        def work() -> None:
+            if not once.acquire(blocking=False):
+                return
             try:
                 done.set_result(self._work(block, nbytes, start, ring))
             except BaseException as error:
                 done.set_exception(error)
-            return done
+
+        try:
+            self._pool.submit(work)
+        except RuntimeError:
+            # no thread can be started, as when the interpreter ends: this one does it, unless another one that runs
+            # has it already, since the pool keeps what it was given
+            work()
+        return done
 
     def _reap(self) -> None:
         """Lets go of what is written; raises what failed."""
