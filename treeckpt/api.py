@@ -265,8 +265,9 @@ def load_into(
     """Fills the arrays of a tree in place, and puts values where their containers can change.
 
     Every check comes before the first byte is written. With `verify=True` that includes the checksums, at the price
-    of reading twice, the second time from the page cache where there is room; `verify="stream"` checks each block
-    before its bytes are put in place, in one pass, and a changed byte then leaves the tree partly filled.
+    of reading twice, the second time from the page cache where there is room; each block is compared again when it is
+    put in place, in case the file changes meanwhile. `verify="stream"` does that alone, in one pass, and a changed byte
+    then leaves the tree partly filled.
     Arrays of the tree that share memory (ties, views) take arrays that are one in the checkpoint, or whose bytes agree.
     Objects with `load_state_dict` are given their state after all else. With `on_corrupt="skip"` what is damaged stays
     as it was, an object of which a value would be missing as a whole.

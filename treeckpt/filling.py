@@ -285,7 +285,7 @@ class Filling:
 
         Args:
             in_place: targets exist already: with `verify=True` all checksums are compared before the first byte is
-                written, which reads twice.
+                written, which reads twice; and again, since a file may change meanwhile.
         """
         shards = Shards(self.store, self.index, self.recorder, verify=verify is not False, whole=self.whole)
         if means.mapped:
@@ -297,7 +297,6 @@ class Filling:
             work = [(part.members, self._readings(shards, part.wants, limit)) for part in parts]
         if verify is True and in_place:
             self._check(shards, work, means)
-            shards.verify = False
         if in_place:
             mark_written(self._targets)
         for members, readings in work:
