@@ -127,7 +127,7 @@ class Library:
         self._known[_id(str(run.path), name)] = (run, name)
         modified = folder.modified_ns()
         try:
-            info = catalog.look(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
+            info = catalog.look_anyway(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
             return Known(info, modified)
         except StillReading:
             return Known(_unread(folder), None)
@@ -175,7 +175,7 @@ class Library:
         folder = run.store.folder(name)
         if folder.modified_ns() is None:
             raise Missing("This checkpoint is gone.")
-        info = catalog.look(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
+        info = catalog.look_anyway(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
         return run, info
 
     def _find(self, checkpoint_id: str) -> None:

@@ -521,7 +521,7 @@ def test_what_changes_after_it_was_compared_is_found_when_it_is_put_in_place(tmp
     target = {"w": np.full(1 << 20, 7, np.uint8)}
     Changing.left = again << 20
     if again == 1:
-        with pytest.raises(tc.CorruptError, match="w: .*changed bytes"):
+        with pytest.raises(tc.CorruptError, match=r"w: .*changed bytes"):
             tc.load_into(Changing(tmp_path / "c"), target)
     else:
         tc.load_into(Changing(tmp_path / "c"), target)

@@ -43,6 +43,7 @@ from .faults import Fault, fault_of, ours, raise_faults, silent_faults
 from .io.codec import read_index
 from .io.comm import Comm, members_of
 from .io.record import Recorder
+from .io.refusals import hint_for
 from .io.rounds import Round
 from .io.store import Store
 from .leaves.base import Source
@@ -261,7 +262,7 @@ class _Agreement:
                 self.store.url,
                 expected="a directory that can be made and written",
                 found=f"{type(error).__name__}: {error}",
-                hint="Choose another path, or give the permission to write there",
+                hint=hint_for(error),
             ) from error
 
     def _tell(self) -> Plenum | None:

@@ -14,13 +14,13 @@ import msgspec
 from .agreeing import Busy, SaveOptions
 from .background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
 from .bank import Bank, as_bank, globs_of, load_bank, load_bank_into
-from .core.errors import CheckpointError
 from .core.files import as_step
 from .core.records import Index
 from .core.tree import flatten, replace_leaves
 from .filling import Verify
 from .io.codec import read_index
 from .io.comm import Comm, as_comm, global_rank
+from .io.refusals import unreadable
 from .io.store import Store, open_store
 from .loading import load_into_tree, load_tree
 from .lookup import MEMORY, LoadOptions
@@ -316,12 +316,7 @@ def opened(path: Path) -> Iterator[Store]:
     try:
         yield store
     except OSError as error:
-        raise CheckpointError(
-            store.url,
-            expected="files that can be read",
-            found=f"{type(error).__name__}: {error}",
-            hint="Look at the permissions and the health of the disk",
-        ) from error
+        raise unreadable(error, store.url) from error
     finally:
         store.close()
 

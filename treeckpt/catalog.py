@@ -3,7 +3,7 @@
 `look` reads one directory's index and timings, and compares the shards' sizes with what the index says; `scan` looks at
 every directory of a run, on a disk, in memory or in an object store. What cannot be read is reported as what it is,
 never raised: other programs' directories, saves that never finished, indexes that do not decode; only where a store
-cannot be reached, nothing is said at all. Links are not followed. No shard is opened; that is `verify`'s.
+cannot be reached or refuses, nothing is said at all. Links are not followed. No shard is opened; that is `verify`'s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .core.spec import Value, decode_value
 from .core.wording import visible
 from .io import codec
 from .io.bucket import is_url, local_path
-from .io.runs import Entry, Folder, Remote, RunStore, folders_of, open_folder, open_run
+from .io.runs import Entry, Folder, LocalFolder, Remote, RunStore, folders_of, open_folder, open_run
 from .io.store import open_store
 from .recalling import FileCache, Recall
 from .underway import SaveUnderWay, saves_under_way
@@ -44,6 +44,7 @@ __all__ = [
     "is_checkpoint",
     "is_there",
     "look",
+    "look_anyway",
     "newest_first",
     "read_index",
     "read_timings",
@@ -193,26 +194,30 @@ def _is_ours(name: str) -> bool:
 def scan(run: str | os.PathLike[str] | RunStore, *, cache: Recall | None = None) -> list[CheckpointInfo]:
     """Every checkpoint of a run, newest first, then what is none; a checkpoint's own path gives that one.
 
-    Names that start with a dot, and what is no directory, are left out. A directory that cannot be listed is empty.
+    Names that start with a dot, and what is no directory, are left out. A directory that cannot be listed is corrupt.
 
     Raises:
-        StoreError: an object store cannot be reached, or refuses.
+        StoreError: the run cannot be reached, or refuses.
     """
     cache = cache or FileCache(0)
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
-        return [look(run, cache=cache, follow=True)]
-    return sorted((info for _, info in survey(open_run(run), cache)), key=newest_first)
+        return [look_anyway(open_folder(run), cache=cache, follow=True)]
+    return sorted((info for _, info in survey(open_run(run), cache, anyway=True)), key=newest_first)
 
 
-def survey(run: RunStore, cache: Recall) -> list[tuple[Folder, CheckpointInfo]]:
+def survey(run: RunStore, cache: Recall, *, anyway: bool = False) -> list[tuple[Folder, CheckpointInfo]]:
     """Every folder of a run, and what it is.
+
+    Args:
+        anyway: looks by `look_anyway`.
 
     Raises:
         StoreError: where they are cannot be reached.
     """
     folders = folders_of(run)
     if not isinstance(run, Remote):
-        return [(folder, look(folder, cache=cache)) for folder in folders]
+        one = look_anyway if anyway else look
+        return [(folder, one(folder, cache=cache)) for folder in folders]
     with ThreadPoolExecutor(FAR, "treeckpt-look") as pool:
         return list(zip(folders, pool.map(lambda folder: look(folder, cache=cache), folders), strict=True))
 
@@ -222,11 +227,24 @@ def newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:
     return info.status == "foreign", info.step is None, -(info.step or 0), -(info.created_ns or 0), info.name
 
 
+def look_anyway(folder: Folder, *, cache: Recall | None = None, follow: bool = False) -> CheckpointInfo:
+    """As `look`, for lists to be shown: a local directory that refuses to be read is called corrupt, and says why."""
+    try:
+        return look(folder, cache=cache, follow=follow)
+    except StoreError as error:
+        if not isinstance(folder, LocalFolder):
+            raise
+        return CheckpointInfo(folder.name, folder.url, "corrupt", step_of(folder.name), error=str(error))
+
+
 def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, follow: bool = False) -> CheckpointInfo:
     """What one directory is.
 
     Args:
         follow: looks behind a symbolic link: for paths that a person gave, not for what stands in a run.
+
+    Raises:
+        StoreError: it cannot be reached, or refuses to be read, which says nothing of the checkpoint.
     """
     cache = cache or FileCache(0)
     folder = open_folder(path) if isinstance(path, (str, os.PathLike)) else path

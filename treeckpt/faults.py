@@ -9,6 +9,7 @@ import msgspec
 from .core import errors
 from .core.errors import CheckpointError, RankError, TreeckptError
 from .io.comm import Comm
+from .io.refusals import hint_for
 
 __all__ = ["Fault", "fault_of", "ours", "raise_faults", "silent_faults"]
 
@@ -48,7 +49,8 @@ def ours(error: Exception, url: str) -> Exception:
     """An error of the system's as one of ours; any other as it is."""
     if not isinstance(error, OSError):
         return error
-    made = CheckpointError(url, expected="files that can be written", found=f"{type(error).__name__}: {error}")
+    found = f"{type(error).__name__}: {error}"
+    made = CheckpointError(url, expected="files that can be written", found=found, hint=hint_for(error))
     made.__cause__ = error
     return made
 

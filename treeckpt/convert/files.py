@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -108,7 +109,7 @@ class ForeignStore(LocalStore):
     def read(self, name: str, *, limit: int) -> bytes:
         return super().read(self._resolved(name), limit=limit)
 
-    def _reader(self, name: str) -> LocalReader:
+    def _reader(self, name: str) -> AbstractContextManager[LocalReader]:
         return super()._reader(self._resolved(name))
 
     def _resolved(self, name: str) -> str:

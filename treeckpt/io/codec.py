@@ -7,6 +7,7 @@ from ..core.events import Timings, decode_timings, timings_name
 from ..core.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ..core.records import Index
 from ..core.shard import parse_shard_name
+from .refusals import unreadable
 from .shards import read_header
 from .store import Store
 
@@ -34,7 +35,7 @@ def read_index(store: Store) -> Index:
             else "Check the path",
         ) from error
     except OSError as error:
-        raise CorruptError(label, expected="a readable file", found=f"{error}") from error
+        raise unreadable(error, label, kind=CorruptError) from error
     return decode_index(data, label)
 
 

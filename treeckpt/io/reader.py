@@ -23,11 +23,13 @@ from ..core.errors import CorruptError
 from .lending import Lender
 from .residency import is_cached
 
-__all__ = ["LocalReader", "open_regular"]
+__all__ = ["LocalReader", "Readers", "open_regular"]
 
 PAGE = 4096
 VECTORS = 256
 """Pieces of memory that one call fills, at most."""
+MOST = 128
+"""Files of a directory that stay open, with two descriptors each; processes may often have no more than 1,024."""
 DIRECT = 64 << 10
 """Bytes below which a read goes through the page cache: the device would not be faster."""
 
@@ -39,8 +41,13 @@ def open_regular(path: Path, flags: int = 0) -> int:
         FileNotFoundError: there is nothing of that name.
         CorruptError: there is something else.
     """
+    flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+        fd = os.open(path, flags | os.O_NONBLOCK)
+    except BlockingIOError:  # somebody's lease, a Samba server's say, which is given back when it is waited for
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise
+        fd = os.open(path, flags)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
@@ -63,6 +70,8 @@ class LocalReader:
     _fd: int = -1
     _direct: int | None = None
     _lender: Lender | None = None
+    users = 0
+    """Who are reading just now; `Readers` counts them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -172,3 +181,45 @@ class LocalReader:
 
     def __del__(self) -> None:
         self.close()
+
+
+class Readers:
+    """Open files by name, for several threads. Too many, and `close`, close those that nobody is reading from."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, LocalReader] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @contextlib.contextmanager
+    def using(self, name: str, path: Path) -> Iterator[LocalReader]:
+        """The reader of a file, which stays open while the body runs."""
+        with self._lock:
+            reader = self._open.pop(name, None)
+            if reader is None:
+                self._let_go(MOST - 1)
+                reader = LocalReader(path)
+            self._open[name] = reader  # the newest is the last one
+            reader.users += 1
+        try:
+            yield reader
+        finally:
+            with self._lock:
+                reader.users -= 1
+                if not reader.users and self._open.get(name) is not reader:
+                    reader.close()
+
+    def close(self) -> None:
+        """Closes the files, those that are being read from when that is done."""
+        with self._lock:
+            for reader in self._open.values():
+                if not reader.users:
+                    reader.close()
+            self._open.clear()
+
+    def _let_go(self, most: int) -> None:
+        idle = [name for name, reader in self._open.items() if not reader.users]
+        for name in idle[: max(len(self._open) - most, 0)]:
+            self._open.pop(name).close()

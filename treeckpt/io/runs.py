@@ -20,6 +20,7 @@ import msgspec
 
 from .bucket import is_url, local_path
 from .diskfile import sync_directory
+from .refusals import unreadable
 from .store import LocalStore, MemoryStore, Store, Writer
 
 __all__ = [
@@ -171,12 +172,17 @@ class LocalFolder:
 
     def entries(self) -> dict[str, Entry]:
         found: dict[str, Entry] = {}
-        with contextlib.suppress(OSError), os.scandir(self.path) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # another process may be deleting
-                    at = entry.stat(follow_symlinks=False)
-                    regular = stat.S_ISREG(at.st_mode)
-                    found[entry.name] = Entry(at.st_size, at.st_mtime_ns, at.st_ino, regular)
+        try:
+            with os.scandir(self.path) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # another process may be deleting
+                        at = entry.stat(follow_symlinks=False)
+                        regular = stat.S_ISREG(at.st_mode)
+                        found[entry.name] = Entry(at.st_size, at.st_mtime_ns, at.st_ino, regular)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            raise unreadable(error, self.url) from error
         return found
 
     def sync(self) -> None:
@@ -207,8 +213,10 @@ class LocalRun:
         try:
             with os.scandir(self.path) as entries:
                 return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:  # not as if there were nothing: whoever asks would start anew
+            raise unreadable(error, self.url) from error
 
     def changes(self) -> dict[str, int | None]:
         """When each directory was last changed, by name: a few microseconds for each."""

@@ -12,18 +12,23 @@ import errno
 import mmap
 import os
 import secrets
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ..core.errors import CheckpointError, CheckpointExists, CorruptError
 from .bucket import is_url, local_path
 from .diskfile import LocalWriter, make_directory, sync_directory
-from .reader import LocalReader, open_regular
+from .reader import LocalReader, Readers, open_regular
 
 __all__ = ["Lending", "LocalStore", "MemoryStore", "Store", "Swapping", "Writer", "open_store"]
+
+
+_UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+"""Maps without a descriptor each, where Python can do without."""
 
 
 class Writer(Protocol):
@@ -166,8 +171,7 @@ class LocalStore:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory).absolute()
-        self._readers: dict[str, LocalReader] = {}
-        self._lock = threading.Lock()
+        self._readers = Readers()
 
     @property
     def url(self) -> str:
@@ -201,19 +205,20 @@ class LocalStore:
         return data
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
-        self._reader(name).read_into(offset, out, shared=shared)
+        with self._reader(name) as reader:
+            reader.read_into(offset, out, shared=shared)
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
-        return self._reader(name).read_parts(offset, parts)
+        with self._reader(name) as reader:
+            return reader.read_parts(offset, parts)
 
-    def lend(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> AbstractContextManager[memoryview | None]:
-        return self._reader(name).lend(offset, nbytes, fetch=fetch)
+    @contextlib.contextmanager
+    def lend(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
+        with self._reader(name) as reader, reader.lend(offset, nbytes, fetch=fetch) as memory:
+            yield memory
 
-    def _reader(self, name: str) -> LocalReader:
-        with self._lock:
-            if name not in self._readers:
-                self._readers[name] = LocalReader(self._directory / name)
-            return self._readers[name]
+    def _reader(self, name: str) -> AbstractContextManager[LocalReader]:
+        return self._readers.using(name, self._directory / name)
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         fd = open_regular(self._directory / name)
@@ -223,17 +228,14 @@ class LocalStore:
             low = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             if not nbytes:
                 return memoryview(bytearray())
-            mapped = mmap.mmap(fd, offset + nbytes - low, access=mmap.ACCESS_COPY, offset=low)
+            mapped = mmap.mmap(fd, offset + nbytes - low, access=mmap.ACCESS_COPY, offset=low, **_UNTRACKED)
             return memoryview(mapped)[offset - low :]
         finally:
             os.close(fd)
 
     def close(self) -> None:
-        """Closes the files that reads have opened."""
-        with self._lock:
-            for reader in self._readers.values():
-                reader.close()
-            self._readers.clear()
+        """Closes the files that reads have opened, those in use when they no longer are."""
+        self._readers.close()
 
     def create(self, name: str, nbytes: int) -> Writer:
         return LocalWriter(self._directory / name, nbytes)
