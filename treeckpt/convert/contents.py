@@ -40,6 +40,7 @@ __all__ = [
     "NODES",
     "Contents",
     "Finding",
+    "Leaf",
     "contents_of",
     "exclude",
     "lower",

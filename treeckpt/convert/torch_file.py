@@ -16,7 +16,8 @@ from ..core.errors import FormatError
 from ..core.region import Region
 from ..core.spec import ArraySpec
 from ..leaves.lazy import Lazy
-from .files import Addresses, Window, flat_of, strided_array
+from .checksums import Storages, Sum
+from .files import Window, flat_of, strided_array
 from .pickles import Constructors, Symbol, Unpickled, read_pickle, short
 from .values import PLAIN, Refused, dtype_named, settle
 from .zips import find_entries
@@ -35,7 +36,7 @@ STORAGES = {
 class _Storage(msgspec.Struct, frozen=True):
     """An entry of the archive with a storage's bytes. `dtype` is empty where the tensor tells it."""
 
-    window: Window
+    entry: Sum
     dtype: str
     size: int
     """In elements, of bytes where there is no dtype."""
@@ -45,9 +46,11 @@ class _Storage(msgspec.Struct, frozen=True):
 class _Archive:
     """What the pickle of one file refers to."""
 
-    def __init__(self, window: Window, addresses: Addresses) -> None:
-        self.window, self.addresses = window, addresses
-        self.entries = find_entries(window)
+    def __init__(self, window: Window, storages: Storages) -> None:
+        self.window, self.storages = window, storages
+        self.entries = {
+            name: storages.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
+        }
         names = [name for name in self.entries if name.endswith("/data.pkl")]
         if len(names) != 1 or any("/code/" in name or name.endswith("/constants.pkl") for name in self.entries):
             raise FormatError(
@@ -62,7 +65,7 @@ class _Archive:
 
     def _check_order(self) -> None:
         order = self.entries.get(f"{self.prefix}byteorder")
-        text = order.read(0, min(order.size, 16)).tobytes() if order is not None else b"little"
+        text = order.read(0, min(order.window.size, 16)).tobytes() if order is not None else b"little"
         if text != b"little":
             raise FormatError(
                 self.window.label,
@@ -87,7 +90,8 @@ class _Archive:
             nbytes = size * (dtype_of(dtype).itemsize if dtype else 1)
             if entry is None:
                 raise ValueError(f"a storage {key:.40} that is not in the file")
-            self._storages[key] = _Storage(entry.within(0, nbytes), dtype or "", size, self.addresses.take(nbytes))
+            entry.window.within(0, nbytes)
+            self._storages[key] = _Storage(entry, dtype or "", size, self.storages.take_entry(entry))
         found = self._storages[key]
         if (found.dtype, found.size) != (dtype or "", size):
             raise ValueError(f"storage {key:.40} with two sizes or dtypes")
@@ -147,13 +151,13 @@ def _tensor(storage: _Storage, dtype: str, place: tuple[Any, Any, Any], requires
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
         raise ValueError(f"a tensor of shape {short(shape)}, strides {short(strides)} at {short(offset)}")
     itemsize = dtype_of(dtype).itemsize
-    size = storage.window.size // itemsize
+    size = storage.entry.window.size // itemsize
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if 0 not in shape and offset + reach > size:
         raise ValueError(f"a tensor of {reach} elements from {offset} on in a storage of {size}")
     spec = ArraySpec(tuple(shape), dtype, requires_grad=requires_grad is True)
     _check_spread(spec, reach)
-    made = strided_array(spec, flat_of(storage.window, itemsize), offset, tuple(strides), storage.address)
+    made = strided_array(spec, flat_of(storage.entry, itemsize), offset, tuple(strides), storage.address)
     return _resolved(made, metadata) if metadata else made
 
 
@@ -192,22 +196,23 @@ def _with(lazy: Lazy, **changes: Any) -> Lazy:
     return Lazy(msgspec.structs.replace(lazy.spec, **changes), lazy.read, lazy.storage)
 
 
-def read_archive(window: Window, addresses: Addresses) -> Unpickled:
+def read_archive(window: Window, storages: Storages) -> Unpickled:
     """What the pickle of a file of torch.save describes, not settled yet.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
     """
-    archive = _Archive(window, addresses)
+    archive = _Archive(window, storages)
     pickled = archive.entries[f"{archive.prefix}data.pkl"]
-    return read_pickle(pickled, archive.constructors(), persistent=archive.storage)
+    pickled.check()
+    return read_pickle(pickled.window, archive.constructors(), persistent=archive.storage)
 
 
-def read_torch(window: Window, addresses: Addresses, refused: list[Refused] | None = None) -> Any:
+def read_torch(window: Window, storages: Storages, refused: list[Refused] | None = None) -> Any:
     """The tree in a file of torch.save, with its tensors left in the file.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
         TreeError: it holds an object that only its own code could make; noted in `refused` if that is given.
     """
-    return settle(read_archive(window, addresses), window.label, refused)
+    return settle(read_archive(window, storages), window.label, refused)
