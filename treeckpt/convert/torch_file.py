@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 
 from ..core.dtypes import dtype_of
-from ..core.errors import FormatError
+from ..core.errors import CorruptError, FormatError
 from ..core.region import Region
 from ..core.spec import ArraySpec
 from ..leaves.lazy import Lazy
 from .checksums import Storages, Sum
 from .files import Window, flat_of, strided_array
-from .pickles import Constructors, Symbol, Unpickled, read_pickle, short
+from .pickles import Constructors, Opaque, Symbol, Unpickled, read_pickle, short
 from .values import PLAIN, Refused, dtype_named, settle
 from .zips import find_entries
 
@@ -41,6 +41,9 @@ class _Storage(msgspec.Struct, frozen=True):
     size: int
     """In elements, of bytes where there is no dtype."""
     address: int
+
+    def __repr__(self) -> str:
+        return f"a storage of {self.dtype or 'bytes'}"
 
 
 class _Archive:
@@ -74,15 +77,16 @@ class _Archive:
                 hint="Load it with torch and save it anew on a little-endian machine",
             )
 
-    def storage(self, identity: Any) -> _Storage:
-        """What a persistent id stands for."""
+    def storage(self, identity: Any) -> _Storage | Opaque:
+        """What a persistent id stands for; a record of its class where that is none of dense arrays."""
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
             raise ValueError(f"a persistent id {short(identity)}")
         _, kind, key, _, size = identity
         module, _, name = kind.text.partition(" ") if isinstance(kind, Symbol) else ("", "", "")
         dtype = STORAGES.get(name)
         if (dtype is None and name != "UntypedStorage") or module not in ("torch", "torch.storage"):
-            raise ValueError(f"a storage {short(kind)}")
+            named = kind.text if isinstance(kind, Symbol) else short(kind)
+            return Opaque(named, (), why="a storage of no dtype that is known")
         if not isinstance(key, str) or type(size) is not int or size < 0:
             raise ValueError(f"a storage {short(key)} of {short(size)} elements")
         if key not in self._storages:
@@ -116,7 +120,7 @@ class _Archive:
     ) -> Lazy:  # fmt: skip
         """A tensor over a storage with a dtype."""
         if not isinstance(storage, _Storage) or not storage.dtype:
-            raise ValueError("a tensor without a storage")
+            raise ValueError(f"a tensor over {storage!r:.80}")
         return _tensor(storage, storage.dtype, (offset, shape, strides), requires_grad, metadata)
 
     def tensor_v3(
@@ -125,7 +129,7 @@ class _Archive:
     ) -> Lazy:  # fmt: skip
         """A tensor over a storage of bytes."""
         if not isinstance(storage, _Storage):
-            raise ValueError("a tensor without a storage")
+            raise ValueError(f"a tensor over {storage!r:.80}")
         return _tensor(storage, dtype_named(dtype), (offset, shape, strides), requires_grad, metadata)
 
     def of_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -149,26 +153,35 @@ def _tensor(storage: _Storage, dtype: str, place: tuple[Any, Any, Any], requires
     offset, shape, strides = place
     numbers = (offset, *shape, *strides)
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
-        raise ValueError(f"a tensor of shape {short(shape)}, strides {short(strides)} at {short(offset)}")
+        raise _misplaced(storage, f"a tensor of shape {short(shape)}, strides {short(strides)} at {short(offset)}")
     itemsize = dtype_of(dtype).itemsize
     size = storage.entry.window.size // itemsize
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if 0 not in shape and offset + reach > size:
-        raise ValueError(f"a tensor of {reach} elements from {offset} on in a storage of {size}")
+        raise _misplaced(storage, f"a tensor of {reach} elements from {offset} on in a storage of {size}")
     spec = ArraySpec(tuple(shape), dtype, requires_grad=requires_grad is True)
-    _check_spread(spec, reach)
+    _check_spread(spec, reach, storage)
     made = strided_array(spec, flat_of(storage.entry, itemsize), offset, tuple(strides), storage.address)
     return _resolved(made, metadata) if metadata else made
 
 
-def _check_spread(spec: ArraySpec, reach: int) -> None:
+def _misplaced(storage: _Storage, found: str) -> CorruptError:
+    return CorruptError(
+        storage.entry.window.label,
+        expected="tensors that lie in their storages",
+        found=found,
+        hint="The file is damaged, or not what its name says",
+    )
+
+
+def _check_spread(spec: ArraySpec, reach: int, storage: _Storage) -> None:
     """Refuses an array that shows few bytes over and over: it would be written out in full.
 
     An honest one is `expand`ed, from a row to a batch say.
     """
     size = int(np.prod([float(n) for n in spec.shape]))
     if size > 1024 * max(reach, 1 << 20):
-        raise ValueError(f"a tensor of shape {spec.shape} over {reach} elements")
+        raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
 
 
 def _resolved(made: Lazy, metadata: Any) -> Lazy:
