@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import enum
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +110,111 @@ def test_an_object_is_named_with_its_path_and_can_be_left_out(tmp_path: Path) ->
         convert(tmp_path / "file.pt", tmp_path / "one", exclude="args")
     convert(tmp_path / "file.pt", tmp_path / "one", exclude=["args", "f"])
     assert list(tc.load(tmp_path / "one")) == ["w"]
+
+
+class Outer:
+    class Inner:
+        """Looked up by getattr in older protocols."""
+
+
+class Named:
+    """Made with arguments by name."""
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, int]]:
+        return (), {"a": 1}
+
+    def __new__(cls, *, a: int = 0) -> Named:
+        return super().__new__(cls)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Subclass(torch.Tensor):
+    """A tensor of another class."""
+
+
+STATE = np.random.default_rng(0).bit_generator.state
+HARMLESS: dict[str, Any] = {
+    "defaultdict of int": collections.defaultdict(int, a=1),
+    "defaultdict of str": collections.defaultdict(str, a=[1]),
+    "defaultdict of OrderedDict": collections.defaultdict(collections.OrderedDict),
+    "defaultdict": collections.defaultdict(None, {1: 2}),
+    "deque": collections.deque([1, [2], (3,)]),
+    "short deque": collections.deque([1, 2, 3], maxlen=2),
+    "empty deque": collections.deque(maxlen=3),
+    "range": range(1, 9, 2),
+    "slice": slice(1, None),
+    "set of numpy": {np.int64(1)},
+    "set of dtypes": {torch.float32},
+    "set of bytes": {b"x" * 9000},
+    "sets in a set": frozenset((frozenset((1,)), (1, "a"))),
+    "bytearray": bytearray(b"y" * 9000),
+    "times": np.array(["2020-01-01", "NaT"], "M8[D]"),
+    "durations": np.array([3, 4], "m8[25us]"),
+    "duration": np.timedelta64(3, "s"),
+    "time dtype": np.dtype("m8[h]"),
+    "generator of numpy": STATE,
+    "keys": {1: 1, (1, "a"): 2, None: 3, 2.5: 4, b"a": 5, "a/b~": 7},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+@pytest.mark.parametrize("name", HARMLESS)
+def test_ordinary_values_come_in_as_they_are(tmp_path: Path, name: str, protocol: int) -> None:
+    value = HARMLESS[name]
+    torch.save({"v": value, "w": torch.ones(2)}, tmp_path / "file.pt", pickle_protocol=protocol)
+    convert(tmp_path / "file.pt", tmp_path / "one")
+    found = tc.load(tmp_path / "one")["v"]
+    assert type(found) is type(value) and repr(found) == repr(value)
+    if isinstance(value, collections.defaultdict):
+        assert found.default_factory is value.default_factory
+
+
+def _unheld() -> dict[str, Any]:
+    """Values that no checkpoint holds, with what an error says of each."""
+    quantised = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    return {
+        "_rebuild_qtensor": quantised,
+        r"collections\.defaultdict \(a defaultdict of": collections.defaultdict(Settings, a=torch.ones(2)),
+        "Named|functools.partial": Named(),
+        "Inner|getattr": Outer.Inner(),
+        "Subclass": torch.ones(2).as_subclass(Subclass),
+        "a storage of float32|a storage of bytes": torch.ones(2).untyped_storage(),
+        "a numpy dtype 'O": np.array([1, None], dtype=object),
+        "with fields": np.zeros(2, [("a", "i4"), ("b", "f8")]),
+        "float128|longdouble": np.ones(2, np.longdouble),
+        "a set of|PosixPath": {Path("/a")},
+        "a dict with a key of .*int64|a dict with a key": {np.int64(1): 2},
+        "a dict with a key of .*Lazy": {torch.ones(2): 1},
+        "an OrderedDict with a key|a OrderedDict with a key": collections.OrderedDict({Colour.RED: 1}),
+        "a dict with a key of builtins:frozenset": {frozenset((1,)): 2},
+        "_rebuild_nested_tensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "_rebuild_meta_tensor_no_storage": torch.ones(2, device="meta"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("protocol", [2, 5])
+@pytest.mark.parametrize("number", range(16))
+def test_a_value_that_cannot_be_held_is_refused_by_leaf_and_can_be_left_out(
+    tmp_path: Path, number: int, protocol: int
+) -> None:
+    message, value = list(_unheld().items())[number]
+    torch.save({"a": [1, {"v": value}], "w": torch.ones(2)}, tmp_path / "file.pt", pickle_protocol=protocol)
+    with pytest.raises(tc.TreeError, match=rf"^a/1/v: .*({message}).*exclude='a/1/v'"):
+        convert(tmp_path / "file.pt", tmp_path / "one")
+    convert(tmp_path / "file.pt", tmp_path / "one", exclude="a/1/v")
+    assert tc.load(tmp_path / "one")["a"] == [1, {}]
+
+
+def test_an_element_that_cannot_be_read_leaves_the_others_where_they_are(tmp_path: Path) -> None:
+    torch.save({"l": [1, Settings(), {"x": torch.ones(1), "y": len}], "t": (len, 2)}, tmp_path / "file.pt")
+    report = convert(tmp_path / "file.pt", tmp_path / "one", exclude=["l/1", "l/2/y", "t/0"])
+    found = tc.load(tmp_path / "one")
+    assert found["l"][:2] == [1, None] and list(found["l"][2]) == ["x"] and found["t"] == (None, 2)
+    assert [note.path for note in report.notes] == ["l/1", "t/0"]
 
 
 def test_files_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:

@@ -45,3 +45,21 @@ def a_conversion_that_only_one_rank_can_do_fails_on_all(here: Rank) -> None:
         tc.convert.to_dcp(here.directory / f"own {here.rank}.pt", here.directory / "never", exclude=exclude)
     dist.barrier()
     assert not (here.directory / "never").exists() and not list(here.directory.glob(".never*"))
+
+
+@case("two")
+def a_damaged_entry_that_no_rank_reads_as_a_whole_is_named_on_all(here: Rank) -> None:
+    start = here.directory / "damaged.pt"
+    tensor = torch.arange(1_000_000, dtype=torch.float32)
+    if here.rank == 0:
+        torch.save({"w": tensor, "v": torch.ones(5)}, start)
+        data = bytearray(start.read_bytes())
+        data[data.index(tensor.numpy().tobytes()) + 3_000_000] ^= 1
+        start.write_bytes(data)
+    dist.barrier()
+    for to in ("treeckpt", "torch"):
+        with pytest.raises(tc.RankError, match=r"w: .*CRC-32 .* of the entry"):
+            tc.convert.convert(start, here.directory / f"undamaged {to}", to=to)
+        dist.barrier()
+        assert not list(here.directory.glob("undamaged*/index.json"))
+    tc.convert.convert(start, here.directory / "rest of it", exclude="w")

@@ -40,6 +40,7 @@ __all__ = [
     "NODES",
     "Contents",
     "Finding",
+    "Leaf",
     "contents_of",
     "exclude",
     "lower",
@@ -149,8 +150,15 @@ def select(contents: Contents, globs: Sequence[str]) -> Contents:
 
 
 def exclude(contents: Contents, globs: Sequence[str]) -> Contents:
-    """All but what globs over paths name."""
-    return _kept(contents, lambda path: not named(path, globs))
+    """All but what globs over paths name; None where that is an element of a sequence and cannot be read."""
+    kept = _kept(contents, lambda path: not named(path, globs))
+    gone = [
+        Finding(path, "sequences without gaps", "what cannot be read", "None")
+        for path, leaf in kept.leaves
+        if leaf is ...
+    ]
+    kept = map_leaves(kept, lambda _, leaf: None if leaf is ... else leaf) if gone else kept
+    return msgspec.structs.replace(kept, findings=(*kept.findings, *gone))
 
 
 def _kept(contents: Contents, keep: Callable[[str], bool]) -> Contents:
@@ -165,22 +173,30 @@ def _kept(contents: Contents, keep: Callable[[str], bool]) -> Contents:
     return msgspec.structs.replace(contents, structure=structure, leaves=leaves, findings=findings)
 
 
+_MAPPINGS = (DictNode, OrderedDictNode, DefaultDictNode)
+
+
 def _pruned(node: Structure, marks: Iterator[bool]) -> tuple[Structure, list[bool]]:
     """A structure without the leaves that are not marked, and which are kept after all.
 
-    Entries of mappings go; other containers are kept whole or not at all.
+    Entries of mappings go; other containers keep all their elements or go as a whole.
     """
     if node is None:
         return None, [next(marks)]
     parts = [_pruned(child, marks) for child in node.children]
-    any_kept = [not part or any(part) for _, part in parts]
-    if isinstance(node, (DictNode, OrderedDictNode, DefaultDictNode)):
-        chosen = [(key, child) for key, (child, _), kept in zip(node.keys, parts, any_kept, strict=True) if kept]
-        flags = [mark for _, part in parts for mark in part]
+    flags = [mark for _, part in parts for mark in part]
+    if isinstance(node, _MAPPINGS):
+        chosen = [(key, child) for key, (child, part) in zip(node.keys, parts, strict=True) if not part or any(part)]
         keys, children = tuple(key for key, _ in chosen), tuple(child for _, child in chosen)
         return msgspec.structs.replace(node, keys=keys, children=children), flags
-    flags = [mark for _, part in parts for mark in part]
-    return node, [any(flags)] * len(flags)
+    if not any(flags):
+        return node, flags
+    elements = [
+        (pruned, part) if isinstance(pruned, _MAPPINGS) or any(part) else (child, [True] * len(part))
+        for child, (pruned, part) in zip(node.children, parts, strict=True)
+    ]
+    made = msgspec.structs.replace(node, children=tuple(child for child, _ in elements))
+    return made, [mark for _, part in elements for mark in part]
 
 
 def map_leaves(contents: Contents, change: Callable[[str, Any], Any]) -> Contents:

@@ -21,6 +21,7 @@ from ..io.store import Store
 from ..leaves.lazy import Lazy
 from . import contents as choosing
 from .casting import cast_floats
+from .checksums import Storages
 from .contents import NODES, Contents, Finding, lower, named, tree_of
 from .files import Addresses
 from .holding import Held, hold_dcp, hold_safetensors, hold_torch, refuse_losses
@@ -116,6 +117,10 @@ def convert(
 ) -> ConvertReport:
     """Writes a checkpoint in another format. Call it on every rank: they share the bytes.
 
+    What is read is compared with the checksums that stand beside it: our own, and the CRC-32s in files of torch.save
+    and DCP. Those of safetensors and Paddle have none, nor has what was saved after
+    `torch.serialization.set_crc32_options(False)`.
+
     Args:
         source: a checkpoint of any of `SOURCES`; the format is found by looking.
         destination: a local path; for our own format any path that `save` takes. It appears when it is whole.
@@ -142,17 +147,21 @@ def convert(
     """
     begin = time.perf_counter()
     options = _options(destination, to, dtype, max_shard_size, memory, select, exclude, subtree, lossy)
-    kind, addresses = detect(source), Addresses()
-    with open_source(source, kind, addresses, lambda at: named(at, options.exclude)) as found:
-        contents = _chosen(found, options, addresses)
-        held, plan = _PLANS[options.to](contents, options)
+    comm = as_comm(comm)
+    kind, storages = detect(source), Storages(alone=comm.size == 1)
+    with open_source(source, kind, storages, lambda at: named(at, options.exclude)) as found:
+        chosen = _chosen(found, options)
+        held, plan = _PLANS[options.to](_cast(chosen, options, storages), options)
         if not (dry_run or lossy):
             refuse_losses(held.contents, options.to)
+        if not dry_run:
+            storages.check(_read_of(chosen, held, options), comm, os.fspath(destination))
         if options.to == "treeckpt":
             names, written = ((), 0) if dry_run else _save(held, destination, options, overwrite, step, comm)
         else:
             names, written = _write(plan(), destination, options, overwrite, comm, dry_run=dry_run)
-    ways = contents.label, os.fspath(destination), kind, options.to
+        assert dry_run or not storages.owing(), "what is converted is read as a whole"
+    ways = chosen.label, os.fspath(destination), kind, options.to
     return _report(ways, held.contents, names, written, dry_run, time.perf_counter() - begin)
 
 
@@ -164,7 +173,7 @@ def _write(
     if dry_run:
         check_free(place, output, overwrite=overwrite)
     else:
-        written = run_output(output, place, as_comm(comm), memory=options.memory, overwrite=overwrite)
+        written = run_output(output, place, comm, memory=options.memory, overwrite=overwrite)
     return tuple(file.name or Path(destination).name for file in output.files), written
 
 
@@ -230,13 +239,23 @@ def _local(destination: AnyPath) -> Path:
     return Path(rest if separator else text).absolute()
 
 
-def _chosen(contents: Contents, options: _Options, addresses: Addresses) -> Contents:
+def _chosen(contents: Contents, options: _Options) -> Contents:
     if options.exclude:
         contents = choosing.exclude(contents, options.exclude)
     if options.select:
         contents = choosing.select(contents, options.select)
-    contents = choosing.subtree(contents, options.subtree)
+    return choosing.subtree(contents, options.subtree)
+
+
+def _cast(contents: Contents, options: _Options, addresses: Addresses) -> Contents:
     return cast_floats(contents, options.dtype, addresses) if options.dtype else contents
+
+
+def _read_of(chosen: Contents, held: Held, options: _Options) -> list[choosing.Leaf]:
+    """What will be read: the leaves that are not lost, by their paths in the source."""
+    lost = {finding.path for finding in held.contents.findings if finding.lost}
+    above = f"{options.subtree}/" if options.subtree else ""
+    return [(above + path, leaf) for path, leaf in chosen.leaves if path not in lost]
 
 
 _Plan = tuple[Held, Callable[[], Output]]

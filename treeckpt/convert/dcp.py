@@ -15,7 +15,8 @@ from ..core.spec import ArraySpec
 from ..core.structure import MAX_DEPTH
 from ..io.store import Store
 from ..leaves.lazy import Lazy
-from .files import Addresses, Window, store_window
+from .checksums import Storages
+from .files import Window, store_window
 from .pickles import Opaque, Symbol, read_pickle, short
 from .pieces import boxed
 from .torch_file import read_torch
@@ -58,8 +59,8 @@ def _sizes(node: Any, label: str) -> tuple[int, ...]:
 class _Directory:
     """What `.metadata` says of where things lie."""
 
-    def __init__(self, store: Store, addresses: Addresses, refused: list[Refused] | None) -> None:
-        self.store, self.addresses, self.refused = store, addresses, refused
+    def __init__(self, store: Store, storages: Storages, refused: list[Refused] | None) -> None:
+        self.store, self.storages, self.refused = store, storages, refused
         self.label = f"{store.url}/{METADATA}"
         self.files = store.sizes()
         metadata = read_pickle(store_window(store, METADATA, self.files), PLAIN).value
@@ -96,15 +97,16 @@ class _Directory:
 
     def _read_chunk(self, name: str, offset: tuple[int, ...]) -> Lazy:
         window = self.window((name, offset))
-        found = read_torch(window, self.addresses)
+        found = read_torch(window, self.storages)
         if not isinstance(found, Lazy):
             raise FormatError(f"{name}: {window.label}", expected="a tensor", found=f"{type(found).__name__}")
+        self.storages.note(name, found)
         return found
 
     def leaf(self, name: str, node: Any) -> Any:
         """A tensor, left in its files, or a value."""
         if isinstance(node, Opaque) and node.symbol == f"{_MODULE} BytesStorageMetadata":
-            return read_torch(self.window((name, None)), self.addresses, self.refused)
+            return read_torch(self.window((name, None)), self.storages, self.refused)
         properties, size, chunks = _fields(node, "TensorStorageMetadata", self.label, "properties", "size", "chunks")
         state = _state(properties, f"{_MODULE} TensorProperties", self.label)
         if not isinstance(state, tuple) or not isinstance(chunks, list):
@@ -122,13 +124,13 @@ class _Directory:
         return region, lambda: self._chunk(name, region.offset)
 
 
-def read_dcp(store: Store, addresses: Addresses, refused: list[Refused] | None = None) -> dict[str, Any]:
+def read_dcp(store: Store, storages: Storages, refused: list[Refused] | None = None) -> dict[str, Any]:
     """The state dict in a DCP directory, nested as it was, with its tensors left in the files.
 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: it is none, or damaged.
     """
-    directory = _Directory(store, addresses, refused)
+    directory = _Directory(store, storages, refused)
     root: dict[Any, Any] = {}
     for name, node in directory.entries.items():
         path = directory.paths.get(name) if isinstance(directory.paths, dict) else (name,)

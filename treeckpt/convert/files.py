@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ from ..leaves.numpy import dtype_name
 __all__ = [
     "Addresses",
     "Flat",
+    "Readable",
     "Window",
     "c_steps",
     "file_window",
@@ -82,9 +84,14 @@ class Window(msgspec.Struct, frozen=True):
         """Bytes of it, as uint8[size]."""
         inner = self.within(start, size)
         data = np.empty(size, np.uint8)
-        if size:
-            self.store.read_into(self.name, inner.start, data.data)
+        inner.read_into(0, data)
         return data
+
+    def read_into(self, start: int, out: np.ndarray, *, shared: bool = False) -> None:
+        """Fills a uint8 array with bytes of it; `shared` as in `Store.read_into`."""
+        inner = self.within(start, len(out))
+        if len(out):
+            self.store.read_into(self.name, inner.start, out.data, shared=shared)
 
 
 def file_window(path: str | os.PathLike[str]) -> Window:
@@ -132,6 +139,14 @@ def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -
     if size is None:
         raise CheckpointNotFound(f"{store.url}/{name}", expected="a file", found="none", hint="Check the path")
     return Window(store, name, 0, size)
+
+
+class Readable(Protocol):
+    """A stretch of a file, or what stands for one."""
+
+    def read(self, start: int, size: int) -> np.ndarray:
+        """Bytes of it, as uint8[size]."""
+        ...
 
 
 class Addresses:
@@ -214,7 +229,7 @@ def flat_array(spec: ArraySpec, window: Window, address: int | None = None) -> L
     return strided_array(spec, flat_of(window, itemsize), 0, None, address)
 
 
-def flat_of(window: Window, itemsize: int) -> Flat:
+def flat_of(window: Readable, itemsize: int) -> Flat:
     """The elements of a stretch of a file."""
     raw = raw_dtype(itemsize)
     return lambda start, count: window.read(start * itemsize, count * itemsize).view(raw)

@@ -18,7 +18,8 @@ from ..core.region import Region
 from ..core.spec import ArraySpec
 from ..io.store import Store
 from ..leaves.lazy import Lazy
-from .files import Addresses, Flat, store_window
+from .checksums import Storages
+from .files import Flat, store_window
 from .pickles import short
 from .pieces import chained
 from .torch_file import read_torch
@@ -33,7 +34,7 @@ VERSION = "2.0.0"
 class _Parts:
     """The parts of one checkpoint, in order."""
 
-    def __init__(self, store: Store, addresses: Addresses, refused: list[Refused] | None) -> None:
+    def __init__(self, store: Store, storages: Storages, refused: list[Refused] | None) -> None:
         self.store = store
         files = store.sizes()
         names = sorted((int(match[1]), name) for name in files if (match := PART.fullmatch(name)))
@@ -44,7 +45,7 @@ class _Parts:
         self.states: list[Any] = []
         for _, name in names:
             refusals: list[Refused] | None = None if refused is None else []
-            self.states.append(read_torch(store_window(store, name, files), addresses, refusals))
+            self.states.append(read_torch(store_window(store, name, files), storages, refusals))
             if refused is not None and refusals:
                 refused += [one for one in refusals if one not in refused]
         self._check()
@@ -140,13 +141,13 @@ def _order(key: Any) -> tuple[bool, Any]:
     return (False, key) if type(key) is int else (True, str(key))
 
 
-def read_hfai(store: Store, addresses: Addresses, refused: list[Refused] | None = None) -> dict[str, Any]:
+def read_hfai(store: Store, storages: Storages, refused: list[Refused] | None = None) -> dict[str, Any]:
     """The state in a directory of hfai.checkpoint.save, with its tensors left in the files.
 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: there is none, or its parts do not fit together.
     """
-    parts = _Parts(store, addresses, refused)
+    parts = _Parts(store, storages, refused)
     first = parts.states[0]
     found: dict[str, Any] = {}
     makers: dict[str, Callable[[_Parts, int], Any]] = {"model": _model, "optimizer": _optimizer}

@@ -233,7 +233,7 @@ class _Run:
         return sum(part.nbytes for part in mine)
 
     def _write_share(self, place: Path, parts: Sequence[Part]) -> None:
-        tile = max(4096, min(TILE, self.memory // (4 * WORKERS)))
+        tile = max(4096, min(TILE, self.memory // (6 * WORKERS)))
         with contextlib.ExitStack() as stack, ThreadPoolExecutor(WORKERS, "treeckpt-convert") as pool:
             fds: dict[int, int] = {}
             wanted = {part.file for part in parts} | (

@@ -3,11 +3,13 @@
 The stream is taken apart by `pickletools`, and a small machine with a stack carries out what builds containers and
 plain values. A class or function is only its name (`Symbol`); what a pickle wants made by calling it becomes an
 `Opaque` record of the name, the arguments and the state, unless the caller gives a constructor of its own for that very
-name. No attribute is set of anything but these records. Long byte strings stay in the file (`Blob`).
+name, and this takes the arguments. No attribute is set of anything but these records. Long byte strings stay in the
+file (`Blob`).
 """
 
 from __future__ import annotations
 
+import collections
 import pickletools
 import reprlib
 import warnings
@@ -46,6 +48,8 @@ class Opaque(msgspec.Struct, eq=False):
     state: Any = None
     items: list[Any] = []
     """What is appended or set on it."""
+    why: str = ""
+    """Why the constructor of that name refused; empty where there is none."""
 
     def __repr__(self) -> str:
         return f"<{self.symbol.replace(' ', '.')[:200]}>"
@@ -180,6 +184,10 @@ def read_pickle(
     return Unpickled(value, stream.tell(), steps)
 
 
+_REFUSALS = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RuntimeError)
+"""What constructors raise of arguments that they do not take: of one value that is odd, not of a damaged file."""
+
+
 class _Machine:
     def __init__(self, constructors: Constructors, persistent: Callable[[Any], Any] | None) -> None:
         self.constructors, self.persistent = constructors, persistent
@@ -206,10 +214,31 @@ class _Machine:
         self.memo[len(self.memo) if number is None else int(number)] = self.stack[-1]
 
     def call(self, function: Any, args: Any) -> None:
-        if not isinstance(function, Symbol) or not isinstance(args, tuple):
+        if not isinstance(function, (Symbol, Opaque)) or not isinstance(args, tuple):
             raise ValueError(f"a call of {type(function).__name__}")
-        make = self.constructors.get(function.text)
-        self.push(Opaque(function.text, args, items=[]) if make is None else make(*args))
+        if isinstance(function, Opaque):  # as of a nested class, which older protocols look up by getattr
+            self.push(Opaque(function.symbol, (function, *args), items=[]))
+        else:
+            self.push(self._made(function.text, args))
+
+    def _made(self, name: str, args: tuple[Any, ...]) -> Any:
+        make, why = self.constructors.get(name), ""
+        try:
+            if make is not None:
+                return make(*args)
+        except CorruptError:
+            raise
+        except FormatError as error:
+            why = error.found
+        except _REFUSALS as error:
+            why = f"{error}"
+        return Opaque(name, args, items=[], why=why[:200])
+
+    def call_named(self, function: Any, args: Any, named: Any) -> None:
+        """A call with arguments by name, which no constructor of ours takes."""
+        if not isinstance(function, (Symbol, Opaque)):
+            raise ValueError(f"a call of {type(function).__name__}")
+        self.push(Opaque(function.text if isinstance(function, Symbol) else function.symbol, (args, named), items=[]))
 
     def build(self) -> None:
         state = self.stack.pop()
@@ -223,7 +252,7 @@ class _Machine:
         target = self.stack[-1]
         if isinstance(target, Opaque):
             target.items += items
-        elif isinstance(target, list):
+        elif isinstance(target, (list, collections.deque)):
             target.extend(items)
         elif isinstance(target, set):
             target.update(items)
@@ -310,6 +339,7 @@ _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     "STACK_GLOBAL": lambda m, _: m.symbol(*m.take(2)),
     "REDUCE": lambda m, _: m.call(*m.take(2)),
     "NEWOBJ": lambda m, _: m.call(*m.take(2)),
+    "NEWOBJ_EX": lambda m, _: m.call_named(*m.take(3)),
     "BUILD": lambda m, _: m.build(),
     "BINPERSID": lambda m, _: m.persist(m.stack.pop()),
 }

@@ -17,8 +17,9 @@ from ..core.shard import parse_shard_name
 from ..io.store import Store, open_store
 from ..leaves.lazy import Lazy
 from . import dcp, hfai, paddle, safetensors
+from .checksums import Storages
 from .contents import Contents, contents_of, map_leaves
-from .files import Addresses, Window, file_window, memory_array, open_foreign
+from .files import Window, file_window, memory_array, open_foreign
 from .native import read_native
 from .torch_file import read_torch
 from .values import Refused, refusal
@@ -79,7 +80,7 @@ def _of_file(path: Path) -> str:
 
 @contextlib.contextmanager
 def open_source(
-    path: str | os.PathLike[str] | Store, kind: str, addresses: Addresses, exclude: Any
+    path: str | os.PathLike[str] | Store, kind: str, storages: Storages, exclude: Any
 ) -> Iterator[Contents]:
     """The contents of a checkpoint, with its arrays left in the files, which are closed at the end.
 
@@ -95,7 +96,7 @@ def open_source(
     store = window.store if window else open_store(path) if kind == "treeckpt" else open_foreign(path)
     with contextlib.closing(store):
         read = partial(_of_window, window) if window else partial(_of_directory, store)
-        contents = read(kind, f"{path}", addresses, refused)
+        contents = read(kind, f"{path}", storages, refused)
         for one in refused:
             if not exclude(one.path):
                 raise refusal(one, contents.label)
@@ -114,24 +115,24 @@ def _all_lazy(contents: Contents) -> Contents:
     return map_leaves(contents, lazy)
 
 
-def _of_window(window: Window, kind: str, label: str, addresses: Addresses, refused: list[Refused]) -> Contents:
+def _of_window(window: Window, kind: str, label: str, storages: Storages, refused: list[Refused]) -> Contents:
     if kind == "torch":
-        return contents_of(read_torch(window, addresses, refused), window.label)
+        return contents_of(read_torch(window, storages, refused), window.label)
     if kind == "paddle":
-        return contents_of(paddle.read_paddle(window.store, addresses, name=window.name), window.label)
-    return _named(*safetensors.read_safetensors(window, addresses), label)
+        return contents_of(paddle.read_paddle(window.store, storages, name=window.name), window.label)
+    return _named(*safetensors.read_safetensors(window, storages), label)
 
 
-def _of_directory(store: Store, kind: str, label: str, addresses: Addresses, refused: list[Refused]) -> Contents:
+def _of_directory(store: Store, kind: str, label: str, storages: Storages, refused: list[Refused]) -> Contents:
     if kind == "treeckpt":
-        return read_native(store, addresses, refused)
+        return read_native(store, storages, refused)
     if kind == "dcp":
-        return contents_of(dcp.read_dcp(store, addresses, refused), store.url)
+        return contents_of(dcp.read_dcp(store, storages, refused), store.url)
     if kind == "hfai":
-        return contents_of(hfai.read_hfai(store, addresses, refused), store.url)
+        return contents_of(hfai.read_hfai(store, storages, refused), store.url)
     if kind == "paddle":
-        return contents_of(paddle.read_paddle(store, addresses), store.url)
-    return _named(*safetensors.read_sharded(store, addresses), label)
+        return contents_of(paddle.read_paddle(store, storages), store.url)
+    return _named(*safetensors.read_sharded(store, storages), label)
 
 
 def _named(arrays: dict[str, Lazy], metadata: dict[str, str], label: str) -> Contents:

@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 
 from ..core.dtypes import dtype_of
-from ..core.errors import FormatError
+from ..core.errors import CorruptError, FormatError
 from ..core.region import Region
 from ..core.spec import ArraySpec
 from ..leaves.lazy import Lazy
-from .files import Addresses, Window, flat_of, strided_array
-from .pickles import Constructors, Symbol, Unpickled, read_pickle, short
+from .checksums import Storages, Sum
+from .files import Window, flat_of, strided_array
+from .pickles import Constructors, Opaque, Symbol, Unpickled, read_pickle, short
 from .values import PLAIN, Refused, dtype_named, settle
 from .zips import find_entries
 
@@ -35,19 +36,24 @@ STORAGES = {
 class _Storage(msgspec.Struct, frozen=True):
     """An entry of the archive with a storage's bytes. `dtype` is empty where the tensor tells it."""
 
-    window: Window
+    entry: Sum
     dtype: str
     size: int
     """In elements, of bytes where there is no dtype."""
     address: int
 
+    def __repr__(self) -> str:
+        return f"a storage of {self.dtype or 'bytes'}"
+
 
 class _Archive:
     """What the pickle of one file refers to."""
 
-    def __init__(self, window: Window, addresses: Addresses) -> None:
-        self.window, self.addresses = window, addresses
-        self.entries = find_entries(window)
+    def __init__(self, window: Window, storages: Storages) -> None:
+        self.window, self.storages = window, storages
+        self.entries = {
+            name: storages.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
+        }
         names = [name for name in self.entries if name.endswith("/data.pkl")]
         if len(names) != 1 or any("/code/" in name or name.endswith("/constants.pkl") for name in self.entries):
             raise FormatError(
@@ -62,7 +68,7 @@ class _Archive:
 
     def _check_order(self) -> None:
         order = self.entries.get(f"{self.prefix}byteorder")
-        text = order.read(0, min(order.size, 16)).tobytes() if order is not None else b"little"
+        text = order.read(0, min(order.window.size, 16)).tobytes() if order is not None else b"little"
         if text != b"little":
             raise FormatError(
                 self.window.label,
@@ -71,15 +77,16 @@ class _Archive:
                 hint="Load it with torch and save it anew on a little-endian machine",
             )
 
-    def storage(self, identity: Any) -> _Storage:
-        """What a persistent id stands for."""
+    def storage(self, identity: Any) -> _Storage | Opaque:
+        """What a persistent id stands for; a record of its class where that is none of dense arrays."""
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
             raise ValueError(f"a persistent id {short(identity)}")
         _, kind, key, _, size = identity
         module, _, name = kind.text.partition(" ") if isinstance(kind, Symbol) else ("", "", "")
         dtype = STORAGES.get(name)
         if (dtype is None and name != "UntypedStorage") or module not in ("torch", "torch.storage"):
-            raise ValueError(f"a storage {short(kind)}")
+            named = kind.text if isinstance(kind, Symbol) else short(kind)
+            return Opaque(named, (), why="a storage of no dtype that is known")
         if not isinstance(key, str) or type(size) is not int or size < 0:
             raise ValueError(f"a storage {short(key)} of {short(size)} elements")
         if key not in self._storages:
@@ -87,7 +94,8 @@ class _Archive:
             nbytes = size * (dtype_of(dtype).itemsize if dtype else 1)
             if entry is None:
                 raise ValueError(f"a storage {key:.40} that is not in the file")
-            self._storages[key] = _Storage(entry.within(0, nbytes), dtype or "", size, self.addresses.take(nbytes))
+            entry.window.within(0, nbytes)
+            self._storages[key] = _Storage(entry, dtype or "", size, self.storages.take_entry(entry))
         found = self._storages[key]
         if (found.dtype, found.size) != (dtype or "", size):
             raise ValueError(f"storage {key:.40} with two sizes or dtypes")
@@ -112,7 +120,7 @@ class _Archive:
     ) -> Lazy:  # fmt: skip
         """A tensor over a storage with a dtype."""
         if not isinstance(storage, _Storage) or not storage.dtype:
-            raise ValueError("a tensor without a storage")
+            raise ValueError(f"a tensor over {storage!r:.80}")
         return _tensor(storage, storage.dtype, (offset, shape, strides), requires_grad, metadata)
 
     def tensor_v3(
@@ -121,7 +129,7 @@ class _Archive:
     ) -> Lazy:  # fmt: skip
         """A tensor over a storage of bytes."""
         if not isinstance(storage, _Storage):
-            raise ValueError("a tensor without a storage")
+            raise ValueError(f"a tensor over {storage!r:.80}")
         return _tensor(storage, dtype_named(dtype), (offset, shape, strides), requires_grad, metadata)
 
     def of_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -145,26 +153,35 @@ def _tensor(storage: _Storage, dtype: str, place: tuple[Any, Any, Any], requires
     offset, shape, strides = place
     numbers = (offset, *shape, *strides)
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
-        raise ValueError(f"a tensor of shape {short(shape)}, strides {short(strides)} at {short(offset)}")
+        raise _misplaced(storage, f"a tensor of shape {short(shape)}, strides {short(strides)} at {short(offset)}")
     itemsize = dtype_of(dtype).itemsize
-    size = storage.window.size // itemsize
+    size = storage.entry.window.size // itemsize
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if 0 not in shape and offset + reach > size:
-        raise ValueError(f"a tensor of {reach} elements from {offset} on in a storage of {size}")
+        raise _misplaced(storage, f"a tensor of {reach} elements from {offset} on in a storage of {size}")
     spec = ArraySpec(tuple(shape), dtype, requires_grad=requires_grad is True)
-    _check_spread(spec, reach)
-    made = strided_array(spec, flat_of(storage.window, itemsize), offset, tuple(strides), storage.address)
+    _check_spread(spec, reach, storage)
+    made = strided_array(spec, flat_of(storage.entry, itemsize), offset, tuple(strides), storage.address)
     return _resolved(made, metadata) if metadata else made
 
 
-def _check_spread(spec: ArraySpec, reach: int) -> None:
+def _misplaced(storage: _Storage, found: str) -> CorruptError:
+    return CorruptError(
+        storage.entry.window.label,
+        expected="tensors that lie in their storages",
+        found=found,
+        hint="The file is damaged, or not what its name says",
+    )
+
+
+def _check_spread(spec: ArraySpec, reach: int, storage: _Storage) -> None:
     """Refuses an array that shows few bytes over and over: it would be written out in full.
 
     An honest one is `expand`ed, from a row to a batch say.
     """
     size = int(np.prod([float(n) for n in spec.shape]))
     if size > 1024 * max(reach, 1 << 20):
-        raise ValueError(f"a tensor of shape {spec.shape} over {reach} elements")
+        raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
 
 
 def _resolved(made: Lazy, metadata: Any) -> Lazy:
@@ -192,22 +209,23 @@ def _with(lazy: Lazy, **changes: Any) -> Lazy:
     return Lazy(msgspec.structs.replace(lazy.spec, **changes), lazy.read, lazy.storage)
 
 
-def read_archive(window: Window, addresses: Addresses) -> Unpickled:
+def read_archive(window: Window, storages: Storages) -> Unpickled:
     """What the pickle of a file of torch.save describes, not settled yet.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
     """
-    archive = _Archive(window, addresses)
+    archive = _Archive(window, storages)
     pickled = archive.entries[f"{archive.prefix}data.pkl"]
-    return read_pickle(pickled, archive.constructors(), persistent=archive.storage)
+    pickled.check()
+    return read_pickle(pickled.window, archive.constructors(), persistent=archive.storage)
 
 
-def read_torch(window: Window, addresses: Addresses, refused: list[Refused] | None = None) -> Any:
+def read_torch(window: Window, storages: Storages, refused: list[Refused] | None = None) -> Any:
     """The tree in a file of torch.save, with its tensors left in the file.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
         TreeError: it holds an object that only its own code could make; noted in `refused` if that is given.
     """
-    return settle(read_archive(window, addresses), window.label, refused)
+    return settle(read_archive(window, storages), window.label, refused)

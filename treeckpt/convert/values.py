@@ -15,16 +15,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..core.containers import FACTORIES
 from ..core.dtypes import dtype_of
-from ..core.errors import FormatError, TreeckptError, TreeError
+from ..core.errors import CorruptError, FormatError, TreeckptError, TreeError
 from ..core.spec import ArraySpec
 from ..core.structure import MAX_DEPTH, key_text
 from ..leaves.lazy import Lazy
+from ..leaves.numpy import dtype_name
+from ..leaves.registry import encodable
 from .files import flat_array
 from .pickles import Blob, Constructors, Maker, Opaque, Symbol, Unpickled, short
 
 __all__ = ["PLAIN", "Refused", "dtype_named", "settle"]
 
+_CODE, _HELD = "Making it would run its code", "It is none of what checkpoints hold"
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 NODES = 100_000
 """Nodes that a tree may have in any case; more only where the pickle is as long."""
 
@@ -38,10 +43,19 @@ class _NumpyDtype(Maker, eq=False):
         order = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "|"
         if not isinstance(self.code, str) or order not in ("<", ">", "|", "=") or "O" in self.code:
             raise ValueError(f"a numpy dtype {short(self.code)}")
-        dtype = np.dtype(self.code)
-        if dtype.hasobject or dtype.fields is not None:
-            raise ValueError(f"a numpy dtype {short(self.code)}")
+        _, _, inner, names, *rest = (*self.state, None, None, None, None)[: max(4, len(self.state))]
+        dtype = np.dtype(self.code + self._unit(rest))
+        if dtype.hasobject or dtype.fields is not None or inner is not None or names is not None:
+            raise ValueError(f"a numpy dtype {short(self.code)}{' with fields' if names is not None else ''}")
         return dtype if order == "|" else dtype.newbyteorder(order)
+
+    def _unit(self, rest: Sequence[Any]) -> str:
+        """Of a time, `[25us]` say: the last part of the state has it, as (name, how many, ...)."""
+        if self.code[:1] not in ("M", "m") or len(rest) < 5:
+            return ""
+        name, count, *_ = rest[4][1]
+        name = name.decode() if isinstance(name, bytes) else name
+        return "" if name == "generic" else f"[{int(count)}{name}]"
 
 
 class _NumpyArray(Maker, eq=False):
@@ -57,8 +71,6 @@ def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray | 
     if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape) or order not in "CF":
         raise ValueError(f"an array of shape {short(shape)}")
     if isinstance(data, Blob):
-        from ..leaves.numpy import dtype_name
-
         plain = element.newbyteorder("<") == element or element.itemsize == 1
         if not plain or (order == "F" and sum(n != 1 for n in shape) > 1):
             data = data.bytes()
@@ -113,12 +125,20 @@ def _layout(name: Any) -> Symbol:
     return Symbol(str(name).replace(".", " ", 1))
 
 
+_PYTHON_2 = {"long": "int", "unicode": "str"}
+"""What Python 2, whose names protocol 2 has, called builtins."""
+
+
 def _default(*args: Any) -> Any:
-    factories: dict[str, Callable[[], Any]] = {k.__name__: k for k in (list, dict, int, float, str, set)}
-    name = args[0].text.rpartition(" ")[2] if args and isinstance(args[0], Symbol) else ""
-    if args and args[0] is not None and name not in factories:
-        raise ValueError(f"a defaultdict of {name:.40}")
-    return collections.defaultdict(factories.get(name))
+    factory = args[0] if args else None
+    if factory is None:
+        return collections.defaultdict()
+    module, _, name = factory.text.partition(" ") if isinstance(factory, Symbol) else ("", "", "")
+    name = _PYTHON_2.get(name, name) if module == "__builtin__" else name
+    made: Any = FACTORIES.get(name)
+    if made is None or module not in ("__builtin__", made.__module__):
+        raise ValueError(f"a defaultdict of {short(factory)}")
+    return collections.defaultdict(made)
 
 
 def _both(name: str, make: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -145,6 +165,7 @@ PLAIN: Constructors = {
     **_both("complex", lambda real, imag: complex(float(real), float(imag))),
     **_both("slice", lambda *args: slice(*args)),
     **_both("range", lambda *args: range(*args)),
+    "__builtin__ xrange": lambda *args: range(*args),
     "torch Size": _size,
     "torch device": _device,
     "torch.serialization _get_layout": _layout,
@@ -176,10 +197,11 @@ def dtype_named(symbol: Any) -> str:
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """What could not be made without running foreign code."""
+    """What could not be made."""
 
     path: str
     what: str
+    why: str = _CODE
 
 
 def settle(read: Unpickled, label: str, refused: list[Refused] | None = None) -> Any:
@@ -211,23 +233,33 @@ class _Settling:
             )
         kind = type(node)
         if kind in (dict, collections.OrderedDict, collections.defaultdict):
-            for key in list(node):
-                node[key] = self.settle(node[key], self._below(path, key), depth + 1)
-            return node
+            return self._mapping(node, path, depth)
         if kind in (list, collections.deque):
             for i, child in enumerate(node):
                 node[i] = self.settle(child, self._below(path, i), depth + 1)
             return node
         if kind is tuple:
             return tuple([self.settle(child, self._below(path, i), depth + 1) for i, child in enumerate(node)])
+        if kind in (set, frozenset):
+            return kind([self.settle(item, path, depth + 1) for item in node])
         if isinstance(node, (Symbol, Opaque, Blob, Maker)):
             return self._once(node, path)
+        return node if kind in _PLAIN or isinstance(node, (Lazy, np.ndarray)) else self._value_of_type(node, path)
+
+    def _mapping(self, node: Any, path: str, depth: int) -> Any:
+        try:
+            steps = [(key, self._below(path, key)) for key in node]
+        except TreeError as error:
+            return self._refuse(path, f"a {type(node).__name__} with {error.found}", _HELD)
+        for key, below in steps:
+            node[key] = self.settle(node[key], below, depth + 1)
         return node
 
     def _below(self, path: str, key: object) -> str:
-        if isinstance(key, (Symbol, Opaque, Blob)):
-            return f"{path}/?" if path else "?"
         return f"{path}/{key_text(key, path)}" if path else key_text(key, path)
+
+    def _value_of_type(self, node: Any, path: str) -> Any:
+        return node if encodable(node) else self._refuse(path, short(node), _HELD)
 
     def _once(self, node: Any, path: str) -> Any:
         """The value of what stands for one; the same where it is met again, so that ties stay."""
@@ -241,15 +273,19 @@ class _Settling:
         if isinstance(node, Symbol):
             return self._named(node, path)
         if isinstance(node, Opaque):
-            return self._refuse(path, f"an object made by {node.symbol.replace(' ', '.')}")
+            what = f"an object made by {node.symbol.replace(' ', '.')}"
+            return self._refuse(path, f"{what} ({node.why})", _HELD) if node.why else self._refuse(path, what)
         try:
-            return node.make()
-        except TreeckptError:
+            made = node.make()
+            if isinstance(made, np.ndarray):
+                dtype_name(made.dtype, path)
+            return made
+        except CorruptError:
             raise
-        except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
-            raise FormatError(
-                f"{path}: {self.label}", expected="an array or scalar of numpy", found=f"{error}"[:200]
-            ) from error
+        except TreeckptError as error:
+            return self._refuse(path, error.found, _HELD)
+        except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+            return self._refuse(path, f"{error}"[:200], _HELD)
 
     def _named(self, node: Symbol, path: str) -> Any:
         module, _, name = node.text.partition(" ")
@@ -261,10 +297,10 @@ class _Settling:
                 return found
         return self._refuse(path, f"the class or function {node.text.replace(' ', '.')}")
 
-    def _refuse(self, path: str, what: str) -> Any:
+    def _refuse(self, path: str, what: str, why: str = _CODE) -> Any:
         if self.refused is None:
-            raise refusal(Refused(path, what), self.label)
-        self.refused.append(Refused(path, what))
+            raise refusal(Refused(path, what, why), self.label)
+        self.refused.append(Refused(path, what, why))
         return ...
 
 
@@ -274,7 +310,7 @@ def refusal(found: Refused, label: str) -> TreeError:
         f"{found.path}: {label}",
         expected="tensors, arrays, containers and plain values",
         found=found.what[:200],
-        hint=f"Making it would run its code. Leave it out (exclude={found.path!r}, --exclude {found.path!r}), "
+        hint=f"{found.why}. Leave it out (exclude={found.path!r}, --exclude {found.path!r}), "
         "or convert it to plain values with the program that wrote it",
     )
 

@@ -17,7 +17,7 @@ import msgspec
 from ..core.errors import CorruptError, FormatError
 from .files import Window
 
-__all__ = ["Entry", "ZipLayout", "find_entries", "lay_out"]
+__all__ = ["Entry", "Found", "ZipLayout", "find_entries", "lay_out"]
 
 MAX_ENTRIES = 1 << 22
 ALIGN = 64
@@ -49,7 +49,16 @@ class _Reader:
         return data
 
 
-def find_entries(window: Window) -> dict[str, Window]:
+class Found(msgspec.Struct, frozen=True):
+    """An entry of an archive that is read."""
+
+    window: Window
+    """Its contents."""
+    crc: int
+    """CRC-32 of these, as the archive's directory has it."""
+
+
+def find_entries(window: Window) -> dict[str, Found]:
     """Where the contents of a zip archive's entries lie, by name.
 
     Raises:
@@ -69,7 +78,7 @@ def find_entries(window: Window) -> dict[str, Window]:
         ) from error
     if len(infos) > MAX_ENTRIES:
         raise FormatError(window.label, expected=f"at most {MAX_ENTRIES} entries", found=f"{len(infos)}")
-    return {info.filename: _contents(window, info) for info in infos}
+    return {info.filename: Found(_contents(window, info), info.CRC) for info in infos}
 
 
 def _contents(window: Window, info: zipfile.ZipInfo) -> Window:
