@@ -416,3 +416,12 @@ def test_a_target_takes_a_dtype_of_any_library(tmp_path: Path) -> None:
     for dtype in (torch.float32, np.float32, np.dtype("f4")):
         found = tc.load(tmp_path / "one", {"a": tc.ArraySpec([2], dtype)})  # type: ignore[arg-type]
         assert torch.equal(found["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize("rename", [lambda path: path, "ab", ["ab"], 3, {"a": None}, [("a", "b", "c")], {1: "b"}])
+def test_what_is_no_renaming_is_refused_by_name(tmp_path: Path, rename: Any) -> None:
+    tc.save(tmp_path / "one", {"a": torch.ones(2)})
+    with pytest.raises(tc.TreeckptError, match=r'^rename: expected patterns and new names, as \{"h'):
+        tc.load(tmp_path / "one", rename=rename)
+    with pytest.raises(tc.TreeckptError, match=r"^rename: expected"):
+        tc.load_into(tmp_path / "one", {"b": torch.ones(2)}, rename=rename)

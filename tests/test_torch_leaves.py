@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -360,6 +361,18 @@ def test_device_moves_without_touching_the_source() -> None:
         assert same(tc.load(store, {"w": torch.empty(3), "n": np.empty(3, np.int64)}, device=device)["w"], tree["w"])
         on_meta = {"w": torch.empty(3, device="meta"), "n": np.empty(3, np.int64)}
         assert same(tc.load(store, on_meta, device=device)["w"], tree["w"])
+
+
+def test_a_device_that_is_not_here_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    tc.save(tmp_path / "one", {"w": torch.ones(3)})
+    for shard in (tmp_path / "one").glob("*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")  # reading it would be another error
+    for device in ("cuda:63", "xpu:63", "nonsense", torch.device("cuda", 63)):
+        for like in (None, {"w": torch.empty(3)}):
+            with pytest.raises(tc.MismatchError, match=r"^device: expected a device of torch .* found '.*', with cpu"):
+                tc.load(tmp_path / "one", like, device=device)
+    with pytest.raises(tc.MismatchError, match=r"found 'cuda:63', with cpu"):
+        tc.load(tmp_path / "one", {"w": tc.ArraySpec((3,), "float32", device="cuda:63")})
 
 
 def test_loading_onto_the_meta_device_is_refused() -> None:
