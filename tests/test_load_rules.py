@@ -399,3 +399,29 @@ def test_keyed_tables_are_renamed_whole_and_their_slots_are_cast() -> None:
     by_id = dict(zip(mine.ids.tolist(), mine.slots["w"].tolist(), strict=True))
     assert by_id == dict(zip(ids.tolist(), rows.astype(float).tolist(), strict=True))
     assert mine.slots["w"].dtype == np.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "torch.bfloat16", "bfloat16"])
+def test_a_cast_takes_a_dtype_of_any_library(tmp_path: Path, dtype: Any) -> None:
+    tc.save(tmp_path / "one", {"a": torch.ones(3), "n": torch.arange(3)})
+    rule = tc.rules.Cast("a", dtype, of=np.float32)
+    assert tc.load(tmp_path / "one", transforms=rule)["a"].dtype == torch.bfloat16
+    assert tc.rules.decode(tc.rules.encode((rule,))) == (rule,) == (tc.rules.Cast("a", "bfloat16", "float32"),)
+    with pytest.raises(tc.MismatchError, match="expected the name of a dtype"):
+        tc.rules.Cast("a", float)  # type: ignore[arg-type]
+
+
+def test_a_target_takes_a_dtype_of_any_library(tmp_path: Path) -> None:
+    tc.save(tmp_path / "one", {"a": torch.ones(2)})
+    for dtype in (torch.float32, np.float32, np.dtype("f4")):
+        found = tc.load(tmp_path / "one", {"a": tc.ArraySpec([2], dtype)})  # type: ignore[arg-type]
+        assert torch.equal(found["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize("rename", [lambda path: path, "ab", ["ab"], 3, {"a": None}, [("a", "b", "c")], {1: "b"}])
+def test_what_is_no_renaming_is_refused_by_name(tmp_path: Path, rename: Any) -> None:
+    tc.save(tmp_path / "one", {"a": torch.ones(2)})
+    with pytest.raises(tc.TreeckptError, match=r'^rename: expected patterns and new names, as \{"h'):
+        tc.load(tmp_path / "one", rename=rename)
+    with pytest.raises(tc.TreeckptError, match=r"^rename: expected"):
+        tc.load_into(tmp_path / "one", {"b": torch.ones(2)}, rename=rename)

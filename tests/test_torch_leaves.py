@@ -391,6 +391,18 @@ def test_device_moves_without_touching_the_source() -> None:
         assert same(tc.load(store, on_meta, device=device)["w"], tree["w"])
 
 
+def test_a_device_that_is_not_here_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    tc.save(tmp_path / "one", {"w": torch.ones(3)})
+    for shard in (tmp_path / "one").glob("*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")  # reading it would be another error
+    for device in ("cuda:63", "xpu:63", "nonsense", torch.device("cuda", 63)):
+        for like in (None, {"w": torch.empty(3)}):
+            with pytest.raises(tc.MismatchError, match=r"^device: expected a device of torch .* found '.*', with cpu"):
+                tc.load(tmp_path / "one", like, device=device)
+    with pytest.raises(tc.MismatchError, match=r"found 'cuda:63', with cpu"):
+        tc.load(tmp_path / "one", {"w": tc.ArraySpec((3,), "float32", device="cuda:63")})
+
+
 def test_loading_onto_the_meta_device_is_refused() -> None:
     store = tc.MemoryStore()
     tc.save(store, {"w": torch.randn(3)})

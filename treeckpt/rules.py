@@ -175,6 +175,28 @@ def decode(data: bytes | str) -> tuple[Rule, ...]:
     return tuple(made)
 
 
+def _pairs(rename: Any) -> tuple[tuple[str, str], ...]:
+    """Patterns and new names.
+
+    Raises:
+        TreeckptError: anything else.
+    """
+    odd = TreeckptError(
+        "rename",
+        expected='patterns and new names, as {"h.$L.*": "layers.$L.*"}, or pairs of these',
+        found=f"{rename!r:.80}",
+        hint="A function can be called beforehand, for each path of treeckpt.inspect(path).by_path",
+    )
+    try:
+        given: list[Any] = list(rename.items() if isinstance(rename, Mapping) else rename)
+        pairs = tuple((before, now) for before, now in given)
+    except (TypeError, ValueError) as error:
+        raise odd from error
+    if any(isinstance(pair, str) for pair in given) or any(type(name) is not str for pair in pairs for name in pair):
+        raise odd
+    return pairs
+
+
 def as_rules(rename: Renaming, transforms: Transforms) -> tuple[Rule, ...]:
     """The rules of a load's `rename` and `transforms`: renames first, all at once; texts are parsed.
 
@@ -182,8 +204,7 @@ def as_rules(rename: Renaming, transforms: Transforms) -> tuple[Rule, ...]:
         TreeckptError: something else among them.
     """
     found: list[Rule] = []
-    names: Any = rename.items() if isinstance(rename, Mapping) else rename or ()
-    if pairs := tuple((str(before), str(now)) for before, now in names):
+    if rename is not None and (pairs := _pairs(rename)):
         found.append(Renames(pairs))
     given: Any = () if transforms is None else [transforms] if isinstance(transforms, (str, Rule)) else transforms
     for one in given:

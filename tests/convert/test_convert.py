@@ -228,3 +228,15 @@ def test_arrays_come_in_without_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, *arguments], check=True, env=os.environ | {"PYTHONPATH": path})
     convert(tmp_path / "out.safetensors", tmp_path / "two")
     assert torch.equal(tc.load(tmp_path / "two")["w"], torch.arange(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "torch.bfloat16", "bfloat16"])
+def test_a_dtype_of_torch_or_numpy_is_one_to_cast_to(tmp_path: Path, dtype: Any) -> None:
+    tc.save(tmp_path / "one", {"a": torch.ones(3)})
+    convert(tmp_path / "one", tmp_path / "two", dtype=dtype)
+    assert tc.load(tmp_path / "two")["a"].dtype == torch.bfloat16
+    convert(tmp_path / "two", tmp_path / "three", dtype=np.float64)
+    assert tc.load(tmp_path / "three")["a"].dtype == torch.float64
+    for odd in (float, torch.int32, "", np.int64):
+        with pytest.raises(tc.MismatchError, match="dtype: expected"):
+            convert(tmp_path / "one", tmp_path / "never", dtype=odd)

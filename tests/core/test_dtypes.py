@@ -4,9 +4,11 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
-from treeckpt.core.dtypes import dtype_of
-from treeckpt.core.errors import FormatError
+from treeckpt.core.dtypes import dtype_of, name_of
+from treeckpt.core.errors import FormatError, MismatchError
+from treeckpt.leaves.numpy import dtype_name
 
 WIDTHS = {
     "BOOL": 1,
@@ -75,3 +77,25 @@ def test_unknown_names_are_refused(name):
 def test_torch_agrees_on_width(name):
     torch = pytest.importorskip("torch")
     assert getattr(torch, name).itemsize == dtype_of(name).itemsize
+
+
+@pytest.mark.parametrize("name", NUMBERS + OTHERS)
+def test_a_dtype_of_torch_has_the_name_that_we_give_it(name):
+    assert name_of(getattr(torch, name)) == name_of(f"torch.{name}") == name_of(name) == name
+
+
+@pytest.mark.parametrize("text", ["?", "<u2", ">i4", "f8", "c16", "M8[D]", "m8[25us]", "S5", "U7", "V3"])
+def test_a_dtype_of_numpy_has_the_name_that_its_arrays_have(text):
+    assert name_of(np.dtype(text)) == dtype_name(np.dtype(text), "")
+
+
+def test_a_scalar_type_of_numpy_is_a_dtype():
+    assert [name_of(kind) for kind in (np.float32, np.int64, np.bool_)] == ["float32", "int64", "bool"]
+
+
+@pytest.mark.parametrize(
+    "odd", [float, None, 3, torch.ones(1), torch.strided, torch.qint8, np.float32(1), np.dtype("O"), np.dtype("i4,f4")]
+)
+def test_what_is_no_dtype_is_refused(odd):
+    with pytest.raises(MismatchError, match="dtype: expected the name of a dtype"):
+        name_of(odd)

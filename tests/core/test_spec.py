@@ -10,6 +10,7 @@ import zoneinfo
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 
 from tests.strategies import Access, Branch, Color, Level, resolve, same, values
@@ -278,3 +279,19 @@ def test_an_array_spec_leaves_out_its_defaults():
 def test_a_counter_comes_back_as_one():
     found = decode_value(encode_value(collections.Counter({3: 2, "a": -1}), ""), "")
     assert type(found) is collections.Counter and found == {3: 2, "a": -1}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "torch.float32", torch.float32, np.float32, np.dtype("f4")])
+@pytest.mark.parametrize("shape", [(2, 3), [2, 3], torch.Size((2, 3)), np.array([2, 3]), (np.int64(2), 3)])
+def test_a_spec_takes_shapes_and_dtypes_of_any_library(shape, dtype):
+    made = ArraySpec(shape, dtype)
+    assert made == ArraySpec((2, 3), "float32") and type(made.dtype) is str
+    assert type(made.shape) is tuple and {type(n) for n in made.shape} == {int}
+
+
+def test_a_spec_of_another_thing_is_refused():
+    for shape in (3, None, (2.0,), "ab", (None,)):
+        with pytest.raises(MismatchError, match="shape: expected a shape"):
+            ArraySpec(shape, "float32")
+    with pytest.raises(MismatchError, match="expected the name of a dtype"):
+        ArraySpec((2,), float)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.dtypes import dtype_of
+from ..core.dtypes import dtype_of, name_of
 from ..core.errors import MismatchError
 from ..core.region import Region
 from ..leaves.base import Storage
@@ -23,15 +23,15 @@ _LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """Of dtypes that hold fewer magnitudes than float32."""
 
 
-def cast_floats(contents: Contents, dtype: str, addresses: Addresses) -> Contents:
+def cast_floats(contents: Contents, dtype: Any, addresses: Addresses) -> Contents:
     """The contents with all arrays of floating point in one dtype. Ties stay, views become arrays of their own.
 
     Raises:
         MismatchError: no such dtype to cast to.
     """
-    name = dtype.removeprefix("torch.")
+    name = name_of(dtype)
     if name not in FLOATS:
-        raise MismatchError("dtype", expected=f"one of {', '.join(FLOATS)}", found=dtype)
+        raise MismatchError("dtype", expected=f"one of {', '.join(FLOATS)}", found=f"{dtype!s:.60}")
     moved: dict[Any, int] = {}
 
     def change(path: str, leaf: Any) -> Any:

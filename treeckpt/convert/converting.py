@@ -89,7 +89,7 @@ class ConvertReport(msgspec.Struct, frozen=True):
 class _Options(msgspec.Struct, frozen=True):
     to: str
     directory: bool
-    dtype: str | None
+    dtype: Any
     max_shard_size: int | None
     memory: int
     select: tuple[str, ...]
@@ -103,7 +103,7 @@ def convert(
     destination: AnyPath,
     *,
     to: str | None = None,
-    dtype: str | None = None,
+    dtype: Any = None,
     max_shard_size: int | str | None = None,
     memory: int | str = MEMORY,
     select: str | Sequence[str] | None = None,
@@ -125,7 +125,7 @@ def convert(
         source: a checkpoint of any of `SOURCES`; the format is found by looking.
         destination: a local path; for our own format any path that `save` takes. It appears when it is whole.
         to: one of `FORMATS`; by default what the destination's suffix says, and our own without one.
-        dtype: casts arrays of floating point while they are streamed, e.g. "bfloat16".
+        dtype: casts arrays of floating point while they are streamed: "bfloat16", say, or torch's or numpy's own.
         max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
             then, and an index.
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
@@ -193,7 +193,7 @@ def _report(
 
 
 def _options(
-    destination: AnyPath, to: str | None, dtype: str | None, max_shard_size: Any, memory: Any, selected: Any,
+    destination: AnyPath, to: str | None, dtype: Any, max_shard_size: Any, memory: Any, selected: Any,
     excluded: Any, below: str, lossy: bool,
 ) -> _Options:  # fmt: skip
     suffix = Path(os.fspath(destination)).suffix
@@ -248,7 +248,7 @@ def _chosen(contents: Contents, options: _Options) -> Contents:
 
 
 def _cast(contents: Contents, options: _Options, addresses: Addresses) -> Contents:
-    return cast_floats(contents, options.dtype, addresses) if options.dtype else contents
+    return cast_floats(contents, options.dtype, addresses) if options.dtype is not None else contents
 
 
 def _read_of(chosen: Contents, held: Held, options: _Options) -> list[choosing.Leaf]:

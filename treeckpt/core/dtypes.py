@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 
-from .errors import FormatError
+from .errors import FormatError, MismatchError
 
-__all__ = ["DType", "dtype_of"]
+__all__ = ["DType", "dtype_of", "name_of"]
 
 
 class DType(msgspec.Struct, frozen=True):
@@ -88,3 +90,45 @@ def dtype_of(name: str) -> DType:
             return DType(name, 4 * width, "U32", width, f"<U{width}")
         return DType(name, width, "U8", width, ("S" if fixed[1] == "bytes" else "V") + str(width))
     raise FormatError(name, expected="a dtype that treeckpt knows", found=f"dtype {name[:64]!r}")
+
+
+_WIDTHS = {"S": ("bytes", 1), "U": ("str", 4), "V": ("void", 1)}
+"""By numpy's kind of what has a fixed width: our name, and the bytes that count as one."""
+
+
+def name_of(dtype: object) -> str:
+    """Our name of a dtype that a caller gives: a name, torch's own (`torch.float32`), numpy's, or its scalar types.
+
+    A name is not looked up: `dtype_of` does that.
+
+    Raises:
+        MismatchError: anything else.
+    """
+    if isinstance(dtype, str):
+        return dtype.removeprefix("torch.")
+    given = cast(Any, dtype)
+    try:
+        if type(given).__module__ == "torch" and (text := str(given)).startswith("torch."):
+            return dtype_of(text.removeprefix("torch.")).name
+        if isinstance(given, np.dtype) or (isinstance(given, type) and issubclass(given, np.generic)):
+            return _numpy_name(np.dtype(cast(Any, given)))
+    except FormatError as error:
+        raise _unknown(dtype) from error
+    raise _unknown(dtype)
+
+
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    if dtype.fields is not None:
+        raise FormatError("dtype", expected="one without fields", found=f"{dtype}")
+    if dtype.type not in (np.bytes_, np.str_, np.void):  # other libraries' dtypes are of kind V too
+        return dtype_of(dtype.name).name
+    name, width = _WIDTHS[dtype.kind]
+    return dtype_of(f"{name}{dtype.itemsize // width}").name
+
+
+def _unknown(dtype: object) -> MismatchError:
+    return MismatchError(
+        "dtype",
+        expected='the name of a dtype, as "bfloat16", or a dtype of torch or numpy that treeckpt knows',
+        found=f"{dtype!r:.60}",
+    )

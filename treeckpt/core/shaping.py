@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from . import made as arrays
-from .dtypes import dtype_of
+from .dtypes import dtype_of, name_of
 from .errors import MismatchError
 from .made import Made
 from .patterns import Binding, expand, numbers_of
@@ -267,11 +267,17 @@ class Cast(OfOne, frozen=True, tag="cast"):
     """Arrays, or all below a node, in another dtype; values stay as they are.
 
     Args:
+        dtype: a name, or a dtype of torch or numpy, which becomes its name.
         of: only arrays of this dtype.
     """
 
     dtype: str
     of: str | None = None
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "dtype", name_of(self.dtype))
+        if self.of is not None:
+            msgspec.structs.force_setattr(self, "of", name_of(self.of))
 
     def make(self, given: Sequence[Array]) -> list[Array]:
         [array] = given

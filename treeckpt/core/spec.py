@@ -19,6 +19,7 @@ import decimal
 import enum
 import fractions
 import math
+import operator
 import pathlib
 import re
 import uuid
@@ -29,6 +30,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from .dtypes import name_of
 from .errors import FormatError, MismatchError, TreeError
 from .region import Region
 
@@ -62,8 +64,8 @@ class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """An array without its data; an abstract target for `load`, as jax.ShapeDtypeStruct.
 
     Args:
-        shape: of the whole (global) array.
-        dtype: its name, see `core.dtypes`.
+        shape: of the whole (global) array; any sequence of integers becomes a tuple.
+        dtype: its name, see `core.dtypes`; a dtype of torch or numpy becomes its name.
         regions: what of it is wanted or held; None is all of it.
         device: where it was, or is to be, e.g. "cuda:0"; None is the host.
         requires_grad: as torch means it.
@@ -76,6 +78,31 @@ class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True):
     device: str | None = None
     requires_grad: bool = False
     kind: str = "tensor"
+
+    def __post_init__(self) -> None:
+        dtype, shape = self.dtype, self.shape
+        if type(dtype) is str and type(shape) is tuple and dtype[:6] != "torch.":
+            for n in shape:  # an index has a million of them: nothing shorter is as fast
+                if type(n) is not int:
+                    break
+            else:
+                return
+        msgspec.structs.force_setattr(self, "dtype", name_of(dtype))
+        msgspec.structs.force_setattr(self, "shape", _shape(shape))
+
+
+def _shape(given: Any) -> tuple[int, ...]:
+    """A shape as a caller gives it, as a tuple of ints.
+
+    Raises:
+        MismatchError: it is none.
+    """
+    try:
+        return tuple(operator.index(n) for n in given)
+    except TypeError as error:
+        raise MismatchError(
+            "shape", expected="a shape: a sequence of integers", found=f"{given!r:.60}", hint="One number n is (n,)"
+        ) from error
 
 
 class ValueSpec(msgspec.Struct, frozen=True):

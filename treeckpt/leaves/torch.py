@@ -252,13 +252,10 @@ def _like_dtensor(leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch
 
 def _device(device: str | None, path: str) -> torch.device | None:
     """The device that load was told to use, None where each tensor has its own."""
-    try:
-        where = None if device in (None, "original") else torch.device(device)
-    except RuntimeError as error:
-        raise MismatchError(
-            "device", expected='a device of torch, as "cuda:0"', found=f"{device!r:.60}", hint=f"{error!s:.300}"
-        ) from error
-    if where is not None and where.type == "meta":
+    if device in (None, "original"):
+        return None
+    where = _here(str(device), "device")
+    if where.type == "meta":
         raise MismatchError(
             path,
             expected="a device with memory",
@@ -266,6 +263,34 @@ def _device(device: str | None, path: str) -> torch.device | None:
             hint="treeckpt.inspect tells what a checkpoint holds without loading it",
         )
     return where
+
+
+@lru_cache(maxsize=64)
+def _here(device: str, path: str) -> torch.device:
+    """A device of this program.
+
+    Raises:
+        MismatchError: no such device, or it is not here.
+    """
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA raises an AssertionError
+        raise MismatchError(
+            path,
+            expected=f'a device of torch that is here, as "{_devices()[-1]}"',
+            found=f"{device!r:.60}, with {', '.join(_devices())} here",
+            hint=f"{error!s:.300}",
+        ) from error
+    return where
+
+
+def _devices() -> list[str]:
+    """The devices of this program, as far as there are few."""
+    kinds = [
+        kind for kind in ("cuda", "xpu", "mps") if (module := getattr(torch, kind, None)) and module.is_available()
+    ]
+    return ["cpu", *(f"{kind}:{i}" for kind in kinds for i in range(min(8, getattr(torch, kind).device_count())))]
 
 
 def _dress(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
@@ -279,7 +304,7 @@ def _dress(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
 
 def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
     """A new tensor from a spec: of its regions, or of the whole; on the host unless `device` says otherwise."""
-    where = torch.device(spec.device or "cpu") if device == "original" else _device(device, path)
+    where = _here(spec.device or "cpu", path) if device == "original" else _device(device, path)
     tensor = _new(local_shape_of(spec), torch_dtype(spec.dtype, path), where or torch.device("cpu"), take)
     return Target(spec, _dress(tensor, spec), local_pieces(spec, lambda box: data_of(tensor[box])))
 
