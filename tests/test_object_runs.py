@@ -125,7 +125,7 @@ def test_the_command_line_reads_and_cleans_runs(far_run: str, capsys: pytest.Cap
         (["ls", far_run], step_name(2)),
         (["show", first], "int64"),
         (["verify", first], "intact"),
-        (["diff", first, second], "1 leaves alike"),
+        (["diff", first, second], "1 leaf alike"),
         (["rebuild-index", first, "--replace"], "made again"),
         (["pin", far_run, "1"], f"{first} is pinned"),
         (["unpin", far_run, "1"], "no longer"),

@@ -122,3 +122,20 @@ def test_the_command_says_by_how_much(tmp_path, capsys):
     assert value["path"] == "x" and value["delta"]["max_abs"] == 0.5
     assert main(["diff", str(tmp_path / "0"), str(tmp_path / "1")]) == 0
     assert "not compared without --values" in capsys.readouterr().out
+
+
+def test_the_command_says_that_what_is_alike_is_so_by_its_recorded_checksums(tmp_path, capsys):
+    _, b = sides(tmp_path, {"x": BIG, "n": 1}, {"x": BIG, "n": 1})
+    shard = tmp_path / "1" / b.index.file_list[0].name
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1  # since it was saved
+    shard.write_bytes(data)
+    assert main(["diff", "--values", str(tmp_path / "0"), str(tmp_path / "1")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 leaves alike (contents too, by their recorded checksums; treeckpt verify compares" in said
+    assert main(["verify", str(tmp_path / "1")]) == 1
+    with pytest.raises(SystemExit):
+        main(["diff", "--help"])
+    assert "treeckpt verify" in " ".join(capsys.readouterr().out.split())
+    assert main(["diff", str(tmp_path / "0"), str(tmp_path / "1")]) == 0
+    assert "2 leaves alike (the contents of arrays are not compared without --values)" in capsys.readouterr().out

@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--depth", type=int, default=2, help="levels of the tree to print (default: 2)")
     cli_verify.add_verify(command)
     two = command("diff", _diff, "say in what two checkpoints differ, by their indexes or by every number")
-    two.add_argument("--values", action="store_true", help="compare the contents of arrays too: checksums first")
+    two.add_argument("--values", action="store_true", help=_VALUES)
     two.add_argument("first", metavar="A")
     two.add_argument("second", metavar="B")
     rebuild = command("rebuild-index", _rebuild_index, "make a lost index.json again from the shards")
@@ -286,15 +286,25 @@ def _diff(options: argparse.Namespace) -> int:
         found = diff(a.index, b.index)
         values = list(value_changes(a, b, found)) if options.values else None
     if options.json:
-        print_json(found if values is None else {"changes": found.changes, "same": found.same, "values": values})
+        compared = {"changes": found.changes, "same": found.same, "values": values, "equal_by": "recorded checksums"}
+        print_json(found if values is None else compared)
         return 0
     rows = _diff_rows(found) + [("content", v.path, "", _delta_text(v)) for v in values or ()]
     print_table(("what", "path", "before", "after"), rows) if rows else None
     counts = Counter(row[0] for row in rows)
-    parts = [f"{n} {what}" for what, n in counts.most_common()] + [f"{found.same} leaves alike"]
-    aside = " (the contents of arrays are not compared without --values)" if values is None else " but for contents"
-    print_line(", ".join(parts) + aside, "dim")
+    changed = {change.path for change in found.changes}
+    alike = found.same - sum(v.path not in changed for v in values or ())
+    parts = [f"{n} {what}" for what, n in counts.most_common()] + [
+        f"{alike} {'leaf' if alike == 1 else 'leaves'} alike"
+    ]
+    print_line(f"{', '.join(parts)} ({_NOT_COMPARED if values is None else _BY_CHECKSUMS})", "dim")
     return 0
+
+
+_VALUES = """compare contents too: by the checksums recorded when they were saved, number by number where these differ;
+whether bytes were damaged since says `treeckpt verify`"""
+_NOT_COMPARED = "the contents of arrays are not compared without --values"
+_BY_CHECKSUMS = "contents too, by their recorded checksums; treeckpt verify compares these with the bytes"
 
 
 def _delta_text(change: ValueChange) -> str:

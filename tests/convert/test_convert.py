@@ -240,3 +240,18 @@ def test_a_dtype_of_torch_or_numpy_is_one_to_cast_to(tmp_path: Path, dtype: Any)
     for odd in (float, torch.int32, "", np.int64):
         with pytest.raises(tc.MismatchError, match="dtype: expected"):
             convert(tmp_path / "one", tmp_path / "never", dtype=odd)
+
+
+def test_the_report_counts_what_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = {"a": torch.ones(3), "b": torch.ones(2), "n": 1, "c": torch.ones(2, dtype=torch.complex128)}
+    tc.save(tmp_path / "one", tree)
+    report = convert(tmp_path / "one", tmp_path / "one.safetensors", lossy=True)
+    assert (report.leaves, report.arrays, len(report.losses)) == (2, 2, 2)
+    assert convert(tmp_path / "one", tmp_path / "two.safetensors", lossy=True, dry_run=True).leaves == 2
+    assert convert(tmp_path / "one", tmp_path / "one.pt").leaves == 4
+    main(["convert", "--lossy", str(tmp_path / "one"), str(tmp_path / "three.safetensors")])
+    assert ": 2 leaves, 20 B" in capsys.readouterr().out
+    tc.save(tmp_path / "odd", {"a": torch.ones(3), "when": np.array(["2020-01-01"], "M8[D]")})
+    report = convert(tmp_path / "odd", tmp_path / "odd.pt", lossy=True)
+    assert [str(loss) for loss in report.losses] == ["when: an array of datetime64[D] becomes None"]
+    assert report.leaves == 2 and torch.load(tmp_path / "odd.pt")["when"] is None

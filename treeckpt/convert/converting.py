@@ -24,7 +24,7 @@ from .casting import cast_floats
 from .checksums import Storages
 from .contents import NODES, Contents, Finding, lower, named, tree_of
 from .files import Addresses
-from .holding import Held, hold_dcp, hold_safetensors, hold_torch, refuse_losses
+from .holding import NOTHING, Held, hold_dcp, hold_safetensors, hold_torch, refuse_losses
 from .output import Output, check_free, run_output
 from .sources import SOURCES, detect, open_source
 from .writing import lay_out_safetensors, lay_out_torch
@@ -63,6 +63,7 @@ class ConvertReport(msgspec.Struct, frozen=True):
     source_format: str
     format: str
     leaves: int
+    """That are written; of a dry run, that would be."""
     arrays: int
     nbytes: int
     """Bytes of all arrays, each as often as it stands in the tree."""
@@ -130,7 +131,8 @@ def convert(
             then, and an index.
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
         select: globs over paths; a path under a named one counts.
-        exclude: globs over paths that are left out. An object that cannot be read without running code is none then.
+        exclude: globs over paths that are left out. What cannot be read, or not without running code, is no error then;
+            as an element of a list or tuple it becomes None, so that the others stay where they are.
         subtree: a path: what is below it is the tree, and its names begin there.
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
@@ -188,7 +190,8 @@ def _report(
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, Lazy)]
     nbytes = sum(math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize for leaf in arrays)
     notes, losses = (tuple(f for f in contents.findings if f.lost == lost) for lost in (False, True))
-    counts = len(contents.leaves), len(arrays), nbytes
+    gone = sum(finding.becomes == NOTHING for finding in losses)
+    counts = len(contents.leaves) - gone, len(arrays), nbytes
     return ConvertReport(*ways, *counts, names, written, notes, losses, dry_run, seconds)
 
 

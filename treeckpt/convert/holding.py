@@ -19,8 +19,10 @@ from .pickles import short
 from .safetensors import TAGS
 from .ties import Tie, ties_of
 
-__all__ = ["Held", "hold_dcp", "hold_safetensors", "hold_torch", "refuse_losses"]
+__all__ = ["NOTHING", "Held", "hold_dcp", "hold_safetensors", "hold_torch", "refuse_losses"]
 
+NOTHING = "nothing"
+"""What a leaf becomes that is not written."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _WRITTEN = "tensors of torch's dtypes"
 _TREE = "None, numbers, text, bytes, sets of these, and torch's dtypes, sizes and devices"
@@ -71,7 +73,7 @@ def _array(check: _Check, path: str, lazy: Lazy, *, kinds: bool) -> Lazy | None:
     spec = lazy.spec
     if spec.kind == "numpy":
         if not _torch_has(spec.dtype):
-            check.lose(path, f"an array of {spec.dtype}", "nothing")
+            check.lose(path, f"an array of {spec.dtype}", "None")
             return None
         check.note(path, "an array of numpy", "a tensor")
     elif spec.kind == "buffer" or (not kinds and (spec.kind != "tensor" or spec.requires_grad)):
@@ -177,9 +179,9 @@ def hold_safetensors(contents: Contents) -> Held:
 
     def change(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Lazy):
-            check.lose(path, f"a value, {short(leaf)}", "nothing")
+            check.lose(path, f"a value, {short(leaf)}", NOTHING)
         elif leaf.spec.dtype not in TAGS.values():
-            check.lose(path, f"an array of {leaf.spec.dtype}", "nothing")
+            check.lose(path, f"an array of {leaf.spec.dtype}", NOTHING)
         else:
             return _array(check, path, leaf, kinds=False)
         left.add(path)
