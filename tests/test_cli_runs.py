@@ -104,7 +104,8 @@ def test_pins(cli, run):
 
 
 @pytest.mark.parametrize(
-    "options", ["--keep-last 0", "--every x", "--best :max", "--best a:0", "--grace -1", "--period nan"]
+    "options",
+    ["--keep-last 0", "--every x", "--best :max", "--best a:0", "--grace -1", "--period nan", "--period inf"],
 )
 def test_wrong_use_is_code_2_and_deletes_nothing(cli, run, options):
     cli("gc", run, *options.split(), code=2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from . import api
 from .core.containers import take
@@ -15,12 +16,17 @@ __all__ = ["check_options", "is_maker", "numbers_of", "policies_of"]
 
 
 def policies_of(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:
-    """The policies that `keep` stands for."""
+    """The policies that `keep` stands for.
+
+    Raises:
+        TreeckptError: it stands for none, or for some that keep nothing.
+    """
     if keep is None:
         return (All(),)
-    if isinstance(keep, int):
-        return (Last(keep),)
-    policies = tuple(keep) if isinstance(keep, Sequence) else (keep,)
+    if isinstance(keep, SupportsIndex):
+        policies: tuple[Policy, ...] = (Last(keep if isinstance(keep, bool) else operator.index(keep)),)
+    else:
+        policies = tuple(keep) if isinstance(keep, Sequence) else (keep,)
     check_policies(policies)
     return policies
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -63,7 +64,7 @@ def _number(text: str, kind: type[int] | type[float], least: float, what: str) -
         value = kind(text)
     except ValueError:
         value = None
-    if value is None or not value >= least:
+    if value is None or not least <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
 
