@@ -29,6 +29,7 @@ __all__ = [
     "best_of",
     "check_policies",
     "kept",
+    "unmeasured",
 ]
 
 
@@ -76,7 +77,8 @@ class EveryPeriod(msgspec.Struct, frozen=True, tag="every_period"):
 class Best(msgspec.Struct, frozen=True, tag="best"):
     """The `count` checkpoints with the smallest (or largest) metric; later ones win ties.
 
-    A checkpoint without the metric, or whose metric is not a number, is none of them.
+    A checkpoint without the metric, or whose metric is not a number, is none of them. But as long as no checkpoint of
+    the run has it (it is measured later, or its name is misspelt), all are kept.
     """
 
     metric: str
@@ -157,8 +159,19 @@ def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int, str]
         return [(info.step, "asked for by number") for info in ordered if info.step in named]
     if isinstance(policy, EveryPeriod):
         return [(step, f"the first in {policy.seconds:g} s") for step in _periodic(ordered, policy.seconds)]
-    best = best_of(ordered, policy)[: max(0, policy.count)]
+    rated = best_of(ordered, policy)
+    if not rated:
+        return [(info.step, f"all are kept, as none has the metric {policy.metric!r}") for info in ordered]
+    best = rated[: max(0, policy.count)]
     return [(info.step, f"one of the best {policy.count} by {policy.metric}") for info in best]
+
+
+def unmeasured(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> list[str]:
+    """The metrics that no checkpoint has, if any checkpoint stays for want of them alone."""
+    infos = list(steps)
+    missing = [policy for policy in policies if isinstance(policy, Best) and not best_of(infos, policy)]
+    others = [policy for policy in policies if policy not in missing]
+    return [policy.metric for policy in missing] if len(kept(infos, others)) < len(infos) else []
 
 
 def best_of(steps: Iterable[StepInfo], policy: Best) -> list[StepInfo]:
