@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
 from . import api
+from .agreeing import shard_limit
 from .core.containers import take
 from .core.errors import TreeError
 from .core.policy import All, Last, Policy, check_policies
@@ -42,6 +43,7 @@ def check_options(options: dict[str, Any], *, background: bool) -> None:
     known = (save.__kwdefaults__ or {}).keys() - {"step", "comm", "custom_metadata"}
     if unknown := options.keys() - known:
         raise TypeError(f"{sorted(unknown)[0]!r} is no option of Manager, nor of {save.__name__}")
+    shard_limit(options.get("max_shard_bytes"))
 
 
 def numbers_of(metrics: Any) -> dict[str, float]:
