@@ -104,10 +104,40 @@ def test_pins(cli, run):
 
 
 @pytest.mark.parametrize(
-    "options", ["--keep-last 0", "--every x", "--best :max", "--best a:0", "--grace -1", "--period nan"]
+    "options",
+    ["--keep-last 0", "--every x", "--best :max", "--best a:0", "--grace -1", "--period nan", "--period inf"],
 )
 def test_wrong_use_is_code_2_and_deletes_nothing(cli, run, options):
     cli("gc", run, *options.split(), code=2)
+    assert len(steps(run)) == 6
+
+
+@pytest.mark.parametrize("metric", ["los", "val:los", "val:loss:mx", "acc:2:nim"])
+def test_a_metric_that_no_checkpoint_has_is_wrong_use_and_deletes_nothing(cli, run, metric):
+    text = cli("gc", run, "--best", "acc", "--best", metric, code=2)
+    assert "has the metric" in text and "there are: acc, val:loss" in text
+    assert (":min or :max" in text) == (":" in metric)
+    assert len(steps(run)) == 6
+
+
+def test_runs_without_metrics_or_checkpoints_have_none_to_choose_by(cli, tmp_path):
+    assert "0 kept, 0 removed" in cli("gc", tmp_path, "--best", "loss")
+    tc.Manager(tmp_path, background=False).save(1, {"s": 1})
+    assert "'loss'; none has any" in cli("gc", tmp_path, "--best", "loss", code=2)
+
+
+def test_a_metric_that_is_nowhere_a_number_keeps_all_and_says_so(cli, tmp_path):
+    with tc.Manager(tmp_path, keep=None, background=False) as manager:
+        for step in (1, 2):
+            manager.save(step, {"s": step}, metrics={"loss": float("nan")})
+    text = cli("gc", tmp_path, "--best", "loss")
+    assert "2 kept, 0 removed" in text and "no checkpoint has the metric 'loss' as a number" in text
+
+
+def test_a_checkpoint_in_the_place_of_its_run_is_wrong_use(cli, run, monkeypatch):
+    assert f"Name the run that it is in: {run}\n" in cli("gc", run / step_name(100), "--keep-last", 1, code=2)
+    monkeypatch.chdir(run / step_name(100))
+    assert f"Name the run that it is in: {run}\n" in cli("gc", ".", code=2)
     assert len(steps(run)) == 6
 
 

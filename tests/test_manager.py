@@ -128,6 +128,25 @@ def test_metrics_choose_the_best_after_a_restart_too(run):
         made.save(9, {}, metrics={"loss": "low"})  # type: ignore[arg-type]
 
 
+def test_a_misspelt_metric_deletes_nothing_and_is_said_once(run, caplog):
+    with manager(run, keep=[Last(1), Best("los", 2)]) as made:
+        for step in range(4):
+            made.save(step, {"s": step}, metrics={"loss": step})
+        assert made.steps() == [0, 1, 2, 3]
+        assert "no checkpoint has the metric 'los'" in str(made.clean(dry_run=True))
+    [text] = [record.getMessage() for record in caplog.records]
+    assert "no checkpoint has the metric 'los' as a number (metrics there are: loss)" in text
+
+
+def test_a_metric_that_is_measured_later_chooses_from_then_on(run):
+    with manager(run, keep=[Last(2), Best("loss")]) as made:
+        for step, metrics in enumerate([None, None, None, {"loss": 1.0}, None, {"loss": 2.0}, None]):
+            made.save(step, {"s": step}, metrics=metrics)
+            if step == 2:
+                assert made.steps() == [0, 1, 2]
+        assert made.steps() == [3, 5, 6]
+
+
 def test_pins_hold_until_they_are_taken_away(run):
     made = manager(run, keep=1)
     made.save(1, {"s": 1}, pin=True)
@@ -151,9 +170,13 @@ def test_a_dry_run_deletes_nothing_and_foretells_the_real_one(run):
     one = manager(run, keep=2)
     foretold = one.clean(dry_run=True)
     assert made.steps() == [0, 1, 2, 3, 4]
-    assert one.clean() == foretold and len(foretold.removed) == 3
-    assert made.steps() == [3, 4]
-    assert "removed  step_00000000, checkpoint: no policy keeps it" in str(foretold)
+    done = one.clean()
+    assert (done.kept, done.removed, done.left) == (foretold.kept, foretold.removed, foretold.left)
+    assert made.steps() == [3, 4] and len(done.removed) == 3
+    assert ": 2 steps kept, 3 would go\n" in str(foretold) and ": 2 steps kept, 3 removed\n" in str(done)
+    assert "  would go  step_00000000, checkpoint: no policy keeps it" in str(foretold)
+    assert "  removed   step_00000000, checkpoint: no policy keeps it" in str(done)
+    assert ": 1 step kept, 1 would go\n" in str(manager(run, keep=1).clean(dry_run=True))
 
 
 def test_a_restart_decides_as_before(run):

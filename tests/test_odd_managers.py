@@ -11,7 +11,7 @@ import pytest
 import treeckpt as tc
 from tests.test_manager_background import Gate, GatedRun
 from treeckpt.core.files import step_name
-from treeckpt.core.policy import Best
+from treeckpt.core.policy import Best, EveryPeriod, EverySteps, Last, Steps
 
 
 def manager(run: Any, **options: Any) -> tc.Manager:
@@ -71,6 +71,32 @@ def test_a_model_that_can_be_called_is_saved_not_called(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused_when_the_manager_is_made(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(tc.TreeckptError, match=next(iter(options))):
         manager(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        -1, 0, True, [], [Last(-1)], Last(True), Last(2.0), EverySteps(0), Best("loss", count=0), Best("a", count=-1),
+        Best(""), Best(None), EveryPeriod(-1.0), EveryPeriod("1"), EveryPeriod(float("nan")), EveryPeriod(float("inf")),
+        Steps(()), Steps(5), Steps((1, "2")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_policies_that_can_keep_nothing_are_refused_and_delete_nothing(tmp_path: Path, keep: Any) -> None:
+    made = manager(tmp_path, keep=None)
+    for step in range(3):
+        made.save(step, {"s": step})
+    with pytest.raises(tc.TreeckptError, match=r"^keep: .*None keeps all"):
+        manager(tmp_path, keep=keep)
+    assert made.steps() == [0, 1, 2]
+
+
+def test_counts_and_steps_may_be_integers_of_numpy(tmp_path: Path) -> None:
+    for keep in (np.int64(2), [Last(np.int64(1)), Steps([np.int64(2)]), Steps(())]):  # pyright: ignore[reportArgumentType]
+        made = manager(tmp_path, keep=keep, grace=0)  # pyright: ignore[reportArgumentType]
+        for step in (1, 2, 3):
+            made.save(step, {"s": step})
+        assert made.steps() == [2, 3]
 
 
 def test_a_mistyped_mode_or_two_targets_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,47 @@ def test_a_save_whose_writers_cannot_all_be_started_writes_the_right_bytes(
         tc.save(tmp_path / str(attempt), tree)
         found = tc.load(tmp_path / str(attempt))
         assert all(np.array_equal(found[name], tree[name]) for name in tree)
+
+
+@pytest.mark.parametrize("step", [-1, np.int64(-5)])
+def test_a_step_below_0_is_refused_by_every_call(tmp_path: Path, step: Any) -> None:
+    for save in (tc.save, tc.save_async):
+        with pytest.raises(tc.TreeError, match=f"step: expected a step, 0 or more, found {step}"):
+            save(tmp_path / "a", TREE, step=step)
+    with pytest.raises(tc.TreeError, match="0 or more"):
+        tc.Manager(tmp_path).restore(step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nbytes", [0, -5, 2.5, True, "1GB"])
+def test_shards_of_no_bytes_are_refused(tmp_path: Path, nbytes: Any) -> None:
+    for save in (tc.save, tc.save_async):
+        with pytest.raises(tc.TreeckptError, match=r"max_shard_bytes: expected .*1 or more.*None"):
+            save(tmp_path / "a", TREE, max_shard_bytes=nbytes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shards_may_be_limited_by_integers_of_numpy(tmp_path: Path) -> None:
+    report = tc.save(tmp_path / "a", {"a": np.arange(8), "b": np.arange(8)}, max_shard_bytes=np.int64(64))  # pyright: ignore[reportArgumentType]
+    assert len(report.files) == 2
+
+
+@pytest.mark.parametrize("path", ["", "file://"])
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls: list[Callable[[], Any]] = [
+        lambda: tc.save(path, TREE),
+        lambda: tc.save_async(path, TREE),
+        lambda: tc.load(path),
+        lambda: tc.load_into(path, TREE),
+        lambda: tc.inspect(path),
+        lambda: tc.verify(path),
+        lambda: tc.rebuild_index(path),
+        lambda: tc.Manager(path),
+    ]
+    for call in calls:
+        with pytest.raises(tc.CheckpointError, match=r"path: expected a path, .* found an empty one\. .*'\.'"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+    tc.save(".", TREE)
+    assert tc.load(".")["a"].tolist() == TREE["a"].tolist()

@@ -11,9 +11,10 @@ What comes of it is `Agreed`: facts, plans and the name of a conversation of thi
 from __future__ import annotations
 
 import contextlib
+import operator
 import secrets
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 import msgspec
 import xxhash
@@ -35,7 +36,7 @@ from .agreement import (
     tellers_of,
 )
 from .committing import Facts
-from .core.errors import CheckpointError, CheckpointExists
+from .core.errors import CheckpointError, CheckpointExists, TreeckptError
 from .core.index import INDEX_NAME
 from .core.inventory import Plenum, digest_of
 from .core.spec import Value, encode_value
@@ -51,7 +52,7 @@ from .leaves.describe import Brought, bring, content_digests, place_tables
 from .plans import Plans, kept_plans, make_plans
 from .stateful import expand
 
-__all__ = ["Agreed", "Busy", "SaveOptions", "Standing", "agree"]
+__all__ = ["Agreed", "Busy", "SaveOptions", "Standing", "agree", "shard_limit"]
 
 Busy = Literal["wait", "skip", "error"]
 
@@ -68,6 +69,20 @@ class SaveOptions(msgspec.Struct, frozen=True):
     busy: Busy = "wait"
     rehearsal: bool = False
     """Only plans: nothing is written, and nothing looked for at the path."""
+
+
+def shard_limit(limit: Any) -> int:
+    """Bytes of a shard, at most, of any type of integer; None is no limit.
+
+    Raises:
+        TreeckptError: it is none, or below 1.
+    """
+    if limit is None:
+        return 1 << 62
+    if isinstance(limit, bool) or not isinstance(limit, SupportsIndex) or operator.index(limit) < 1:
+        hint = "None has each rank write one file"
+        raise TreeckptError("max_shard_bytes", expected="bytes, 1 or more", found=f"{limit!r:.60}", hint=hint)
+    return operator.index(limit)
 
 
 class Standing(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from .agreeing import Busy, SaveOptions
+from .agreeing import Busy, SaveOptions, shard_limit
 from .background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
 from .bank import Bank, as_bank, globs_of, load_bank, load_bank_into
 from .core.files import as_step
@@ -77,14 +77,14 @@ def save(
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
             `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself. An object with
             `state_dict` and `load_state_dict` stands for what the first gives.
-        step: of training, kept in the index.
+        step: of training, 0 or more, kept in the index.
         comm: which ranks save: a process group of torch.distributed (they talk over its Store, without a collective),
             or a `Comm`; by default the default group, if that is up.
         custom_metadata: values kept in the index.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         verify_replicas: compares all replicated arrays, not only values and arrays of up to 64 KiB.
         allow_pickle: stores values of unknown kinds as pickles; load needs the same word to read them.
-        max_shard_bytes: starts another file past this many bytes of data.
+        max_shard_bytes: starts another file past this many bytes of data, 1 or more; None never does.
         namespace: of optree's registry of node classes.
 
     Raises:
@@ -95,7 +95,8 @@ def save(
         RankError: ranks failed or fell silent; raised on every rank.
         StoreError: an object store cannot be reached, or refuses.
     """
-    options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, max_shard_bytes or 1 << 62, namespace)
+    shard_bytes = shard_limit(max_shard_bytes)
+    options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, shard_bytes, namespace)
     comm = as_comm(comm)
     with _without_cycles():
         return save_tree(open_store(path), tree, comm, options, custom_metadata or {}, standing_of(comm))
@@ -144,7 +145,7 @@ def save_async(
         CheckpointError: an earlier save in the background failed, and nobody has asked for its result; or one is still
             under way, and `busy` is "error".
     """
-    shard_bytes = max_shard_bytes or 1 << 62
+    shard_bytes = shard_limit(max_shard_bytes)
     options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, shard_bytes, namespace, busy)
     comm = as_comm(comm)
     with _without_cycles():

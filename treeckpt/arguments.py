@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from . import api
+from .agreeing import shard_limit
 from .core.containers import take
 from .core.errors import TreeError
 from .core.policy import All, Last, Policy, check_policies
@@ -15,12 +17,17 @@ __all__ = ["check_options", "is_maker", "numbers_of", "policies_of"]
 
 
 def policies_of(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:
-    """The policies that `keep` stands for."""
+    """The policies that `keep` stands for.
+
+    Raises:
+        TreeckptError: it stands for none, or for some that keep nothing.
+    """
     if keep is None:
         return (All(),)
-    if isinstance(keep, int):
-        return (Last(keep),)
-    policies = tuple(keep) if isinstance(keep, Sequence) else (keep,)
+    if isinstance(keep, SupportsIndex):
+        policies: tuple[Policy, ...] = (Last(keep if isinstance(keep, bool) else operator.index(keep)),)
+    else:
+        policies = tuple(keep) if isinstance(keep, Sequence) else (keep,)
     check_policies(policies)
     return policies
 
@@ -36,6 +43,7 @@ def check_options(options: dict[str, Any], *, background: bool) -> None:
     known = (save.__kwdefaults__ or {}).keys() - {"step", "comm", "custom_metadata"}
     if unknown := options.keys() - known:
         raise TypeError(f"{sorted(unknown)[0]!r} is no option of Manager, nor of {save.__name__}")
+    shard_limit(options.get("max_shard_bytes"))
 
 
 def numbers_of(metrics: Any) -> dict[str, float]:

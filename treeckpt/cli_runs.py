@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from .catalog import is_there
+from .catalog import is_checkpoint, is_there
 from .core.files import step_name
 from .core.policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 from .core.wording import bytes_text
@@ -63,7 +64,7 @@ def _number(text: str, kind: type[int] | type[float], least: float, what: str) -
         value = kind(text)
     except ValueError:
         value = None
-    if value is None or not value >= least:
+    if value is None or not least <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
 
@@ -118,17 +119,40 @@ def _gc(options: argparse.Namespace) -> int:
     if not is_there(options.run_path):
         fail(f"treeckpt: {options.run_path}: no such directory")
         return 2
-    report = Run(options.run_path).clean(_policies(options), grace=options.grace, dry_run=options.dry_run)
+    run = Run(options.run_path)
+    if problem := _no_run(options.run_path, run) or _no_metric(run, options.best):
+        fail(f"treeckpt: {problem}")
+        return 2
+    report = run.clean(_policies(options), grace=options.grace, dry_run=options.dry_run)
     if options.json:
         print_json(report)
     else:
-        _print_report(report, dry_run=options.dry_run)
+        _print_report(report)
     return 1 if report.failed else 0
 
 
-def _print_report(report: CleanReport, *, dry_run: bool) -> None:
+def _no_run(path: str, run: Run) -> str:
+    """What to do instead where a checkpoint is named in place of its run."""
+    if not is_checkpoint(path) or run.look():
+        return ""
+    return f"{path}: a checkpoint, not a run. Name the run that it is in: {run.url.rstrip('/').rpartition('/')[0]}"
+
+
+def _no_metric(run: Run, policies: Sequence[Best]) -> str:
+    """Which metrics there are, where one is named that no checkpoint has."""
+    infos = [info for info in run.look() if info.status == "complete"] if policies else []
+    there = {name for info in infos for name in info.metrics}
+    unknown = [policy.metric for policy in policies if policy.metric not in there]
+    if not infos or not unknown:
+        return ""
+    names = f"there are: {', '.join(sorted(there))}" if there else "none has any"
+    hint = ". Behind a metric come :min or :max, and :N" if ":" in unknown[0] else ""
+    return f"--best: no checkpoint of {run.url} has the metric {unknown[0]!r}; {names}{hint}"
+
+
+def _print_report(report: CleanReport) -> None:
     rows = [("kept", step_name(step), "", ", ".join(why)) for step, why in report.kept.items()]
-    word = "would go" if dry_run else "removed"
+    word = "would go" if report.dry_run else "removed"
     for one in report.removed:
         what = "checkpoint" if one.what == "checkpoint" else f"{len(one.files)} files" if one.files else "directory"
         rows.append((word, one.name, bytes_text(one.nbytes), f"{what}: {one.reason}"))
@@ -136,7 +160,9 @@ def _print_report(report: CleanReport, *, dry_run: bool) -> None:
     rows += [("failed", one.name, "", one.why) for one in report.failed]
     if rows:
         print_table(("what", "step", "size", "why"), rows, right=("size",))
-    freed = "would be freed" if dry_run else "freed"
+    for warning in report.warnings:
+        print_line(warning, "yellow")
+    freed = "would be freed" if report.dry_run else "freed"
     print_line(f"{len(report.kept)} kept, {len(report.removed)} {word}, {bytes_text(report.nbytes)} {freed}", "dim")
 
 

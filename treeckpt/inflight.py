@@ -150,11 +150,13 @@ class Sweeper:
 
     def _quietly(self) -> None:
         try:
-            failed = self._clean(dry_run=False).failed
+            report = self._clean(dry_run=False)
         except Exception as error:
             self._finder.say(self._run.url, f"could not be cleaned up: {type(error).__name__}: {error}")
             return
-        for one in failed:
+        for warning in report.warnings:
+            self._finder.say(self._run.url, warning)
+        for one in report.failed:
             self._finder.say(one.name, f"could not be cleaned away: {one.why}")
 
     def _clean(self, *, dry_run: bool) -> CleanReport:

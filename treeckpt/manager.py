@@ -28,7 +28,7 @@ from . import api
 from .answers import ask
 from .arguments import check_options, is_maker, numbers_of, policies_of
 from .catalog import METRICS
-from .core.errors import TreeckptError, TreeError
+from .core.errors import TreeckptError
 from .core.files import as_step
 from .core.policy import Best, Policy, check_policies
 from .finding import Finder
@@ -184,8 +184,6 @@ class Manager:
             SystemExit: after a signal, if `save_on_signal` was told to exit.
         """
         step = as_step(step)
-        if step < 0:
-            raise TreeError("step", expected="a step, 0 or more", found=f"{step}")
         named = {} if metrics is None else {METRICS: numbers_of(metrics)}
         metadata = {**(custom_metadata or {}), **named}
         if self.stopping:

@@ -45,18 +45,25 @@ class CleanReport(msgspec.Struct, frozen=True):
     """What stays for now, and why."""
     failed: tuple[Left, ...] = ()
     """What could not be removed, and why."""
+    warnings: tuple[str, ...] = ()
+    """What a person should know of the policies: a metric that no checkpoint has."""
+    dry_run: bool = False
+    """Whether nothing was removed: then `removed` is what would be."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were removed."""
+        """Bytes that were removed, or would be."""
         return sum(removal.nbytes for removal in self.removed)
 
     def __str__(self) -> str:
-        rows = [f"{self.run}: {len(self.kept)} steps kept, {len(self.removed)} removals"]
-        rows += [f"  kept     {step_name(step)}: {', '.join(why)}" for step, why in self.kept.items()]
-        rows += [f"  removed  {r.name}, {r.what}: {r.reason}" for r in self.removed]
-        rows += [f"  left     {one.name}: {one.why}" for one in self.left]
-        return "\n".join(rows + [f"  failed   {one.name}: {one.why}" for one in self.failed])
+        word = "would go" if self.dry_run else "removed"
+        steps = "1 step" if len(self.kept) == 1 else f"{len(self.kept)} steps"
+        rows = [f"{self.run}: {steps} kept, {len(self.removed)} {word}"]
+        rows += [f"  kept      {step_name(step)}: {', '.join(why)}" for step, why in self.kept.items()]
+        rows += [f"  {word:<8}  {r.name}, {r.what}: {r.reason}" for r in self.removed]
+        rows += [f"  left      {one.name}: {one.why}" for one in self.left]
+        rows += [f"  failed    {one.name}: {one.why}" for one in self.failed]
+        return "\n".join(rows + [f"  {warning}" for warning in self.warnings])
 
 
 def steady_clock(
@@ -186,7 +193,9 @@ class Run:
         """
         cleaning = self._plan(policies, grace, frozenset(busy))
         if dry_run:
-            return CleanReport(self.url, cleaning.kept, cleaning.removals, cleaning.left)
+            return CleanReport(
+                self.url, cleaning.kept, cleaning.removals, cleaning.left, warnings=cleaning.warnings, dry_run=True
+            )
         removed: list[Removal] = []
         left, failed = list(cleaning.left), list[Left]()
         for removal in cleaning.removals:
@@ -202,7 +211,7 @@ class Run:
                 left.append(Left(removal.name, why))
             else:
                 removed.append(removal)
-        return CleanReport(self.url, cleaning.kept, tuple(removed), tuple(left), tuple(failed))
+        return CleanReport(self.url, cleaning.kept, tuple(removed), tuple(left), tuple(failed), cleaning.warnings)
 
     def _plan(self, policies: Sequence[Policy], grace: float, busy: frozenset[str]) -> Cleaning:
         seen = [(folder, _checked(info)) for folder, info in self._survey()]

@@ -90,8 +90,12 @@ class Expanded:
 
         Args:
             load: gives the tree as saved, of what lies at a path.
-            fill: fills a tree in place.
+            fill: fills a tree in place; gives a report with the number of leaves that it `loaded`.
+
+        Returns:
+            That report, which counts the leaves of all states too.
         """
+        loaded = 0
         for found in self.found.values():
             if not found.has_arrays:
                 found.state = _at(load(any_rank(found.path, self.rank)), found, self.rank, self.namespace)
@@ -99,13 +103,17 @@ class Expanded:
         report = fill(target)
         graft(self.original, replace_leaves(self.original, self._filled(target), namespace=self.namespace))
         for found in self.found.values():
-            if found.has_arrays or not self._has_gaps(found.state):
+            if found.has_arrays:
                 found.owner.load_state_dict(found.state)
-        return report
+            elif (size := self._size(found.state)) is not None:
+                found.owner.load_state_dict(found.state)
+                loaded += size
+        return msgspec.structs.replace(report, loaded=report.loaded + loaded)
 
-    def _has_gaps(self, state: Any) -> bool:
-        """Whether a part of a state could not be loaded."""
-        return any(leaf is ... for _, leaf in flatten(state, rank=self.rank, namespace=self.namespace)[1])
+    def _size(self, state: Any) -> int | None:
+        """The leaves of a state; None where a part of it could not be loaded."""
+        _, leaves = flatten(state, rank=self.rank, namespace=self.namespace)
+        return None if any(leaf is ... for _, leaf in leaves) else len(leaves)
 
     def _filled(self, target: Any) -> Iterator[Any]:
         """The leaves of the original tree after `target` was filled; the objects stay where they are."""

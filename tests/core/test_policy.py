@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.policy import All, Best, EveryPeriod, EverySteps, Last, StepInfo, Steps, best_of, kept
+from treeckpt.core.policy import All, Best, EveryPeriod, EverySteps, Last, StepInfo, Steps, best_of, kept, unmeasured
 
 
 @st.composite
@@ -26,7 +26,7 @@ POLICIES = st.one_of(
     st.builds(EveryPeriod, st.floats(0, 10)),
     st.builds(Steps, st.lists(st.integers(0, 200), max_size=3).map(tuple)),
     st.just(All()),
-    st.builds(Best, st.sampled_from(["loss", "accuracy", "none"]), st.integers(-1, 3), st.sampled_from(["min", "max"])),
+    st.builds(Best, st.sampled_from(["loss", "accuracy", "none"]), st.integers(1, 3), st.sampled_from(["min", "max"])),
 )
 
 
@@ -71,8 +71,7 @@ STEPS = [
         (Best("loss", 2), [10, 30, 40]),
         (Best("loss", 2, "max"), [0, 40]),
         (Best("loss", 9), [0, 10, 30, 40]),
-        (Best("loss", -1), [40]),
-        (Best("none"), [40]),
+        (Best("none"), [0, 10, 20, 30, 40]),
     ],
 )
 def test_each_policy_keeps_what_it_says(policy, steps):
@@ -86,6 +85,24 @@ def test_reasons_are_named():
         30: ("one of the best 1 by loss",),
         41: ("pinned", "newest", "one of the last 1", "a multiple of 41 steps"),
     }
+
+
+def test_a_metric_that_no_checkpoint_has_keeps_all_until_one_has_it():
+    infos = [StepInfo(1, 0), StepInfo(2, 0, {"loss": math.nan}), StepInfo(3, 0)]
+    reason = "all are kept, as none has the metric 'loss'"
+    assert kept(infos, [Last(1), Best("loss")]) == {
+        1: (reason,),
+        2: (reason,),
+        3: ("newest", "one of the last 1", reason),
+    }
+    assert list(kept([*infos, StepInfo(4, 0, {"loss": 1.0})], [Last(1), Best("loss")])) == [4]
+
+
+def test_it_is_named_where_something_stays_for_it_alone():
+    infos = [StepInfo(1, 0, {"loss": 2.0, "acc": 0.5}), StepInfo(2, 0, {"loss": 1.0}), StepInfo(3, 0)]
+    assert unmeasured(infos, [Last(1), Best("los"), Best("loss"), Best("ac", 2)]) == ["los", "ac"]
+    assert unmeasured(infos, [Last(3), Best("los")]) == [], "they stay anyhow: it may still come"
+    assert unmeasured(infos, [Best("acc")]) == unmeasured([], [Best("los")]) == []
 
 
 def test_no_checkpoints_need_no_decision():

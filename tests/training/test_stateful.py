@@ -55,6 +55,23 @@ def test_they_are_saved_as_their_states_and_take_them_back(tmp_path: Path) -> No
     assert into["step"] == 4 and into["tuple"][1].tolist() == [4.0, 4.0]
 
 
+def test_values_of_their_states_count_as_loaded(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"a": Counter(3), "b": Counter(2, array=True), "step": 5})
+    into = {"a": Counter(), "b": Counter(2, array=True), "step": 0}
+    report = tc.load_into(tmp_path / "c", into)
+    assert report.loaded == len(tc.inspect(tmp_path / "c").leaves) == 9
+    assert "9 leaves" in str(report)
+    alone = tc.load_into(tmp_path / "c", into, select="a")
+    assert alone.loaded == 4
+
+
+def test_schedulers_and_scalers_are_no_zero_leaves(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    state = {"schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2), "scaler": torch.amp.GradScaler("cpu")}
+    tc.save(tmp_path / "c", state)
+    assert tc.load_into(tmp_path / "c", state).loaded == len(tc.inspect(tmp_path / "c").leaves) > 5
+
+
 def test_without_like_they_come_as_states(tmp_path: Path) -> None:
     tc.save(tmp_path / "c", {"a": Counter(2), "b": collections.OrderedDict(model=nn.Linear(2, 1))})
     found = tc.load(tmp_path / "c")

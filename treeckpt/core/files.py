@@ -93,12 +93,15 @@ def as_step(step: Any) -> int:
     """A step of any type of integer.
 
     Raises:
-        TreeError: it is none.
+        TreeError: it is none, or below 0.
     """
     try:
-        return operator.index(step)
+        number = operator.index(step)
     except TypeError as error:
         raise TreeError("step", expected="an integer", found=f"{step!r:.60}") from error
+    if number < 0:
+        raise TreeError("step", expected="a step, 0 or more", found=f"{number}")
+    return number
 
 
 def step_name(step: int) -> str:

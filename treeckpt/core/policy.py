@@ -8,8 +8,10 @@ is then the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Literal
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from numbers import Real
+from typing import Literal, SupportsIndex
 
 import msgspec
 
@@ -27,6 +29,7 @@ __all__ = [
     "best_of",
     "check_policies",
     "kept",
+    "unmeasured",
 ]
 
 
@@ -74,7 +77,8 @@ class EveryPeriod(msgspec.Struct, frozen=True, tag="every_period"):
 class Best(msgspec.Struct, frozen=True, tag="best"):
     """The `count` checkpoints with the smallest (or largest) metric; later ones win ties.
 
-    A checkpoint without the metric, or whose metric is not a number, is none of them.
+    A checkpoint without the metric, or whose metric is not a number, is none of them. But as long as no checkpoint of
+    the run has it (it is measured later, or its name is misspelt), all are kept.
     """
 
     metric: str
@@ -85,17 +89,48 @@ class Best(msgspec.Struct, frozen=True, tag="best"):
 Policy = All | Last | EverySteps | Steps | EveryPeriod | Best
 
 
-def check_policies(policies: Iterable[object]) -> None:
-    """Refuses what is no policy, while somebody is there to hear of it: clean-ups run in the background.
+def check_policies(policies: Sequence[object]) -> None:
+    """Refuses what is no policy, or keeps nothing, while somebody is there to hear it: clean-ups run in the background.
 
     Raises:
         TreeckptError: naming it.
     """
     for policy in policies:
         if not isinstance(policy, Policy):
-            raise TreeckptError("keep", expected="policies, or a number of checkpoints", found=f"{policy!r:.60}")
+            raise _refusal("policies, or a number of checkpoints", policy)
         if isinstance(policy, Best) and policy.mode not in ("min", "max"):
             raise TreeckptError("keep", expected="mode 'min' or 'max'", found=f"{policy.mode!r}")
+        if wanted := _wanted(policy):
+            raise _refusal(wanted, policy)
+    if all(isinstance(policy, Steps) and len(policy.steps) == 0 for policy in policies):
+        raise _refusal("policies that keep something", policies)
+
+
+def _refusal(expected: str, found: object) -> TreeckptError:
+    hint = "None keeps all; the newest checkpoint stays in any case"
+    return TreeckptError("keep", expected=expected, found=f"{found!r:.60}", hint=hint)
+
+
+def _wanted(policy: Policy) -> str:
+    """What a policy is to have where it has something else; nothing for one that makes sense."""
+    if isinstance(policy, Last | Best) and not _is_number(policy.count, 1):
+        return "a count of 1 or more"
+    if isinstance(policy, Best) and not (policy.metric and isinstance(policy.metric, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return "the name of a metric"
+    if isinstance(policy, EverySteps) and not _is_number(policy.steps, 1):
+        return "a number of steps, 1 or more"
+    if isinstance(policy, Steps) and not (
+        isinstance(policy.steps, Collection) and all(_is_number(step, 0) for step in policy.steps)  # pyright: ignore[reportUnnecessaryIsInstance]
+    ):
+        return "steps, each 0 or more"
+    if isinstance(policy, EveryPeriod) and not (isinstance(policy.seconds, Real) and 0 <= policy.seconds < math.inf):
+        return "a number of seconds"
+    return ""
+
+
+def _is_number(value: object, least: int) -> bool:
+    """Whether it is an integer of any type, and that large. A bool is none: nobody means it as a count."""
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and operator.index(value) >= least
 
 
 def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tuple[str, ...]]:
@@ -124,8 +159,19 @@ def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int, str]
         return [(info.step, "asked for by number") for info in ordered if info.step in named]
     if isinstance(policy, EveryPeriod):
         return [(step, f"the first in {policy.seconds:g} s") for step in _periodic(ordered, policy.seconds)]
-    best = best_of(ordered, policy)[: max(0, policy.count)]
+    rated = best_of(ordered, policy)
+    if not rated:
+        return [(info.step, f"all are kept, as none has the metric {policy.metric!r}") for info in ordered]
+    best = rated[: max(0, policy.count)]
     return [(info.step, f"one of the best {policy.count} by {policy.metric}") for info in best]
+
+
+def unmeasured(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> list[str]:
+    """The metrics that no checkpoint has, if any checkpoint stays for want of them alone."""
+    infos = list(steps)
+    missing = [policy for policy in policies if isinstance(policy, Best) and not best_of(infos, policy)]
+    others = [policy for policy in policies if policy not in missing]
+    return [policy.metric for policy in missing] if len(kept(infos, others)) < len(infos) else []
 
 
 def best_of(steps: Iterable[StepInfo], policy: Best) -> list[StepInfo]:

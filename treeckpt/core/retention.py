@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from .files import Owned, deleted_name, kind_of
-from .policy import Policy, StepInfo, kept
+from .policy import Policy, StepInfo, kept, unmeasured
 
 __all__ = ["Cleaning", "FileFact", "FolderFact", "Left", "Removal", "Times", "plan_cleaning"]
 
@@ -88,6 +88,8 @@ class Cleaning(msgspec.Struct, frozen=True):
     """Steps that stay, with the reasons."""
     removals: tuple[Removal, ...]
     left: tuple[Left, ...]
+    warnings: tuple[str, ...] = ()
+    """What a person should know of the policies."""
 
 
 def plan_cleaning(
@@ -100,7 +102,8 @@ def plan_cleaning(
         busy: names of directories in which the caller itself is saving.
     """
     seen = [_Seen(folder, times) for folder in sorted(folders, key=lambda f: f.step)]
-    stays = kept((one.info for one in seen if one.folder.status == "complete"), policies)
+    infos = [one.info for one in seen if one.folder.status == "complete"]
+    stays = kept(infos, policies)
     removals: list[Removal] = []
     left: list[Left] = []
     for one in seen:
@@ -118,7 +121,15 @@ def plan_cleaning(
             removals.append(found)
         elif found is not None:
             left.append(found)
-    return Cleaning(stays, tuple(removals), tuple(left))
+    return Cleaning(stays, tuple(removals), tuple(left), _warnings(infos, policies))
+
+
+def _warnings(infos: Sequence[StepInfo], policies: Sequence[Policy]) -> tuple[str, ...]:
+    there = ", ".join(sorted({name for info in infos for name in info.metrics})) or "none"
+    return tuple(
+        f"no checkpoint has the metric {metric!r} as a number (metrics there are: {there}): all are kept until one has"
+        for metric in unmeasured(infos, policies)
+    )
 
 
 class _Seen:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
-from ..core.errors import StoreError
+from ..core.errors import CheckpointError, StoreError
 
 __all__ = [
     "OBJECT_SCHEMES",
@@ -129,9 +129,16 @@ def is_url(path: object) -> TypeGuard[str]:
 
 
 def local_path(path: str) -> str:
-    """The path that a file:// URL names; a path as it is."""
+    """The path that a file:// URL names; a path as it is.
+
+    Raises:
+        CheckpointError: an empty one, which the system takes for the current directory.
+    """
     for scheme in _LOCAL:
         path = path.removeprefix(scheme)
+    if not path:
+        hint = "Pass '.' for the current directory"
+        raise CheckpointError("path", expected="a path, a URL or a store", found="an empty one", hint=hint)
     return path
 
 

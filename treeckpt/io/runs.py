@@ -125,6 +125,7 @@ def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
 
     Raises:
         StoreError: a URL of a kind that is not known, or whose library is not installed.
+        CheckpointError: an empty path.
     """
     if not isinstance(run, (str, os.PathLike)):
         return run

@@ -144,7 +144,7 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
 
     Raises:
         StoreError: a URL of a kind that is not known, or whose library is not installed.
-        CheckpointError: nothing like a path.
+        CheckpointError: nothing like a path, or an empty one.
     """
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
