@@ -190,3 +190,38 @@ def test_a_full_disk_is_said_with_the_file_and_what_to_do(tmp_path: Path, monkey
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(tc.CheckpointError, match=r"step: .*No space left on device: .*step/shard.*Free space"):
         tc.save(tmp_path / "step", {"w": np.arange(9)})
+
+
+def test_a_full_disk_can_be_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step in (1, 2, 3):
+        tc.save(tmp_path / f"step_0000000{step}", {"w": np.arange(9)}, step=step)
+    with tc.Manager(tmp_path, keep=1, grace=0) as manager:
+        monkeypatch.setattr(LocalStore, "publish", full)
+        report = manager.clean()
+        assert not report.failed and [one.step for one in scan(tmp_path)] == [3]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_for_want_of_space_is_followed_by_a_clean_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step in (1, 2, 3):
+        tc.save(tmp_path / f"step_0000000{step}", {"w": np.arange(9)}, step=step)
+    options = {"staging": "copy", "writer": "thread"} if background else {}
+    with tc.Manager(tmp_path, keep=1, grace=0, background=background, **options) as manager:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(tc.CheckpointError, match="No space left"):
+            manager.save(4, {"w": np.arange(9)})
+            manager.wait()
+        monkeypatch.undo()
+        manager.wait()
+        assert [one.step for one in scan(tmp_path) if one.status == "complete"] == [3]
+        manager.save(5, {"w": np.arange(9)})
+        manager.wait()
+        assert manager.steps() == [5]

@@ -220,6 +220,7 @@ class Manager:
             pending = api.save_async(store, tree, **options)
         except BaseException:
             unpin()
+            self._sweep()  # the disk may be full of what would go
             raise
         if pending.skipped:
             unpin()

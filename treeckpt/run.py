@@ -11,6 +11,7 @@ Readers are told by `io.leases`. Retention is decided by `core.retention`; check
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -259,7 +260,12 @@ class Run:
     def _remove_index(self, folder: Folder, removal: Removal, grace: float) -> str:
         assert removal.save_id is not None, "a checkpoint is removed by its save id"
         mark = deleted_name(removal.save_id)
-        folder.store.publish(mark, b"{}", replace=True)
+        try:
+            folder.store.publish(mark, b"{}", replace=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # a full disk takes no mark: what a crash leaves now looks like a save that never finished
         # what was decided may be old by now: other removals came before this one
         info = _checked(look(folder, cache=self._cache))
         now = self._plan_one(info, folder, grace)
