@@ -88,6 +88,26 @@ def test_bad_checkpoints_are_one_message_and_code_1(cli, run, name):
     assert text.startswith("treeckpt: ") and name in text
 
 
+@pytest.mark.parametrize("command", ["verify", "verify --repair", "show", "trace --out t", "rebuild-index", "diff b"])
+def test_a_run_in_the_place_of_a_checkpoint_is_wrong_use_that_names_one(cli, run, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    text = cli(*command.split(), run, code=2)
+    assert f"{run}: a run, not a checkpoint" in text and str(run / "step_00000600") in text and f"ls {run}" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_of_nothing_does_not_say_that_it_is_complete(cli, run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "nowhere"):
+        assert "expected a checkpoint, found none. Check the path" in cli("trace", path, "--out", "t", code=1)
+    write_checkpoint(tmp_path / "whole", 1)
+    for name in tmp_path.glob("whole/timings.*"):
+        name.unlink()
+    assert "it is still complete" in cli("trace", tmp_path / "whole", "--out", "t", code=1)
+    (tmp_path / "whole" / INDEX_NAME).unlink()
+    assert "none, and no index" in cli("trace", tmp_path / "whole", "--out", "t", code=1)
+
+
 def test_verify_tells_intact_from_changed(cli, run, tmp_path):
     assert "intact" in cli("verify", run / "step_00000100")
     assert "the file ends at byte" in cli("verify", run / "step_00000600", code=1)

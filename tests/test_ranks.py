@@ -100,6 +100,15 @@ class Attempt:
         assert_holds(self.store, seed=3)
 
 
+def test_a_report_of_one_rank_does_not_pass_its_bytes_off_as_the_checkpoints() -> None:
+    store = MemoryStore()
+    outcomes = on_ranks(WORLD, lambda comm: save(store, comm, 0))
+    for report in (outcome.value for outcome in outcomes):
+        assert f"by {WORLD} ranks in {report.seconds:.3f} s; this rank wrote " in str(report).splitlines()[0]
+    alone = tc.save(MemoryStore(), {"a": np.arange(4)})
+    assert "  32 B in " in str(alone) and "rank" not in str(alone).splitlines()[0]
+
+
 def count(culprit: int, *, overwrite: bool, names: Any = CHANGING) -> int:
     switch = Switch(names=names)
     attempt = Attempt(culprit, switch, overwrite=overwrite)

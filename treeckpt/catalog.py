@@ -138,12 +138,14 @@ def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None =
 def _timings_file(folder: Folder, files: Files, save_id: str | None) -> str:
     names = [n for n in files if (k := kind_of(n)) and k.kind == "timings" and save_id in (None, k.save_id)]
     if not names:
-        raise CheckpointNotFound(
-            visible(folder.url),
-            expected="the timings of a save",
-            found="none",
-            hint="They are a record beside the checkpoint; without them it is still complete",
-        )
+        label, expected = visible(folder.url), "the timings of a save"
+        if not any(map(_is_ours, files)):
+            raise CheckpointNotFound(label, expected="a checkpoint", found="none", hint="Check the path")
+        if INDEX_NAME not in files:
+            hint = "The save is under way, or ended before it wrote them"
+            raise CheckpointNotFound(label, expected=expected, found="none, and no index", hint=hint)
+        hint = "They are a record beside the checkpoint; without them it is still complete"
+        raise CheckpointNotFound(label, expected=expected, found="none", hint=hint)
     return max(names, key=lambda name: (files[name].modified_ns, name))
 
 

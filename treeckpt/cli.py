@@ -20,7 +20,7 @@ from . import catalog, cli_convert, cli_runs, cli_verify, cli_views
 from .api import opened
 from .cli_rules import show_rules
 from .core.diff import Added, Diff, Moved, Removed, diff, leaf_text
-from .core.errors import TreeckptError
+from .core.errors import CheckpointNotFound, TreeckptError
 from .core.extents import layout_of, locate_chunks
 from .core.outline import Outline, Row
 from .core.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
@@ -45,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
+    except CheckpointNotFound as error:
+        if problem := cli_runs.no_checkpoint(options):
+            return _usage(problem)
+        fail(f"treeckpt: {error}")
+        return 1
     except TreeckptError as error:
         fail(f"treeckpt: {error}")
         return 1

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from .catalog import is_checkpoint, is_there
-from .core.files import step_name
+from .core.files import step_name, step_of
 from .core.policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 from .core.wording import bytes_text
 from .printing import fail, print_json, print_line, print_table
 from .run import GRACE, CleanReport, Run
 
-__all__ = ["add_commands"]
+__all__ = ["add_commands", "no_checkpoint"]
 
 
 class Command(Protocol):
@@ -136,6 +136,19 @@ def _no_run(path: str, run: Run) -> str:
     if not is_checkpoint(path) or run.look():
         return ""
     return f"{path}: a checkpoint, not a run. Name the run that it is in: {run.url.rstrip('/').rpartition('/')[0]}"
+
+
+def no_checkpoint(options: argparse.Namespace) -> str:
+    """What to do instead where a run is named in the place of one of its checkpoints."""
+    for path in (getattr(options, name, None) for name in ("checkpoint", "first", "second")):
+        if path is None or is_checkpoint(path):
+            continue
+        run = Run(path)
+        steps = [step for name in run.store.names() if (step := step_of(name)) is not None]
+        if steps:
+            newest = run.folder(max(steps)).url
+            return f"{path}: a run, not a checkpoint. Name one that it has, as {newest}; treeckpt ls {path} lists all"
+    return ""
 
 
 def _no_metric(run: Run, policies: Sequence[Best]) -> str:

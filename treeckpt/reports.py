@@ -53,8 +53,13 @@ class SaveReport(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         blocked = f", {self.blocked_seconds:.3f} s of it blocking" if self.blocked_seconds is not None else ""
-        rows = [f"saved {self.path}  {human_bytes(self.nbytes)} in {self.seconds:.3f} s{blocked}"]
-        return "\n".join(rows + _span_rows(self.spans))
+        written = human_bytes(self.nbytes)
+        row = f"saved {self.path}  {written} in {self.seconds:.3f} s{blocked}"
+        if self.world > 1:
+            row = (
+                f"saved {self.path}  by {self.world} ranks in {self.seconds:.3f} s{blocked}; this rank wrote {written}"
+            )
+        return "\n".join([row, *_span_rows(self.spans)])
 
     def _repr_html_(self) -> str:
         """For notebooks: what was written, and where this rank's time went."""
