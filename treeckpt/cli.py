@@ -45,12 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except CheckpointNotFound as error:
-        if problem := cli_runs.no_checkpoint(options):
-            return _usage(problem)
-        fail(f"treeckpt: {error}")
-        return 1
     except TreeckptError as error:
+        if isinstance(error, CheckpointNotFound) and (problem := cli_runs.no_checkpoint(options)):
+            return _usage(problem)
         fail(f"treeckpt: {error}")
         return 1
     except BrokenPipeError:  # the reader of our output has gone: nothing more is wanted
