@@ -145,10 +145,13 @@ def _settled(
         return _Part(store, msgspec.structs.replace(options, rules=rules, strict=False), Load(store, comm, own), set())
 
     parts = members_of(bank, stores, look)
-    names = frozenset(asked).union(*(part.job.view.names for part in parts))
+
+    def names() -> frozenset[str]:
+        return frozenset(asked).union(*(part.job.view.names for part in parts))
+
     for part in parts:
         part.job.options.check_used(lambda part=part: part.job.view.names, names)
-    options.check_used(lambda: names)
+    options.check_used(names)
     winner: dict[str, _Part] = {}
     for part in parts:
         winner.update((path, part) for path in part.job.view.by_path if part.job.selected(path))

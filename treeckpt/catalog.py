@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -216,12 +217,11 @@ def survey(run: RunStore, cache: Recall, *, anyway: bool = False) -> list[tuple[
     Raises:
         StoreError: where they are cannot be reached.
     """
-    folders = folders_of(run)
+    folders, one = folders_of(run), partial(look_anyway if anyway else look, cache=cache)
     if not isinstance(run, Remote):
-        one = look_anyway if anyway else look
-        return [(folder, one(folder, cache=cache)) for folder in folders]
+        return [(folder, one(folder)) for folder in folders]
     with ThreadPoolExecutor(FAR, "treeckpt-look") as pool:
-        return list(zip(folders, pool.map(lambda folder: look(folder, cache=cache), folders), strict=True))
+        return list(zip(folders, pool.map(one, folders), strict=True))
 
 
 def newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:

@@ -75,12 +75,12 @@ class LoadOptions(msgspec.Struct, frozen=True):
             return False
         return self.exclude is None or not compile_globs(self.exclude).match(path)
 
-    def check_used(self, saved: Callable[[], Iterable[str]], others: Iterable[str] = ()) -> None:
+    def check_used(self, saved: Callable[[], Iterable[str]], others: Callable[[], Iterable[str]] = tuple) -> None:
         """Refuses globs that mean nothing, under `strict`.
 
         Args:
             saved: gives the names that `select` may mean.
-            others: what `exclude` may mean too.
+            others: gives what `exclude` may mean too.
 
         Raises:
             MismatchError: naming one.
@@ -88,7 +88,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
         if self.strict and (self.select or self.exclude):
             names = list(saved())
             check_used("select", self.select, names)
-            check_used("exclude", self.exclude, [*names, *others])
+            check_used("exclude", self.exclude, [*names, *others()])
 
 
 Make = Callable[[Any, str], Target | None]

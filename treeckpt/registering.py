@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from . import api
+from .bank import globs_of
 from .core.errors import MismatchError, TreeError
 from .core.globs import compile_globs
 from .core.records import Index
@@ -21,6 +22,7 @@ from .core.structure import empty_places, key_text, keys_of
 from .core.tree import PerRank
 from .io.comm import Comm
 from .io.store import Store
+from .lookup import LoadOptions
 from .ranks import Policy, policy_of, states_of_all_ranks
 
 __all__ = ["Registered"]
@@ -157,22 +159,18 @@ class _Selection:
 
     def __init__(self, index: Index, options: Mapping[str, Any]) -> None:
         self.index, self._options, self._strict = index, options, options.get("strict", True)
-        self._select, self._exclude = _globs(options.get("select")), _globs(options.get("exclude"))
+        self._chosen = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude")))
 
     def beside(self, registered: Mapping[str, Iterable[str]]) -> dict[str, Any]:
         """The options for the tree, without globs that only mean what is registered and not in the checkpoint."""
         names = [f"{part}/{key_text(name)}" for part, part_names in registered.items() for name in part_names]
         saved, options = [*self.index.by_path, *empty_places(self.index.structure)], dict(self._options)
-        for key, globs in (("select", self._select), ("exclude", self._exclude)):
+        for key, globs in (("select", self._chosen.select), ("exclude", self._chosen.exclude)):
             if globs:
                 known = compile_globs(globs)
                 ours = set(known.idle(saved)) - set(known.idle(saved + names))
                 options[key] = [glob for glob in globs if glob not in ours]
         return options
-
-    def _is_asked_for(self, path: str) -> bool:
-        wanted = self._select is None or compile_globs(self._select).match(path)
-        return wanted and not (self._exclude is not None and compile_globs(self._exclude).match(path))
 
     def wanted(self, part: str, names: Iterable[str]) -> list[str]:
         """The names of a part that are to be restored.
@@ -184,9 +182,9 @@ class _Selection:
         for name in names:
             path = f"{part}/{key_text(name)}"
             below = [p for p in self.index.by_path if p == path or p.startswith(f"{path}/")]
-            if any(map(self._is_asked_for, below)):
+            if any(map(self._chosen.selects, below)):
                 found.append(name)
-            elif not below and self._strict and self._is_asked_for(path):
+            elif not below and self._strict and self._chosen.selects(path):
                 raise MismatchError(
                     path,
                     expected=f"the state of {name!r}, which is registered",
@@ -199,7 +197,7 @@ class _Selection:
         """Whether the checkpoint has something of a part that is asked for and not registered."""
         known = tuple(f"{part}/{key_text(name)}" for name in names)
         return any(
-            path.startswith(f"{part}/") and not path.startswith(known) and self._is_asked_for(path)
+            path.startswith(f"{part}/") and not path.startswith(known) and self._chosen.selects(path)
             for path in self.index.by_path
         )
 
@@ -248,10 +246,6 @@ def _as_dict(tree: Any) -> dict[str, Any]:
 def _literal(text: str) -> str:
     """A glob that means just this text."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in text)
-
-
-def _globs(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
 def _check_name(name: str, taken: Mapping[str, Any], what: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from .errors import FormatError, MismatchError
 
-__all__ = ["DType", "dtype_of", "name_of"]
+__all__ = ["DType", "dtype_of", "name_of", "numpy_name"]
 
 
 class DType(msgspec.Struct, frozen=True):
@@ -92,8 +92,8 @@ def dtype_of(name: str) -> DType:
     raise FormatError(name, expected="a dtype that treeckpt knows", found=f"dtype {name[:64]!r}")
 
 
-_WIDTHS = {"S": ("bytes", 1), "U": ("str", 4), "V": ("void", 1)}
-"""By numpy's kind of what has a fixed width: our name, and the bytes that count as one."""
+_WIDTHS: dict[type, tuple[str, int]] = {np.str_: ("str", 4), np.bytes_: ("bytes", 1), np.void: ("void", 1)}
+"""numpy's dtypes of a width that the user chooses: our name, and the bytes of one character."""
 
 
 def name_of(dtype: object) -> str:
@@ -111,18 +111,23 @@ def name_of(dtype: object) -> str:
         if type(given).__module__ == "torch" and (text := str(given)).startswith("torch."):
             return dtype_of(text.removeprefix("torch.")).name
         if isinstance(given, np.dtype) or (isinstance(given, type) and issubclass(given, np.generic)):
-            return _numpy_name(np.dtype(cast(Any, given)))
+            return numpy_name(np.dtype(cast(Any, given)))
     except FormatError as error:
         raise _unknown(dtype) from error
     raise _unknown(dtype)
 
 
-def _numpy_name(dtype: np.dtype[Any]) -> str:
+def numpy_name(dtype: np.dtype[Any]) -> str:
+    """Our name for a numpy dtype.
+
+    Raises:
+        FormatError: object, structured and extended-precision dtypes have no portable bytes.
+    """
+    if dtype.type not in _WIDTHS:  # other libraries' dtypes (bfloat16 of ml_dtypes) are of kind V too
+        return dtype_of(dtype.name).name
     if dtype.fields is not None:
         raise FormatError("dtype", expected="one without fields", found=f"{dtype}")
-    if dtype.type not in (np.bytes_, np.str_, np.void):  # other libraries' dtypes are of kind V too
-        return dtype_of(dtype.name).name
-    name, width = _WIDTHS[dtype.kind]
+    name, width = _WIDTHS[dtype.type]
     return dtype_of(f"{name}{dtype.itemsize // width}").name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.dtypes import dtype_of
+from ..core.dtypes import dtype_of, numpy_name
 from ..core.errors import FormatError, MismatchError, TreeError
 from ..core.region import Region
 from ..core.spec import ArraySpec, Typed
@@ -43,9 +43,6 @@ __all__ = [
     "wrap",
 ]
 
-_FIXED: dict[type, tuple[str, int]] = {np.str_: ("str", 4), np.bytes_: ("bytes", 1), np.void: ("void", 1)}
-"""Dtypes of a width that the user chooses: our name, and the bytes of one character."""
-
 
 def dtype_name(dtype: np.dtype[Any], path: str) -> str:
     """Our name for a numpy dtype.
@@ -54,12 +51,7 @@ def dtype_name(dtype: np.dtype[Any], path: str) -> str:
         TreeError: object, structured and extended-precision dtypes have no portable bytes.
     """
     try:
-        if dtype.type not in _FIXED:  # other libraries' dtypes (bfloat16 of ml_dtypes) are of kind V too
-            return dtype_of(dtype.name).name
-        if dtype.fields is not None:
-            raise FormatError(path, expected="a dtype without fields", found=f"{dtype}")
-        name, width = _FIXED[dtype.type]
-        return dtype_of(f"{name}{dtype.itemsize // width}").name
+        return numpy_name(dtype)
     except FormatError as error:
         raise TreeError(
             path,

@@ -38,9 +38,9 @@ class BankSource:
         refuse_rules(options.rules)
         self.comm, self.options = comm, options
         members = members_of(bank, bank.sources, self._look)
-        self.names = frozenset[str]().union(*(member.names for _, member in members))
+        self._met = [member for _, member in members]
         for source, member in members:
-            _globs(source, options.strict).check_used(lambda member=member: member.names, self.names)
+            _globs(source, options.strict).check_used(lambda member=member: member.names, lambda: self.names)
         self._giver: dict[str, CheckpointSource] = {}
         given = [(member, _given(member, source)) for source, member in members]
         winner = {_unit(path): member for member, paths in given for path in paths}
@@ -65,6 +65,10 @@ class BankSource:
         """The last checkpoint that gives something of a part at the root."""
         found = [self._giver[path] for path in self._giver if path == part or path.startswith(f"{part}/")]
         return max(found, key=self.members.index, default=None)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset[str]().union(*(member.names for member in self._met))
 
     @cached_property
     def structure(self) -> Structure:

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-class Options(msgspec.Struct, frozen=True):
+class Options(msgspec.Struct, frozen=True, dict=True):
     """The knobs that reading needs."""
 
     cast: bool = False
@@ -64,7 +64,7 @@ class Options(msgspec.Struct, frozen=True):
         """For loads of what is small."""
         return {"verify": self.verify is not False, "allow_pickle": self.allow_pickle}
 
-    @property
+    @cached_property
     def chosen(self) -> LoadOptions:
         """For which paths of the model are asked for.
 
@@ -163,7 +163,7 @@ class CheckpointSource:
         self.url, self.world, self.step = str(getattr(path, "url", path)), self.index.world, self.index.step
         self.rules = options.rules
         self.view = self._view()
-        self.names = self.view.names
+        self._unselected = self.view
         left = [name for name in self.view.by_path if name.startswith("model/") and not options.selects(name)]
         if left:
             self.add(Carried(tuple(Drop(name, optional=True) for name in left)))
@@ -174,6 +174,10 @@ class CheckpointSource:
         """Sees the checkpoint through further rules."""
         self.rules = (*self.rules, *rules)
         self.view = self._view()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self._unselected.names
 
     @property
     def structure(self) -> Structure:
@@ -285,7 +289,10 @@ class TreeSource:
             )
         self.structure, leaves = flatten(self.tree, rank=comm.rank)
         self._leaves = {any_rank(path, comm.rank): leaf for path, leaf in leaves if leaf is not ...}
-        self.names = frozenset(self._leaves)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._leaves)
 
     @cached_property
     def leaves(self) -> dict[str, ArraySpec | None]:
