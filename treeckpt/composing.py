@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from .core.dtypes import dtype_of
@@ -20,7 +21,7 @@ from .core.region import Region, byte_runs
 from .core.spec import ArraySpec
 from .core.views import MadeLeaf
 from .leaves.base import Box, Target, TargetPiece, Writable, raw_dtype
-from .leaves.registry import library_of
+from .leaves.registry import check_cast, library_of
 
 __all__ = ["only_chunk", "pieces_of"]
 
@@ -54,7 +55,14 @@ def _casts(dtypes: Sequence[str], wanted: str) -> list[tuple[str, str]]:
 
 
 def pieces_of(leaf: MadeLeaf, target: Target) -> Iterator[tuple[Leaf, TargetPiece] | Callable[[], None]]:
-    """What has to be read into a target, as saved leaves with pieces of them; and what fills it without."""
+    """What has to be read into a target, as saved leaves with pieces of them; and what fills it without.
+
+    Raises:
+        MismatchError: a cast that cannot be made.
+    """
+    for dtypes in {part.dtypes for part in leaf.made.parts}:
+        for before, after in _casts(dtypes, target.spec.dtype):
+            check_cast(msgspec.structs.replace(target.spec, dtype=after), before, leaf.path)
     for piece in target.pieces:
         for part in parts_in(leaf.made, piece.region):
             if isinstance(part, Constant):

@@ -31,7 +31,7 @@ from .io.residency import cache_room
 from .io.shards import Shards, open_shard
 from .io.store import Store
 from .leaves.base import HostArray, HostMemory, Target, TargetPiece, raw_dtype
-from .leaves.registry import library_of, mark_written
+from .leaves.registry import check_library, library_of, mark_written
 
 __all__ = ["Filling", "Means", "Slot", "Verify"]
 
@@ -135,6 +135,7 @@ class Filling:
         # what was read may begin at any block, so an element's alignment follows from its place in the stream
         if chunk is None or chunk.start % (dtype.itemsize // dtype.parts):
             return None
+        check_library(spec, path)
         slot = Slot()
         nbytes = math.prod(spec.shape) * dtype.itemsize
         self._landings.append(_Landing(slot, spec, path, chunk.rank, chunk.start, nbytes))

@@ -27,7 +27,7 @@ from .io.record import Recorder
 from .io.slabs import Slabs
 from .io.store import Store
 from .leaves.base import Target
-from .leaves.registry import decode, new_array
+from .leaves.registry import check_cast, decode, new_array
 from .reports import LoadReport
 
 __all__ = ["MEMORY", "Load", "LoadOptions", "Make", "check_same"]
@@ -238,6 +238,8 @@ class Load:
                 found=f"{saved.dtype} in the checkpoint{self._chain(path)}",
                 hint="Pass cast=True to convert",
             )
+        if wanted.dtype != saved.dtype:
+            check_cast(wanted, saved.dtype, path)
 
     def _chain(self, path: str) -> str:
         chain = self.view.chain(path)

@@ -13,8 +13,8 @@ import numpy as np
 
 from .core.diff import Diff, comparable, diff
 from .core.dtypes import dtype_of
+from .core.elements import as_numbers
 from .core.errors import MismatchError
-from .core.numbers import as_numbers
 from .core.records import File, Index, Leaf
 from .core.region import Region, flat_regions
 from .core.runs import decode_runs
@@ -150,8 +150,9 @@ class _Sums:
             return
         finite = np.isfinite(numbers) & np.isfinite(others)
         self.finite += int(finite.sum())
-        self.not_finite += int((differs & ~finite).sum())
-        if (changed := differs & finite).any():
+        changed = (differs & finite.T).T  # of one number or several per element
+        self.not_finite += int((differs & ~finite.T).sum())
+        if changed.any():
             with np.errstate(over="ignore"):  # two finite numbers can be further apart than the largest one
                 gaps = np.abs(numbers[changed] - others[changed])
             self.total += float(gaps.sum())

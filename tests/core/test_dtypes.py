@@ -61,6 +61,7 @@ def test_numpy_agrees_on_width_and_name(name):
         "str",
         "void01",
         "bytes9999999999",
+        "str536870912",
         "int9",
         "uint0",
         "float32 ",

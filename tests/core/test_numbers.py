@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from treeckpt.core.numbers import as_numbers
+from treeckpt.core.elements import as_numbers
 
 FLOATS = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 
@@ -30,6 +30,18 @@ def test_half_complex_numbers_are_pairs():
     np.testing.assert_array_equal(as_numbers(halves.view("<u4"), "complex32"), [1 + 2j, -3 + 0.5j])
 
 
-@pytest.mark.parametrize("dtype", ["datetime64[s]", "str2", "bytes4", "int4", "float4_e2m1fn_x2"])
+@pytest.mark.parametrize("dtype", ["datetime64[s]", "str2", "bytes4", "void3"])
 def test_what_is_no_number_has_none(dtype):
     assert as_numbers(np.zeros(2, "u1"), dtype) is None
+
+
+def test_narrow_integers_stand_in_a_byte_each():
+    raw = np.array([0, 1, 7, 8, 15], "u1")
+    np.testing.assert_array_equal(as_numbers(raw, "int4"), [0, 1, 7, -8, -1])
+    np.testing.assert_array_equal(as_numbers(raw, "uint4"), raw)
+    np.testing.assert_array_equal(as_numbers(np.array([0, 3, 0xFC], "u1"), "int3"), [0, 3, -4])
+
+
+def test_elements_of_two_numbers_have_one_dimension_more():
+    raw = np.array([[0x21, 0x7F]], "u1")
+    np.testing.assert_array_equal(as_numbers(raw, "float4_e2m1fn_x2"), [[[0.5, 1], [-6, 6]]])

@@ -19,6 +19,9 @@ from .files import Addresses
 __all__ = ["FLOATS", "cast_floats"]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_FLOATING = (*FLOATS, "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz")
+_FLOATING += ("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")
+"""What is cast."""
 _LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """Of dtypes that hold fewer magnitudes than float32."""
 
@@ -35,7 +38,7 @@ def cast_floats(contents: Contents, dtype: Any, addresses: Addresses) -> Content
     moved: dict[Any, int] = {}
 
     def change(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, Lazy) or leaf.spec.dtype not in FLOATS or leaf.spec.dtype == name:
+        if not isinstance(leaf, Lazy) or leaf.spec.dtype not in _FLOATING or leaf.spec.dtype == name:
             return leaf
         storage = leaf.storage
         if storage is not None:

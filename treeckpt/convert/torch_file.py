@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.dtypes import dtype_of
+from ..core.dtypes import dtype_of, numpy_dtype
 from ..core.errors import CorruptError, FormatError
 from ..core.region import Region
 from ..core.spec import ArraySpec
@@ -188,7 +188,7 @@ def _resolved(made: Lazy, metadata: Any) -> Lazy:
     """A conjugate or negative view: its bytes say something else than its elements."""
     if not isinstance(metadata, dict) or set(metadata) - {"conj", "neg"}:
         raise ValueError(f"a tensor with {short(metadata)}")
-    element = np.dtype(dtype_of(made.spec.dtype).numpy)
+    element = numpy_dtype(made.spec.dtype)
 
     def read(region: Region) -> np.ndarray:
         raw = made.read(region)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ..core.containers import FACTORIES
-from ..core.dtypes import dtype_of
+from ..core.dtypes import dtype_of, numpy_dtype
 from ..core.errors import CorruptError, FormatError, TreeckptError, TreeError
 from ..core.spec import ArraySpec
 from ..core.structure import MAX_DEPTH, key_text
@@ -41,6 +41,8 @@ class _NumpyDtype(Maker, eq=False):
 
     def make(self) -> np.dtype[Any]:
         order = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "|"
+        if isinstance(self.code, Symbol) and self.code.text.startswith("ml_dtypes ") and order in ("<", "|", "="):
+            return numpy_dtype(self.code.text.removeprefix("ml_dtypes "))
         if not isinstance(self.code, str) or order not in ("<", ">", "|", "=") or "O" in self.code:
             raise ValueError(f"a numpy dtype {short(self.code)}")
         _, _, inner, names, *rest = (*self.state, None, None, None, None)[: max(4, len(self.state))]

@@ -8,19 +8,59 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from .dtypes import dtype_of
-from .numbers import as_numbers
+from .dtypes import dtype_of, numpy_dtype
 
-__all__ = ["Statistics", "element_texts", "elements_of", "statistics_of"]
+__all__ = ["Statistics", "as_numbers", "element_texts", "elements_of", "statistics_of"]
 
 PIECE = 1 << 20
 """Elements that are made numbers of at a time."""
 BINS = 48
+
+
+def as_numbers(raw: np.ndarray, dtype: str) -> np.ndarray | None:
+    """The numbers of raw elements, float64 or complex128; None where they are none (text, times, raw bytes).
+
+    All but the largest 64-bit integers are exact.
+
+    Args:
+        raw: any shape, of the dtype's width.
+
+    Returns:
+        in the shape of `raw`, with a last dimension of 2 more where an element holds two numbers.
+    """
+    raw = np.ascontiguousarray(raw)
+    if dtype == "float4_e2m1fn_x2":
+        codes = raw.view("u1")
+        return _all_numbers("float4_e2m1fn")[np.stack([codes & 15, codes >> 4], -1)]
+    if _OTHER_BITS.fullmatch(dtype):
+        return raw.view("i1" if dtype.startswith("i") else "u1").astype(np.float64)
+    known = dtype_of(dtype)
+    if known.numpy is not None and np.dtype(known.numpy).kind not in "biufc":
+        return None
+    if known.numpy is None and known.itemsize == 1:
+        return _all_numbers(dtype)[raw.view("u1")]
+    return _widened(raw.view(numpy_dtype(dtype)))
+
+
+_OTHER_BITS = re.compile("u?int[3567]")
+"""What torch has and ml_dtypes has not."""
+
+
+@lru_cache(maxsize=32)
+def _all_numbers(dtype: str) -> np.ndarray:
+    """What each byte means as an element: to look it up is faster than to convert it."""
+    return _widened(np.arange(256, dtype=np.uint8).view(numpy_dtype(dtype)))
+
+
+def _widened(elements: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return elements.astype(np.complex128 if elements.dtype.kind in "cW" else np.float64)
 
 
 def elements_of(data: np.ndarray, dtype: str) -> np.ndarray | None:
@@ -32,22 +72,8 @@ def elements_of(data: np.ndarray, dtype: str) -> np.ndarray | None:
     Returns:
         [n], or [n, 2] where an element holds two numbers.
     """
-    known = dtype_of(dtype)
-    if dtype == "float4_e2m1fn_x2":
-        codes = data.reshape(-1)
-        return np.stack([_HALF_BYTES[codes & 15], _HALF_BYTES[codes >> 4]], 1)
-    if known.numpy is None and _BITS.fullmatch(dtype):
-        return data.reshape(-1).view(np.int8 if dtype.startswith("i") else np.uint8).astype(np.float64)
-    return as_numbers(_raw(data, known.itemsize), dtype)
-
-
-_BITS = re.compile("u?int[1-7]")
-_HALF_BYTES = np.array([sign * n for sign in (1, -1) for n in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
-
-
-def _raw(data: np.ndarray, itemsize: int) -> np.ndarray:
-    flat = np.ascontiguousarray(data).reshape(-1)
-    return flat.view(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else flat.view(f"V{itemsize}")
+    itemsize = dtype_of(dtype).itemsize
+    return as_numbers(np.ascontiguousarray(data).reshape(-1).view(f"V{itemsize}"), dtype)
 
 
 def element_texts(data: np.ndarray, dtype: str) -> list[str]:
@@ -60,7 +86,7 @@ def element_texts(data: np.ndarray, dtype: str) -> list[str]:
     if kind is not None and np.dtype(kind).kind not in "bfc":  # integers exactly, and what is no number
         return [_text(value) for value in np.ascontiguousarray(data).reshape(-1).view(kind).tolist()]
     values = elements_of(data, dtype)
-    assert values is not None, "numpy has no dtype for it, so it is a number"
+    assert values is not None, "what numpy has no dtype for is a number"
     if dtype == "bool":
         values = values != 0
     if values.ndim == 2:

@@ -21,7 +21,6 @@ import fractions
 import math
 import operator
 import pathlib
-import re
 import uuid
 import zoneinfo
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .dtypes import name_of
+from .dtypes import dtype_of_text, dtype_text, name_of
 from .errors import FormatError, MismatchError, TreeError
 from .region import Region
 
@@ -65,7 +64,7 @@ class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Args:
         shape: of the whole (global) array; any sequence of integers becomes a tuple.
-        dtype: its name, see `core.dtypes`; a dtype of torch or numpy becomes its name.
+        dtype: its name, see `core.dtypes`; a dtype of torch, numpy or ml_dtypes becomes its name.
         regions: what of it is wanted or held; None is all of it.
         device: where it was, or is to be, e.g. "cuda:0"; None is the host.
         requires_grad: as torch means it.
@@ -209,23 +208,15 @@ def _encode_enum(value: enum.Enum, path: str, extra: Callable[[object], Typed | 
     return Typed("enum", (type_name(kind), value.name, inner))
 
 
-_DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
-"""The dtypes that are all there is to them: no fields, no objects, none of another library."""
-
-
-def _is_plain(dtype: np.dtype[Any]) -> bool:
-    return _DTYPE.fullmatch(dtype.str) is not None and np.dtype(dtype.str) == dtype
-
-
 def _encode_numpy(value: object) -> Typed | None:
     if isinstance(value, np.str_):  # as an array it would lose trailing zeros
         return Typed("numpy.str", (_encode_str(value[:]),))
     if isinstance(value, np.bytes_):
         return Typed("numpy.bytes", _b64(bytes(value)))
-    if isinstance(value, np.generic) and _is_plain(value.dtype):
-        return Typed("numpy", (value.dtype.str, *_b64(value.tobytes())))
-    if isinstance(value, np.dtype) and _is_plain(value):
-        return Typed("numpy.dtype", (value.str,))
+    if isinstance(value, np.generic) and (text := dtype_text(value.dtype)) is not None:
+        return Typed("numpy", (text, *_b64(value.tobytes())))
+    if isinstance(value, np.dtype) and (text := dtype_text(value)) is not None:
+        return Typed("numpy.dtype", (text,))
     return None
 
 
@@ -281,13 +272,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _scalar(name: str, data: str) -> object:
-    return np.frombuffer(_bytes(data), _dtype(name))[0]
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    if _DTYPE.fullmatch(name) is None:
-        raise ValueError(name)
-    return np.dtype(name)
+    return np.frombuffer(_bytes(data), dtype_of_text(name))[0]
 
 
 def _path(windows: bool, pure: bool) -> Callable[..., pathlib.PurePath]:
@@ -332,7 +317,7 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "numpy": _scalar,
     "numpy.str": np.str_,
     "numpy.bytes": lambda text: np.bytes_(_bytes(text)),
-    "numpy.dtype": _dtype,
+    "numpy.dtype": dtype_of_text,
 }
 
 
@@ -372,6 +357,8 @@ def _decode(
         if extra is not None:
             return extra(value)
         raise LookupError(value.kind)
+    except MismatchError as error:  # of a dtype that this program lacks
+        raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError) as error:
         raise FormatError(path, expected="a value of a known kind", found=f"{value!r:.80} ({error!s:.200})") from error
 

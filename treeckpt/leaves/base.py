@@ -345,6 +345,14 @@ class Adapter(Protocol):
         """A strided window, in elements, into a contiguous array, sharing its memory."""
         ...
 
+    def known_dtype(self, name: str, path: str = ..., /) -> Any:
+        """The library's dtype of this name.
+
+        Raises:
+            MismatchError: at `path`; it has none.
+        """
+        ...
+
     def mark_written(self, leaves: Sequence[Any]) -> None:
         """Has the library know that arrays of it are written to past it."""
         ...

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.dtypes import dtype_of, numpy_name
+from ..core.dtypes import USER_DEFINED, numpy_dtype, numpy_name
 from ..core.errors import FormatError, MismatchError, TreeError
 from ..core.region import Region
 from ..core.spec import ArraySpec, Typed
@@ -35,6 +35,7 @@ __all__ = [
     "dtype_name",
     "empty",
     "encode",
+    "known_dtype",
     "like",
     "mark_written",
     "source",
@@ -52,13 +53,16 @@ def dtype_name(dtype: np.dtype[Any], path: str) -> str:
     """
     try:
         return numpy_name(dtype)
-    except FormatError as error:
+    except (FormatError, MismatchError) as error:
         raise TreeError(
             path,
-            expected="a numeric, bool, time or fixed-width string array",
+            expected="a numeric, bool, time or fixed-width string array of numpy or ml_dtypes",
             found=f"a numpy array of dtype {dtype}",
             hint="Convert it, or split a structured array into one array per field",
         ) from error
+
+
+known_dtype = numpy_dtype
 
 
 class _Swapped:
@@ -144,19 +148,12 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None =
     """A new array from a spec: of its regions, or of the whole.
 
     Raises:
-        MismatchError: numpy has no such dtype.
+        MismatchError: neither numpy nor ml_dtypes has such a dtype.
     """
-    dtype = dtype_of(spec.dtype)
-    if dtype.numpy is None:
-        raise MismatchError(
-            path,
-            expected="a dtype that numpy has",
-            found=spec.dtype,
-            hint="Install torch (treeckpt[torch]) to load it as a tensor",
-        )
+    dtype = numpy_dtype(spec.dtype, path)
     shape = local_shape_of(spec)
     nbytes = math.prod(shape) * dtype.itemsize
-    array = np.ndarray(shape, dtype.numpy, take(nbytes)) if take and nbytes else np.empty(shape, dtype.numpy)
+    array = np.ndarray(shape, dtype, take(nbytes)) if take and nbytes else np.empty(shape, dtype)
     if spec.regions is None and array.size:
         return Target(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
     raw = array.view(raw_dtype(dtype.itemsize))
@@ -175,7 +172,7 @@ def decode(value: Typed) -> Any:
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> np.ndarray:
     """An array that shows `memory` from byte `offset` on, without a copy."""
-    return np.ndarray(spec.shape, dtype_of(spec.dtype).numpy, memory, offset)
+    return np.ndarray(spec.shape, numpy_dtype(spec.dtype), memory, offset)
 
 
 def view(base: np.ndarray, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> np.ndarray:
@@ -189,9 +186,23 @@ def mark_written(leaves: Sequence[np.ndarray]) -> None:
 
 
 def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
-    """Elements of raw dtype, converted from one dtype to another as numpy does."""
-    before, after = dtype_of(saved).numpy, dtype_of(wanted).numpy
-    if before is None or after is None:
-        raise MismatchError("", expected="dtypes that numpy has, to cast", found=f"{saved} to {wanted}")
-    made = np.ascontiguousarray(data).view(before).astype(after)
+    """Elements of raw dtype, converted from one dtype to another as numpy and ml_dtypes do."""
+    before, after = numpy_dtype(saved), numpy_dtype(wanted)
+    elements = np.ascontiguousarray(data).view(before)
+    try:
+        if before.kind == "W":
+            elements = elements.astype(np.complex128)
+        if elements.dtype.kind == "c" and after.kind != "W" and after.isbuiltin == USER_DEFINED:
+            elements = elements.astype(np.float64)  # warns of the imaginary parts, as ml_dtypes does not
+        made = _direct(elements, after)
+    except (TypeError, ValueError) as error:
+        raise MismatchError("", expected=f"elements that become {wanted}", found=f"{saved} ({error})") from error
     return made.view(raw_dtype(made.itemsize))
+
+
+def _direct(elements: np.ndarray, after: np.dtype[Any]) -> np.ndarray:
+    """Elements of another dtype; by way of float64 where ml_dtypes lacks the direct cast."""
+    try:
+        return elements.astype(after)
+    except TypeError:
+        return elements.astype(np.float64).astype(after)

@@ -12,16 +12,20 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, cast
 
-from ..core.dtypes import dtype_of
+import numpy as np
+
+from ..core.dtypes import dtype_of, name_of
 from ..core.errors import FormatError, MismatchError, TreeError
 from ..core.spec import ArraySpec, Typed, Value, decode_value, encode_value
 from ..core.table import Column
-from .base import Adapter, Source, Take, Target
+from .base import Adapter, Source, Take, Target, raw_dtype
 from .lazy import Lazy, lazy_source
 from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sharded_target
 
 __all__ = [
     "abstract_of",
+    "check_cast",
+    "check_library",
     "decode",
     "encode",
     "library_of",
@@ -164,12 +168,56 @@ def encodable(leaf: object) -> bool:
 
 
 def _foreign_spec(shape: tuple[int, ...], dtype: Any, path: str) -> ArraySpec:
-    name = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+    kind = "tensor" if type(dtype).__module__.partition(".")[0] == "torch" else "numpy"
     try:
-        kind = "tensor" if type(dtype).__module__.partition(".")[0] == "torch" else "numpy"
-        return ArraySpec(shape, dtype_of(str(name)).name, kind=kind)
-    except FormatError as error:
+        if kind == "tensor" or isinstance(dtype, (np.dtype, type)):
+            name = name_of(dtype)
+        else:  # of another library, by its own name
+            name = dtype_of(str(getattr(dtype, "name", None) or str(dtype).rpartition(".")[2])).name
+        return ArraySpec(shape, name, kind=kind)
+    except (FormatError, MismatchError) as error:
         raise MismatchError(path, expected="a known dtype", found=f"{dtype!r:.60}") from error
+
+
+@lru_cache(maxsize=1024)
+def _cast_error(kind: str, saved: str, wanted: str) -> MismatchError | None:
+    """Why elements of one dtype do not become those of another, found by a try with a one."""
+    raw = raw_dtype(dtype_of(saved).itemsize)
+    try:
+        library_of(ArraySpec((), wanted, kind=kind)).cast(
+            np.ones(1, dtype_of(saved).numpy or raw).view(raw), saved, wanted
+        )
+    except MismatchError as error:
+        return error
+    return None
+
+
+def check_cast(spec: ArraySpec, saved: str, path: str) -> None:
+    """Refuses a cast to a spec's dtype that cannot be made, before anything is read for it.
+
+    Raises:
+        MismatchError: neither the library nor ml_dtypes can.
+    """
+    error = _cast_error("numpy" if spec.kind == "numpy" else "tensor", saved, spec.dtype)
+    if error is not None:
+        raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
+
+
+def check_library(spec: ArraySpec, path: str) -> Adapter:
+    """The adapter that makes arrays as the spec says.
+
+    Raises:
+        MismatchError: the library is not installed, or lacks the dtype.
+    """
+    if spec.kind == "numpy":
+        adapter = _load("numpy")
+    else:
+        adapter = _torch(path)
+    try:
+        adapter.known_dtype(spec.dtype)
+    except MismatchError as error:
+        raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
+    return adapter
 
 
 def new_array(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
@@ -178,10 +226,12 @@ def new_array(spec: ArraySpec, path: str, device: str | None, *, take: Take | No
     Raises:
         MismatchError: the library is not installed.
     """
-    if spec.kind == "numpy":
-        return _load("numpy").empty(spec, path, device, take=take)
+    return check_library(spec, path).empty(spec, path, device, take=take)
+
+
+def _torch(path: str) -> Adapter:
     try:
-        adapter = _load("torch")
+        return _load("torch")
     except ImportError as error:
         raise MismatchError(
             path,
@@ -189,7 +239,6 @@ def new_array(spec: ArraySpec, path: str, device: str | None, *, take: Take | No
             found="no torch in this environment",
             hint="Install treeckpt[torch], or pass like= with numpy arrays",
         ) from error
-    return adapter.empty(spec, path, device, take=take)
 
 
 def encode(value: object, path: str, *, allow_pickle: bool) -> Value:

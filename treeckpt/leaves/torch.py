@@ -34,6 +34,7 @@ from .base import (
 )
 from .common import COMMON, PLAIN, describe, dtype_name, is_common, kind_of, memory_of
 from .dtensor import is_dtensor, layout_of, local_of
+from .numpy import cast as cast_as_numpy
 from .torch_memory import data_of, raw_of, signed
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "dtype_name",
     "empty",
     "encode",
+    "known_dtype",
     "like",
     "mark_written",
     "source",
@@ -65,6 +67,9 @@ def torch_dtype(name: str, path: str = "") -> torch.dtype:
             path, expected="a dtype that torch has", found=name, hint="Load it as a numpy array, with like="
         )
     return dtype
+
+
+known_dtype = torch_dtype
 
 
 def _check(leaf: torch.Tensor, path: str) -> None:
@@ -361,6 +366,9 @@ def decode(value: Typed) -> Any:
 
 
 def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
-    """Elements of raw dtype, converted from one dtype to another as torch does."""
-    part = torch.from_numpy(np.ascontiguousarray(data).view(signed(data.itemsize))).view(torch_dtype(saved))
-    return raw_of(part.to(torch_dtype(wanted)))
+    """Elements of raw dtype, converted from one dtype to another as torch does, else as ml_dtypes does."""
+    try:
+        part = torch.from_numpy(np.ascontiguousarray(data).view(signed(data.itemsize))).view(torch_dtype(saved))
+        return raw_of(part.to(torch_dtype(wanted)))
+    except (MismatchError, NotImplementedError):  # torch has no such dtype, or cannot convert it
+        return cast_as_numpy(data, saved, wanted)

@@ -108,7 +108,7 @@ def _key(array: Any) -> Hashable:
     if isinstance(array, np.ndarray):
         if not array.size:
             return id(array)
-        return (array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.str)
+        return (array.__array_interface__["data"][0], array.shape, array.strides, array.dtype)
     if array.is_meta or not array.numel():
         return id(array)
     view = array.is_conj(), array.is_neg()
