@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 import msgspec
-import xxhash
 
 from .agreement import (
     Arguments,
@@ -34,6 +33,8 @@ from .agreement import (
     compare,
     compare_boxes,
     decode_each,
+    digest,
+    digests_of,
     is_known,
     join,
     key_of,
@@ -116,10 +117,6 @@ class Agreed(msgspec.Struct, frozen=True):
 _Word = TypeVar("_Word", bound=Ended)
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 _Boxes = tuple[tuple[str, Region], ...]
-
-
-def _digest(told: object) -> bytes:
-    return xxhash.xxh3_128_digest(msgspec.json.encode(told))
 
 
 def agree(
@@ -217,10 +214,10 @@ class _Agreement:
         return None
 
     def _hello(self, fault: Fault | None) -> Hello:
-        digest = b""
+        inventory = b""
         if self.brought is not None:
             try:
-                digest = digest_of(self.brought.inventory)
+                inventory = digest_of(self.brought.inventory)
                 every = self.options.verify_replicas
                 if self.comm.size > 1:
                     self.contents = content_digests(self.brought, every=every)
@@ -240,13 +237,13 @@ class _Agreement:
         return Hello(
             fault,
             arguments,
-            digest,
-            _digest(sorted(self.contents.items())),
+            inventory,
+            digest(sorted(self.contents.items())),
             kept.key if kept is not None else "",
             self.brought.own_values if self.brought is not None else {},
             self.standing.running,
-            {_digest(list(group)): _digest(list(group.values())) for group in self.pieces},
-            {key: _digest(value) for key, value in self.metadata.items()},
+            digests_of(self.pieces),
+            {key: digest(value) for key, value in self.metadata.items()},
         )
 
     def _terms(self, hellos: dict[int, Hello]) -> Terms:
@@ -277,7 +274,7 @@ class _Agreement:
             tellers=tellers,
             known=is_known(hellos, key),
             skipped=skipped,
-            clash=bool(tellers) and bool(clashing_of(hellos)),
+            clash=bool(tellers) and bool(clashing_of({rank: hello.pieces for rank, hello in hellos.items()})),
             boxes=boxes,
         )
 
@@ -341,7 +338,9 @@ class _Agreement:
         if self.comm.rank in self.terms.tellers:
             assert self.brought is not None, "faults were raised before"
             inventory = None if self.terms.known else self.brought.inventory
-            pieces = {key: digest for group in self.pieces for key, digest in group.items()} if self.terms.clash else {}
+            pieces = (
+                {key: content for group in self.pieces for key, content in group.items()} if self.terms.clash else {}
+            )
             message = _encode(Told(inventory, self.contents | pieces, self.brought.values))
         heard = self.round.gather(message)
         joined = self._join(heard) if heard is not None else None

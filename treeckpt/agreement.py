@@ -33,6 +33,8 @@ __all__ = [
     "compare",
     "compare_boxes",
     "decode_each",
+    "digest",
+    "digests_of",
     "is_known",
     "join",
     "key_of",
@@ -171,8 +173,8 @@ def check_hellos(hellos: Mapping[int, Hello]) -> None:
                     hint="Call save with the same arguments on every rank",
                 )
     for rank, hello in hellos.items():
-        for key, digest in hello.metadata.items():
-            if hellos[0].metadata.get(key) != digest:
+        for key, content in hello.metadata.items():
+            if hellos[0].metadata.get(key) != content:
                 raise MismatchError(
                     f"custom_metadata/{key}",
                     expected="on every rank what rank 0 gives, which is kept, or nothing",
@@ -208,16 +210,26 @@ def tellers_of(hellos: Mapping[int, Hello]) -> tuple[int, ...]:
     kinds: dict[tuple[bytes, bytes], int] = {}
     for rank, hello in sorted(hellos.items()):
         kinds.setdefault((hello.digest, hello.contents), rank)
-    clashing = clashing_of(hellos)
+    clashing = clashing_of({rank: hello.pieces for rank, hello in hellos.items()})
     return tuple(sorted({*kinds.values(), *clashing})) if len(kinds) > 1 or clashing else ()
 
 
-def clashing_of(hellos: Mapping[int, Hello]) -> set[int]:
-    """Ranks that hold the same pieces with other contents: one for each."""
+def digests_of(groups: Sequence[Mapping[str, bytes]]) -> dict[bytes, bytes]:
+    """For each group of pieces, with the digests of their contents, one digest of which they are and one of these."""
+    return {digest(list(group)): digest(list(group.values())) for group in groups}
+
+
+def digest(told: object) -> bytes:
+    """16 bytes that are equal for what is equal as JSON."""
+    return xxhash.xxh3_128_digest(msgspec.json.encode(told))
+
+
+def clashing_of(pieces: Mapping[int, Mapping[bytes, bytes]]) -> set[int]:
+    """Ranks that hold the same pieces with other contents, one for each, from every rank's `digests_of`."""
     holders: dict[bytes, dict[bytes, int]] = {}
-    for rank, hello in sorted(hellos.items()):
-        for pieces, contents in hello.pieces.items():
-            holders.setdefault(pieces, {}).setdefault(contents, rank)
+    for rank, groups in sorted(pieces.items()):
+        for keys, contents in groups.items():
+            holders.setdefault(keys, {}).setdefault(contents, rank)
     return {rank for kinds in holders.values() if len(kinds) > 1 for rank in kinds.values()}
 
 
@@ -230,9 +242,9 @@ def compare(contents: Mapping[int, Mapping[str, bytes]]) -> None:
     """
     seen: dict[str, tuple[int, bytes]] = {}
     for rank, digests in contents.items():
-        for path, digest in digests.items():
-            first, expected = seen.setdefault(path, (rank, digest))
-            if digest != expected:
+        for path, content in digests.items():
+            first, expected = seen.setdefault(path, (rank, content))
+            if content != expected:
                 raise MismatchError(
                     _named(path),
                     expected=f"the same content on every rank that holds it, as on rank {first}",
@@ -250,9 +262,9 @@ def compare_boxes(boxes: Sequence[tuple[str, Region]], told: Mapping[int, Held])
     """
     seen: dict[int, tuple[int, bytes]] = {}
     for rank, held in sorted(told.items()):
-        for number, digest in held.digests:
-            first, expected = seen.setdefault(number, (rank, digest))
-            if digest != expected:
+        for number, content in held.digests:
+            first, expected = seen.setdefault(number, (rank, content))
+            if content != expected:
                 path, box = boxes[number]
                 raise MismatchError(
                     _named(piece_key(path, box)),

@@ -102,6 +102,8 @@ def small_pieces_of_replicas_are_compared_on_every_save(here: Rank) -> None:
             assert caught.value.path.startswith(f"a/{name}@"), caught.value
             assert "rank 3" in str(caught.value), caught.value
         assert not (here.directory / f"small {name}" / "index.json").exists()
+        with pytest.raises(tc.MismatchError, match=f"a/{name}@.* rank 3"):
+            tc.trees.gather({"a": {name: odd}})
 
 
 @case("four")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ..core.errors import RankError
 from .comm import Board
 
-__all__ = ["ENDING", "LIMIT", "Ending", "give_signs", "say_waiting", "silence", "wait_for"]
+__all__ = ["ENDING", "LIMIT", "Ending", "give_signs", "noticing", "say_waiting", "silence", "wait_for"]
 
 NOTICE = 10.0
 """Seconds after which a wait for ranks that have not called is mentioned."""
@@ -150,13 +150,29 @@ def give_signs(boards: Callable[[], Sequence[Board]], key: str) -> Iterator[None
         stop.set()
 
 
+@contextlib.contextmanager
+def noticing(rank: int, topic: str) -> Iterator[None]:
+    """Says that a collective call, which does not tell who is missing, takes long."""
+    timer = threading.Timer(NOTICE, say_waiting, (rank, (), NOTICE, topic))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def say_waiting(rank: int, late: Sequence[int], seconds: float, topic: str) -> None:
-    """Logs who waits for whom; without any configuration of logging it stands on stderr."""
+    """Logs who waits for whom; without any configuration of logging it stands on stderr.
+
+    Args:
+        late: the ranks that are missing; none where they are not known.
+    """
     names = ", ".join(map(str, late[:8])) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
     _log.warning(
-        "treeckpt: rank %d has waited %g s for rank%s %s to make the same call (%s). Every rank calls save, and each "
-        'method of a Manager; comm="alone" saves on one rank without talking to the others',
-        *(rank, seconds, "s" if len(late) > 1 else "", names, topic),
+        "treeckpt: rank %d has waited %g s for %s to make the same call (%s). Every rank calls save, and each method "
+        'of a Manager; comm="alone" saves on one rank without talking to the others',
+        *(rank, seconds, f"rank{'s' if len(late) > 1 else ''} {names}" if late else "other ranks", topic),
     )
 
 
