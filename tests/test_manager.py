@@ -14,6 +14,7 @@ import pytest
 import treeckpt as tc
 from tests.background import until
 from tests.world import assert_equal, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
+from treeckpt.catalog import scan
 from treeckpt.core.files import PIN_NAME, deleted_name, kind_of, step_name
 from treeckpt.core.index import INDEX_NAME
 from treeckpt.core.policy import Best, EverySteps, Last
@@ -521,6 +522,16 @@ def test_one_ranks_failure_to_load_makes_all_take_the_checkpoint_before(tmp_path
     outcomes = on_ranks(2, act)
     assert errors_of(outcomes) == [None] * 2
     assert [o.value for o in outcomes] == [(101, 1)] * 2
+
+
+def test_the_metrics_of_rank_0_count(tmp_path):
+    """Each rank has measured its own share of the data."""
+
+    def act(comm):
+        manager(tmp_path, comm=comm).save(1, {"s": 1}, metrics={"loss": 0.5 + comm.rank})
+
+    assert errors_of(on_ranks(2, act)) == [None, None]
+    assert [info.metrics for info in scan(tmp_path)] == [{"loss": 0.5}]
 
 
 def test_rank_0s_errors_are_everybodys(tmp_path):

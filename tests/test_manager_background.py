@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.background import run_program
 from tests.world import errors_of, on_ranks, small_tree
 from treeckpt.core.files import step_name
 from treeckpt.io.runs import LocalFolder, LocalRun, MemoryRun, RunStore
@@ -164,6 +165,43 @@ def test_a_signal_after_which_training_fails_does_what_it_would_have_done(tmp_pa
         assert heard == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("ends", ["close", "wait"])
+def test_waiting_for_saves_in_flight_has_a_limit_if_asked(tmp_path: Path, ends: str) -> None:
+    gate = Gate()
+    made = manager(GatedRun(tmp_path, gate))
+    made.save(1, {"s": 1})
+    made.wait(60)
+    gate.open.clear()
+    pending = made.save(2, {"s": 2})
+    assert isinstance(pending, tc.Pending)
+    with pytest.raises(tc.CheckpointError, match=r"step_00000002: expected .*within 0\.2 s, found .*step 2") as caught:
+        getattr(made, ends)(timeout=0.2)
+    assert caught.value.hint and made.latest() == 1
+    gate.open.set()
+    pending.result(60)
+    made.close(60)
+    assert manager(tmp_path).steps() == [1, 2]
+
+
+def test_a_save_that_was_given_up_does_not_hold_the_end_of_the_program_up(tmp_path: Path) -> None:
+    code = f"""
+import threading
+import treeckpt as tc
+from tests.test_manager_background import Gate, GatedRun
+
+gate = Gate()
+gate.open.wait = lambda timeout: threading.Event().wait()
+manager = tc.Manager(GatedRun({str(tmp_path)!r}, gate), writer="thread")
+manager.save(1, {{"s": 1}})
+try:
+    manager.close(timeout=0.2)
+except tc.CheckpointError as error:
+    print(error)
+"""
+    done = run_program(code)
+    assert done.returncode == 0 and "step 1" in done.stdout and "waiting for" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("busy", ["wait", "skip"])

@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from tests.world import errors_of, on_ranks
+from tests.world import LONG, errors_of, on_ranks
+from treeckpt.core.assign import ArrayLeaf, held_twice
 from treeckpt.core.layout import BoxLayout, Mesh, MeshLayout, Replicate, Shard, among, held_by
 from treeckpt.core.region import Region
 from treeckpt.core.runs import encode_runs
+from treeckpt.io.comm import thread_comms
 from treeckpt.leaves.base import Flat, HostArray
 
 FULL = torch.arange(60.0).reshape(5, 4, 3)
@@ -191,47 +193,108 @@ def test_two_threads_write_boxes_of_a_flat_range_on_a_device_beside_each_other()
     assert device.array.sum() == 16
 
 
-def test_equal_pieces_that_differ_in_content_are_named_when_asked() -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_equal_pieces_that_differ_in_content_are_named(large: bool) -> None:
+    """Large ones only when asked, as replicas are."""
+    full = FULL.repeat(1, 1, 20_000) if large else FULL
+
     def save(comm: Any, **options: Any) -> None:
-        rows = FULL[2:].clone() if comm.rank else FULL[:2].clone()
+        rows = full[2:].clone() if comm.rank else full[:2].clone()
         if comm.rank == 3:
             rows[1, 2, 1] += 1
-        leaf = tc.Sharded(rows, FULL.shape, (2 if comm.rank else 0, 0, 0))
-        tc.save(tc.MemoryStore() if options else store, {"w": [leaf]}, comm=comm, **options)
+        leaf = tc.Sharded(rows, full.shape, (2 if comm.rank else 0, 0, 0))
+        tc.save(store, {"w": [leaf]}, comm=comm, overwrite=True, **options)
 
     store = tc.MemoryStore()
-    assert not any(errors_of(on_ranks(4, save)))
-    for error in errors_of(on_ranks(4, lambda comm: save(comm, verify_replicas=True))):
+    if large:
+        assert not any(errors_of(on_ranks(4, save)))
+    for error in errors_of(on_ranks(4, lambda comm: save(comm, verify_replicas=large))):
         assert isinstance(error, tc.MismatchError)
-        assert error.path == "w/0@2,0,0+3,4,3"
+        assert error.path.startswith("w/0@2,0,0+3,4,")
         assert "rank 1" in str(error) and "rank 3" in str(error)
 
 
-def test_pieces_that_overlap_in_part_are_written_once_and_refused_where_replicas_are_compared() -> None:
-    def leaf(rank: int) -> tc.Sharded:
-        low, high = (0, 4) if rank == 0 else (3, 5)
-        return tc.Sharded(FULL[low:high].clone(), FULL.shape, (low, 0, 0))
+def test_whole_arrays_that_each_rank_marks_as_its_piece_are_compared_on_every_save() -> None:
+    """The mark is wrong where each rank has an array of its own: all but one would be lost."""
+    comms = thread_comms(3, timeout=LONG)
 
-    stores = [tc.MemoryStore(), tc.MemoryStore()]
-    assert not any(errors_of(on_ranks(2, lambda comm: tc.save(stores[0], {"w": leaf(comm.rank)}, comm=comm))))
-    assert torch.equal(tc.load(stores[0])["w"], FULL) and tc.inspect(stores[0]).nbytes == FULL.nbytes
-    for error in errors_of(
-        on_ranks(2, lambda comm: tc.save(stores[1], {"w": leaf(comm.rank)}, comm=comm, verify_replicas=True))
+    def save(comm: Any, value: Any) -> None:
+        tree = {"w": tc.Sharded(torch.full((4,), float(value(comm.rank))), (4,), (0,)), "n": 1}
+        tc.save(store, tree, comm=comm, overwrite=True)
+
+    store = tc.MemoryStore()
+    for value, fine in (
+        (lambda _: 1, True),
+        (lambda rank: rank, False),
+        (lambda _: 2, True),
+        (lambda r: r == 2, False),
     ):
-        assert isinstance(error, tc.LayoutError)
-        assert error.path == "w"
-        assert "on rank 0" in error.found and "on rank 1" in error.found
-    assert not stores[1].files
+        for error in errors_of(on_ranks(comms, lambda comm, value=value: save(comm, value))):
+            assert error is None if fine else isinstance(error, tc.MismatchError) and error.path == "w@0+4", error
 
 
-def test_pieces_that_start_at_one_offset_and_differ_in_shape_are_not_taken_for_replicas() -> None:
+@pytest.mark.parametrize("options", [{}, {"verify_replicas": True}])
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("shape", ["rows", "nested", "corners"])
+def test_pieces_that_overlap_in_part_are_compared_where_they_do(
+    shape: str, same: bool, options: dict[str, Any]
+) -> None:
+    """Windows with a halo, say: what several ranks hold has to agree, and is written once."""
+
     def leaf(rank: int) -> tc.Sharded:
-        return tc.Sharded(FULL[:, : 1 + 3 * rank].clone(), FULL.shape, (0, 0, 0))
+        if shape == "rows":
+            low, high = (0, 4) if rank == 0 else (3, 5)
+            piece, offset = FULL[low:high].clone(), (low, 0, 0)
+        elif shape == "nested":
+            piece, offset = FULL[:, : 1 + 3 * rank].clone(), (0, 0, 0)
+        else:  # all of it in two pieces that share a corner, and a third one on rank 1 for the rest
+            boxes = [((0, 0, 0), FULL[:3, :3]), ((2, 2, 0), FULL[2:, 2:])]
+            rest = [((0, 3, 0), FULL[:2, 3:]), ((3, 0, 0), FULL[3:, :2]), ((2, 3, 0), FULL[2:3, 3:])]
+            mine = [boxes[0]] if rank == 0 else [boxes[1], *rest]
+            pieces = [part.clone() for _, part in mine]
+            if rank and not same:
+                pieces[0][0, 0, 1] += 1
+            return tc.Sharded(pieces, FULL.shape, [at for at, _ in mine])
+        if rank and not same:
+            piece[0, 0, 1] += 1
+        return tc.Sharded(piece, FULL.shape, offset)
 
-    for error in errors_of(
-        on_ranks(2, lambda comm: tc.save(tc.MemoryStore(), {"w": leaf(comm.rank)}, comm=comm, verify_replicas=True))
-    ):
-        assert isinstance(error, tc.LayoutError) and "equal or apart" in error.expected
+    store = tc.MemoryStore()
+    errors = errors_of(on_ranks(2, lambda comm: tc.save(store, {"w": leaf(comm.rank)}, comm=comm, **options)))
+    if same:
+        assert errors == [None, None]
+        assert torch.equal(tc.load(store)["w"], FULL) and tc.inspect(store).nbytes == FULL.nbytes
+    else:
+        for error in errors:
+            assert isinstance(error, tc.MismatchError) and error.path.startswith("w@"), error
+            assert "rank 0" in error.expected and "rank 1" in error.found and "tc.Sharded" in error.hint
+        assert not store.files
+
+
+def test_pieces_of_one_rank_that_contradict_each_other_are_refused() -> None:
+    leaf = tc.Sharded([FULL[:3].clone(), FULL[2:] + 1], FULL.shape, [(0, 0, 0), (2, 0, 0)])
+    with pytest.raises(tc.MismatchError, match=r"w@2,0,0\+1,4,3: .*second piece there"):
+        tc.save(tc.MemoryStore(), {"w": leaf})
+    fine = tc.Sharded([FULL[:3].clone(), FULL[2:].clone()], FULL.shape, [(0, 0, 0), (2, 0, 0)])
+    store = tc.MemoryStore()
+    tc.save(store, {"w": fine})
+    assert torch.equal(tc.load(store)["w"], FULL)
+
+
+@given(st.data())
+def test_every_element_that_pieces_share_is_compared(data: st.DataObject) -> None:
+    shape = (4, 5)
+    sides = st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 4), st.integers(1, 5))
+    boxes = [Region((r, c), (min(h, 4 - r), min(w, 5 - c))) for r, h, c, w in data.draw(st.lists(sides, max_size=6))]
+    boxes.append(Region.whole(shape))  # so that there is no gap
+    found = held_twice(ArrayLeaf("w", shape, 4, BoxLayout(tuple(enumerate(boxes)))))
+    seen, written = np.zeros(shape, int), np.zeros(shape, int)
+    for box in found:
+        assert sum(box.within(region) for region in boxes) >= 2
+        seen[box.slices()] += 1
+    for region in boxes:
+        written[region.slices()] += 1
+    assert ((written > 1) == (seen > 0)).all()
 
 
 # groups of ranks -----------------------------------------------------------------------------------------------------

@@ -338,6 +338,29 @@ def test_ranks_that_disagree_about_an_argument_are_told(name: str, value: Any) -
     assert store.files == before
 
 
+@pytest.mark.parametrize(
+    ("give", "found"),
+    [
+        (lambda rank: {"note": "x", "seed": rank // 2}, "another value on rank 2"),
+        (lambda rank: {"seed": 1} if rank == 2 else {"note": "x"}, "it on rank 2 alone"),
+        (lambda rank: {"seed": 1} if rank == 1 else None, "it on rank 1 alone"),
+        (lambda rank: {"note": "x", "seed": [1, {"deep": rank}]}, "another value on rank 1"),
+        (lambda rank: {"note": "x", "seed": 1.5}, ""),
+        (lambda rank: None if rank else {"note": "x", "seed": 3}, ""),
+    ],
+)
+def test_custom_metadata_that_would_be_lost_stops_the_save(give: Any, found: str) -> None:
+    store = MemoryStore()
+    outcomes = on_ranks(WORLD, lambda c: tc.save(store, {"v": 1}, comm=c, custom_metadata=give(c.rank)))
+    for error in errors_of(outcomes):
+        if not found:
+            assert error is None and tc.inspect(store).metadata == give(0)
+            continue
+        assert type(error) is tc.MismatchError and error.path == "custom_metadata/seed", error
+        assert error.found == found and "rank 0" in error.expected and error.hint
+    assert bool(found) == nothing_written(store)
+
+
 def test_replicas_that_differ_stop_the_save() -> None:
     import numpy as np
 

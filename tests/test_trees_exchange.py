@@ -112,6 +112,29 @@ def test_one_rank_distributes_over_any_layout(case: Case, limit: int, data: st.D
     on_ranks(case.after, act)
 
 
+@pytest.mark.parametrize("low", [0, 2])
+def test_pieces_that_contradict_each_other_are_not_gathered(low: int) -> None:
+    """The same pieces on all ranks, or windows that overlap."""
+
+    def gather(comm: ThreadComm, content: float) -> Any:
+        start = low * comm.rank
+        local = torch.full((6, 2), 1.0)
+        local[-1] = content
+        tree = {"w": tc.Sharded(local, (6 + 3 * low, 2), (start, 0))}
+        return gathering.gather(tree, wire=ThreadWire(comm), ranks=None, device=None, limit=1 << 20, namespace="")
+
+    assert all((found["w"] == 1).all() for found in on_ranks(4, lambda comm: gather(comm, 1.0)))
+    refused: list[str] = []
+
+    def act(comm: ThreadComm) -> None:
+        with pytest.raises(tc.MismatchError, match="w@") as caught:
+            gather(comm, 1.0 + (comm.rank == 1))
+        refused.append(str(caught.value))
+
+    on_ranks(4, act)
+    assert len(refused) == 4 and "rank 1" in refused[0]
+
+
 def test_replicas_are_not_sent_again_and_each_element_is_sent_once() -> None:
     full = torch.arange(4000.0).reshape(40, 100)
 

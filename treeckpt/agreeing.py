@@ -1,8 +1,9 @@
-"""What is to be saved, and who writes which part of it? The first half of a save, in the caller's thread.
+"""What is to be saved, and who writes which part of it: the first half of a save, in the caller's thread.
 
-Every rank says hello with two digests: of its inventory (what it brings) and of the contents that replicas must share.
-Equal inventories need no further talk: every rank computes the same global plan. Otherwise one rank of each kind sends
-its inventory, the coordinator joins them, and all get the result, which is kept for the next save. A rank that is still
+Every rank says hello with digests: of its inventory (what it brings), of the contents that replicas must share, and of
+pieces that other ranks hold too. Equal inventories need no further talk: every rank computes the same global plan.
+Otherwise one rank of each kind sends its inventory, the coordinator joins them, and all get the result, which is kept
+for the next save. Where listed pieces hold the same elements, ranks then tell digests of these. A rank that is still
 saving in the background says so too, so that all ranks skip or refuse the new save, or none does.
 
 What comes of it is `Agreed`: facts, plans and the name of a conversation of this save's own, in which it is completed.
@@ -17,19 +18,23 @@ from collections.abc import Mapping
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 import msgspec
-import xxhash
 
 from .agreement import (
     Arguments,
     Ended,
+    Held,
     Hello,
     Joined,
     Terms,
     Told,
     check_hellos,
     check_idle,
+    clashing_of,
     compare,
+    compare_boxes,
     decode_each,
+    digest,
+    digests_of,
     is_known,
     join,
     key_of,
@@ -39,6 +44,7 @@ from .committing import Facts
 from .core.errors import CheckpointError, CheckpointExists, TreeckptError
 from .core.index import INDEX_NAME
 from .core.inventory import Plenum, digest_of
+from .core.region import Region
 from .core.spec import Value, encode_value
 from .faults import Fault, fault_of, ours, raise_faults, silent_faults
 from .io.codec import read_index
@@ -48,8 +54,8 @@ from .io.refusals import hint_for
 from .io.rounds import Round
 from .io.store import Store
 from .leaves.base import Source
-from .leaves.describe import Brought, bring, content_digests, place_tables
-from .plans import Plans, kept_plans, make_plans
+from .leaves.describe import SMALL, Brought, box_digests, bring, content_digests, piece_digests, place_tables
+from .plans import Plans, boxes_of, kept_plans, make_plans
 from .stateful import expand
 
 __all__ = ["Agreed", "Busy", "SaveOptions", "Standing", "agree", "shard_limit"]
@@ -110,6 +116,7 @@ class Agreed(msgspec.Struct, frozen=True):
 
 _Word = TypeVar("_Word", bound=Ended)
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+_Boxes = tuple[tuple[str, Region], ...]
 
 
 def agree(
@@ -139,6 +146,7 @@ class _Agreement:
         self.metadata: dict[str, Value] = {}
         self.brought: Brought | None = None
         self.contents: dict[str, bytes] = {}
+        self.pieces: list[dict[str, bytes]] = []
         self.error: Exception | None = None
         self.previous = ""
         self.own_values: list[tuple[str, int, Value]] = []
@@ -148,18 +156,25 @@ class _Agreement:
         missed = self.round.join()
         if missed is not None:
             raise_faults(_decode(missed, type=Ended).faults, self.store.url, self.comm)
+        with self.round.signs():
+            return self._reach(tree, metadata)
+
+    def _reach(self, tree: object, metadata: Mapping[str, object]) -> Agreed | None:
         with self.recorder.span("flatten"):
             fault = self._bring(tree, metadata)
         with self.recorder.span("agree"):
             heard = self.round.gather(_encode(self._hello(fault)))
             terms = self._terms(decode_each(heard, Hello)) if heard is not None else None
             ends = self.options.rehearsal or (terms is not None and terms.skipped)
-            self.terms = self._share(terms, Terms, last=terms is not None and not terms.tellers, ends=ends)
+            last = terms is not None and not terms.tellers and not terms.boxes
+            self.terms = self._share(terms, Terms, last=last, ends=ends)
             raise_faults(self.terms.faults, self.store.url, self.comm, cause=self.error)
             if self.terms.skipped:
                 return None
-            joined = self._tell() if self.terms.tellers else None
-        return self._agreed(joined)
+            joined = self._tell() if self.terms.tellers else Joined((), None, self.terms.boxes)
+            if joined.boxes:
+                self._compare(joined.boxes)
+        return self._agreed(joined.plenum)
 
     def _fault(self, error: Exception, *, common: bool = False) -> Fault:
         """This rank's failure; those of the system become errors of ours."""
@@ -199,12 +214,14 @@ class _Agreement:
         return None
 
     def _hello(self, fault: Fault | None) -> Hello:
-        digest = b""
+        inventory = b""
         if self.brought is not None:
             try:
-                digest = digest_of(self.brought.inventory)
+                inventory = digest_of(self.brought.inventory)
+                every = self.options.verify_replicas
                 if self.comm.size > 1:
-                    self.contents = content_digests(self.brought, every=self.options.verify_replicas)
+                    self.contents = content_digests(self.brought, every=every)
+                    self.pieces = piece_digests(self.brought, world=self.comm.size, every=every)
             except Exception as error:
                 fault = self._fault(error)
         kept, options = kept_plans(self.comm), self.options
@@ -220,40 +237,76 @@ class _Agreement:
         return Hello(
             fault,
             arguments,
-            digest,
-            xxhash.xxh3_128_digest(msgspec.json.encode(sorted(self.contents.items()))),
+            inventory,
+            digest(sorted(self.contents.items())),
             kept.key if kept is not None else "",
             self.brought.own_values if self.brought is not None else {},
             self.standing.running,
+            digests_of(self.pieces),
+            {key: digest(value) for key, value in self.metadata.items()},
         )
 
     def _terms(self, hellos: dict[int, Hello]) -> Terms:
+        self.hellos = hellos
         faults = [hello.fault for hello in hellos.values() if hello.fault is not None]
         faults += silent_faults(self.round.lost)
-        skipped = False
+        key = key_of(hellos)
+        skipped, tellers, boxes = False, (), ()
         if not faults:
             try:
                 check_hellos(hellos)
                 skipped = self.options.busy == "skip" and any(hello.running for hello in hellos.values())
                 if not skipped:
                     check_idle(hellos)
+                    tellers = tellers_of(hellos)
+                    boxes = self._boxes(None) if not tellers else ()
                     self._prepare()
             except OSError as error:
                 faults.append(self._fault(error))
             except Exception as error:
                 faults.append(self._fault(error, common=True))
         self.own_values = [(path, r, v) for r, hello in hellos.items() for path, v in hello.own_values.items()]
-        self.hellos = hellos
-        key = key_of(hellos)
         return Terms(
             tuple(faults),
             save_id=secrets.token_hex(8),
             created_ns=self.recorder.created_ns,
             key=key,
-            tellers=() if skipped else tellers_of(hellos),
+            tellers=tellers,
             known=is_known(hellos, key),
             skipped=skipped,
+            clash=bool(tellers) and bool(clashing_of({rank: hello.pieces for rank, hello in hellos.items()})),
+            boxes=boxes,
         )
+
+    def _boxes(self, joined: Plenum | None) -> _Boxes:
+        """On rank 0: what listed pieces hold in common, as far as it is to be compared."""
+        assert self.brought is not None, "faults were raised before"
+        found = boxes_of(self.comm, key_of(self.hellos), joined, self.brought.inventory)
+        every = self.options.verify_replicas
+        return tuple((path, box) for path, box, nbytes in found if every or nbytes <= SMALL)
+
+    def _compare(self, boxes: _Boxes) -> None:
+        """Compares what listed pieces have in common; every rank tells what it has there."""
+        assert self.brought is not None, "faults were raised before"
+        told = Held(None, [])
+        try:
+            told.digests = box_digests(self.brought, boxes)
+        except Exception as error:
+            told.fault = self._fault(error)
+        heard = self.round.gather(_encode(told))
+        word = self._compared(boxes, heard) if heard is not None else None
+        word = self._share(word, Ended, last=True, ends=self.options.rehearsal)
+        raise_faults(word.faults, self.store.url, self.comm, cause=self.error)
+
+    def _compared(self, boxes: _Boxes, heard: dict[int, bytes]) -> Ended:
+        held = decode_each(heard, Held)
+        faults = [one.fault for one in held.values() if one.fault is not None] + silent_faults(self.round.lost)
+        if not faults:
+            try:
+                compare_boxes(boxes, held)
+            except Exception as error:
+                faults = [self._fault(error, common=True)]
+        return Ended(tuple(faults))
 
     def _prepare(self) -> None:
         """The coordinator makes the directory, and looks for what stands there."""
@@ -280,17 +333,21 @@ class _Agreement:
                 hint=hint_for(error),
             ) from error
 
-    def _tell(self) -> Plenum | None:
+    def _tell(self) -> Joined:
         message = b""
         if self.comm.rank in self.terms.tellers:
             assert self.brought is not None, "faults were raised before"
             inventory = None if self.terms.known else self.brought.inventory
-            message = _encode(Told(inventory, self.contents, self.brought.values))
+            pieces = (
+                {key: content for group in self.pieces for key, content in group.items()} if self.terms.clash else {}
+            )
+            message = _encode(Told(inventory, self.contents | pieces, self.brought.values))
         heard = self.round.gather(message)
         joined = self._join(heard) if heard is not None else None
-        joined = self._share(joined, Joined, last=True, ends=self.options.rehearsal)
+        last = joined is not None and not joined.boxes
+        joined = self._share(joined, Joined, last=last, ends=self.options.rehearsal)
         raise_faults(joined.faults, self.store.url, self.comm, cause=self.error)
-        return joined.plenum
+        return joined
 
     def _join(self, heard: dict[int, bytes]) -> Joined:
         if self.round.lost:
@@ -300,7 +357,7 @@ class _Agreement:
             self.values = {path: value for tale in reversed(told.values()) for path, value in tale.values.items()}
             joined = None if self.terms.known else join(self.hellos, told, self.comm.size)  # shapes before contents
             compare({rank: tale.contents for rank, tale in told.items()})
-            return Joined((), joined)
+            return Joined((), joined, self._boxes(joined))
         except Exception as error:
             return Joined((self._fault(error, common=True),), None)
 

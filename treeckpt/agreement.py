@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -10,7 +10,8 @@ import xxhash
 
 from .core.errors import CheckpointError, MismatchError
 from .core.events import Span
-from .core.inventory import Inventory, Plenum, RankClass, check_apart, unify
+from .core.inventory import Inventory, Plenum, RankClass, check_apart, piece_key, unify
+from .core.region import Region
 from .core.runs import encode_runs
 from .core.spec import Value
 from .faults import Fault
@@ -20,6 +21,7 @@ __all__ = [
     "Done",
     "Ended",
     "FileRow",
+    "Held",
     "Hello",
     "Joined",
     "Terms",
@@ -27,8 +29,12 @@ __all__ = [
     "Verdict",
     "check_hellos",
     "check_idle",
+    "clashing_of",
     "compare",
+    "compare_boxes",
     "decode_each",
+    "digest",
+    "digests_of",
     "is_known",
     "join",
     "key_of",
@@ -66,6 +72,10 @@ class Hello(msgspec.Struct, array_like=True):
     own_values: dict[str, Value]
     running: str = ""
     """Where the rank is still saving to, in the background."""
+    pieces: dict[bytes, bytes] = {}
+    """Of pieces that other ranks hold too: by a digest of which they are, one of their contents."""
+    metadata: dict[str, bytes] = {}
+    """Digests of the values of `custom_metadata`."""
 
 
 class Ended(msgspec.Struct, array_like=True):
@@ -87,6 +97,10 @@ class Terms(Ended, array_like=True):
     """Whether every rank has kept that plan: then inventories are not sent."""
     skipped: bool = False
     """A rank is still busy with an earlier save, and that is a reason to do nothing."""
+    clash: bool = False
+    """Ranks that hold the same pieces do not have the same in them: tellers send digests of each."""
+    boxes: tuple[tuple[str, Region], ...] = ()
+    """Without tellers, what `Joined.boxes` says."""
 
 
 class Told(msgspec.Struct, array_like=True):
@@ -101,6 +115,16 @@ class Joined(Ended, array_like=True):
     """All inventories as one; None where every rank has kept it."""
 
     plenum: Plenum | None
+    boxes: tuple[tuple[str, Region], ...] = ()
+    """What several listed pieces of an array hold, and is to be compared: then one more word is exchanged."""
+
+
+class Held(msgspec.Struct, array_like=True):
+    """What a rank has in the boxes that are compared."""
+
+    fault: Fault | None
+    digests: list[tuple[int, bytes]]
+    """By number of the box, for each piece that holds it."""
 
 
 class Done(msgspec.Struct, array_like=True):
@@ -148,6 +172,16 @@ def check_hellos(hellos: Mapping[int, Hello]) -> None:
                     found=f"{found!r} on rank {rank}",
                     hint="Call save with the same arguments on every rank",
                 )
+    for rank, hello in hellos.items():
+        for key, content in hello.metadata.items():
+            if hellos[0].metadata.get(key) != content:
+                raise MismatchError(
+                    f"custom_metadata/{key}",
+                    expected="on every rank what rank 0 gives, which is kept, or nothing",
+                    found=f"another value on rank {rank}" if key in hellos[0].metadata else f"it on rank {rank} alone",
+                    hint="Give the same on every rank, or on rank 0 alone; what each rank has of its own belongs into "
+                    "the tree, in tc.PerRank",
+                )
 
 
 def check_idle(hellos: Mapping[int, Hello]) -> None:
@@ -172,11 +206,31 @@ def key_of(hellos: Mapping[int, Hello]) -> str:
 
 
 def tellers_of(hellos: Mapping[int, Hello]) -> tuple[int, ...]:
-    """One rank of each kind; none if all bring the same."""
+    """One rank of each kind, also of those that hold the same pieces; none if all bring the same."""
     kinds: dict[tuple[bytes, bytes], int] = {}
     for rank, hello in sorted(hellos.items()):
         kinds.setdefault((hello.digest, hello.contents), rank)
-    return tuple(kinds.values()) if len(kinds) > 1 else ()
+    clashing = clashing_of({rank: hello.pieces for rank, hello in hellos.items()})
+    return tuple(sorted({*kinds.values(), *clashing})) if len(kinds) > 1 or clashing else ()
+
+
+def digests_of(groups: Sequence[Mapping[str, bytes]]) -> dict[bytes, bytes]:
+    """For each group of pieces, with the digests of their contents, one digest of which they are and one of these."""
+    return {digest(list(group)): digest(list(group.values())) for group in groups}
+
+
+def digest(told: object) -> bytes:
+    """16 bytes that are equal for what is equal as JSON."""
+    return xxhash.xxh3_128_digest(msgspec.json.encode(told))
+
+
+def clashing_of(pieces: Mapping[int, Mapping[bytes, bytes]]) -> set[int]:
+    """Ranks that hold the same pieces with other contents, one for each, from every rank's `digests_of`."""
+    holders: dict[bytes, dict[bytes, int]] = {}
+    for rank, groups in sorted(pieces.items()):
+        for keys, contents in groups.items():
+            holders.setdefault(keys, {}).setdefault(contents, rank)
+    return {rank for kinds in holders.values() if len(kinds) > 1 for rank in kinds.values()}
 
 
 def compare(contents: Mapping[int, Mapping[str, bytes]]) -> None:
@@ -188,16 +242,42 @@ def compare(contents: Mapping[int, Mapping[str, bytes]]) -> None:
     """
     seen: dict[str, tuple[int, bytes]] = {}
     for rank, digests in contents.items():
-        for path, digest in digests.items():
-            first, expected = seen.setdefault(path, (rank, digest))
-            if digest != expected:
+        for path, content in digests.items():
+            first, expected = seen.setdefault(path, (rank, content))
+            if content != expected:
                 raise MismatchError(
-                    path.replace("\0", "@", 1).replace("\0", "+", 1),
+                    _named(path),
                     expected=f"the same content on every rank that holds it, as on rank {first}",
                     found=f"another on rank {rank}",
                     hint="Wrap what each rank has of its own in tc.PerRank; if they should be equal, find out why not",
                 )
     check_apart([(first, path) for path, (first, _) in seen.items()])
+
+
+def compare_boxes(boxes: Sequence[tuple[str, Region]], told: Mapping[int, Held]) -> None:
+    """Compares what pieces have in common.
+
+    Raises:
+        MismatchError: naming the box and the ranks.
+    """
+    seen: dict[int, tuple[int, bytes]] = {}
+    for rank, held in sorted(told.items()):
+        for number, content in held.digests:
+            first, expected = seen.setdefault(number, (rank, content))
+            if content != expected:
+                path, box = boxes[number]
+                raise MismatchError(
+                    _named(piece_key(path, box)),
+                    expected=f"the same content in every piece that holds it, as on rank {first}",
+                    found=f"another on rank {rank}" if rank != first else "another in a second piece there",
+                    hint="Check the offsets and the global shape given to tc.Sharded; if ranks should agree, find out "
+                    "why they do not. What each rank has of its own belongs into tc.PerRank",
+                )
+
+
+def _named(key: str) -> str:
+    """A path, or a `piece_key`, for errors."""
+    return key.replace("\0", "@", 1).replace("\0", "+", 1)
 
 
 def is_known(hellos: Mapping[int, Hello], key: str) -> bool:

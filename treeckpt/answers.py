@@ -1,4 +1,4 @@
-"""Questions that rank 0 answers for all ranks, in rounds of their own and without collectives.
+"""Rank 0 answers for all ranks, in rounds of their own and without collectives.
 
 Every rank calls `ask` at the same point; rank 0 alone looks at the disk, so ranks cannot disagree about what is there,
 however stale one rank's view of a network file system is. `tally` is the reverse: every rank says how it fared, and
@@ -75,7 +75,7 @@ def tally(comm: Comm, topic: str, error: Exception | None) -> tuple[Fault, ...]:
     fault = fault_of(error, comm.rank) if error is not None else None
     if comm.size == 1:
         return (fault,) if fault is not None else ()
-    return _converse(comm, topic, fault, lambda faults: _Answer(tuple(faults), b"")).faults
+    return _converse(comm, topic, fault, lambda faults: _Answer(tuple(faults), b""), met=True).faults
 
 
 def pool(comm: Comm, topic: str, work: Callable[[], T], kind: type[T]) -> list[T]:
@@ -112,17 +112,30 @@ def _converse(
     judge: Callable[[list[Fault]], _Answer],
     data: bytes = b"",
     words: dict[int, bytes] | None = None,
+    met: bool = False,
 ) -> _Answer:
     """Has every rank say how it fared; rank 0 judges, and all learn of it.
 
     Args:
         data: what this rank has to say beside.
         words: on rank 0 takes what each rank said, before `judge` is asked.
+        met: the ranks come from work that they began together; how long that takes is not worth a warning.
     """
-    round_ = Round(comm, topic)
+    round_ = Round(comm, topic, met=met)
     missed = round_.join()
     if missed is not None:
         return _decode(missed, type=_Answer)
+    with round_.signs():
+        return _exchange(round_, fault, judge, data, words)
+
+
+def _exchange(
+    round_: Round,
+    fault: Fault | None,
+    judge: Callable[[list[Fault]], _Answer],
+    data: bytes,
+    words: dict[int, bytes] | None,
+) -> _Answer:
     heard = round_.gather(_encode(_Tale(fault, data)))
     if heard is None:
         return _decode(round_.share(None, last=True), type=_Answer)

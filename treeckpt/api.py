@@ -36,7 +36,7 @@ from .verifying import publish_rebuilt, verify_store
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
 
 Path = str | os.PathLike[str] | Store
-AnyComm = Any  # a Comm, a torch.distributed process group, or None for the default one
+AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for the default one
 
 
 @contextlib.contextmanager
@@ -79,10 +79,10 @@ def save(
             `state_dict` and `load_state_dict` stands for what the first gives.
         step: of training, 0 or more, kept in the index.
         comm: which ranks save: a process group of torch.distributed (they talk over its Store, without a collective),
-            or a `Comm`; by default the default group, if that is up.
-        custom_metadata: values kept in the index.
+            or a `Comm`; by default the default group, if that is up. "alone" saves in this process without talking.
+        custom_metadata: values kept in the index: rank 0's, to which what other ranks give must be equal.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
-        verify_replicas: compares all replicated arrays, not only values and arrays of up to 64 KiB.
+        verify_replicas: compares all that several ranks hold, not only values, and arrays and pieces of up to 64 KiB.
         allow_pickle: stores values of unknown kinds as pickles; load needs the same word to read them.
         max_shard_bytes: starts another file past this many bytes of data, 1 or more; None never does.
         namespace: of optree's registry of node classes.
@@ -220,7 +220,8 @@ def load(
         read: "once" has what several ranks of a host want read by one and handed on; every rank has to call.
         memory: bytes of buffers beyond what is loaded, at most; smaller ones make smaller reads (1 MiB is the least).
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
-        comm: this process's rank and the size of its world; ranks talk only to salvage, or to read "once".
+        comm: this process's rank and the size of its world, as for `save`, or as a launcher says where no process group
+            is up; ranks talk only to salvage, or to read "once".
         on_report: gets the `LoadReport`.
 
     Raises:
@@ -230,7 +231,7 @@ def load(
     wanted, unwanted, rules = globs_of(select), globs_of(exclude), as_rules(rename, transforms)
     options = LoadOptions(wanted, strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read,
         memory, unwanted, rules)  # fmt: skip
-    tree, report = _load(path, like, as_comm(comm), options, on_corrupt)
+    tree, report = _load(path, like, as_comm(comm, talks=False), options, on_corrupt)
     if on_report is not None:
         on_report(report)
     return tree
@@ -280,7 +281,7 @@ def load_into(
         globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory,
         globs_of(exclude), rules,
     )  # fmt: skip
-    comm = as_comm(comm)
+    comm = as_comm(comm, talks=False)
     with _origin(path) as (new_tree, into_tree, stores), _without_cycles():
         options = salvaging(stores, comm, options, on_corrupt)
         if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
@@ -369,7 +370,7 @@ def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
     """
     from .leaves.registry import abstract_of
 
-    comm = as_comm(comm)
+    comm = as_comm(comm, talks=False)
     here = global_rank(comm)
     _, leaves = flatten(tree, rank=comm.rank, namespace=namespace)
     specs = [abstract_of(leaf, path, here) for path, leaf in leaves]

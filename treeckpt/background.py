@@ -169,6 +169,7 @@ def save_async_tree(
             complete(agreed, store, timed, recorder, here, Wrote(fault_of(agreed.error, comm.rank)))
             raise AssertionError("a save without plans fails")
         pending = Pending(store.url, limit=timed.timeout)
+        stack.enter_context(agreed.talk.signs())
         job = _Job(session, store, agreed, agreed.plans, timed, recorder, stack, pending, writer)
         try:
             if staging == "copy":
@@ -258,6 +259,7 @@ class _Job:
     def give_up(self, error: BaseException) -> None:
         """Ends a save whose thread has not begun; its caller hears of the error."""
         if self._begun.acquire(blocking=False):
+            self._stack.close()
             self._release()
             self._pending.finish(None, error)
             self._pending.take_lost()
@@ -268,9 +270,9 @@ class _Job:
             return
         report, error = None, None
         try:
-            if not self._is_staged:
-                self.stage()
             with self._stack:
+                if not self._is_staged:
+                    self.stage()
                 self._write()
             report = msgspec.structs.replace(
                 report_of(self._agreed, self._store, self._recorder),

@@ -1,4 +1,4 @@
-"""What becomes of saves in the background when the interpreter ends, or forks?
+"""What becomes of saves in the background when the interpreter ends, or forks.
 
 A normal end waits for them, for as long as their own time limits allow, and says so once that takes a second. A save
 that is lost then, or failed before without anybody asking, is named on stderr, and the exit code is not 0. Nothing can
@@ -19,7 +19,7 @@ from typing import Protocol
 
 from .pending import Pending
 
-__all__ = ["watch", "watch_session"]
+__all__ = ["unwatch", "watch", "watch_session"]
 
 PATIENCE = 1.0
 """Seconds of waiting before it is mentioned."""
@@ -52,6 +52,12 @@ def watch(pending: Pending) -> None:
         _STATE.pending = {other for other in _STATE.pending if not other.done() or other.unheard is not None}
         _STATE.pending.add(pending)
         _register()
+
+
+def unwatch(pending: Pending) -> None:
+    """Has the end of the interpreter not wait for a save: its loss has been told."""
+    with _STATE.lock:
+        _STATE.pending.discard(pending)
 
 
 def watch_session(session: Forkable) -> None:

@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from .core.errors import CheckpointError
 from .core.files import step_name
 from .core.policy import Policy
+from .exits import unwatch, watch_session
 from .finding import Finder
 from .pending import Pending
 from .run import CleanReport, Run
@@ -39,6 +41,12 @@ class Flights:
         self._starting: set[str] = set()
         self._claimed = ""
         self._lock = threading.Condition()
+        watch_session(self)
+
+    def forget(self) -> None:
+        """In a forked child: the saves are its parent's."""
+        self._pending, self._undo, self._failed = [], {}, []
+        self._starting, self._claimed, self._lock = set(), "", threading.Condition()
 
     def add(self, step: int, pending: Pending, undo: Callable[[], None]) -> None:
         """Takes a save in.
@@ -81,13 +89,14 @@ class Flights:
                 self._claimed = ""
                 self._lock.notify_all()
 
-    def settle(self) -> None:
-        """Waits for all of them.
+    def settle(self, timeout: float | None = None) -> None:
+        """Waits for all of them, at most so many seconds.
 
         Raises:
-            What the first that failed came to.
+            What the first that failed came to; CheckpointError where one has not ended in time.
         """
-        self._wait()
+        if not self._wait(timeout):
+            self._give_up(timeout or 0.0)
         if self._failed:
             error, self._failed = self._failed[0], []
             raise error
@@ -97,14 +106,32 @@ class Flights:
         self._wait(timeout)
         self._failed.clear()
 
-    def _wait(self, timeout: float | None = None) -> None:
+    def _give_up(self, timeout: float) -> None:
+        """Lets go of what has not ended: nothing waits for it any more, the end of the interpreter neither."""
+        lost = {step: pending for step, pending in self._pending if not pending.done()}
+        for pending in lost.values():
+            unwatch(pending)
+        with self._lock:
+            self._pending.clear()
+            self._undo.clear()
+        raise CheckpointError(
+            ", ".join(pending.path for pending in lost.values()),
+            expected=f"the saves in flight to end within {timeout:g} s",
+            found=f"no end of that of {'step' if len(lost) == 1 else 'steps'} {', '.join(map(str, lost))}: "
+            "it is lost unless it is committed before this process ends",
+            hint="Wait longer, or restore an earlier step; what is committed stays valid",
+        )
+
+    def _wait(self, timeout: float | None = None) -> bool:
+        """Whether all have ended."""
         deadline = time.monotonic() + timeout if timeout is not None else None
         while self._pending:
             limit = max(0.0, deadline - time.monotonic()) if deadline is not None else None
             if not self._pending[0][1].wait(limit):
                 _log.error("saving step %d has not ended yet", self._pending[0][0])
-                return
+                return False
             self._take(0)
+        return True
 
     def collect(self) -> None:
         """Notes what has ended well, without waiting.
@@ -142,6 +169,11 @@ class Sweeper:
         self._run, self._policies, self._finder, self._flights, self._grace = run, policies, finder, flights, grace
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
+        watch_session(self)
+
+    def forget(self) -> None:
+        """In a forked child: the thread is its parent's."""
+        self._pool = self._last = None
 
     def start(self) -> None:
         """Cleans up soon, beside whatever comes next."""
@@ -170,13 +202,14 @@ class Sweeper:
         self.wait()
         return self._clean(dry_run=dry_run)
 
-    def wait(self) -> None:
-        """Waits for the clean-up that was started last."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the clean-up that was started last, at most so many seconds."""
         if self._last is not None:
-            self._last.result()
+            with contextlib.suppress(TimeoutError):
+                self._last.result(timeout)
 
-    def close(self) -> None:
-        """Waits, and lets the thread go; it can be started again."""
+    def close(self, *, wait: bool = True) -> None:
+        """Lets the thread go, and waits for it; it can be started again."""
         if self._pool is not None:
-            self._pool.shutdown()
+            self._pool.shutdown(wait)
             self._pool = None

@@ -148,7 +148,8 @@ class Load:
                 path,
                 expected=f"state of one rank of {self.world}",
                 found=f"state saved by a world of {self.index.world}",
-                hint="The world size changed: leave this leaf out with `...` in like, or pass per_rank='take'",
+                hint="The world size changed: leave this leaf out with `...` in like, or pass per_rank='take'. A "
+                'process that is alone, whatever its launcher says, passes comm="alone"',
             )
         for leaf in found:
             if self.source_rank in decode_runs(leaf.ranks or ()):

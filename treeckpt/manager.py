@@ -1,4 +1,4 @@
-"""Which checkpoint of a run to resume from, when to make the next, and which to keep? `Manager` answers for all ranks.
+"""Which checkpoint of a run to resume from, when to make the next, and which to keep: `Manager` decides for all ranks.
 
     with tc.Manager("run", keep=[Last(3), Best("loss")], every=1000) as manager:
         manager.save_on_signal()
@@ -34,10 +34,11 @@ from .core.policy import Best, Policy, check_policies
 from .finding import Finder
 from .inflight import Flights, Sweeper
 from .io.channel import Channel
-from .io.comm import Comm, as_comm
+from .io.comm import as_comm
 from .io.leases import hold_lease
 from .io.runs import RunStore
 from .io.store import Store
+from .io.waiting import LIMIT
 from .pacing import Pace
 from .pending import Pending
 from .ranks import Policy as Changed
@@ -65,7 +66,7 @@ class Manager:
         seconds: between saves, by rank 0's clock; saves are due by either.
         background: saves with `save_async`: `save` returns as soon as the tree may change.
         grace: seconds for which files of a save that never finished are left alone.
-        comm: how ranks talk; as for `treeckpt.save`.
+        comm: how ranks talk, as for `treeckpt.save`; "alone" is a manager of this process only.
         options: of `treeckpt.save`, and of `treeckpt.save_async` with `background`. A step that is saved again
             replaces the earlier one, which stays valid until then; `overwrite=False` refuses it.
     """
@@ -79,7 +80,7 @@ class Manager:
         seconds: float | None = None,
         background: bool = True,
         grace: float = GRACE,
-        comm: Comm | None = None,
+        comm: api.AnyComm = None,
         **options: Any,
     ) -> None:
         check_options(options, background=background)
@@ -173,7 +174,7 @@ class Manager:
 
         Args:
             tree: a dict, if anything is registered, which is saved beside it; left out, that is saved alone.
-            metrics: numbers by which `Best` and `best` choose.
+            metrics: numbers by which `Best` and `best` choose; those of rank 0 count.
             pin: keeps the checkpoint until it is unpinned.
 
         Returns:
@@ -185,14 +186,16 @@ class Manager:
         """
         step = as_step(step)
         named = {} if metrics is None else {METRICS: numbers_of(metrics)}
-        metadata = {**(custom_metadata or {}), **named}
+        metadata = {**(custom_metadata or {}), **(named if self._comm.rank == 0 else {})}
         if self.stopping:
             self._flights.drain()  # the last save is neither skipped nor held up by what went wrong before
         elif self._options.get("busy", "wait") == "wait":
             self._flights.settle()
         with self._flights.starting(step):
             result = self._save(step, self._registered.joined(tree), metadata, pin=pin)
-        self._after_save(result)
+        if isinstance(result, SaveReport):
+            self._sweep()
+            self._sweeper.wait()
         self.count = step
         if isinstance(result, Pending) and result.skipped:
             return result
@@ -228,23 +231,21 @@ class Manager:
             self._flights.add(step, pending, unpin)
         return pending
 
-    def _after_save(self, result: SaveReport | Pending) -> None:
-        if isinstance(result, SaveReport):
-            self._sweep()
-            self._sweeper.wait()
-
     def _sweep(self) -> None:
         if self._comm.rank == 0:
             self._sweeper.start()
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Waits until everything that was saved is durable, and cleaned up after.
 
+        Args:
+            timeout: seconds to wait at most for either.
+
         Raises:
-            What a save came to, if it failed.
+            What a save came to, if it failed; CheckpointError, naming what is lost, if one has not ended in time.
         """
-        self._flights.settle()
-        self._sweeper.wait()
+        self._flights.settle(timeout)
+        self._sweeper.wait(timeout)
 
     # what there is -------------------------------------------------------------------------------------------
 
@@ -354,7 +355,9 @@ class Manager:
 
     # ending --------------------------------------------------------------------------------------------------
 
-    def save_on_signal(self, signals: Iterable[int] = (SIGTERM,), *, exit: int | None = None) -> None:
+    def save_on_signal(
+        self, signals: Iterable[int] = (SIGTERM,), *, exit: int | None = None, rank_timeout: float = LIMIT
+    ) -> None:
         """Saves when the process is told to end: on all ranks at the same step, within two steps of the signal.
 
         The handler only sets a flag. `should_save` and `step` then say so on every rank, whichever got the signal;
@@ -363,24 +366,21 @@ class Manager:
         Args:
             exit: the exit code with which `save` ends the process, on every rank, once that checkpoint is durable;
                 None leaves that to the caller.
+            rank_timeout: seconds without a sign after which another rank is given up, once a signal is in.
 
         Raises:
             TreeckptError: not called in the main thread.
         """
         self._exit = exit
-        self._pace.listen(signals)
+        self._pace.listen(signals, rank_timeout)
 
-    def close(self) -> None:
-        """Waits for the saves in flight, and gives signals back.
-
-        Raises:
-            What a save came to, if it failed.
-        """
+    def close(self, timeout: float | None = None) -> None:
+        """Waits for the saves in flight, as `wait` does, and gives signals back."""
         try:
-            self.wait()
+            self.wait(timeout)
         finally:
             self._pace.close()
-            self._sweeper.close()
+            self._sweeper.close(wait=timeout is None)
 
     def __enter__(self) -> Self:
         return self
@@ -389,7 +389,7 @@ class Manager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):  # it matters more than what the saves come to; other ranks may be gone
-            self._pace.close(failed=True)
+            self._pace.close(error)
             self._flights.drain(AFTER_ERROR)
             self._sweeper.close()
         else:

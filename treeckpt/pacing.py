@@ -1,16 +1,19 @@
-"""When is a step to be saved? At an interval, after a time, and when a signal says that the process is to end.
+"""When a step is to be saved: at an interval, after a time, and when a signal says that the process is to end.
 
 An interval in steps is the same on every rank by itself. Clocks and signals are not: so rank 0 decides, without waiting
 for anybody, and at its n-th call already for call n + 1. Each rank finds that decision on the board when it makes call
 n + 1, at the latest a moment after rank 0 has made its call n; where ranks train in step it is there already, and
 nobody waits. A signal handler only sets a flag: the next call on that rank posts it, the next call on rank 0 after that
-decides, and all ranks save at the call after: within two steps of the signal, and at the same step on every rank.
+decides, and all ranks save at the call after: within two steps of the signal, and at the same step on every rank. Once
+the signal is in, a rank that gives no sign is given up after a few seconds (`io.waiting`): the launcher kills soon.
 
 Without `seconds` and without signals nothing is posted at all.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -20,11 +23,14 @@ from typing import Any
 import msgspec
 
 from .core.errors import RankError, TreeckptError
+from .io import waiting
 from .io.channel import Channel
 from .io.comm import Comm
+from .io.waiting import ENDING, LIMIT
 
 __all__ = ["Pace"]
 
+_log = logging.getLogger("treeckpt")
 _HISTORY = 256
 """Decisions to save that stay on the board, for ranks that are behind."""
 
@@ -122,18 +128,22 @@ class Pace:
 
     def _read(self) -> None:
         """Waits for the plan that covers this call; it is mostly there already."""
-        limit, pause = self._comm.timeout * 2 + 1, 0.0005
-        deadline = time.monotonic() + limit
+        limit, pause, start, said = self._comm.timeout * 2 + 1, 0.0005, time.monotonic(), False
         while True:
             data = self._comm.wait([self._key("plan")], 0)[0]
             if data is not None:
                 self._plan = msgspec.msgpack.decode(data, type=_Plan)
             if self._plan.decided >= self._calls:
                 return
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if not said and waited > waiting.NOTICE:
+                waiting.say_waiting(self._comm.rank, [0], waiting.NOTICE, "should_save or step")
+                said = True
+            since = ENDING.since
+            if waited > limit or (since is not None and time.monotonic() - max(start, since) > ENDING.limit):
                 raise RankError(
                     "ranks",
-                    ranks={0: f"silent for {limit:g} s"},
+                    ranks={0: waiting.silence(limit)},
                     expected="rank 0's word on whether to save this step",
                     hint="Call should_save or step once a step, on every rank",
                 )
@@ -142,16 +152,25 @@ class Pace:
 
     # signals -------------------------------------------------------------------------------------------------
 
-    def listen(self, signals: Iterable[int]) -> None:
+    def listen(self, signals: Iterable[int], rank_timeout: float = LIMIT) -> None:
         """Handles signals from now on.
+
+        Args:
+            rank_timeout: seconds without a sign after which another rank is given up, once a signal is in.
 
         Raises:
             TreeckptError: this is not the main thread.
         """
 
+        if not 0 < rank_timeout < math.inf:
+            hint = f"By default it is {LIMIT:g}"
+            raise TreeckptError("rank_timeout", expected="seconds, more than 0", found=f"{rank_timeout!r}", hint=hint)
+
         def note(number: int, frame: FrameType | None) -> None:
             self._signal = number
+            ENDING.tell()
 
+        fresh = not self._handlers
         for number in signals:
             try:
                 before = signal.signal(number, note)
@@ -162,18 +181,24 @@ class Pace:
                     found=f"{error}",
                 ) from error
             self._handlers.setdefault(number, before)
+        if fresh and self._handlers:
+            ENDING.listen(rank_timeout)
         self._listening = True
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Gives the signals back to whoever had them, and removes this rank's messages.
 
         Args:
-            failed: there will be no save any more: a signal that waits for one does now what it would have done.
+            error: why there will be no save any more: a signal that waits for one does now what it would have done.
         """
         for number, before in self._handlers.items():
             signal.signal(number, before if before is not None else signal.SIG_DFL)
+        if self._handlers:
+            ENDING.leave(ended=error is None or not self.stopping)
         self._handlers.clear()
         if self._asked:
             self._comm.drop([self._key("signal")])
-        if failed and self._signal and not self.stopping:
+        if error is not None and self._signal and not self.stopping:
+            name = signal.Signals(self._signal).name
+            _log.error("treeckpt: ends by %s without a last save: %s: %s", name, type(error).__name__, error)
             signal.raise_signal(self._signal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from .core.errors import CheckpointError, TreeckptError
@@ -20,6 +21,7 @@ class Pending:
 
     def __init__(self, path: str, *, skipped: bool = False, limit: float = 0.0) -> None:
         self.path, self.skipped, self.limit = path, skipped, limit
+        self._owner = os.getpid()
         self.staging_error: Exception | None = None
         self._staged, self._finished = threading.Event(), threading.Event()
         self._report: SaveReport | None = None
@@ -37,8 +39,9 @@ class Pending:
 
         Raises:
             TimeoutError: it is not copied yet.
-            TreeckptError: it could not be copied; the save has failed.
+            TreeckptError: it could not be copied; the save has failed. Or this process was forked meanwhile.
         """
+        self._check_owner(self._staged)
         if not self._staged.wait(timeout):
             raise TimeoutError(f"{self.path}: not staged after {timeout} s")
         if self.staging_error is not None:
@@ -52,8 +55,9 @@ class Pending:
 
         Raises:
             TimeoutError: it is still under way, and goes on.
-            TreeckptError: it failed, for the reason that this error says.
+            TreeckptError: it failed, for the reason that this error says. Or this process was forked meanwhile.
         """
+        self._check_owner(self._finished)
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.path}: still being saved after {timeout} s")
         self._heard = True
@@ -62,13 +66,28 @@ class Pending:
         return self._report
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, well or not.
+
+        Raises:
+            TreeckptError: this process was forked meanwhile, so it cannot know.
+        """
+        self._check_owner(self._finished)
         return self._finished.is_set()
+
+    def _check_owner(self, event: threading.Event) -> None:
+        """Refuses to wait in a forked child, where no thread is left that could end the save."""
+        if os.getpid() != self._owner and not event.is_set():
+            raise CheckpointError(
+                self.path,
+                expected=f"a call in process {self._owner}, which saves",
+                found=f"one in process {os.getpid()}, forked from it while the save was under way",
+                hint="Ask in the process that began the save; a forked child may begin a save of its own",
+            )
 
     def __repr__(self) -> str:
         if self.skipped:
             state = "skipped"
-        elif not self.done():
+        elif not self._finished.is_set():
             state = "writing" if self._staged.is_set() else "staging"
         else:
             state = "failed" if self._error is not None else "saved"
@@ -88,12 +107,13 @@ class Pending:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end, whatever it is; False if it did not come in time."""
+        self._check_owner(self._finished)
         return self._finished.wait(timeout)
 
     @property
     def unheard(self) -> BaseException | None:
         """The error that nobody has been told."""
-        return None if self._heard or not self.done() else self._error
+        return None if self._heard or not self._finished.is_set() else self._error
 
     def take_lost(self) -> TreeckptError | None:
         """The error of a save that nobody asked for, as one to be raised elsewhere; once."""

@@ -7,14 +7,16 @@ from typing import Any
 import msgspec
 
 from .core.assign import ArrayLeaf, assign
-from .core.inventory import Inventory, LeafSpec, Plenum, RankClass, array_leaves, unify
+from .core.inventory import Inventory, LeafSpec, Plenum, RankClass, array_leaves, contested, unify
+from .core.layout import BoxLayout
 from .core.plan import SavePlan, plan_save
+from .core.region import Region
 from .core.runs import encode_runs
 from .io.comm import Comm
 
-__all__ = ["Plans", "kept_plans", "make_plans", "plans_of"]
+__all__ = ["Plans", "boxes_of", "kept_plans", "make_plans", "plans_of"]
 
-_MEMORY = "plans"
+_MEMORY, _BOXES = "plans", "boxes"
 
 
 class Plans(msgspec.Struct, frozen=True):
@@ -60,6 +62,26 @@ def make_plans(comm: Comm, key: str, joined: Plenum | None, inventory: Inventory
     plans = plans_of(key, joined, comm.rank, max_shard_bytes=max_shard_bytes)
     comm.memory[_MEMORY] = plans
     return plans
+
+
+def boxes_of(comm: Comm, key: str, joined: Plenum | None, inventory: Inventory) -> list[tuple[str, Region, int]]:
+    """What listed pieces of inventories with this key hold in common, as `contested` says; kept as plans are.
+
+    Args:
+        joined: the global tree, where it was just joined; None if it is kept, or all ranks bring the same.
+        inventory: this rank's.
+    """
+    kept_key, found = comm.memory.get(_BOXES, ("", []))
+    if kept_key == key:
+        return found
+    kept = kept_plans(comm)
+    if joined is None and kept is not None and kept.key == key:
+        joined = kept.plenum
+    if joined is None and any(isinstance(leaf.layout, BoxLayout) for leaf in inventory.leaves):
+        joined = unify([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
+    found = contested(joined) if joined is not None else []
+    comm.memory[_BOXES] = key, found
+    return found
 
 
 def plans_of(key: str, plenum: Plenum, rank: int, *, max_shard_bytes: int) -> Plans:

@@ -67,7 +67,8 @@ def save_tree(
         agreed = agree(store, tree, comm, options, metadata, recorder, standing or Standing())
         assert agreed is not None, "only a save in the background is skipped"
         here = Here(store, agreed.facts, agreed.plans, recorder, error=agreed.error)
-        complete(agreed, store, comm, recorder, here, here.write(lambda plans: source_stream(agreed, plans)))
+        with agreed.talk.signs():
+            complete(agreed, store, comm, recorder, here, here.write(lambda plans: source_stream(agreed, plans)))
     return report_of(agreed, store, recorder)
 
 

@@ -82,6 +82,31 @@ def large_replicas_are_compared_when_asked(here: Rank) -> None:
 
 
 @case("four")
+def small_pieces_of_replicas_are_compared_on_every_save(here: Rank) -> None:
+    meshes = [mesh_of(2, first=first) for first in (0, 2)]
+    leaves: dict[str, Any] = {
+        "hsdp": (mesh_of(2, 2), (Replicate(), Shard(0))),
+        "replicated inside": (mesh_of(2, 2), (Shard(1), Replicate())),
+        "a mesh for each replica": (meshes[here.rank // 2], (Shard(0),)),
+    }
+    fine = {name: distribute(torch.ones(8, 6), *layout) for name, layout in leaves.items()}
+    fine["rows"] = distribute(torch.arange(8.0), mesh_of(4), (Shard(0),))
+    tc.save(here.directory / "small fine", {"n": 1, **fine})
+    for name, layout in leaves.items():
+        odd = distribute(torch.ones(8, 6), *layout)
+        if here.rank == 3:
+            odd.to_local()[0, 0] = 7
+        for options in ({}, {"verify_replicas": True}):
+            with pytest.raises(tc.MismatchError) as caught:
+                tc.save(here.directory / f"small {name}", {"n": 1, **fine, "a": {name: odd}}, **options)
+            assert caught.value.path.startswith(f"a/{name}@"), caught.value
+            assert "rank 3" in str(caught.value), caught.value
+        assert not (here.directory / f"small {name}" / "index.json").exists()
+        with pytest.raises(tc.MismatchError, match=f"a/{name}@.* rank 3"):
+            tc.trees.gather({"a": {name: odd}})
+
+
+@case("four")
 def arrays_that_contradict_each_other_are_named(here: Rank) -> None:
     odd = here.rank == 1
     pairs: dict[str, Any] = {

@@ -139,7 +139,7 @@ def convert(
         overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
         step: of training, kept in a checkpoint of ours; by default that of the destination's name in a run, or what
             the source says.
-        comm: as in `save`.
+        comm: as in `save`; "alone" writes in this process without talking.
 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: the state of the source.

@@ -11,6 +11,7 @@ holders; where pieces overlap in part, the one that comes first is written and t
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -43,6 +44,7 @@ __all__ = [
     "as_grid",
     "assign",
     "grid_of",
+    "held_twice",
     "lone_writer",
     "owners_of",
     "writes_of",
@@ -209,6 +211,29 @@ def _disjoint(regions: list[Region]) -> Iterator[tuple[Region, list[Region]]]:
             rest = [piece for r in rest for piece in subtract(r, other)]
         active.append(region)
         yield region, rest
+
+
+def held_twice(leaf: ArrayLeaf) -> list[Region]:
+    """Boxes of an array with listed pieces that several pieces hold: whole pieces, or where they overlap in part.
+
+    For each piece that overlaps an earlier one, with every element that both hold, there is a box that lies inside of
+    it and inside of the first piece that has the element.
+    """
+    if not isinstance(leaf.layout, BoxLayout) or leaf.per_rank is not None:
+        return []
+    held = [region for _, region in leaf.layout.pieces if region.size]
+    if sum(region.size for region in held) <= math.prod(leaf.shape):
+        return []  # they are apart, or leave a gap, which is refused
+    found = {region for region, count in collections.Counter(held).items() if count > 1}
+    distinct = sorted(set(held))
+    if sum(region.size for region in distinct) > math.prod(leaf.shape):
+        active: list[tuple[Region, list[Region]]] = []
+        for region, rest in _disjoint(distinct):
+            active = [(r, own) for r, own in active if not r.shape or r.stop[0] > region.offset[0]]
+            shared = [intersect(region, part) for _, own in active for part in own]
+            found.update(box for box in shared if box is not None)
+            active.append((region, rest))
+    return sorted(found)
 
 
 def as_grid(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[list[np.ndarray], list[np.ndarray]] | None:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from .assign import ArrayLeaf
+from .assign import ArrayLeaf, held_twice
 from .dtypes import dtype_of
 from .errors import LayoutError, MismatchError
 from .layout import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated
@@ -33,6 +33,7 @@ __all__ = [
     "RankClass",
     "array_leaves",
     "check_apart",
+    "contested",
     "digest_of",
     "piece_key",
     "unify",
@@ -286,6 +287,15 @@ def array_leaves(plenum: Plenum) -> list[tuple[int, ArrayLeaf]]:
     return found
 
 
+def contested(plenum: Plenum) -> list[tuple[str, Region, int]]:
+    """What several pieces of arrays with listed pieces hold: path, box and its bytes."""
+    return [
+        (leaf.path, region, region.size * leaf.itemsize)
+        for _, leaf in array_leaves(plenum)
+        for region in held_twice(leaf)
+    ]
+
+
 _MARK = "\0"
 """Between a path and a region; no path that can be typed has one."""
 
@@ -326,6 +336,6 @@ def check_apart(keys: Sequence[tuple[int, str]]) -> None:
                     expected="pieces that are equal or apart, so that replicas can be compared",
                     found=f"offset {other.offset}, shape {other.shape} on rank {pieces[other]} and "
                     f"offset {region.offset}, shape {region.shape} on rank {pieces[region]}",
-                    hint="Check the offsets; without verify_replicas what starts first is written",
+                    hint="Check the offsets",
                 )
             active.append(region)

@@ -7,6 +7,7 @@ blocks the training's use of it.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from ..core.errors import RankError, TreeckptError
 from .boards import StoreBoard, follow, serve
+from .launchers import Unconnected, launched, unconnected
 from .tiers import leads, spans_for
 
 __all__ = [
@@ -93,10 +95,14 @@ class TieredComm(Comm, Protocol):
 
 
 class SoloComm:
-    """One rank, alone: it has nobody to post to."""
+    """One rank, alone: it has nobody to post to.
 
-    def __init__(self) -> None:
-        self.rank, self.size, self.timeout = 0, 1, TIMEOUT
+    Args:
+        members: its rank in the default group, where there is one.
+    """
+
+    def __init__(self, members: tuple[int] | None = None) -> None:
+        self.rank, self.size, self.timeout, self.members = 0, 1, TIMEOUT, members
         self.memory: dict[str, Any] = {}
 
     def post(self, key: str, data: bytes) -> None:
@@ -192,18 +198,32 @@ class TorchComm:
         self.memory: dict[str, Any] = {}
         self._common = StoreBoard(store, prefix)
         self._boards: dict[int, Board] = {}
-        self._lock = threading.Lock()
+        self._lock, self._owner = threading.Lock(), os.getpid()
+
+    def _check_owner(self) -> None:
+        """Refuses to speak for a rank in a process that was forked from it, over the same connection."""
+        if os.getpid() != self._owner:
+            raise RankError(
+                "comm",
+                ranks={self.rank: f"process {os.getpid()} was forked from it"},
+                expected=f"a call in process {self._owner}, which is rank {self.rank}",
+                hint='In a forked child pass comm="alone"',
+            )
 
     def post(self, key: str, data: bytes) -> None:
+        self._check_owner()
         self._common.post(key, data)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        self._check_owner()
         return self._common.wait(keys, timeout)
 
     def drop(self, keys: Sequence[str]) -> None:
-        self._common.drop(keys)
+        if os.getpid() == self._owner:
+            self._common.drop(keys)
 
     def board(self, leader: int) -> Board:
+        self._check_owner()
         with self._lock:
             if leader not in self._boards:
                 mine = leader == self.rank
@@ -218,13 +238,24 @@ def default_comm() -> Comm:
 
     It is kept with the default group's Store, so that ranks count their saves alike and a new group starts anew.
     """
+    return _kept().world if _world_size() > 1 else _SOLO
+
+
+def _world_size() -> int:
+    """Of torch.distributed's default group; 0 where that is not up."""
     if "torch" not in sys.modules:
-        return _SOLO
+        return 0
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _alone() -> Comm:
+    """The comm of this process as the only one, whatever others there are."""
+    if _world_size() < 2:
         return _SOLO
-    return _kept().world
+    kept = _kept()
+    return kept.groups.setdefault("alone", SoloComm((kept.world.rank,)))
 
 
 def comm_of(group: Any) -> Comm:
@@ -283,10 +314,28 @@ def check_group(group: Any, name: str) -> None:
         )
 
 
-def as_comm(comm: Any) -> Comm:
-    """What the `comm` of a public function stands for: a comm itself, a process group, or None for the default."""
+def as_comm(comm: Any, *, talks: bool = True) -> Comm:
+    """What the `comm` of a public function stands for: a comm itself, a process group, "alone", or None.
+
+    None is the default group, where that is up; else this process alone.
+
+    Args:
+        talks: ranks have to reach each other. A load mostly needs to know only which of them this one is.
+
+    Raises:
+        RankError: a launcher has started other ranks, which None does not reach.
+        TreeckptError: it is none of these.
+    """
+    if isinstance(comm, str):
+        if comm == "alone":
+            return _alone()
+        expected = 'a process group of torch.distributed, "alone", or None for all ranks'
+        raise TreeckptError("comm", expected=expected, found=f"{comm!r:.60}")
     if comm is None:
-        return default_comm()
+        place = launched() if not _world_size() else None
+        if place is not None and talks:
+            raise unconnected(place)
+        return default_comm() if place is None else Unconnected(place, TIMEOUT)
     return comm if hasattr(comm, "post") else comm_of(comm)
 
 
@@ -307,7 +356,7 @@ class _Kept:
     def __init__(self, original: Any, rank: int, size: int) -> None:
         self.original, self.store = original, _clone(original)
         self.world = TorchComm(self.store, rank, size)
-        self.groups: dict[str, TorchComm] = {}
+        self.groups: dict[str, Comm] = {}
 
 
 _COMMS: dict[int, _Kept] = {}

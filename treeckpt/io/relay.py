@@ -26,6 +26,7 @@ from ..core.errors import CheckpointError, RankError
 from .comm import Comm
 from .intake import Reading, ring_of
 from .shards import Shards
+from .waiting import noticing
 
 __all__ = ["Part", "Relay", "open_relay", "together"]
 
@@ -60,7 +61,8 @@ class Relay:
         for want in map(repr, wants):
             digests.append(xxhash.xxh3_64_intdigest(f"{want} {seen[want]}".encode()))
             seen[want] += 1
-        told = self._tell((_host(), digests), None)
+        with noticing(self._rank, "load with read='once'"):
+            told = self._tell((_host(), digests), None)
         here = {rank: mine for rank, (host, mine) in told.items() if host == _host()}
         holders: dict[int, list[int]] = {}
         for rank in sorted(here):
@@ -272,7 +274,8 @@ def open_relay(comm: Comm) -> Relay | None:
     if comm.size == 1:
         return None
     if _MEMORY not in comm.memory:
-        comm.memory[_MEMORY] = Relay(_new_group(comm), comm.rank, comm.size)
+        with noticing(comm.rank, "load with read='once'"):
+            comm.memory[_MEMORY] = Relay(_new_group(comm), comm.rank, comm.size)
     return comm.memory[_MEMORY]
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
@@ -31,11 +32,14 @@ import msgspec
 from ..core.errors import RankError
 from .comm import Board, Comm, TieredComm
 from .tiers import bundle, children_of, leads, parent_of, unbundle
+from .waiting import ENDING, give_signs, say_waiting, silence, wait_for
 
 __all__ = ["Round"]
 
 SETTLE = 30.0
-"""Seconds that rank 0 waits for the others to read its last word: it may serve the messages, and be about to exit."""
+"""Seconds that rank 0 waits, at most, for the others to read its last word: it may serve the messages, and be about to
+exit. A comm with a shorter time limit waits that long: a rank that died after its report reads nothing any more.
+"""
 LOOK = 5.0
 """Seconds between two looks at rank 0's board, of a rank whose own leader says nothing: at most."""
 _ROUND, _LEFT_OVER, _STATE = "round", "left over", "state"
@@ -82,9 +86,11 @@ class Round:
 
     Args:
         topic: what the save is about: tells a rank that comes late whether it missed this very save.
+        name: of a branch.
+        met: all ranks are known to be on their way here, so that no wait is worth a warning.
     """
 
-    def __init__(self, comm: Comm, topic: str, *, name: str = "") -> None:
+    def __init__(self, comm: Comm, topic: str, *, name: str = "", met: bool = False) -> None:
         self.lost: dict[int, str] = {}
         """On rank 0: the ranks that fell silent, and what is known of each; on leaders, of those below them."""
         self._comm, self._topic, self._name = comm, topic, name
@@ -98,6 +104,8 @@ class Round:
         self._adrift = False
         """Whether this rank's leader has fallen silent."""
         self._number = self._step = 0
+        self._met = met or bool(name)
+        """Whether the others are known to have made the call."""
         self._state = _State()
         self._nonce = secrets.token_bytes(8)
         self._nonces: dict[int, bytes] = {}
@@ -134,6 +142,18 @@ class Round:
     def branch(self, name: str) -> Round:
         """What the same ranks go on to say under a name that they have agreed on."""
         return Round(self._comm, self._topic, name=name)
+
+    def signs(self) -> contextlib.AbstractContextManager[None]:
+        """While the body runs, others that were told to end know that this rank is at it; only after `join`."""
+        comm = self._comm
+        if comm.size == 1:
+            return contextlib.nullcontext()
+
+        def boards() -> list[Board]:
+            ranks = ({self._leader} if comm.rank else set()) | ({comm.rank} if self._below else set())
+            return [self._board(rank) for rank in ranks]
+
+        return give_signs(boards, self._key(comm.rank, "sign"))
 
     def _key(self, rank: int | str, step: int | str = "") -> str:
         return f"{self._name or self._number}/{step or self._step}/{rank}"
@@ -178,7 +198,7 @@ class Round:
         heard = {self._comm.rank: data}
         for rank, message in zip(ranks, self._await(board, ranks), strict=True):
             if message is None:
-                self.lost[rank] = f"silent for {self._comm.timeout:g} s"
+                self.lost[rank] = silence(self._comm.timeout)
             elif self._nonces.setdefault(rank, message[:8]) != message[:8]:
                 self.lost[rank] = "gave up on this save and began another"
             elif self._leads(rank):
@@ -196,16 +216,23 @@ class Round:
     def _await(self, board: Board, ranks: list[int]) -> list[bytes | None]:
         """One message of each; leaders that have come may themselves be waiting, as long, for those below them."""
         timeout = self._comm.timeout
-        found = board.wait([self._key(rank) for rank in ranks], timeout) if ranks else []
+        signs = [self._key(rank, "sign") for rank in ranks]
+
+        def say(missing: Sequence[int], seconds: float) -> None:
+            say_waiting(self._comm.rank, [ranks[i] for i in missing], seconds, self._topic)
+
+        late = None if self._met else say
+        found = wait_for(board, [self._key(rank) for rank in ranks], timeout, signs=signs, late=late) if ranks else []
+        self._met = self._met or not self._comm.rank
         for _ in self._spans:
-            late = [i for i, rank in enumerate(ranks) if found[i] is None and self._leads(rank)]
-            marks = board.wait([self._waits(ranks[i]) for i in late], 0) if late else []
-            late = [i for i, mark in zip(late, marks, strict=True) if mark is not None]
-            if not late:
+            slow = [i for i, rank in enumerate(ranks) if found[i] is None and self._leads(rank)]
+            marks = board.wait([self._waits(ranks[i]) for i in slow], 0) if slow else []
+            slow = [i for i, mark in zip(slow, marks, strict=True) if mark is not None]
+            if not slow:
                 break
-            for i, message in zip(
-                late, board.wait([self._key(ranks[i]) for i in late], _patience(timeout)), strict=True
-            ):
+            keys = [self._key(ranks[i]) for i in slow]
+            more = wait_for(board, keys, _patience(timeout), signs=[signs[i] for i in slow])
+            for i, message in zip(slow, more, strict=True):
                 found[i] = message
         return found
 
@@ -251,23 +278,37 @@ class Round:
         comm, key = self._comm, self._key("all")
         # rank 0 may itself be waiting, for as long, for a rank that is silent, and leaders before it
         limit = comm.timeout * 2 + 1 + len(self._spans) * _patience(comm.timeout)
-        found = self._overhear(key, limit) if self._leader else comm.wait([key], limit)[0]
+        found = self._overhear(key, limit) if self._leader else self._await_word(key, limit)
         if found is not None:
+            self._met = True
             return found
         self._withdraw()
         raise RankError(
             "ranks",
-            ranks={0: f"silent for {limit:g} s"},
+            ranks={0: silence(limit)},
             expected="rank 0's word on how to go on",
             hint="Look at what rank 0 is doing. If this save was past its writes it may be committed after all: "
             "look before saving there again",
         )
 
+    def _await_word(self, key: str, limit: float) -> bytes | None:
+        """The word as rank 0 posts it."""
+
+        def say(missing: Sequence[int], seconds: float) -> None:
+            data = self._comm.wait([_STATE], 0)[0]
+            if data is None or msgspec.msgpack.decode(data, type=_State).number < self._number:
+                say_waiting(self._comm.rank, [0], seconds, self._topic)  # else rank 0 waits itself, and says so
+
+        signs, late = [self._key(0, "sign")], None if self._met else say
+        # rank 0 may itself be waiting for a rank that it will give up
+        return wait_for(self._comm, [key], limit, signs=signs, grace=2.2, late=late)[0]
+
     def _overhear(self, key: str, limit: float) -> bytes | None:
         """The word as this rank's leader hands it down; where that is silent or gone, as rank 0 posted it."""
-        comm, deadline = self._comm, time.monotonic() + limit
+        comm, start = self._comm, time.monotonic()
+        deadline = start + limit
         often = min(max(comm.timeout / 8, 0.02), LOOK)
-        pause = often if self._adrift else comm.timeout
+        pause = often if self._adrift or ENDING.listening else comm.timeout
         while True:
             found = None
             if self._above is not None:
@@ -278,6 +319,8 @@ class Round:
             if found is not None:
                 return found
             found = comm.wait([key], 0 if self._above is not None else often)[0]
+            if ENDING.since is not None:
+                deadline = min(deadline, max(ENDING.since, start) + ENDING.limit * (2 + len(self._spans)))
             if found is not None or time.monotonic() > deadline:
                 self._adrift = True
                 return found
@@ -327,8 +370,9 @@ class Round:
         cut = [self._key(rank, "left") for rank in sorted(self._cut)] if settle else []
         left: list[bytes | None] = [None]
         with contextlib.suppress(RankError):
-            left = board.wait(marks, SETTLE) if marks else []
-            left += board.wait(cut, min(SETTLE, comm.timeout)) if cut else []
+            settle_for = ENDING.cut(min(SETTLE, comm.timeout))
+            left = board.wait(marks, settle_for) if marks else []
+            left += board.wait(cut, settle_for) if cut else []
         # a rank that has not read the last word yet may still do so until the next round, or branch, is closed
         left_over = f"{_LEFT_OVER} {bool(self._name)}"
         board.drop(comm.memory.pop(left_over, []))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,18 +14,18 @@ from ..core.dtypes import dtype_of
 from ..core.inventory import Inventory, LeafSpec, Plenum, piece_key
 from ..core.layout import BoxLayout, MeshLayout, Replicate, among
 from ..core.records import View
-from ..core.region import c_strides
+from ..core.region import Region, c_strides
 from ..core.spec import Value
 from ..core.structure import TABLE_KEYS, any_rank, rank_key
 from ..core.table import Column
 from ..core.tree import flatten
-from .base import HostMemory, Piece, Source
+from .base import HostMemory, Piece, Readable, Source
 from .overlaps import meeting
 from .registry import encode, source_of
 from .sharded import Sharded
 from .table import column_source, placed
 
-__all__ = ["Brought", "bring", "content_digests", "place_tables"]
+__all__ = ["SMALL", "Brought", "box_digests", "bring", "content_digests", "piece_digests", "place_tables"]
 
 SMALL = 64 << 10
 """Replicas of up to this many bytes are compared on every save."""
@@ -201,7 +202,10 @@ def _contiguous(source: Source) -> bool:
 
 
 def content_digests(brought: Brought, *, every: bool) -> dict[str, bytes]:
-    """Digests of the contents that replicas must have in common: values and small arrays, or all arrays by piece."""
+    """Digests of the contents that replicas must have in common: values, and small arrays or all.
+
+    Pieces of arrays are for `piece_digests` and `box_digests`.
+    """
     found = {path: xxhash.xxh3_128_digest(msgspec.json.encode(value)) for path, value in brought.values.items()}
     for spec in brought.inventory.leaves:
         source = brought.sources.get(spec.path)
@@ -212,13 +216,49 @@ def content_digests(brought: Brought, *, every: bool) -> dict[str, bytes]:
             # which buckets are owned twice over is not known here; equal ids make it the same part of the table
             if every or spec.path.rpartition("/")[2] == TABLE_KEYS[0]:
                 found[piece_key(spec.path, source.layout.pieces[0][1])] = _hash_piece(source.pieces[0], itemsize)
-        elif _is_replica(source):
-            if every or itemsize * source.pieces[0].region.size <= SMALL:
-                found[spec.path] = _hash_piece(source.pieces[0], itemsize)
-        elif every:  # which pieces other ranks hold too is not known here
-            for piece in source.pieces:
-                found[piece_key(spec.path, piece.region)] = _hash_piece(piece, itemsize)
+        elif _is_replica(source) and (every or itemsize * source.pieces[0].region.size <= SMALL):
+            found[spec.path] = _hash_piece(source.pieces[0], itemsize)
     return found
+
+
+def piece_digests(brought: Brought, *, world: int, every: bool) -> list[dict[str, bytes]]:
+    """Digests of the pieces of distributed arrays that other ranks hold too, or may hold, small ones or all.
+
+    Ranks that hold one piece of a dict mostly hold all of them: each dict is of arrays that are cut and replicated
+    along the same dimensions of their meshes. Of a mesh that is the whole world and replicates nothing there is none.
+    """
+    groups: dict[object, dict[str, bytes]] = {}
+    for spec in brought.inventory.leaves:
+        layout = spec.layout
+        if not isinstance(layout, MeshLayout) or spec.per_rank is not None:
+            continue
+        source = brought.sources[spec.path]
+        copies = tuple(isinstance(placement, Replicate) for placement in layout.placements)
+        shared = math.prod(n for n, copy in zip(layout.mesh.shape, copies, strict=True) if copy) > 1
+        if all(copies) or not (shared or math.prod(layout.mesh.shape) < world):
+            continue
+        itemsize = dtype_of(source.spec.dtype).itemsize
+        for piece in source.pieces:
+            if every or itemsize * piece.region.size <= SMALL:
+                group = groups.setdefault((layout.mesh.shape, copies), {})
+                group[piece_key(spec.path, piece.region)] = _hash_piece(piece, itemsize)
+    return list(groups.values())
+
+
+def box_digests(brought: Brought, boxes: Sequence[tuple[str, Region]]) -> list[tuple[int, bytes]]:
+    """Digests of boxes of arrays with listed pieces, by number, as each piece of this rank has them."""
+    pieces: dict[str, Sequence[Piece]] = {}
+    for spec in brought.inventory.leaves:
+        if isinstance(spec.layout, BoxLayout) and spec.rows is None:  # `content_digests` has those of tables
+            pieces[spec.path] = brought.sources[spec.path].pieces
+    found: list[tuple[int, bytes]] = []
+    for number, (path, box) in enumerate(boxes):
+        for piece in pieces.get(path, ()):
+            if box.within(piece.region):
+                itemsize = dtype_of(brought.sources[path].spec.dtype).itemsize
+                digest = _hash_box(piece.data, box.relative_to(piece.region), itemsize)
+                found.append((number, digest))
+    return list(dict.fromkeys(found))
 
 
 def _is_replica(source: Source) -> bool:
@@ -230,15 +270,19 @@ def _is_replica(source: Source) -> bool:
 
 
 def _hash_piece(piece: Piece, itemsize: int) -> bytes:
-    shape = piece.region.shape
     if isinstance(piece.data, HostMemory) and piece.region.size * itemsize <= SMALL:
         return xxhash.xxh3_128_digest(piece.data.tobytes())
-    box = tuple(slice(0, n) for n in shape)
-    if piece.region.size * itemsize <= SMALL or not box:
-        return xxhash.xxh3_128_digest(np.ascontiguousarray(piece.data.read(box)).data)
+    return _hash_box(piece.data, Region.whole(piece.region.shape), itemsize)
+
+
+def _hash_box(data: Readable, box: Region, itemsize: int) -> bytes:
+    slices = box.slices()
+    if box.size * itemsize <= SMALL or not slices:
+        return xxhash.xxh3_128_digest(np.ascontiguousarray(data.read(slices)).data)
     state = xxhash.xxh3_128()
-    step = max(1, (4 << 20) // max(piece.region.size // shape[0] * itemsize, 1))
-    for low in range(0, shape[0], step):
-        part = piece.data.read((slice(low, min(low + step, shape[0])), *box[1:]))
+    first, stop = box.offset[0], box.stop[0]
+    step = max(1, (4 << 20) // max(box.size // box.shape[0] * itemsize, 1))
+    for low in range(first, stop, step):
+        part = data.read((slice(low, min(low + step, stop)), *slices[1:]))
         state.update(np.ascontiguousarray(part).data)
     return state.digest()

@@ -41,8 +41,8 @@ class Sharded:
         offset: where the piece starts: one integer per dimension, or, for a flat 1-D piece, the position of its
             first element among all elements in C order. For several pieces a list with as many of these.
 
-    Pieces of all ranks together cover the array. Equal pieces are replicas; where pieces overlap in part, that which
-    starts first is written.
+    Pieces of all ranks together cover the array. What several pieces hold is written once, and compared: where it is of
+    up to 64 KiB on every save, else with `verify_replicas=True`.
     """
 
     __treeckpt_leaf__: ClassVar[bool] = True

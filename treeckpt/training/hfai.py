@@ -53,7 +53,8 @@ def save(
         model: a module or a list of several.
         optimizer: an optimizer or a list of several.
         others: whatever else, by name; "model" and "optimizer" are taken. Under `treeckpt.PerRank` each rank's own.
-        group: a process group; None for all ranks, or for a single process without torch.distributed.
+        group: a process group; None for all ranks, or for a single process without torch.distributed; "alone" saves in
+            this process without talking.
         allow_pickle: stores others of unknown kinds (an argparse.Namespace, say) as pickles.
 
     Raises:
@@ -105,7 +106,7 @@ def load(
         model, nthreads = None, model
     if nthreads < 0:
         raise MismatchError("nthreads", expected="0 or more", found=f"{nthreads}")
-    comm = as_comm(group)
+    comm = as_comm(group, talks=False)
     if model is None:
         if optimizer is not None or options:
             alone = "an optimizer" if optimizer is not None else ", ".join(options)

@@ -64,7 +64,7 @@ def restore(
     world_changed: Policy | Mapping[str, Policy] = "error",
     device: str | torch.device | None = None,
     allow_pickle: bool = False,
-    comm: Comm | None = None,
+    comm: Any = None,
 ) -> RestoreReport:
     """Puts a saved training state into live objects, in place; parameters stay the same objects with the same memory.
 
@@ -84,11 +84,12 @@ def restore(
         world_changed: what becomes of each rank's own state in a world of another size: "error", "take" (modulo the
             old world), `merge(states, rank, world)`; or one each for "rng", "loader", "buffers", "extra" (no merge).
         device: where plain tensors on the meta device go, by default torch's default device.
+        comm: as for `treeckpt.load`.
 
     Raises:
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
-    comm = as_comm(comm)
+    comm = as_comm(comm, talks=False)
     with together(open_relay(comm) if read == "once" else None):
         rules = as_rules(rename, transforms)
         chosen = Options(

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import msgspec
-import xxhash
 
-from ..agreement import Told, compare
+from ..agreement import Held, Told, clashing_of, compare, compare_boxes, digest, digests_of
 from ..core.assign import ArrayLeaf, assign, writes_of
 from ..core.errors import RankError, TreeError
-from ..core.inventory import LeafSpec, Plenum, RankClass, array_leaves, digest_of, unify
+from ..core.inventory import LeafSpec, Plenum, RankClass, array_leaves, contested, digest_of, unify
 from ..core.layout import Layout, MeshLayout, Replicate, mesh_ranks
 from ..core.region import c_strides
 from ..core.runs import decode_runs, encode_runs
@@ -25,7 +24,7 @@ from ..core.spec import ArraySpec, Value
 from ..core.tree import replace_leaves, unflatten
 from ..faults import Fault, fault_of, raise_faults
 from ..leaves.base import Target
-from ..leaves.describe import Brought, bring, content_digests
+from ..leaves.describe import SMALL, Brought, box_digests, bring, content_digests, piece_digests
 from ..leaves.registry import decode, library_of, new_array, resolve
 from .moving import fill
 from .packing import Bucket, Entry, bytes_of, pack, pack_entries, unpack
@@ -59,6 +58,7 @@ class _Brings(msgspec.Struct, array_like=True):
 
     inventory: bytes
     contents: bytes
+    pieces: dict[bytes, bytes]
 
 
 class _Gather:
@@ -81,30 +81,43 @@ class _Gather:
     def agree(self) -> Plenum:
         """What all ranks bring together."""
         contents: dict[str, bytes] = {}
+        groups: list[dict[str, bytes]] = []
 
         def brings() -> bytes:
             wire = self.wire
             self.brought = bring(self.tree, rank=wire.rank, members=wire.members, namespace=self.namespace)
             contents.update(content_digests(self.brought, every=False))
-            digest = xxhash.xxh3_128_digest(msgspec.json.encode(sorted(contents.items())))
-            return msgspec.msgpack.encode(_Brings(digest_of(self.brought.inventory), digest))
+            groups.extend(piece_digests(self.brought, world=wire.size, every=False))
+            told = _Brings(digest_of(self.brought.inventory), digest(sorted(contents.items())), digests_of(groups))
+            return msgspec.msgpack.encode(told)
 
-        heard = together(self.wire, "gather", brings)
+        heard = [msgspec.msgpack.decode(data, type=_Brings) for data in together(self.wire, "gather", brings)]
         self.values: dict[str, Value] = self.brought.values
-        self.alike = len(set(heard)) == 1
+        clash = bool(clashing_of({rank: one.pieces for rank, one in enumerate(heard)}))
+        self.alike = len({(one.inventory, one.contents) for one in heard}) == 1 and not clash
         if self.alike:
             everyone = encode_runs(range(self.wire.size))
-            return unify([RankClass(everyone, self.brought.inventory)], self.wire.size)
-        digests = [msgspec.msgpack.decode(data, type=_Brings).inventory for data in heard]
-        told = Told(self.brought.inventory, contents, self.brought.values)
-        return self._join(digests, together(self.wire, "gather", lambda: msgspec.msgpack.encode(told)))
+            plenum = unify([RankClass(everyone, self.brought.inventory)], self.wire.size)
+        else:
+            for group in groups if clash else ():
+                contents.update(group)
+            told = Told(self.brought.inventory, contents, self.brought.values)
+            words = together(self.wire, "gather", lambda: msgspec.msgpack.encode(told))
+            plenum = self._join([one.inventory for one in heard], words)
+        boxes = [(path, box) for path, box, nbytes in contested(plenum) if nbytes <= SMALL]
+        if boxes:
+            own = together(
+                self.wire, "gather", lambda: msgspec.msgpack.encode(Held(None, box_digests(self.brought, boxes)))
+            )
+            compare_boxes(boxes, {rank: msgspec.msgpack.decode(word, type=Held) for rank, word in enumerate(own)})
+        return plenum
 
     def _join(self, digests: Sequence[bytes], heard: Sequence[bytes]) -> Plenum:
         told = [msgspec.msgpack.decode(data, type=Told) for data in heard]
         self.values = {path: value for tale in reversed(told) for path, value in tale.values.items()}
         groups: dict[bytes, list[int]] = {}
-        for rank, digest in enumerate(digests):
-            groups.setdefault(digest, []).append(rank)
+        for rank, inventory in enumerate(digests):
+            groups.setdefault(inventory, []).append(rank)
         classes: list[RankClass] = []
         for ranks in groups.values():
             inventory = told[ranks[0]].inventory
