@@ -58,6 +58,14 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     """From 0 to 1, of a save under way."""
     phase: str | None = None
     """Of a save under way."""
+    abandoned: bool = False
+    """Whether it is on an abandoned branch: the newest checkpoint does not descend from it."""
+    follows: str | None = None
+    """The save id of the checkpoint from which the training went on; None where that is not recorded."""
+    follows_step: int | None = None
+    """The step of that checkpoint, where it is still there."""
+    branches: bool = False
+    """Whether another checkpoint was saved between that one and this one: a branch begins here."""
 
 
 class Fact(msgspec.Struct, frozen=True):

@@ -85,6 +85,8 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         pinned=info.pinned,
         saved=info.saving[-1].fraction if info.saving else None,
         phase=info.saving[-1].phase if info.saving else None,
+        abandoned=info.abandoned,
+        follows=info.lineage.follows or None if info.lineage is not None else None,
     )
 
 

@@ -91,6 +91,8 @@ class _Summed(msgspec.Struct, frozen=True):
     reasons: dict[str, tuple[str, ...]]
     gone: dict[str, int]
     """Bytes of the checkpoints that no policy keeps, by name."""
+    branches: dict[str, tuple[int | None, bool]]
+    """Of a save id that another checkpoint follows, by the latter's name: its step, and whether a branch begins."""
 
 
 class _Held(Generic[T]):
@@ -120,7 +122,21 @@ def _summed(held: _Held[CheckpointInfo], policies: tuple[Policy, ...]) -> _Summe
         statuses=dict(sorted(statuses.items())),
         reasons=reasons,
         gone=gone,
+        branches=_branches(infos),
     )
+
+
+def _branches(infos: Sequence[CheckpointInfo]) -> dict[str, tuple[int | None, bool]]:
+    """The step that each checkpoint follows, and whether it is not the one that was saved before it."""
+    steps = {info.save_id: info.step for info in infos if info.save_id is not None and info.sequence is not None}
+    found: dict[str, tuple[int | None, bool]] = {}
+    before: str | None = None
+    for info in sorted((i for i in infos if i.lineage is not None), key=lambda i: (i.sequence or 0, i.step or 0)):
+        assert info.lineage is not None, "only those are sorted"
+        follows = info.lineage.follows
+        found[info.name] = steps.get(follows), before is not None and follows != before
+        before = info.save_id
+    return found
 
 
 def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
@@ -190,7 +206,14 @@ def _scan(library: Library, run: Run) -> ScanRow:
 
 def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summed: _Summed) -> CheckpointRow:
     row = checkpoint_row(checkpoint_id, run, info)
-    return msgspec.structs.replace(row, kept=list(summed.reasons.get(info.name, ())), goes=info.name in summed.gone)
+    step, branches = summed.branches.get(info.name, (None, False))
+    return msgspec.structs.replace(
+        row,
+        kept=list(summed.reasons.get(info.name, ())),
+        goes=info.name in summed.gone,
+        follows_step=step,
+        branches=branches,
+    )
 
 
 @lru_cache(64)
@@ -230,24 +253,32 @@ def _sorted(found: Found, sort: Sort) -> Found:
 
 
 def _cursor(info: CheckpointInfo) -> str:
-    """Where a page ends: the last row, by its name and step."""
+    """Where a page ends: the last row, by its name and place."""
     name = info.name.encode("utf-8", "surrogateescape").hex()
-    return base64.urlsafe_b64encode(msgspec.json.encode([name, str(info.step or 0)])).decode().rstrip("=")
+    present, sequence, step = _age(info)
+    data = msgspec.json.encode([name, present, str(sequence), str(step)])
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _age(info: CheckpointInfo) -> tuple[bool, int, int]:
+    """What the newest have most of."""
+    return not info.abandoned, info.sequence or 0, info.step or 0
 
 
 def _after(matching: Found, question: Question) -> int:
     """The position after the row of a cursor; of one that is gone, after those that stood before it."""
     try:
         padded = question.cursor + "=" * (-len(question.cursor) % 4)
-        name, step = msgspec.json.decode(base64.urlsafe_b64decode(padded), type=tuple[str, str])
-        step, name = int(step), bytes.fromhex(name).decode("utf-8", "surrogateescape")
+        kind = tuple[str, bool, str, str]
+        name, present, sequence, step = msgspec.json.decode(base64.urlsafe_b64decode(padded), type=kind)
+        age, name = (present, int(sequence), int(step)), bytes.fromhex(name).decode("utf-8", "surrogateescape")
     except ValueError as error:
         raise CursorError("this cursor is none that a page gave") from error
     for at, (_, info) in enumerate(matching):
         if info.name == name:
             return at + 1
     if question.sort == "newest":
-        return sum((info.step or 0) > step for _, info in matching)
+        return sum(_age(info) > age for _, info in matching)
     if question.sort == "oldest":
-        return sum((info.step or 0) < step for _, info in matching)
+        return sum(_age(info) < age for _, info in matching)
     return len(matching)

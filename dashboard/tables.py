@@ -25,7 +25,7 @@ from treeckpt.core.structure import Structure
 
 __all__ = ["LEAVES", "NAMES", "NODES", "SCHEMA", "StoredLeaf", "build_table"]
 
-SCHEMA = "2"
+SCHEMA = "3"
 """Of files of this form: other versions look elsewhere."""
 LEAVES = 64
 """Leaves of one row: what is decoded to show one of them."""

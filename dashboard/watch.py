@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from treeckpt.catalog import CheckpointInfo, newest_first
+from treeckpt.catalog import CheckpointInfo, arranged
 from treeckpt.core.errors import TreeckptError
 from treeckpt.core.files import step_of
 from treeckpt.io.runs import RunStore, changes_of
@@ -191,6 +191,6 @@ class Watch:
         with self._lock:
             version, infos = self._sorted
             if version != self.version:
-                infos = sorted((known.info for known in self._known.values()), key=newest_first)
+                infos = arranged(known.info for known in self._known.values())
                 self._sorted = (self.version, infos)
             return infos

@@ -175,3 +175,24 @@ def test_the_dashboard_peeks_and_compares_checksums(far_run: str) -> None:
     broken = client.get(f"{at}/leaves/0/peek", params={"top": 2047, "rows": 1})
     assert broken.status_code == 404 and "checksum" in broken.json()["error"]
     assert client.get(f"{at}/leaves/0/peek", params={"top": 0, "rows": 1}).status_code == 200
+
+
+def test_a_run_that_went_back_goes_on_from_what_was_saved_last(
+    far_run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tc.Manager(far_run, keep=None, background=False) as made:
+        for step in (10, 20, 30, 40):
+            made.save(step, {"step": step})
+    with tc.Manager(far_run, keep=3) as made:
+        made.restore(step=20)
+        for step in (21, 22):
+            made.save(step, {"step": step})
+        made.wait()
+        assert made.latest() == 22 and made.steps() == [20, 21, 22] and made.restore() == {"step": 22}
+    with tc.Manager(far_run, keep=None, background=False) as made:
+        made.save(21, {"step": "again"})
+        assert made.latest() == 21 and tc.Manager(far_run).restore() == {"step": "again"}
+    assert main(["ls", far_run]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step_")]
+    assert [line.split()[0] for line in rows] == [step_name(step) for step in (21, 20, 22)]
+    assert "abandoned branch" in rows[2]

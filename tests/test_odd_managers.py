@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import treeckpt as tc
 from tests.test_manager_background import Gate, GatedRun
+from treeckpt.cli import main
 from treeckpt.core.files import step_name
 from treeckpt.core.policy import Best, EveryPeriod, EverySteps, Last, Steps
 
@@ -156,3 +158,47 @@ def test_a_pinned_save_that_fails_behind_the_training_leaves_no_pin(tmp_path: Pa
             made.wait()
         assert (tmp_path / step_name(step) / "pinned.json").exists() == earlier
     made.close()
+
+
+ODD_STEPS = [True, np.True_, torch.tensor(True), 1.0, 1.5, "7", None, [1], -1, np.int64(-3), 10**18, 10**30, 10**5000]
+
+
+@pytest.mark.parametrize("odd", ODD_STEPS, ids=[f"{n}" for n in range(len(ODD_STEPS))])
+def test_what_is_no_step_is_refused_in_every_call(tmp_path: Path, odd: Any) -> None:
+    made = manager(tmp_path / "run")
+    made.save(7, {"s": 7})
+    calls = [
+        lambda: made.save(odd, {"s": 1}),
+        lambda: made.should_save(odd),
+        lambda: made.pin(odd),
+        lambda: made.unpin(odd),
+        lambda: made.path(odd),
+        lambda: made.reading(odd).__enter__(),
+        *([] if odd is None else [lambda: made.restore(step=odd), lambda: tc.save(tmp_path / "a", {}, step=odd)]),
+    ]
+    for call in calls:
+        with pytest.raises(tc.TreeError, match=r"step: expected an? (integer|step, 0 or more, up to 9{18}).*steps"):
+            call()
+    assert made.steps() == [7] and sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_the_highest_step_is_saved_found_and_restored(tmp_path: Path) -> None:
+    made = manager(tmp_path)
+    highest = 10**18 - 1
+    made.save(highest, {"s": 1})
+    made.save(5, {"s": 2})
+    assert made.steps() == [5, highest] and made.latest() == 5 and made.restore(step=highest) == {"s": 1}
+
+
+@pytest.mark.parametrize("odd", [str(10**18), "1" * 5000, "-1", "1.5", "True"])
+def test_the_command_line_refuses_what_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], odd: str) -> None:
+    manager(tmp_path).save(1, {"s": 1})
+    for arguments in (
+        ["pin", str(tmp_path), odd],
+        ["unpin", str(tmp_path), odd],
+        ["gc", str(tmp_path), "--steps", odd],
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        error = capsys.readouterr().err
+        assert "a step" in error or "expected one argument" in error or "required" in error

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 import msgspec
@@ -44,6 +45,7 @@ from .committing import Facts
 from .core.errors import CheckpointError, CheckpointExists, TreeckptError
 from .core.index import INDEX_NAME
 from .core.inventory import Plenum, digest_of
+from .core.lineage import Lineage
 from .core.region import Region
 from .core.spec import Value, encode_value
 from .faults import Fault, fault_of, ours, raise_faults, silent_faults
@@ -58,9 +60,22 @@ from .leaves.describe import SMALL, Brought, box_digests, bring, content_digests
 from .plans import Plans, boxes_of, kept_plans, make_plans
 from .stateful import expand
 
-__all__ = ["Agreed", "Busy", "SaveOptions", "Standing", "agree", "shard_limit"]
+__all__ = ["Agreed", "Busy", "SaveOptions", "Standing", "agree", "following", "shard_limit"]
 
 Busy = Literal["wait", "skip", "error"]
+Follow = Callable[[str], Lineage]
+"""Gives the lineage of the save with this id; it raises nothing."""
+_follow: ContextVar[Follow | None] = ContextVar("treeckpt_follow", default=None)
+
+
+@contextlib.contextmanager
+def following(follow: Follow) -> Iterator[None]:
+    """Has the save that is started in the body take its lineage from `follow`, once it is agreed and on rank 0."""
+    token = _follow.set(follow)
+    try:
+        yield
+    finally:
+        _follow.reset(token)
 
 
 class SaveOptions(msgspec.Struct, frozen=True):
@@ -112,6 +127,15 @@ class Agreed(msgspec.Struct, frozen=True):
     """Why it could not."""
     talk: Round
     """Where the save is completed."""
+    follow: Follow | None = None
+    """On rank 0: gives the lineage."""
+
+    def with_lineage(self) -> Agreed:
+        """The same with its lineage, for which rank 0 looks at the run: ranks do not wait for that to be agreed."""
+        if self.follow is None or self.plans is None:
+            return self
+        facts = msgspec.structs.replace(self.facts, lineage=self.follow(self.facts.save_id))
+        return msgspec.structs.replace(self, facts=facts)
 
 
 _Word = TypeVar("_Word", bound=Ended)
@@ -387,4 +411,5 @@ class _Agreement:
             self.values if first else {},
             tuple(self.own_values) if first else (),
         )
-        return Agreed(facts, self.brought.sources, plans, self.error, self.round.branch(terms.save_id))
+        talk, follow = self.round.branch(terms.save_id), _follow.get() if first else None
+        return Agreed(facts, self.brought.sources, plans, self.error, talk, follow)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 from . import api
 from .agreeing import shard_limit
 from .core.containers import take
-from .core.errors import TreeError
-from .core.policy import All, Last, Policy, check_policies
+from .core.errors import TreeckptError, TreeError
+from .core.policy import All, Best, Last, Policy, check_policies
 from .stateful import is_stateful
 
-__all__ = ["check_options", "is_maker", "numbers_of", "policies_of"]
+__all__ = ["best_policy", "check_options", "is_maker", "numbers_of", "policies_of"]
 
 
 def policies_of(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:
@@ -30,6 +30,22 @@ def policies_of(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, .
         policies = tuple(keep) if isinstance(keep, Sequence) else (keep,)
     check_policies(policies)
     return policies
+
+
+def best_policy(policies: Sequence[Policy], metric: str | None, mode: Literal["min", "max"] | None) -> Best:
+    """The policy by which to choose the best: what is not given is taken from the first that fits.
+
+    Raises:
+        TreeckptError: no metric is given, and no policy has one; or an unknown mode.
+    """
+    found = next((p for p in policies if isinstance(p, Best) and metric in (None, p.metric)), None)
+    if metric is None and found is None:
+        raise TreeckptError(
+            "best", expected="a metric", found="none, and no Best policy", hint="Pass the name of a metric"
+        )
+    policy = Best(metric or (found.metric if found else ""), mode=mode or (found.mode if found else "min"))
+    check_policies([policy])
+    return policy
 
 
 def is_maker(tree: Any) -> bool:

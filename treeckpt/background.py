@@ -290,6 +290,7 @@ class _Job:
             self._lease.release()
 
     def _write(self) -> None:
+        self._agreed = self._agreed.with_lineage()
         facts, store, recorder, session = self._agreed.facts, self._store, self._recorder, self._session
         process = session.writer.process
         if self._error is not None or self._lease is None or self._address is None or process is None:

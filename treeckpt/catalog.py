@@ -11,29 +11,32 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import msgspec
 
 from .core.errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
 from .core.events import Timings
-from .core.files import PIN_NAME, kind_of, step_of
+from .core.files import PIN_NAME, is_step_name, kind_of, step_of
 from .core.index import INDEX_NAME
+from .core.lineage import Lineage, Mark
 from .core.outline import held_nbytes
 from .core.profile import profile_of
 from .core.records import Index
 from .core.shard import parse_shard_name
 from .core.spec import Value, decode_value
 from .core.wording import visible
+from .infos import CheckpointInfo, Status, arranged
 from .io import codec
 from .io.bucket import is_url, local_path
 from .io.runs import Entry, Folder, LocalFolder, Remote, RunStore, folders_of, open_folder, open_run
 from .io.store import open_store
 from .recalling import FileCache, Recall
-from .underway import SaveUnderWay, saves_under_way
+from .underway import saves_under_way
 
 __all__ = [
     "CheckpointInfo",
@@ -42,11 +45,12 @@ __all__ = [
     "Status",
     "Summary",
     "Took",
+    "arranged",
     "is_checkpoint",
     "is_there",
     "look",
     "look_anyway",
-    "newest_first",
+    "marks_of",
     "read_index",
     "read_timings",
     "scan",
@@ -55,43 +59,14 @@ __all__ = [
     "survey",
 ]
 
-Status = Literal["complete", "partial", "corrupt", "foreign"]
-
 FAR = 16
 """Folders of an object store that are looked at at a time."""
 METRICS = "metrics"
 """The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
 
+T = TypeVar("T")
 Files = dict[str, Entry]
 """The regular files of a directory."""
-
-
-class CheckpointInfo(msgspec.Struct, frozen=True):
-    """One directory of a run."""
-
-    name: str
-    path: str
-    status: Status
-    """complete; partial: shards but no index; corrupt: the index does not decode, or shards are missing or cut short;
-    foreign: something else."""
-    step: int | None = None
-    save_id: str | None = None
-    world: int | None = None
-    leaves: int | None = None
-    nbytes: int | None = None
-    """Of the arrays, each byte once; of the shards found, for a partial one."""
-    created_ns: int | None = None
-    seconds: float | None = None
-    """From the first rank's start of the save to the end of the last one's."""
-    blocked_seconds: float | None = None
-    """Until the last rank's call returned; as long as `seconds` where the save was not in the background."""
-    held_nbytes: int | None = None
-    """Of the arrays as all ranks held them, replicas and all."""
-    error: str | None = None
-    metrics: dict[str, float] = {}
-    pinned: bool = False
-    saving: tuple[SaveUnderWay, ...] = ()
-    """Saves into this directory that have not ended."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -107,6 +82,7 @@ class Summary(msgspec.Struct, frozen=True):
     """Every shard and its size as a file."""
     metrics: dict[str, float]
     held_nbytes: int
+    lineage: Lineage | None = None
 
 
 def read_index(path: str | os.PathLike[str]) -> Index:
@@ -197,6 +173,7 @@ def _is_ours(name: str) -> bool:
 def scan(run: str | os.PathLike[str] | RunStore, *, cache: Recall | None = None) -> list[CheckpointInfo]:
     """Every checkpoint of a run, newest first, then what is none; a checkpoint's own path gives that one.
 
+    The newest is what was saved last. Abandoned branches come behind all that is on the lineage of the newest.
     Names that start with a dot, and what is no directory, are left out. A directory that cannot be listed is corrupt.
 
     Raises:
@@ -205,7 +182,7 @@ def scan(run: str | os.PathLike[str] | RunStore, *, cache: Recall | None = None)
     cache = cache or FileCache(0)
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         return [look_anyway(open_folder(run), cache=cache, follow=True)]
-    return sorted((info for _, info in survey(open_run(run), cache, anyway=True)), key=newest_first)
+    return arranged(info for _, info in survey(open_run(run), cache, anyway=True))
 
 
 def survey(run: RunStore, cache: Recall, *, anyway: bool = False) -> list[tuple[Folder, CheckpointInfo]]:
@@ -217,16 +194,33 @@ def survey(run: RunStore, cache: Recall, *, anyway: bool = False) -> list[tuple[
     Raises:
         StoreError: where they are cannot be reached.
     """
-    folders, one = folders_of(run), partial(look_anyway if anyway else look, cache=cache)
+    return _each_folder(run, partial(look_anyway if anyway else look, cache=cache))
+
+
+def _each_folder(run: RunStore, one: Callable[[Folder], T]) -> list[tuple[Folder, T]]:
+    folders = folders_of(run)
     if not isinstance(run, Remote):
         return [(folder, one(folder)) for folder in folders]
     with ThreadPoolExecutor(FAR, "treeckpt-look") as pool:
         return list(zip(folders, pool.map(one, folders), strict=True))
 
 
-def newest_first(info: CheckpointInfo) -> tuple[bool, bool, int, int, str]:
-    """The key by which checkpoints are listed."""
-    return info.status == "foreign", info.step is None, -(info.step or 0), -(info.created_ns or 0), info.name
+def marks_of(run: RunStore, cache: Recall) -> list[Mark]:
+    """What the lineage of a run's checkpoints is decided from: their indexes alone, of which those known are not read.
+
+    Raises:
+        StoreError: the run cannot be reached.
+    """
+
+    def one(folder: Folder) -> Mark | None:
+        index = folder.entry(INDEX_NAME) if is_step_name(folder.name) and not folder.is_link else None
+        with contextlib.suppress(TreeckptError):
+            summary = _recall_summary(folder, index, cache) if index is not None else None
+            if summary is not None and summary.step in (None, step_of(folder.name)):
+                return Mark(step_of(folder.name) or 0, summary.save_id, summary.lineage)
+        return None
+
+    return [mark for _, mark in _each_folder(run, one) if mark is not None]
 
 
 def look_anyway(folder: Folder, *, cache: Recall | None = None, follow: bool = False) -> CheckpointInfo:
@@ -257,7 +251,7 @@ def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, 
     files = _regular(entries)
     if (index := entries.get(INDEX_NAME)) is not None:
         try:
-            summary = cache.recall((folder.url, "summary"), index, lambda: summarize(codec.read_index(folder.store)))
+            summary = _recall_summary(folder, index, cache)
         except StoreError:  # says nothing of the checkpoint
             raise
         except TreeckptError as error:
@@ -268,6 +262,10 @@ def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, 
         return _without_index(folder, files, cache)
     error = "no checkpoint: neither an index nor shards" if exists else "not a directory"
     return CheckpointInfo(name, folder.url, "foreign", error=error)
+
+
+def _recall_summary(folder: Folder, index: Entry, cache: Recall) -> Summary:
+    return cache.recall((folder.url, "summary"), index, lambda: summarize(codec.read_index(folder.store)))
 
 
 def summarize(index: Index) -> Summary:
@@ -283,6 +281,7 @@ def summarize(index: Index) -> Summary:
         sizes=sizes,
         metrics=_metrics(index.metadata.get(METRICS)),
         held_nbytes=held_nbytes(index),
+        lineage=index.lineage,
     )
 
 
@@ -344,6 +343,7 @@ def _with_index(folder: Folder, summary: Summary, files: Files, cache: Recall) -
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
         saving=saves_under_way(folder, files),
+        lineage=summary.lineage,
     )
 
 

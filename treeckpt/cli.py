@@ -145,7 +145,7 @@ def _ls(options: argparse.Namespace) -> int:
     rows = [
         (
             info.name,
-            info.status,
+            info.state,
             _or_dash(info.step),
             bytes_text(info.nbytes) if info.nbytes is not None else "-",
             _or_dash(info.leaves),

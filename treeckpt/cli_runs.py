@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from .catalog import is_checkpoint, is_there
-from .core.files import step_name, step_of
+from .core.files import MAX_STEP, step_name
 from .core.policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 from .core.wording import bytes_text
 from .printing import fail, print_json, print_line, print_table
@@ -78,7 +78,10 @@ def _seconds(text: str) -> float:
 
 
 def _step(text: str) -> int:
-    return _number(text.removeprefix("step_"), int, 0, "a step")
+    step = _number(text.removeprefix("step_"), int, 0, "a step")
+    if step > MAX_STEP:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a step: the highest is {MAX_STEP}")
+    return step
 
 
 def _steps(text: str) -> tuple[int, ...]:
@@ -143,10 +146,8 @@ def no_checkpoint(options: argparse.Namespace) -> str:
     for path in (getattr(options, name, None) for name in ("checkpoint", "first", "second")):
         if path is None or is_checkpoint(path):
             continue
-        run = Run(path)
-        steps = [step for name in run.store.names() if (step := step_of(name)) is not None]
-        if steps:
-            newest = run.folder(max(steps)).url
+        if found := Run(path).look():
+            newest = next((info for info in found if info.status == "complete"), found[0]).path
             return f"{path}: a run, not a checkpoint. Name one that it has, as {newest}; treeckpt ls {path} lists all"
     return ""
 
@@ -164,7 +165,7 @@ def _no_metric(run: Run, policies: Sequence[Best]) -> str:
 
 
 def _print_report(report: CleanReport) -> None:
-    rows = [("kept", step_name(step), "", ", ".join(why)) for step, why in report.kept.items()]
+    rows = [("kept", step_name(step), "", report.why(step)) for step in report.kept]
     word = "would go" if report.dry_run else "removed"
     for one in report.removed:
         what = "checkpoint" if one.what == "checkpoint" else f"{len(one.files)} files" if one.files else "directory"

@@ -17,6 +17,7 @@ from .core.build import build_index
 from .core.errors import CheckpointError, CheckpointExists, CheckpointNotFound
 from .core.events import Host, Timings, encode_timings, timings_name
 from .core.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
+from .core.lineage import Lineage
 from .core.plan import FilePlan, place
 from .core.progress import parse_progress_name
 from .core.records import FileTable, Index, file_table
@@ -68,6 +69,8 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     """On rank 0: of the leaves that ranks share."""
     own_values: tuple[tuple[str, int, Value], ...] = ()
     """On rank 0: of the leaves under `PerRank`, with the rank."""
+    lineage: Lineage | None = None
+    """On rank 0: of a manager's checkpoint."""
 
 
 def shard_names(facts: Facts, plans: Plans) -> list[str]:
@@ -129,6 +132,7 @@ def _index(facts: Facts, plans: Plans, placed: Any, files: FileTable) -> Index:
         step=facts.step,
         created_ns=facts.created_ns,
         metadata=facts.metadata,
+        lineage=facts.lineage,
     )
 
 

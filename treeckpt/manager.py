@@ -11,8 +11,9 @@
 
 Every method is called on every rank, in the same order. Rank 0 alone looks at the disk and deletes; the others get its
 answer over the comm, without collectives. Nothing is decided from memory: metrics stand in the checkpoint's custom
-metadata, pins are files, so a restart, or a second manager, decides alike. What is deleted, and how, `run` says; the
-policies are `core.policy`'s; when a step is due, `pacing` decides.
+metadata, pins are files, and every index records which save it follows, so a restart, or a second manager, decides
+alike. The newest is what was saved last: after a rollback, what was saved since (`core.lineage`). What is deleted, and
+how, `run` says; the policies are `core.policy`'s; when a step is due, `pacing` decides.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from typing import Any, Literal, Self
 
 from . import api
 from .answers import ask
-from .arguments import check_options, is_maker, numbers_of, policies_of
+from .arguments import best_policy, check_options, is_maker, numbers_of, policies_of
 from .catalog import METRICS
 from .core.errors import TreeckptError
 from .core.files import as_step
-from .core.policy import Best, Policy, check_policies
+from .core.policy import Policy
 from .finding import Finder
+from .following import History
 from .inflight import Flights, Sweeper
 from .io.channel import Channel
 from .io.comm import as_comm
@@ -89,7 +91,10 @@ class Manager:
         self._saving_comm = as_comm(comm)
         self._comm = Channel(self._saving_comm, "manager")
         self._registered = Registered()
-        self._restorer = Restorer(self._run, self._finder, self._comm, self._saving_comm, self._registered)
+        self._history = History(self._run, self._finder.say, self._comm.rank)
+        self._restorer = Restorer(
+            self._run, self._finder, self._comm, self._saving_comm, self._registered, self._history
+        )
         self._pace = Pace(self._saving_comm, every=every, seconds=seconds)
         self._background, self._options = background, {"overwrite": True, **options}
         self._flights = Flights(self._sweep)
@@ -142,6 +147,7 @@ class Manager:
 
     def should_save(self, step: int) -> bool:
         """Whether this step is to be saved. Call it once a step, on every rank; it is the same on all of them."""
+        step = as_step(step)
         self._flights.collect()
         return self._pace.due(step) and (step != self._reached or self.stopping)
 
@@ -171,6 +177,8 @@ class Manager:
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> SaveReport | Pending:
         """Saves a tree as this step, and cleans up when it is committed.
+
+        It follows what was restored or saved last, or of its ancestors the newest with a step below this one.
 
         Args:
             tree: a dict, if anything is registered, which is saved beside it; left out, that is saved alone.
@@ -216,20 +224,19 @@ class Manager:
                 with contextlib.suppress(TreeckptError):
                     self._run.take_pin_back(step)
 
-        store = self._run.folder(step).store
+        store, save = self._run.folder(step).store, api.save_async if self._background else api.save
         try:
-            if not self._background:
-                return api.save(store, tree, **options)
-            pending = api.save_async(store, tree, **options)
+            with self._history.saving(step):
+                result = save(store, tree, **options)
         except BaseException:
             unpin()
             self._sweep()  # the disk may be full of what would go
             raise
-        if pending.skipped:
+        if isinstance(result, Pending) and result.skipped:
             unpin()
-        else:
-            self._flights.add(step, pending, unpin)
-        return pending
+        elif isinstance(result, Pending):
+            self._flights.add(step, result, unpin)
+        return result
 
     def _sweep(self) -> None:
         if self._comm.rank == 0:
@@ -250,7 +257,9 @@ class Manager:
     # what there is -------------------------------------------------------------------------------------------
 
     def latest(self, *, verify: bool = False) -> int | None:
-        """The newest step that can be restored, None where there is none. What is passed over is logged.
+        """The newest step that can be restored: the one saved last, not the highest. None where there is none.
+
+        What is passed over is logged. After a rollback the abandoned branch is looked at last.
 
         Args:
             verify: reads everything and compares checksums; otherwise the index and the sizes of files are checked.
@@ -269,17 +278,8 @@ class Manager:
             metric: by default that of the first `Best` policy.
             mode: by default that of the policy with this metric, else "min".
         """
-        policy = self._best_policy(metric, mode)
-        check_policies([policy])
+        policy = best_policy(self._policies, metric, mode)
         return self._ask(f"best {policy.metric}", lambda: self._finder.best(policy), int | None)
-
-    def _best_policy(self, metric: str | None, mode: Literal["min", "max"] | None) -> Best:
-        found = next((p for p in self._policies if isinstance(p, Best) and metric in (None, p.metric)), None)
-        if metric is None and found is None:
-            raise TreeckptError(
-                "best", expected="a metric", found="none, and no Best policy", hint="Pass the name of a metric"
-            )
-        return Best(metric or (found.metric if found else ""), mode=mode or (found.mode if found else "min"))
 
     def steps(self) -> list[int]:
         """The steps that can be restored, in rising order."""
@@ -292,12 +292,12 @@ class Manager:
     # restoring -----------------------------------------------------------------------------------------------
 
     def restore(self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Any) -> Any:
-        """Loads a step; `count` goes on from it.
+        """Loads a step; `count` and the lineage go on from it, with the next save.
 
         Args:
             like: as for `treeckpt.load`.
             step: by default the newest that loads: where one turns out to be corrupt on any rank, that is logged and
-                all ranks take the one before.
+                all ranks take the one before. With an earlier one, what came after it becomes an abandoned branch.
             into: a tree to fill in place, as `treeckpt.load_into` does, instead.
             options: of `treeckpt.load`, or `load_into`.
 
@@ -335,6 +335,7 @@ class Manager:
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
+        step = as_step(step)
         self._ask(f"pin step {step}", lambda: self._run.pin(step), type(None))
 
     def unpin(self, step: int) -> None:
@@ -343,6 +344,7 @@ class Manager:
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
+        step = as_step(step)
         self._ask(f"unpin step {step}", lambda: self._run.unpin(step), type(None))
 
     def clean(self, *, dry_run: bool = False) -> CleanReport:

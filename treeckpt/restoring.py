@@ -15,6 +15,8 @@ from .answers import ask, tally
 from .bars import reading_bar
 from .faults import raise_faults
 from .finding import Finder
+from .following import History
+from .infos import CheckpointInfo, mark_of
 from .io.comm import Comm
 from .io.leases import hold_lease
 from .registering import Registered
@@ -41,11 +43,15 @@ class Restorer:
         comm: for questions between ranks.
         load_comm: for the loads.
         registered: is given its state with every restore.
+        history: is told what was restored, on rank 0.
     """
 
-    def __init__(self, run: Run, finder: Finder, comm: Comm, load_comm: Comm, registered: Registered) -> None:
+    def __init__(
+        self, run: Run, finder: Finder, comm: Comm, load_comm: Comm, registered: Registered, history: History
+    ) -> None:
         self._run, self._finder, self._comm, self._load_comm = run, finder, comm, load_comm
-        self._registered = registered
+        self._registered, self._history = registered, history
+        self._chosen: CheckpointInfo | None = None
 
     def restore(self, like: Any, into: Any, step: int | None, options: dict[str, Any]) -> tuple[Any, int]:
         """What was loaded, and from which step; see `Manager.restore`."""
@@ -56,6 +62,8 @@ class Restorer:
                 result, error = self._load(choice, like, into, options)
                 faults = tally(self._comm, f"{choice.path} restore", error)
             if not faults:
+                if self._chosen is not None and (mark := mark_of(self._chosen)) is not None:
+                    self._history.restored(mark)
                 return result, choice.step
             kinds = {fault.kind for fault in faults}
             # where ranks read for each other, those that got nothing from the rank that found it say RankError
@@ -66,7 +74,7 @@ class Restorer:
                 self._finder.say(choice.path, f"passed over, rank {faults[0].rank}: {faults[0].text}")
 
     def _choose(self, step: int | None, tried: set[int]) -> _Choice:
-        info = self._finder.choose(step, tried)
+        info = self._chosen = self._finder.choose(step, tried)
         return _Choice(step_info(info).step, info.path, info.nbytes)
 
     def _load(self, choice: _Choice, like: Any, into: Any, options: dict[str, Any]) -> tuple[Any, Exception | None]:

@@ -16,13 +16,15 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
+from typing import Any
 
 import msgspec
 
-from .catalog import CheckpointInfo, FileCache, Recall, look, survey
+from .catalog import CheckpointInfo, FileCache, Recall, arranged, look, marks_of, survey
 from .core.errors import CheckpointError, CheckpointNotFound, TreeckptError
-from .core.files import PIN_NAME, as_step, deleted_name, kind_of, step_name, step_of
+from .core.files import PIN_NAME, as_step, deleted_name, is_step_name, kind_of, step_name, step_of
 from .core.index import INDEX_NAME
+from .core.lineage import Mark
 from .core.policy import Policy, StepInfo
 from .core.retention import Cleaning, FileFact, FolderFact, Left, Removal, Times, plan_cleaning
 from .io.codec import read_index
@@ -48,6 +50,8 @@ class CleanReport(msgspec.Struct, frozen=True):
     """What could not be removed, and why."""
     warnings: tuple[str, ...] = ()
     """What a person should know of the policies: a metric that no checkpoint has."""
+    abandoned: tuple[int, ...] = ()
+    """Steps, of those that stay, that are on abandoned branches: the newest checkpoint does not descend from them."""
     dry_run: bool = False
     """Whether nothing was removed: then `removed` is what would be."""
 
@@ -56,11 +60,15 @@ class CleanReport(msgspec.Struct, frozen=True):
         """Bytes that were removed, or would be."""
         return sum(removal.nbytes for removal in self.removed)
 
+    def why(self, step: int) -> str:
+        """Why a step stays, in words."""
+        return ", ".join(self.kept[step]) + " (on an abandoned branch)" * (step in self.abandoned)
+
     def __str__(self) -> str:
         word = "would go" if self.dry_run else "removed"
         steps = "1 step" if len(self.kept) == 1 else f"{len(self.kept)} steps"
         rows = [f"{self.run}: {steps} kept, {len(self.removed)} {word}"]
-        rows += [f"  kept      {step_name(step)}: {', '.join(why)}" for step, why in self.kept.items()]
+        rows += [f"  kept      {step_name(step)}: {self.why(step)}" for step in self.kept]
         rows += [f"  {word:<8}  {r.name}, {r.what}: {r.reason}" for r in self.removed]
         rows += [f"  left      {one.name}: {one.why}" for one in self.left]
         rows += [f"  failed    {one.name}: {one.why}" for one in self.failed]
@@ -82,7 +90,7 @@ def step_info(info: CheckpointInfo) -> StepInfo:
     """What retention needs to know of a checkpoint."""
     step = step_of(info.name)
     assert step is not None, "a checkpoint of a run has the name of a step"
-    return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned)
+    return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned, info.sequence, info.abandoned)
 
 
 class Run:
@@ -111,14 +119,21 @@ class Run:
         return self.store.folder(step_name(as_step(step)))
 
     def look(self) -> list[CheckpointInfo]:
-        """Every directory that is named as a step is, newest first; links and what holds no files of ours left out."""
-        return sorted(
-            (_checked(info) for _, info in self._survey()), key=lambda info: step_info(info).step, reverse=True
-        )
+        """Every directory that is named as a step is, but for links and what holds no files of ours.
+
+        The newest comes first: what was saved last. Abandoned branches come behind the lineage of the newest.
+        """
+        return [info for _, info in self._survey()]
 
     def _survey(self) -> list[tuple[Folder, CheckpointInfo]]:
         seen = survey(self.store, self._cache)
-        return [(folder, i) for folder, i in seen if i.status != "foreign" and _is_canonical(i.name)]
+        folders = {folder.name: folder for folder, _ in seen}
+        ours = arranged(_checked(info) for _, info in seen if info.status != "foreign" and is_step_name(info.name))
+        return [(folders[info.name], info) for info in ours]
+
+    def marks(self) -> list[Mark]:
+        """What the lineage of a new checkpoint is decided from."""
+        return marks_of(self.store, self._cache)
 
     def checkpoint(self, step: int) -> CheckpointInfo:
         """The complete checkpoint of a step.
@@ -194,9 +209,7 @@ class Run:
         """
         cleaning = self._plan(policies, grace, frozenset(busy))
         if dry_run:
-            return CleanReport(
-                self.url, cleaning.kept, cleaning.removals, cleaning.left, warnings=cleaning.warnings, dry_run=True
-            )
+            return _report(self.url, cleaning, cleaning.removals, cleaning.left, dry_run=True)
         removed: list[Removal] = []
         left, failed = list(cleaning.left), list[Left]()
         for removal in cleaning.removals:
@@ -212,11 +225,10 @@ class Run:
                 left.append(Left(removal.name, why))
             else:
                 removed.append(removal)
-        return CleanReport(self.url, cleaning.kept, tuple(removed), tuple(left), tuple(failed), cleaning.warnings)
+        return _report(self.url, cleaning, tuple(removed), tuple(left), failed=tuple(failed))
 
     def _plan(self, policies: Sequence[Policy], grace: float, busy: frozenset[str]) -> Cleaning:
-        seen = [(folder, _checked(info)) for folder, info in self._survey()]
-        facts = [self._fact(info, folder) for folder, info in seen]
+        facts = [self._fact(info, folder) for folder, info in self._survey()]
         return plan_cleaning(facts, policies, self._times(grace), busy=busy)
 
     def _times(self, grace: float) -> Times:
@@ -237,6 +249,8 @@ class Run:
             created_ns=info.created_ns or 0,
             metrics=info.metrics,
             problem=info.error or "",
+            sequence=info.sequence,
+            abandoned=info.abandoned,
         )
 
     def _remove(self, removal: Removal, grace: float) -> str:
@@ -289,9 +303,11 @@ class Run:
         return next(iter(cleaning.left), None)
 
 
-def _is_canonical(name: str) -> bool:
-    step = step_of(name)
-    return step is not None and step_name(step) == name
+def _report(
+    url: str, cleaning: Cleaning, removed: tuple[Removal, ...], left: tuple[Left, ...], **more: Any
+) -> CleanReport:
+    warnings, abandoned = cleaning.warnings, cleaning.abandoned
+    return CleanReport(url, cleaning.kept, removed, left, warnings=warnings, abandoned=abandoned, **more)
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:

@@ -66,6 +66,7 @@ def save_tree(
     with recorder.span("save"):
         agreed = agree(store, tree, comm, options, metadata, recorder, standing or Standing())
         assert agreed is not None, "only a save in the background is skipped"
+        agreed = agreed.with_lineage()
         here = Here(store, agreed.facts, agreed.plans, recorder, error=agreed.error)
         with agreed.talk.signs():
             complete(agreed, store, comm, recorder, here, here.write(lambda plans: source_stream(agreed, plans)))

@@ -32,7 +32,7 @@ def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
     return [
         (
             info.name,
-            info.status if not info.error else f"{info.status}: {info.error}",
+            info.state if not info.error else f"{info.state}: {info.error}",
             info.step,
             bytes_text(info.nbytes) if info.nbytes is not None else None,
             info.leaves,

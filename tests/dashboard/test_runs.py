@@ -5,6 +5,7 @@ import time
 import msgspec
 import pytest
 
+import treeckpt as tc
 from tests.background import until
 from tests.large import write_many
 from tests.samples import START_NS, gpt_state, write_checkpoint, write_mixed_run
@@ -416,3 +417,44 @@ def test_pages_of_many_checkpoints_are_quick_to_sort(many):
     for sort in ("newest", "-time", "bytes"):
         run_page(library, library.runs[0].id, Question(sort=sort, q="step", keep="last:3"))
     assert time.process_time() - started < 1.5
+
+
+def test_abandoned_branches_are_shown_behind_the_lineage_with_what_follows_what(serve, tmp_path):
+    made = tc.Manager(tmp_path / "run", keep=None, background=False)
+    for step in (10, 20, 30, 40):
+        made.save(step, {"step": step})
+    made.restore(step=20)
+    for step in (21, 22):
+        made.save(step, {"step": step})
+    client = serve(tmp_path / "run")
+    answer = page(client, "?keep=last:2")
+    rows = {row["step"]: row for row in answer.json()["run"]["checkpoints"]}
+    assert list(rows) == [22, 21, 20, 10, 40, 30] and answer.json()["run"]["newest_step"] == 22
+    assert [step for step, row in rows.items() if row["abandoned"]] == [40, 30]
+    assert [step for step, row in rows.items() if row["goes"]] == [20, 10, 40, 30]
+    assert {step: row["follows_step"] for step, row in rows.items()} == {
+        10: None,
+        20: 10,
+        30: 20,
+        40: 30,
+        21: 20,
+        22: 21,
+    }
+    assert [step for step, row in rows.items() if row["branches"]] == [21], "after 40 came 21, which follows 20"
+    assert rows[21]["follows"] == rows[20]["save_id"] and rows[10]["follows"] is None
+    run_id = client.get("/api/v1/runs").json()["runs"][0]["id"]
+    html = client.get(f"/runs/{run_id}").text
+    assert html.count("abandoned branch") == 2 and "follows step 20" in html
+    assert steps(page(client, "?sort=oldest")) == [30, 40, 10, 20, 21, 22]
+
+
+def test_a_cursor_of_a_run_that_went_back_goes_on_where_it_was(serve, tmp_path):
+    made = tc.Manager(tmp_path / "run", keep=None, background=False)
+    for step in (*range(1, 121), 60):
+        made.save(step, {"step": step})
+    client = serve(tmp_path / "run")
+    cursor = page(client).json()["run"]["cursor"]
+    behind = [*range(81, 60, -1)][1:]
+    assert steps(page(client, f"?cursor={cursor}")) == behind
+    (tmp_path / "run" / "step_00000081").rename(tmp_path / "gone")  # the row that the cursor stands for
+    assert steps(page(client, f"?cursor={cursor}")) == behind

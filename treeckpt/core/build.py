@@ -8,6 +8,7 @@ from typing import cast
 from .chunks import NoChunks, encode_chunks
 from .inventory import LeafSpec, Plenum
 from .layout import BoxLayout, Layout
+from .lineage import Lineage
 from .plan import Placed, PlacedWhole
 from .records import (
     AliasRecord,
@@ -54,6 +55,7 @@ def build_index(
     step: int | None,
     created_ns: int,
     metadata: Mapping[str, Value],
+    lineage: Lineage | None = None,
 ) -> Index:
     """The index.
 
@@ -96,6 +98,7 @@ def build_index(
         leaves=tuple(records),
         files=files,
         metadata=dict(metadata),
+        lineage=lineage,
     )
 
 

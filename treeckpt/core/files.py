@@ -24,12 +24,14 @@ from .progress import parse_progress_name
 from .shard import parse_shard_name
 
 __all__ = [
+    "MAX_STEP",
     "PIN_NAME",
     "FileKind",
     "Owned",
     "as_step",
     "damaged_name",
     "deleted_name",
+    "is_step_name",
     "kind_of",
     "lease_name",
     "step_name",
@@ -44,6 +46,10 @@ _LEASE = re.compile(r"lease\.[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"\.(.+?)(?:\.[0-9a-f]{16})?\.tmp")
 _DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
+MAX_STEP = 10**18 - 1
+
+
+_STEP_HINT = "Pass the number of training steps that were done"
 
 
 class Owned(msgspec.Struct, frozen=True):
@@ -93,15 +99,26 @@ def as_step(step: Any) -> int:
     """A step of any type of integer.
 
     Raises:
-        TreeError: it is none, or below 0.
+        TreeError: it is none, below 0, or of more digits than the name of a directory holds.
     """
     try:
-        number = operator.index(step)
-    except TypeError as error:
-        raise TreeError("step", expected="an integer", found=f"{step!r:.60}") from error
-    if number < 0:
-        raise TreeError("step", expected="a step, 0 or more", found=f"{number}")
+        # bools of every library have an index, but nobody means them as a step
+        is_bool = isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool")
+        number = None if is_bool else operator.index(step)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TreeError("step", expected="an integer", found=f"{step!r:.60}", hint=_STEP_HINT)
+    if not 0 <= number <= MAX_STEP:
+        found = f"{number}" if abs(number) < 10**24 else "a number of more than 24 digits"
+        raise TreeError("step", expected=f"a step, 0 or more, up to {MAX_STEP}", found=found, hint=_STEP_HINT)
     return number
+
+
+def is_step_name(name: str) -> bool:
+    """Whether a manager gives a directory this name."""
+    step = step_of(name)
+    return step is not None and step_name(step) == name
 
 
 def step_name(step: int) -> str:

@@ -16,6 +16,7 @@ from .assign import Boxes
 from .check import check_index
 from .chunks import NoChunks, encode_chunks
 from .errors import CorruptError, FormatError, TreeckptError
+from .lineage import Lineage
 from .packing import pack, unpack
 from .plan import Placed
 from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArrays, file_table
@@ -28,6 +29,9 @@ __all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_mani
 VERSION = 2
 """The newest; an index that version 1 can hold about as shortly is written as such, so that older programs read it."""
 INDEX_NAME = "index.json"
+LINEAGE = "treeckpt.lineage"
+"""The key of the metadata under which a file holds the lineage, as JSON text: readers from before there were lineages
+refuse fields that they do not know, but take any metadata."""
 MAX_INDEX = 1 << 30
 SMALL = 256 << 10
 """Bytes up to which an index is written in the form of version 1: it is read many times as fast."""
@@ -51,6 +55,7 @@ def encode_index(index: Index, *, packed: bool = True) -> bytes:
     Args:
         packed: in the form of version 2 where there is much to save, and that is much shorter.
     """
+    index = _with_text(index)
     body, version = msgspec.json.encode(index), 1
     short = pack(index) if packed and len(body) > SMALL else None
     if short is not None and len(short) < WORTH * len(body):
@@ -84,7 +89,7 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
 
 def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool = False) -> Index:
     try:
-        index = unpack(body, name) if packed else msgspec.json.decode(body, type=Index)
+        index = _with_lineage(unpack(body, name) if packed else msgspec.json.decode(body, type=Index))
         check_index(index, name, manifest=manifest)
         return index
     except TreeckptError:
@@ -93,10 +98,33 @@ def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool
         raise FormatError(name, expected="an index as treeckpt writes it", found=f"{error}"[:200]) from error
 
 
+def _with_text(index: Index) -> Index:
+    """The index as it is written: its lineage is a text in the metadata."""
+    if index.lineage is None:
+        return index
+    text = msgspec.json.encode(index.lineage).decode()
+    return msgspec.structs.replace(index, lineage=None, metadata={**index.metadata, LINEAGE: text})
+
+
+def _with_lineage(index: Index) -> Index:
+    """The index with the lineage that its metadata holds; what is none stays where it is."""
+    text = index.metadata.get(LINEAGE)
+    if not isinstance(text, str):
+        return index
+    try:
+        lineage = msgspec.json.decode(text, type=Lineage)
+    except msgspec.MsgspecError:
+        return index
+    if not lineage.is_sound():
+        return index
+    metadata = {key: value for key, value in index.metadata.items() if key != LINEAGE}
+    return msgspec.structs.replace(index, lineage=lineage, metadata=metadata)
+
+
 def encode_manifest(index: Index) -> str:
     """What the coordinator's shard carries: the index without chunks and files."""
     bare = tuple([_without_chunks(record) for record in index.leaves])
-    return msgspec.json.encode(msgspec.structs.replace(index, leaves=bare, files=FileTable())).decode()
+    return msgspec.json.encode(msgspec.structs.replace(_with_text(index), leaves=bare, files=FileTable())).decode()
 
 
 def _without_chunks(record: LeafRecord) -> LeafRecord:

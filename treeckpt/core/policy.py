@@ -3,6 +3,9 @@
 A policy is plain data; `kept` gives every step that at least one policy keeps, with its reasons. The newest
 checkpoint always stays: a policy may only add to that. A decision can be made again after the others were deleted, and
 is then the same.
+
+The newest is what was saved last. Checkpoints on abandoned branches count as older than all on the lineage of the
+newest, whenever they were saved.
 """
 
 from __future__ import annotations
@@ -40,6 +43,15 @@ class StepInfo(msgspec.Struct, frozen=True):
     created_ns: int
     metrics: dict[str, float] = {}
     pinned: bool = False
+    sequence: int | None = None
+    """Rises in the order in which checkpoints were saved; None where that is the order of the steps."""
+    abandoned: bool = False
+    """Whether the newest checkpoint does not descend from it."""
+
+    @property
+    def age(self) -> tuple[bool, int, int]:
+        """The key of the order, the oldest first."""
+        return not self.abandoned, self.step if self.sequence is None else self.sequence, self.step
 
 
 class All(msgspec.Struct, frozen=True, tag="all"):
@@ -67,8 +79,8 @@ class Steps(msgspec.Struct, frozen=True, tag="steps"):
 class EveryPeriod(msgspec.Struct, frozen=True, tag="every_period"):
     """The first checkpoint, and then each that was saved `seconds` or more after the one chosen before it.
 
-    Times go by the clock, the order by steps: where the clock was set back, counting starts anew. So what is chosen
-    never depends on later checkpoints.
+    Times go by the clock, the order by the lineage: where the clock was set back, counting starts anew. So what is
+    chosen never depends on later checkpoints. Abandoned branches are counted apart.
     """
 
     seconds: float
@@ -135,7 +147,7 @@ def _is_number(value: object, least: int) -> bool:
 
 def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tuple[str, ...]]:
     """The steps that stay, each with the reasons why, in rising order."""
-    ordered = sorted(steps, key=lambda info: info.step)
+    ordered = sorted(steps, key=lambda info: info.age)
     reasons: dict[int, list[str]] = {info.step: ["pinned"] for info in ordered if info.pinned}
     for info in ordered[-1:]:
         reasons.setdefault(info.step, []).append("newest")
@@ -158,7 +170,9 @@ def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int, str]
         named = set(policy.steps)
         return [(info.step, "asked for by number") for info in ordered if info.step in named]
     if isinstance(policy, EveryPeriod):
-        return [(step, f"the first in {policy.seconds:g} s") for step in _periodic(ordered, policy.seconds)]
+        branches = [[info for info in ordered if info.abandoned is which] for which in (True, False)]
+        chosen = [step for branch in branches for step in _periodic(branch, policy.seconds)]
+        return [(step, f"the first in {policy.seconds:g} s") for step in chosen]
     rated = best_of(ordered, policy)
     if not rated:
         return [(info.step, f"all are kept, as none has the metric {policy.metric!r}") for info in ordered]
@@ -178,7 +192,8 @@ def best_of(steps: Iterable[StepInfo], policy: Best) -> list[StepInfo]:
     """The checkpoints that have the policy's metric, the best first."""
     sign = 1 if policy.mode == "min" else -1
     rated = [info for info in steps if not math.isnan(info.metrics.get(policy.metric, math.nan))]
-    return sorted(rated, key=lambda info: (sign * info.metrics[policy.metric], -info.step))
+    rated.sort(key=lambda info: info.age, reverse=True)
+    return sorted(rated, key=lambda info: sign * info.metrics[policy.metric])
 
 
 def _periodic(ordered: Sequence[StepInfo], seconds: float) -> list[int]:

@@ -18,6 +18,7 @@ from .chunks import Chunks, chunks_in
 from .dtypes import dtype_of
 from .errors import FormatError, MismatchError
 from .layout import Layout
+from .lineage import Lineage
 from .markup import el, facts, joined, table
 from .plan import Chunk
 from .region import Region
@@ -127,7 +128,7 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     """None for values."""
 
 
-class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
+class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, omit_defaults=True):
     """All that is known of a checkpoint without opening a shard."""
 
     save_id: str
@@ -143,6 +144,8 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     files: FileTable
     metadata: dict[str, Value]
     """The user's own."""
+    lineage: Lineage | None = None
+    """Of a checkpoint that a manager has saved."""
 
     @cached_property
     def paths(self) -> list[tuple[str, Runs | None]]:

@@ -46,6 +46,9 @@ class FolderFact(msgspec.Struct, frozen=True):
     created_ns: int = 0
     metrics: dict[str, float] = {}
     problem: str = ""
+    sequence: int | None = None
+    """As of `StepInfo`."""
+    abandoned: bool = False
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -90,6 +93,8 @@ class Cleaning(msgspec.Struct, frozen=True):
     left: tuple[Left, ...]
     warnings: tuple[str, ...] = ()
     """What a person should know of the policies."""
+    abandoned: tuple[int, ...] = ()
+    """Of the steps that stay, those on abandoned branches."""
 
 
 def plan_cleaning(
@@ -121,7 +126,8 @@ def plan_cleaning(
             removals.append(found)
         elif found is not None:
             left.append(found)
-    return Cleaning(stays, tuple(removals), tuple(left), _warnings(infos, policies))
+    abandoned = tuple(info.step for info in infos if info.abandoned and info.step in stays)
+    return Cleaning(stays, tuple(removals), tuple(left), _warnings(infos, policies), abandoned)
 
 
 def _warnings(infos: Sequence[StepInfo], policies: Sequence[Policy]) -> tuple[str, ...]:
@@ -153,7 +159,8 @@ class _Seen:
     @property
     def info(self) -> StepInfo:
         folder = self.folder
-        return StepInfo(folder.step, folder.created_ns, folder.metrics, self.pinned)
+        sequence, abandoned = folder.sequence, folder.abandoned
+        return StepInfo(folder.step, folder.created_ns, folder.metrics, self.pinned, sequence, abandoned)
 
     @property
     def writers(self) -> set[str | None]:
@@ -225,4 +232,5 @@ class _Seen:
         )
         names = (INDEX, *(file.name for file in rest if file.name != mark), mark)
         nbytes = sum(file.nbytes for file, _ in self.ours)
-        return Removal(folder.name, "checkpoint", "no policy keeps it", names, nbytes, folder.save_id, directory=True)
+        reason = "no policy keeps it" + ", on an abandoned branch" * folder.abandoned
+        return Removal(folder.name, "checkpoint", reason, names, nbytes, folder.save_id, directory=True)

@@ -216,6 +216,9 @@ class ObjectFolder:
     def entries(self) -> dict[str, Entry]:
         return self.store.entries() if self._entries is None else self._entries
 
+    def entry(self, name: str) -> Entry | None:
+        return self.entries().get(name)
+
     def sync(self) -> None:
         """What is deleted stays so."""
 

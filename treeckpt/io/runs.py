@@ -75,6 +75,10 @@ class Folder(Protocol):
         """Everything in it; empty where it cannot be listed."""
         ...
 
+    def entry(self, name: str) -> Entry | None:
+        """One name in it, None where there is no such file."""
+        ...
+
     def sync(self) -> None:
         """Makes deletions durable."""
         ...
@@ -151,6 +155,10 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     return LocalFolder(local_path(text))
 
 
+def _entry(found: os.stat_result) -> Entry:
+    return Entry(found.st_size, found.st_mtime_ns, found.st_ino, stat.S_ISREG(found.st_mode))
+
+
 class LocalFolder:
     """A directory of a local (or mounted) file system."""
 
@@ -177,9 +185,7 @@ class LocalFolder:
             with os.scandir(self.path) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):  # another process may be deleting
-                        at = entry.stat(follow_symlinks=False)
-                        regular = stat.S_ISREG(at.st_mode)
-                        found[entry.name] = Entry(at.st_size, at.st_mtime_ns, at.st_ino, regular)
+                        found[entry.name] = _entry(entry.stat(follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
@@ -189,6 +195,12 @@ class LocalFolder:
     def sync(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process has removed it meanwhile
             sync_directory(self.path)
+
+    def entry(self, name: str) -> Entry | None:
+        try:
+            return _entry((self.path / name).lstat())
+        except OSError:
+            return None
 
     def remove(self) -> bool:
         try:
@@ -276,6 +288,9 @@ class _MemoryFolder:
     def entries(self) -> dict[str, Entry]:
         sizes, times = self.store.sizes(), self.store.times
         return {name: Entry(nbytes, times[name], times[name]) for name, nbytes in sizes.items()}
+
+    def entry(self, name: str) -> Entry | None:
+        return self.entries().get(name)
 
     def sync(self) -> None:
         pass

@@ -1,0 +1,150 @@
+"""The lineage of a run's checkpoints: which was saved last, and from which of the others it descends.
+
+Every save of a manager gets a sequence number above those of all checkpoints on the disk, and names the save that it
+follows. It also lists the sequence numbers of those that it does not descend from. So the newest checkpoint alone says
+which of the others are on its lineage and which are on abandoned branches, whatever is deleted meanwhile, and no clock
+takes part. A checkpoint without a record, from before there were records or saved by hand, counts by its step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+__all__ = ["Lineage", "Mark", "Order", "Position", "lineage_of"]
+
+MAX_SEQUENCE = 1 << 62
+
+Ranges = tuple[tuple[int, int], ...]
+"""First and last numbers of ranges, rising."""
+
+
+class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a checkpoint stands in its run."""
+
+    sequence: int
+    """Above that of every checkpoint that was there when it was saved."""
+    follows: str = ""
+    """The save id of the checkpoint from which the training went on; empty where there was none."""
+    abandoned: Ranges = ()
+    """Sequence numbers of checkpoints of the run that it does not descend from."""
+
+    def is_sound(self) -> bool:
+        """Whether the numbers are in order."""
+        numbers = [number for pair in self.abandoned for number in pair]
+        rising = all(low <= high for low, high in self.abandoned) and numbers == sorted(numbers)
+        return rising and 0 <= self.sequence < MAX_SEQUENCE and (not numbers or numbers[0] >= 0)
+
+
+class Mark(NamedTuple):
+    """What a lineage is decided from: one checkpoint with an index that can be read."""
+
+    step: int
+    save_id: str
+    lineage: Lineage | None = None
+
+    @property
+    def sequence(self) -> int:
+        return self.step if self.lineage is None else self.lineage.sequence
+
+
+class Position(NamedTuple):
+    """Where a checkpoint stands among those of its run: the greatest is the newest."""
+
+    present: bool
+    """Whether it is on the lineage of the newest, not on an abandoned branch."""
+    sequence: int
+    step: int
+
+
+class Order:
+    """The order of a run's checkpoints.
+
+    Args:
+        marks: of all of them that have an index, each step once.
+    """
+
+    def __init__(self, marks: Iterable[Mark]) -> None:
+        self._marks = tuple(marks)
+        self._recorded = [mark for mark in self._marks if mark.lineage is not None]
+        newest = max(self._recorded, key=lambda mark: (mark.sequence, mark.step), default=None)
+        self._abandoned = _abandoned_by(newest)
+        present = sorted(mark for mark in self._recorded if not _within(mark.sequence, self._abandoned))
+        self._steps = [mark.step for mark in present]
+        self._highest = list(accumulate((mark.sequence for mark in present), max))
+
+    def position(self, mark: Mark) -> Position:
+        """Where a checkpoint stands."""
+        if _within(mark.sequence, self._abandoned):
+            return Position(False, mark.sequence, mark.step)
+        return self.position_of_step(mark.step) if mark.lineage is None else Position(True, mark.sequence, mark.step)
+
+    def position_of_step(self, step: int) -> Position:
+        """Where a directory stands of which only the step is known: on the lineage, above the lower steps."""
+        at = bisect_right(self._steps, step)
+        return Position(True, max(step, self._highest[at - 1]) if at else step, step)
+
+    def newest(self) -> Mark | None:
+        """The checkpoint that was saved last; None where there is none."""
+        return max(self._marks, key=self.position, default=None)
+
+    def ancestors(self, head: Mark) -> list[Mark]:
+        """The checkpoints from which one descends, as far as they are there.
+
+        A checkpoint without a record may have been saved by hand after `head`: then it counts as one of them.
+        """
+        at = self.position(head)[1:]
+        before = head
+        if head.lineage is None:
+            lower = [mark for mark in self._recorded if (mark.sequence, mark.step) < at]
+            before = max(lower, key=lambda mark: mark.sequence, default=None)
+        abandoned = _abandoned_by(before)
+        return [
+            mark
+            for mark in self._marks
+            if not _within(mark.sequence, abandoned)
+            and (self.position(mark)[1:] < at or (mark.lineage is None and head.lineage is not None))
+        ]
+
+
+def _abandoned_by(mark: Mark | None) -> Ranges:
+    return () if mark is None or mark.lineage is None else mark.lineage.abandoned
+
+
+def _within(number: int, ranges: Ranges) -> bool:
+    at = bisect_right(ranges, number, key=lambda pair: pair[0])
+    return bool(at) and number <= ranges[at - 1][1]
+
+
+def lineage_of(marks: Collection[Mark], head: Mark | None, step: int) -> Lineage:
+    """The lineage of a checkpoint that is about to be saved.
+
+    It follows `head`. Steps rise along a training, so where `head` is no earlier step, the training has gone back in a
+    way that nobody has told of: then the checkpoint follows the newest ancestor of `head` with a lower step.
+
+    Args:
+        marks: of all checkpoints on the disk; the one of `step` is replaced by the new one.
+        head: the checkpoint that was restored or saved last; None takes the newest on the disk.
+        step: of the new checkpoint.
+    """
+    order = Order(marks)
+    head = head or order.newest()
+    above = max([mark.sequence for mark in marks] + ([head.sequence] if head else []), default=-1)
+    if head is not None and head.step >= step:
+        lower = [mark for mark in order.ancestors(head) if mark.step < step]
+        head = max(lower, key=lambda mark: order.position(mark)[1:], default=None)
+    past = {mark.sequence for mark in order.ancestors(head) if mark.step < step} if head else set[int]()
+    past |= {head.sequence} if head else set()
+    ranges: list[tuple[int, int]] = []
+    open_ = False
+    for number in sorted({mark.sequence for mark in marks if mark.step != step}):
+        if number in past:
+            open_ = False
+        else:
+            ranges[-1:] = [(ranges[-1][0], number)] if open_ else [*ranges[-1:], (number, number)]
+            open_ = True
+    return Lineage(min(max(step, above + 1), MAX_SEQUENCE - 1), head.save_id if head else "", tuple(ranges))
