@@ -49,6 +49,7 @@ from .io.rounds import Round
 from .io.store import Store
 from .leaves.base import Source
 from .leaves.describe import Brought, bring, content_digests, place_tables
+from .leftovers import clear_leftovers
 from .plans import Plans, kept_plans, make_plans
 from .stateful import expand
 
@@ -260,7 +261,8 @@ class _Agreement:
         if self.options.rehearsal:
             return
         try:
-            if INDEX_NAME in self.store.sizes():
+            names = self.store.sizes()
+            if INDEX_NAME in names:
                 if not self.options.overwrite:
                     raise CheckpointExists(
                         self.store.url,
@@ -269,9 +271,10 @@ class _Agreement:
                         hint="Save to another path, or pass overwrite=True",
                     )
                 with contextlib.suppress(CheckpointError):
-                    # what cannot be read can be overwritten; its shards stay for rebuild-index
+                    # what cannot be read can be overwritten; its shards stay for rebuild-index until then
                     self.previous = read_index(self.store).save_id
             self.store.prepare()
+            clear_leftovers(self.store, names, known=self.previous)
         except OSError as error:
             raise CheckpointError(
                 self.store.url,
