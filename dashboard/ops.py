@@ -91,14 +91,14 @@ def _save_row(
         done=save.done,
         phase=save.phase,
         stuck=_stuck(save, behind, quiet),
-        stalled=quiet > STALLED,
+        stalled=quiet > STALLED or save.alive is False,
         written=save.written,
         planned=save.planned,
         share=save.fraction,
         seconds=max(0.0, (now_ns - save.started_ns) / 1e9),
         quiet=quiet,
         rate=rate,
-        eta=left / rate if rate and save.phase == "write" and quiet <= STALLED else None,
+        eta=left / rate if rate and save.phase == "write" and quiet <= STALLED and save.alive is not False else None,
         slowest=[_saving_rank(one, now_ns) for one in behind[:SHOWN_RANKS]],
     )
 
@@ -118,6 +118,8 @@ def _saving_rank(one: Progress, now_ns: int) -> SavingRank:
 def _stuck(save: SaveUnderWay, behind: Sequence[Progress], quiet: float) -> str:
     """What the save waits for, in words."""
     writing = [one.rank for one in behind if one.phase == "write"]
+    if save.alive is False:
+        return "It was killed: the process that was to commit it has ended."
     if quiet > STALLED:
         what = f"ranks {_few(writing)} in writing" if writing else "the commit"
         return f"It hangs or was killed: nothing new from {what}."

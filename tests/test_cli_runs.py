@@ -134,10 +134,11 @@ def test_a_metric_that_is_nowhere_a_number_keeps_all_and_says_so(cli, tmp_path):
     assert "2 kept, 0 removed" in text and "no checkpoint has the metric 'loss' as a number" in text
 
 
-def test_a_checkpoint_in_the_place_of_its_run_is_wrong_use(cli, run, monkeypatch):
+def test_policies_for_a_checkpoint_in_the_place_of_its_run_are_wrong_use(cli, run, monkeypatch):
     assert f"Name the run that it is in: {run}\n" in cli("gc", run / step_name(100), "--keep-last", 1, code=2)
     monkeypatch.chdir(run / step_name(100))
-    assert f"Name the run that it is in: {run}\n" in cli("gc", ".", code=2)
+    assert f"Name the run that it is in: {run}\n" in cli("gc", ".", "--best", "acc", code=2)
+    assert "0 files removed" in cli("gc", "."), "without a policy only what is left over there goes"
     assert len(steps(run)) == 6
 
 

@@ -11,7 +11,7 @@ import treeckpt as tc
 from tests.world import Faulty, Switch
 from treeckpt.catalog import look, scan
 from treeckpt.cli import main
-from treeckpt.core.progress import Progress, encode_progress, parse_progress_name, progress_name
+from treeckpt.core.progress import Progress, encode_progress, progress_name
 from treeckpt.io.runs import LocalFolder
 from treeckpt.underway import saves_under_way, under_way_text
 
@@ -84,11 +84,11 @@ def test_a_real_save_is_seen_on_its_way_and_gone_afterwards(tmp_path):
     path, go, reached = tmp_path / "step_00000005", threading.Event(), threading.Event()
 
     class Slow(Switch):
-        """Writes slowly until there is a record of the save, and then not at all for a while."""
+        """Writes slowly until there is a record of what is written, and then not at all for a while."""
 
         def __call__(self, name, effect):
             if name.startswith("write "):
-                if any(parse_progress_name(file.name) for file in path.iterdir()):
+                if any(save.written for save in found(path)):
                     reached.set()
                     assert go.wait(60)
                 else:

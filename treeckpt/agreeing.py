@@ -12,11 +12,9 @@ What comes of it is `Agreed`: facts, plans and the name of a conversation of thi
 from __future__ import annotations
 
 import contextlib
-import operator
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
-from typing import Any, Literal, SupportsIndex, TypeVar
+from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -42,10 +40,9 @@ from .agreement import (
     tellers_of,
 )
 from .committing import Facts
-from .core.errors import CheckpointError, CheckpointExists, TreeckptError
+from .core.errors import CheckpointError, CheckpointExists
 from .core.index import INDEX_NAME
 from .core.inventory import Plenum, digest_of
-from .core.lineage import Lineage
 from .core.region import Region
 from .core.spec import Value, encode_value
 from .faults import Fault, fault_of, ours, raise_faults, silent_faults
@@ -57,53 +54,12 @@ from .io.rounds import Round
 from .io.store import Store
 from .leaves.base import Source
 from .leaves.describe import SMALL, Brought, box_digests, bring, content_digests, piece_digests, place_tables
+from .leftovers import clear_leftovers
 from .plans import Plans, boxes_of, kept_plans, make_plans
+from .save_options import Follow, SaveOptions, follow_of
 from .stateful import expand
 
-__all__ = ["Agreed", "Busy", "SaveOptions", "Standing", "agree", "following", "shard_limit"]
-
-Busy = Literal["wait", "skip", "error"]
-Follow = Callable[[str], Lineage]
-"""Gives the lineage of the save with this id; it raises nothing."""
-_follow: ContextVar[Follow | None] = ContextVar("treeckpt_follow", default=None)
-
-
-@contextlib.contextmanager
-def following(follow: Follow) -> Iterator[None]:
-    """Has the save that is started in the body take its lineage from `follow`, once it is agreed and on rank 0."""
-    token = _follow.set(follow)
-    try:
-        yield
-    finally:
-        _follow.reset(token)
-
-
-class SaveOptions(msgspec.Struct, frozen=True):
-    """The knobs of a save; see `treeckpt.save`."""
-
-    step: int | None = None
-    overwrite: bool = False
-    verify_replicas: bool = False
-    allow_pickle: bool = False
-    max_shard_bytes: int = 1 << 62
-    namespace: str = ""
-    busy: Busy = "wait"
-    rehearsal: bool = False
-    """Only plans: nothing is written, and nothing looked for at the path."""
-
-
-def shard_limit(limit: Any) -> int:
-    """Bytes of a shard, at most, of any type of integer; None is no limit.
-
-    Raises:
-        TreeckptError: it is none, or below 1.
-    """
-    if limit is None:
-        return 1 << 62
-    if isinstance(limit, bool) or not isinstance(limit, SupportsIndex) or operator.index(limit) < 1:
-        hint = "None has each rank write one file"
-        raise TreeckptError("max_shard_bytes", expected="bytes, 1 or more", found=f"{limit!r:.60}", hint=hint)
-    return operator.index(limit)
+__all__ = ["Agreed", "Standing", "agree"]
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -337,7 +293,8 @@ class _Agreement:
         if self.options.rehearsal:
             return
         try:
-            if INDEX_NAME in self.store.sizes():
+            names = self.store.sizes()
+            if INDEX_NAME in names:
                 if not self.options.overwrite:
                     raise CheckpointExists(
                         self.store.url,
@@ -346,9 +303,10 @@ class _Agreement:
                         hint="Save to another path, or pass overwrite=True",
                     )
                 with contextlib.suppress(CheckpointError):
-                    # what cannot be read can be overwritten; its shards stay for rebuild-index
+                    # what cannot be read can be overwritten; its shards stay for rebuild-index until then
                     self.previous = read_index(self.store).save_id
             self.store.prepare()
+            clear_leftovers(self.store, names, known=self.previous)
         except OSError as error:
             raise CheckpointError(
                 self.store.url,
@@ -411,5 +369,5 @@ class _Agreement:
             self.values if first else {},
             tuple(self.own_values) if first else (),
         )
-        talk, follow = self.round.branch(terms.save_id), _follow.get() if first else None
+        talk, follow = self.round.branch(terms.save_id), follow_of() if first else None
         return Agreed(facts, self.brought.sources, plans, self.error, talk, follow)

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from .agreeing import Busy, SaveOptions, shard_limit
 from .background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
 from .bank import Bank, as_bank, globs_of, load_bank, load_bank_into
 from .core.files import as_step
@@ -29,6 +28,7 @@ from .repairing import repair_store
 from .reports import LoadReport, SaveReport, VerifyReport
 from .rules import Renaming, Transforms, as_rules
 from .salvaging import salvaging
+from .save_options import Busy, SaveOptions, shard_limit
 from .saving import save_tree
 from .stateful import expand
 from .verifying import publish_rebuilt, verify_store

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, SupportsIndex
 
 from . import api
-from .agreeing import shard_limit
 from .core.containers import take
 from .core.errors import TreeckptError, TreeError
 from .core.policy import All, Best, Last, Policy, check_policies
+from .save_options import shard_limit
 from .stateful import is_stateful
 
 __all__ = ["best_policy", "check_options", "is_maker", "numbers_of", "policies_of"]

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import msgspec
 
 from . import exits
-from .agreeing import Agreed, Busy, SaveOptions, Standing, agree
+from .agreeing import Agreed, Standing, agree
 from .core.errors import CheckpointError, TreeckptError
 from .core.events import BLOCKING
 from .desk import ENTRY
@@ -35,6 +35,7 @@ from .leaves.base import Piece
 from .pending import Pending
 from .plans import Plans
 from .remote import There, address_of, arrange, detach, modules_of
+from .save_options import Busy, SaveOptions
 from .saving import complete, report_of
 from .scribe import Here, Wrote, staged_stream
 from .staging import pinning, stage, start_after

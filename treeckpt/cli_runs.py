@@ -1,6 +1,7 @@
 """The commands that change a run: gc, pin, unpin. Each says what it did to which step, and why.
 
-`gc` deletes no checkpoint unless a policy is named: without one it only clears away what crashed saves left behind.
+`gc` deletes no checkpoint unless a policy is named: without one it only clears away what crashed saves left behind, in
+a run, or in the directory of one checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .core.files import MAX_STEP, step_name
 from .core.policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 from .core.wording import bytes_text
 from .printing import fail, print_json, print_line, print_table
-from .run import GRACE, CleanReport, Run
+from .run import GRACE, CleanReport, Run, clean_checkpoint
 
 __all__ = ["add_commands", "no_checkpoint"]
 
@@ -29,7 +30,7 @@ class Command(Protocol):
 def add_commands(command: Command) -> None:
     """Adds gc, pin and unpin."""
     gc = command("gc", _gc, "delete what no policy keeps, and what crashed saves left behind")
-    gc.add_argument("run_path", metavar="RUN")
+    gc.add_argument("run_path", metavar="RUN", help="or a single checkpoint, beside which only leftovers go")
     gc.add_argument("--keep-last", type=_count, metavar="N", help="keep the newest N checkpoints")
     gc.add_argument("--every", type=_count, metavar="K", help="keep each step that is a multiple of K")
     gc.add_argument("--period", type=_seconds, metavar="S", help="keep the first checkpoint of every S seconds")
@@ -47,7 +48,7 @@ def add_commands(command: Command) -> None:
         type=_seconds,
         default=GRACE,
         metavar="S",
-        help=f"leave files of unfinished saves alone for S seconds (default: {GRACE:g})",
+        help=f"leave files of unfinished saves that may be alive alone for S seconds (default: {GRACE:g})",
     )
     gc.add_argument("--dry-run", action="store_true", help="only say what would be done")
     for name, act, text in (
@@ -122,21 +123,26 @@ def _gc(options: argparse.Namespace) -> int:
     if not is_there(options.run_path):
         fail(f"treeckpt: {options.run_path}: no such directory")
         return 2
-    run = Run(options.run_path)
-    if problem := _no_run(options.run_path, run) or _no_metric(run, options.best):
+    run, alone = Run(options.run_path), is_checkpoint(options.run_path)
+    alone = alone and not run.look()
+    policies = _policies(options)
+    if problem := _no_run(options.run_path, run, policies) if alone else _no_metric(run, options.best):
         fail(f"treeckpt: {problem}")
         return 2
-    report = run.clean(_policies(options), grace=options.grace, dry_run=options.dry_run)
+    if alone:
+        report = clean_checkpoint(options.run_path, grace=options.grace, dry_run=options.dry_run)
+    else:
+        report = run.clean(policies, grace=options.grace, dry_run=options.dry_run)
     if options.json:
         print_json(report)
     else:
-        _print_report(report)
+        _print_report(report, alone=alone)
     return 1 if report.failed else 0
 
 
-def _no_run(path: str, run: Run) -> str:
-    """What to do instead where a checkpoint is named in place of its run."""
-    if not is_checkpoint(path) or run.look():
+def _no_run(path: str, run: Run, policies: Sequence[Policy]) -> str:
+    """What to do instead where policies are named for a checkpoint in place of its run."""
+    if policies == [All()]:
         return ""
     return f"{path}: a checkpoint, not a run. Name the run that it is in: {run.url.rstrip('/').rpartition('/')[0]}"
 
@@ -164,7 +170,7 @@ def _no_metric(run: Run, policies: Sequence[Best]) -> str:
     return f"--best: no checkpoint of {run.url} has the metric {unknown[0]!r}; {names}{hint}"
 
 
-def _print_report(report: CleanReport) -> None:
+def _print_report(report: CleanReport, *, alone: bool) -> None:
     rows = [("kept", step_name(step), "", report.why(step)) for step in report.kept]
     word = "would go" if report.dry_run else "removed"
     for one in report.removed:
@@ -177,7 +183,9 @@ def _print_report(report: CleanReport) -> None:
     for warning in report.warnings:
         print_line(warning, "yellow")
     freed = "would be freed" if report.dry_run else "freed"
-    print_line(f"{len(report.kept)} kept, {len(report.removed)} {word}, {bytes_text(report.nbytes)} {freed}", "dim")
+    gone = sum(len(one.files) for one in report.removed)
+    what = f"{gone} files {word}" if alone else f"{len(report.kept)} kept, {len(report.removed)} {word}"
+    print_line(f"{what}, {bytes_text(report.nbytes)} {freed}", "dim")
 
 
 def _pin(options: argparse.Namespace) -> int:

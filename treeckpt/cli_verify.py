@@ -37,6 +37,12 @@ def _verify(options: Any) -> int:
         print_line(f"  repaired {repair}", "yellow")
     for problem in report.problems:
         print_line(f"  {problem.file}: {problem.text}", "red")
+    for one in report.leftovers[:SHOWN]:
+        print_line(f"  {one.file}: {bytes_text(one.nbytes)} {one.why}", "yellow")
+    if report.leftovers:
+        nbytes = sum(one.nbytes for one in report.leftovers)
+        text = f"{len(report.leftovers)} files of {bytes_text(nbytes)}: the next save there removes what is dead"
+        print_line(f"  left over: {text}, and so does treeckpt gc {options.checkpoint}", "yellow")
     if options.repair and report.lost:
         more = f" and {len(report.lost) - SHOWN} more; --json gives all" if len(report.lost) > SHOWN else ""
         print_line(f"  lost: {', '.join(path or '<root>' for path in report.lost[:SHOWN])}{more}", "red")

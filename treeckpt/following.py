@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from .agreeing import following
 from .core.lineage import Lineage, Mark, lineage_of
 from .run import Run
+from .save_options import following
 
 __all__ = ["History"]
 

@@ -11,7 +11,7 @@ from .core.events import Span
 from .core.markup import el, facts, joined, table
 from .core.wording import seconds_text
 
-__all__ = ["LoadReport", "SaveReport", "VerifyReport", "human_bytes", "human_rate"]
+__all__ = ["Leftover", "LoadReport", "SaveReport", "VerifyReport", "human_bytes", "human_rate"]
 
 
 def human_bytes(nbytes: float) -> str:
@@ -163,6 +163,15 @@ class Repair(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.file}: {self.what}" + (f" (the damaged file is kept as {self.kept_as})" if self.kept_as else "")
 
 
+class Leftover(msgspec.Struct, frozen=True, array_like=True):
+    """A file that belongs neither to the checkpoint nor to a save that is known to be alive."""
+
+    file: str
+    nbytes: int
+    why: str
+    """How its save ended, or that this is not known."""
+
+
 class VerifyReport(msgspec.Struct, frozen=True):
     """What verification found."""
 
@@ -174,6 +183,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
     """After a repair, what is left of them."""
     seconds: float
     repairs: tuple[Repair, ...] = ()
+    leftovers: tuple[Leftover, ...] = ()
+    """What dead saves left in the directory: no fault of the checkpoint. The next save there, and `gc`, remove it."""
 
     @property
     def ok(self) -> bool:
@@ -189,7 +200,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
         state = "intact" if self.ok else f"{len(self.problems)} problems"
         rows = [f"verified {self.path}  {self.files} shards, {human_bytes(self.nbytes)}: {state}"]
         rows += [f"  repaired {repair}" for repair in self.repairs]
-        return "\n".join(rows + [f"  {problem.file}: {problem.text}" for problem in self.problems])
+        rows += [f"  {problem.file}: {problem.text}" for problem in self.problems]
+        return "\n".join(rows + [f"  {one.file}: {human_bytes(one.nbytes)} {one.why}" for one in self.leftovers])
 
 
 def as_json(report: Any) -> bytes:

@@ -22,19 +22,16 @@ import msgspec
 
 from .catalog import CheckpointInfo, FileCache, Recall, arranged, look, marks_of, survey
 from .core.errors import CheckpointError, CheckpointNotFound, TreeckptError
-from .core.files import PIN_NAME, as_step, deleted_name, is_step_name, kind_of, step_name, step_of
+from .core.files import PIN_NAME, as_step, deleted_name, is_step_name, step_name, step_of
 from .core.index import INDEX_NAME
 from .core.lineage import Mark
 from .core.policy import Policy, StepInfo
-from .core.retention import Cleaning, FileFact, FolderFact, Left, Removal, Times, plan_cleaning
-from .io.codec import read_index
-from .io.leases import LEASE, has_readers
-from .io.runs import Folder, RunStore, open_run
+from .core.retention import Cleaning, FolderFact, Left, Removal, plan_cleaning
+from .io.leases import has_readers
+from .io.runs import Folder, RunStore, open_folder, open_run
+from .leftovers import GRACE, committed, file_facts, plan_of, remove_leftovers, times
 
-__all__ = ["GRACE", "CleanReport", "Run", "steady_clock", "step_info"]
-
-GRACE = 3600.0
-"""Seconds after which what an unfinished save left behind is cleaned away."""
+__all__ = ["GRACE", "CleanReport", "Run", "clean_checkpoint", "steady_clock", "step_info"]
 
 
 class CleanReport(msgspec.Struct, frozen=True):
@@ -202,7 +199,7 @@ class Run:
         """Deletes what no policy keeps and what crashed saves left behind.
 
         Args:
-            grace: seconds for which files of a save that never finished are left alone.
+            grace: seconds for which files of a save are left alone where nothing shows whether it is alive.
             busy: names of the directories in which this process is saving.
             claim: is entered around each removal; gives whether the directory is still to be had.
             dry_run: only says what would be done.
@@ -229,23 +226,19 @@ class Run:
 
     def _plan(self, policies: Sequence[Policy], grace: float, busy: frozenset[str]) -> Cleaning:
         facts = [self._fact(info, folder) for folder, info in self._survey()]
-        return plan_cleaning(facts, policies, self._times(grace), busy=busy)
-
-    def _times(self, grace: float) -> Times:
-        return Times(self._clock(), int(grace * 1e9), int(LEASE * 1e9))
+        return plan_cleaning(facts, policies, times(self._clock(), grace), busy=busy)
 
     def _fact(self, info: CheckpointInfo, folder: Folder) -> FolderFact:
         step = step_of(info.name)
         assert step is not None and info.status != "foreign", "look gives only these"
-        files = (FileFact(n, e.nbytes, e.modified_ns) for n, e in folder.entries().items() if e.regular)
-        committed = info.status != "partial"
+        save_id = info.save_id if info.status != "partial" else None
         return FolderFact(
             name=info.name,
             step=step,
             status=info.status,
             modified_ns=folder.modified_ns() or 0,
-            files=tuple(files),
-            save_id=info.save_id if committed else None,
+            files=file_facts(folder, self._clock(), committed=save_id),
+            save_id=save_id,
             created_ns=info.created_ns or 0,
             metrics=info.metrics,
             problem=info.error or "",
@@ -256,17 +249,13 @@ class Run:
     def _remove(self, removal: Removal, grace: float) -> str:
         """Carries a removal out; says why not, if something has changed since it was decided."""
         folder = self.store.folder(removal.name)
-        if removal.what == "checkpoint":
-            why = self._remove_index(folder, removal, grace)
-            if why:
-                return why
-        elif _committed(folder) in {k.save_id for name in removal.files if (k := kind_of(name)) and k.kind == "shard"}:
-            return "it has been committed meanwhile"
-        for name in removal.files:
-            if name != INDEX_NAME:
-                folder.store.delete(name)
-        if removal.files:
-            folder.sync()
+        if removal.what == "leftovers":
+            return remove_leftovers(folder, removal)
+        if why := self._remove_index(folder, removal, grace):
+            return why
+        for name in removal.files[1:]:
+            folder.store.delete(name)
+        folder.sync()
         if removal.directory:
             folder.remove()
         return ""
@@ -283,7 +272,7 @@ class Run:
         # what was decided may be old by now: other removals came before this one
         info = _checked(look(folder, cache=self._cache))
         now = self._plan_one(info, folder, grace)
-        if _committed(folder) != removal.save_id or isinstance(now, Left):
+        if committed(folder) != removal.save_id or isinstance(now, Left):
             folder.store.delete(mark)
             return now.why if isinstance(now, Left) else "another save has been committed there meanwhile"
         folder.store.delete(INDEX_NAME)
@@ -299,7 +288,7 @@ class Run:
         if info.status != "complete":
             return Left(info.name, f"it is {info.status} now")
         newer = FolderFact("newer", 1 << 62, "complete", 0, (), "0" * 16)
-        cleaning = plan_cleaning([self._fact(info, folder), newer], [], self._times(grace))
+        cleaning = plan_cleaning([self._fact(info, folder), newer], [], times(self._clock(), grace))
         return next(iter(cleaning.left), None)
 
 
@@ -310,19 +299,31 @@ def _report(
     return CleanReport(url, cleaning.kept, removed, left, warnings=warnings, abandoned=abandoned, **more)
 
 
+def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> CleanReport:
+    """Removes what dead saves left beside a checkpoint, or where there is none; the checkpoint itself stays.
+
+    Args:
+        grace, dry_run: as for `Run.clean`.
+    """
+    folder = open_folder(path)
+    found = plan_of(folder, time.time_ns(), grace)
+    if found is None or isinstance(found, Left):
+        return CleanReport(folder.url, {}, (), (found,) if found is not None else (), dry_run=dry_run)
+    if dry_run:
+        return CleanReport(folder.url, {}, (found,), (), dry_run=True)
+    try:
+        why = remove_leftovers(folder, found)
+    except (OSError, TreeckptError) as error:
+        return CleanReport(folder.url, {}, (), (), (Left(found.name, f"{type(error).__name__}: {error}"),))
+    return CleanReport(folder.url, {}, () if why else (found,), (Left(found.name, why),) if why else ())
+
+
 def _checked(info: CheckpointInfo) -> CheckpointInfo:
     """A checkpoint of another step than its directory's name says is not to be trusted: somebody moved it."""
     if info.status == "complete" and info.step != step_of(info.name):
         found = f"its index says step {info.step}, not what its name says"
         return msgspec.structs.replace(info, status="corrupt", error=found)
     return info
-
-
-def _committed(folder: Folder) -> str | None:
-    try:
-        return read_index(folder.store).save_id
-    except CheckpointError:
-        return None
 
 
 @contextlib.contextmanager

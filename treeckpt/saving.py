@@ -5,7 +5,8 @@
 3. Every rank reports. If all did well the coordinator publishes timings and then the index, which is the commit
    (`committing`).
 4. Everybody learns how it ended. Any failure makes every rank raise an error that names rank, path and cause; what the
-   failed save wrote is deleted, and an earlier index stays valid. A rank that is not told the end deletes nothing.
+   failed save wrote is deleted, and an earlier index stays valid. A rank that is not told the end deletes nothing. A
+   rank that is interrupted deletes what it wrote, if that cannot be committed any more.
 
 `save_tree` does all of it in the caller's thread; `background` does steps 2 to 4 beside the training, with the same
 functions.
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from .agreeing import Agreed, SaveOptions, Standing, agree
+from .agreeing import Agreed, Standing, agree
 from .agreement import Done, Verdict
 from .committing import IN_PLACE, Stream, remove, shard_names
 from .faults import raise_faults
@@ -27,6 +28,7 @@ from .io.record import Recorder
 from .io.store import Store
 from .plans import Plans
 from .reports import SaveReport
+from .save_options import SaveOptions
 from .scribe import Here, Scribe, Wrote
 
 __all__ = ["complete", "report_of", "save_tree"]
@@ -68,8 +70,13 @@ def save_tree(
         assert agreed is not None, "only a save in the background is skipped"
         agreed = agreed.with_lineage()
         here = Here(store, agreed.facts, agreed.plans, recorder, error=agreed.error)
-        with agreed.talk.signs():
-            complete(agreed, store, comm, recorder, here, here.write(lambda plans: source_stream(agreed, plans)))
+        try:
+            with agreed.talk.signs():
+                complete(agreed, store, comm, recorder, here, here.write(lambda plans: source_stream(agreed, plans)))
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C
+                here.withdraw()
+            raise
     return report_of(agreed, store, recorder)
 
 

@@ -6,6 +6,7 @@ functions of `committing`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -14,7 +15,9 @@ import msgspec
 import numpy as np
 
 from .agreement import Done, FileRow
-from .committing import Facts, Stream, judge, write_shards
+from .committing import Facts, Stream, judge, may_be_in_place, remove, shard_names, write_shards
+from .core.errors import TreeckptError
+from .core.events import timings_name
 from .core.plan import FilePlan, SavePlan, Write
 from .core.progress import Progress
 from .core.region import Region
@@ -22,8 +25,9 @@ from .faults import Fault, fault_of, ours
 from .io.arena import area_offsets
 from .io.progress import ProgressNote
 from .io.record import Recorder
-from .io.store import Store
+from .io.store import Store, Swapping
 from .leaves.base import HostArray, Piece
+from .leftovers import clear_leftovers
 from .plans import Plans
 
 __all__ = ["Here", "Scribe", "Wrote", "staged_stream"]
@@ -88,6 +92,8 @@ class Here:
         self.error = error
         self._store, self._facts, self._plans, self._recorder, self._heard = store, facts, plans, recorder, heard
         self._note: ProgressNote | None = None
+        self._done = False
+        """Whether all is written, which the others may have been told."""
 
     def write(self, stream: Callable[[Plans], Stream]) -> Wrote:
         """Writes this rank's shards; a failure is for telling the others, so it is returned, not raised."""
@@ -99,8 +105,10 @@ class Here:
             planned = plans.own.nbytes
             first = Progress(facts.save_id, facts.rank, facts.world, facts.step, "write", 0, planned, now, now)
             self._note = ProgressNote(self._store, first, heard=self._heard)
+            self._note.begin()
             rows = write_shards(self._note.counting(), facts, plans, stream(plans), self._recorder)
             self._note.commit()
+            self._done = True
             return Wrote(None, rows)
         except Exception as error:
             self.error = ours(error, self._store.url)
@@ -113,5 +121,17 @@ class Here:
         return msgspec.msgpack.encode(verdict)
 
     def end(self) -> None:
-        if self._note is not None:
-            self._note.end()
+        if self._note is None:
+            return
+        self._note.end()
+        if self._facts.rank == 0 and not isinstance(self._store, Swapping):
+            with contextlib.suppress(OSError, TreeckptError):
+                clear_leftovers(self._store, self._store.sizes(), known=self._facts.save_id)
+
+    def withdraw(self) -> None:
+        """Removes what was written, unless the save is committed, or others may still commit it."""
+        facts, plans = self._facts, self._plans
+        self.end()
+        if plans is None or (facts.rank and self._done) or may_be_in_place(self._store, facts.save_id):
+            return
+        remove(self._store, [*shard_names(facts, plans), *([timings_name(facts.save_id)] * (not facts.rank))])

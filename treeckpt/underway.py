@@ -1,24 +1,26 @@
 """Which saves are under way in a checkpoint's directory, and how far? From the small records that ranks keep there.
 
-A save that is quick leaves no record. One that was killed leaves its last: a record that was not renewed for `STALLED`
-seconds is called so. Records that do not decode are passed over: nothing depends on them.
+A save that has ended takes its records away. One that was killed leaves its last. It is said to be killed where its
+coordinator's process is known to have ended; otherwise, after `STALLED` seconds with nothing new, to hang or to be
+killed. Records that do not decode are passed over.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from .core.progress import Phase, Progress, fraction_of
+from .core.progress import Phase, Progress, fraction_of, progress_name
 from .core.wording import bytes_text, seconds_text
-from .io.progress import read_progress
+from .io.progress import is_alive, read_progress
 from .io.runs import Entry, Folder
 
 __all__ = ["STALLED", "SaveUnderWay", "saves_under_way", "under_way_text"]
 
 STALLED = 60.0
-"""Seconds after which a record that was not renewed means that its rank hangs, or is gone."""
+"""Seconds after which a record with nothing new means that its rank hangs, or is gone."""
 
 
 class SaveUnderWay(msgspec.Struct, frozen=True):
@@ -39,6 +41,8 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
     """Unix time of the newest record."""
     done: int = 0
     """Ranks of these whose bytes are all durable."""
+    alive: bool | None = None
+    """Whether it may still be committed, where that is known: False once its coordinator's process has ended."""
 
     @property
     def fraction(self) -> float:
@@ -68,6 +72,7 @@ def _sum(records: Iterable[Progress]) -> SaveUnderWay:
         started_ns=min(record.started_ns for record in ranks.values()),
         updated_ns=max(record.updated_ns for record in ranks.values()),
         done=sum(record.phase == "commit" for record in ranks.values()),
+        alive=is_alive(progress_name(0, first.save_id), ranks[0], time.time_ns()) if 0 in ranks else None,
     )
 
 
@@ -76,6 +81,8 @@ def under_way_text(save: SaveUnderWay, now_ns: int) -> str:
     quiet = (now_ns - save.updated_ns) / 1e9
     what = "being written" if save.phase == "write" else "written, waiting for the commit"
     far = f"{save.fraction:.0%} of {bytes_text(save.planned)} on {save.ranks} of {save.world} ranks"
+    if save.alive is False:
+        return f"save {save.save_id} was killed: {far}"
     if quiet > STALLED:
         return f"save {save.save_id} hangs or was killed: {far}, nothing new for {seconds_text(quiet)}"
     return f"save {save.save_id} is {what}: {far}, for {seconds_text(max(0, now_ns - save.started_ns) / 1e9)}"

@@ -15,6 +15,7 @@ from .io.record import Recorder
 from .io.shards import Opened
 from .io.store import Store
 from .io.survey import open_for_survey, survey_opened
+from .leftovers import list_leftovers
 from .reports import Problem, VerifyReport
 
 __all__ = ["publish_rebuilt", "verify_store"]
@@ -44,7 +45,9 @@ def verify_store(store: Store) -> VerifyReport:
         read_timings(store, index.save_id)
     except (TreeckptError, OSError) as error:
         problems.append(Problem(timings_name(index.save_id), str(error)))
-    return VerifyReport(store.url, len(index.file_list), nbytes, tuple(problems), recorder.seconds)
+    return VerifyReport(
+        store.url, len(index.file_list), nbytes, tuple(problems), recorder.seconds, leftovers=list_leftovers(store)
+    )
 
 
 def _problem(index: Index, bad: BadBytes) -> Problem:

@@ -195,10 +195,22 @@ def test_nothing_is_taken_that_somebody_may_need(found, count):
         marked = {i for i in (A, B) if deleted_name(i) in files}
         for save_id in {A, B} - marked - {folder.save_id}:
             group = [f for n, f in files.items() if kind_of(n) and kind_of(n).save_id == save_id]
-            if any(NOW - f.modified_ns < GRACE for f in group):
+            if removal.what == "checkpoint" and [f.name for f in group] == [timings_name(save_id)]:
+                continue  # timings alone keep nothing
+            if any(NOW - f.modified_ns < GRACE for f in group) and not is_replaced(folder, group):
                 assert not {f.name for f in group} & set(removal.files)
     for removal in cleaning.removals:
         assert isinstance(removal, Removal) and removal.reason
+
+
+def is_replaced(folder, group):
+    """Whether a save has told that all is written, and an index was published after that."""
+    kinds = {f.name: kind_of(f.name).kind for f in group}
+    if folder.status != "complete" or "progress" in kinds.values() or "timings" not in kinds.values():
+        return False
+    [index] = [f for f in folder.files if f.name == "index.json"]
+    proof = [f for f in group if kinds[f.name] == "shard"] or [f for f in group if kinds[f.name] == "timings"]
+    return all(f.modified_ns <= index.modified_ns for f in proof)
 
 
 @given(folders(), st.integers(1, 3), st.randoms())
@@ -206,3 +218,68 @@ def test_the_order_of_a_listing_does_not_matter(found, count, random):
     shuffled = [msgspec.structs.replace(f, files=tuple(random.sample(f.files, len(f.files)))) for f in found]
     random.shuffle(shuffled)
     assert plan_cleaning(found, [Last(count)], TIMES) == plan_cleaning(shuffled, [Last(count)], TIMES)
+
+
+def recorded(save_id, alive, age=NEW, rank=0):
+    return FileFact(f"progress-{rank:05d}.{save_id}.json", 1, NOW - age, alive)
+
+
+def test_a_save_whose_coordinator_has_ended_goes_at_once():
+    for status in (
+        partial(3, *files_of(B, NEW), recorded(B, False)),
+        complete(3, *files_of(B, NEW), recorded(B, False)),
+    ):
+        [removal] = clean(status).removals
+        assert "was killed" in removal.reason
+        assert {file.name for file in files_of(B, 0)} < set(removal.files) and recorded(B, False).name in removal.files
+
+
+def test_a_save_that_is_alive_stays_however_old_its_files_are():
+    old = [*files_of(B, OLD), recorded(B, True, OLD)]
+    assert "under way" in clean(complete(2), partial(3, *old)).left[0].why
+    assert not clean(complete(2, *old)).removals
+    assert "writing" in clean(complete(1, *old), complete(2)).left[0].why
+
+
+def test_a_save_of_which_another_rank_lives_stays():
+    both = [*files_of(B, NEW), recorded(B, False), recorded(B, True, rank=1)]
+    assert not clean(complete(2, *both)).removals
+
+
+def test_the_death_of_another_rank_than_the_coordinator_proves_nothing():
+    assert not clean(complete(2, *files_of(B, NEW), recorded(B, False, rank=1))).removals
+    assert not clean(complete(2, *files_of(B, NEW), recorded(B, None))).removals
+
+
+def test_timings_alone_keep_nothing_and_stay_for_the_grace_period():
+    failed = fact(timings_name(B), NEW)
+    assert clean(complete(1, failed), complete(2)).removals[0].what == "checkpoint"
+    assert not clean(complete(2, failed)).removals
+    assert "failed" in clean(complete(2), partial(3, failed)).left[0].why
+    assert clean(complete(2, fact(timings_name(B), OLD))).removals[0].files == (timings_name(B),)
+
+
+def test_a_save_that_failed_leaves_its_timings_only():
+    shards, failed = files_of(B, NEW)[:2], FileFact(timings_name(B), 10, NOW - NEW, alive=False)
+    [removal] = clean(complete(2, *shards, failed)).removals
+    assert set(removal.files) == {shard.name for shard in shards} and "failed" in removal.reason
+    [removal] = clean(complete(2, *shards, failed, age=0)).removals
+    assert failed.name in removal.files, "a save was committed there later"
+
+
+def test_a_save_that_another_one_has_replaced_goes_at_once():
+    [removal] = clean(complete(2, *files_of(B, NEW), age=0)).removals
+    assert set(removal.files) == {file.name for file in files_of(B, 0)} and "replaced" in removal.reason
+    assert not clean(partial(3, *files_of(B, NEW))).removals, "its index may have been lost"
+    assert not clean(complete(2, *files_of(B, NEW)[:2], age=0)).removals, "not all may be written yet"
+
+
+def test_a_reader_whose_process_has_ended_keeps_nothing():
+    reader = FileFact(lease_name(C), 1, NOW - NEW, alive=False)
+    assert lease_name(C) in clean(complete(1, reader), complete(2)).removals[0].files
+    assert clean(complete(2, reader)).removals[0].files == (lease_name(C),)
+
+
+def test_the_temporary_file_of_a_process_that_has_ended_goes_at_once():
+    temporary = FileFact(f".index.json.{C}.tmp", 1, NOW - NEW, alive=False)
+    assert clean(complete(2, temporary)).removals[0].files == (temporary.name,)

@@ -6,7 +6,7 @@
     lease.<id>.json                              somebody reads; renewed for as long as that lasts
     pinned.json                                  retention leaves it alone
     <one of these>.<id>.damaged                  what a repair has replaced
-    .<one of these>.<id>.tmp                     is being published
+    .<one of these>.<id>.tmp                     is being published; the id begins with the tag of the process
 
 Whatever has another name belongs to somebody else.
 """
@@ -36,6 +36,8 @@ __all__ = [
     "lease_name",
     "step_name",
     "step_of",
+    "writing_tag",
+    "written_name",
 ]
 
 PIN_NAME = "pinned.json"
@@ -43,7 +45,7 @@ FileKind = Literal["index", "shard", "timings", "progress", "deleted", "lease", 
 
 _PER_SAVE = re.compile(r"(timings|deleted)\.([0-9a-f]{16})\.json")
 _LEASE = re.compile(r"lease\.[0-9a-f]{16}\.json")
-_TEMPORARY = re.compile(r"\.(.+?)(?:\.[0-9a-f]{16})?\.tmp")
+_TEMPORARY = re.compile(r"\.(.+?)(?:\.([0-9a-f]{8})[0-9a-f]{8})?\.tmp")
 _DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
 MAX_STEP = 10**18 - 1
@@ -78,6 +80,18 @@ def kind_of(name: str) -> Owned | None:
         return Owned("lease")
     named: dict[str, FileKind] = {"index.json": "index", PIN_NAME: "pin"}
     return Owned(named[name]) if name in named else None
+
+
+def written_name(name: str) -> str:
+    """The name under which a temporary file is to be published; any other name as it is."""
+    match = _TEMPORARY.fullmatch(name)
+    return match[1] if match else name
+
+
+def writing_tag(name: str) -> str:
+    """The tag of the process that writes a temporary file, empty where its name has none."""
+    match = _TEMPORARY.fullmatch(name)
+    return match[2] or "" if match else ""
 
 
 def deleted_name(save_id: str) -> str:

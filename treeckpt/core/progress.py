@@ -1,7 +1,7 @@
-"""How far is a save that is under way? A small record that each rank keeps beside its shards until the save ends.
+"""The record of a save under way: how far it is, and which process writes it. A rank keeps it until the save ends.
 
-A record is for people who watch. No save or load depends on one: it may be missing, old, or left behind by a save that
-was killed.
+No save or load depends on a record: it may be missing, old, or left behind by a save that was killed. What a save wrote
+is removed early only where its coordinator's record proves that the save is dead; see `core.retention`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import re
 from typing import Literal
 
 import msgspec
+import xxhash
 
 from .errors import FormatError
 from .shard import MAX_NBYTES, MAX_WORLD, SAVE_ID
 
 __all__ = [
     "MAX_PROGRESS",
+    "Owner",
     "Phase",
     "Progress",
     "decode_progress",
@@ -30,6 +32,22 @@ MAX_STEP = (1 << 63) - 1
 MAX_PROGRESS = 4096
 """Bytes of a record, at most."""
 _NAME = re.compile(r"progress-([0-9]{5,9})\.([0-9a-f]{16})\.json")
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The process that wrote a file."""
+
+    host: str
+    pid: int
+    boot: str = ""
+    """Names one boot of the host, and the processes that see each other there; empty where the system tells none."""
+    started: int = 0
+    """When the process began, in ticks since the boot: another process may have the same number later."""
+
+    @property
+    def tag(self) -> str:
+        """8 hexadecimal digits that stand for this process in the names of its temporary files."""
+        return xxhash.xxh3_64_hexdigest(f"{self.host} {self.pid} {self.boot} {self.started}".encode())[:8]
 
 
 class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +66,11 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     started_ns: int
     """Unix time at which the save began, by the rank's clock."""
     updated_ns: int
-    """Unix time of this record: one that is old belongs to a save that hangs, or was killed."""
+    """Unix time at which it last had something new: an old one belongs to a save that hangs, or was killed."""
+    alive_ns: int = 0
+    """Unix time of this record, which is renewed as long as the save lasts."""
+    owner: Owner | None = None
+    """Whose end is the end of this rank's part; older versions did not say."""
 
     @property
     def fraction(self) -> float:
@@ -90,7 +112,7 @@ def decode_progress(data: bytes, name: str) -> Progress:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FormatError(name, expected="a record of progress", found=f"{error}"[:200]) from error
     known = SAVE_ID.fullmatch(found.save_id) is not None and 0 <= found.rank < found.world <= MAX_WORLD
-    numbers = (found.written, found.planned, found.started_ns, found.updated_ns)
+    numbers = (found.written, found.planned, found.started_ns, found.updated_ns, found.alive_ns)
     bounded = min(numbers) > -MAX_NBYTES and max(numbers) < MAX_NBYTES and abs(found.step or 0) <= MAX_STEP
     if not known or min(found.written, found.planned) < 0 or not bounded:
         raise FormatError(name, expected="a rank's progress in a save", found=f"{found!r:.200}")

@@ -4,29 +4,32 @@ A reader writes its lease before it reads the index; a deleter looks for leases 
 reader finds no index, or the deleter finds the lease and leaves the shards for later. That needs no locks, only that
 what one process writes is seen by others within `LEASE`: local file systems, NFS, Lustre and object stores do so. It
 does not hold where the reader may not write (a load from there is not protected), nor where the clocks of hosts differ
-by more than `LEASE`.
+by more than `LEASE`. The lease of a process that has ended, and whose end can be seen here, does not count.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import socket
 import threading
 from collections.abc import Iterator
 
 import msgspec
 
-from ..core.errors import StoreError
+from ..core.errors import StoreError, TreeckptError
 from ..core.files import kind_of, lease_name
+from ..core.progress import Owner
+from .owners import is_running, this_process
 from .runs import Folder
+from .store import Store
 
-__all__ = ["LEASE", "has_readers", "hold_lease"]
+__all__ = ["LEASE", "has_readers", "hold_lease", "owner_of"]
 
 LEASE = 600.0
 """Seconds for which a lease counts after it was renewed."""
 RENEW = 60.0
+MAX_LEASE = 4096
+"""Bytes of a lease, at most."""
 
 
 @contextlib.contextmanager
@@ -40,7 +43,7 @@ def hold_lease(folder: Folder, *, renew: float = RENEW) -> Iterator[bool]:
         yield False
         return
     name, stop = lease_name(secrets.token_hex(8)), threading.Event()
-    text = msgspec.json.encode({"host": socket.gethostname(), "pid": os.getpid()})
+    text = msgspec.json.encode(this_process())
 
     def keep() -> None:
         while not stop.wait(renew):
@@ -66,5 +69,13 @@ def hold_lease(folder: Folder, *, renew: float = RENEW) -> Iterator[bool]:
 def has_readers(folder: Folder, now_ns: int) -> bool:
     """Whether somebody holds a lease that counts."""
     entries = folder.entries().items()
-    leases = [entry for name, entry in entries if (kind := kind_of(name)) and kind.kind == "lease"]
-    return any(now_ns - entry.modified_ns < LEASE * 1e9 for entry in leases)
+    leases = [(name, entry) for name, entry in entries if (kind := kind_of(name)) and kind.kind == "lease"]
+    recent = [name for name, entry in leases if now_ns - entry.modified_ns < LEASE * 1e9]
+    return any((owner := owner_of(folder.store, name)) is None or is_running(owner) is not False for name in recent)
+
+
+def owner_of(store: Store, name: str) -> Owner | None:
+    """The process that holds a lease, None where it does not say."""
+    with contextlib.suppress(OSError, TreeckptError, msgspec.MsgspecError):
+        return msgspec.json.decode(store.read(name, limit=MAX_LEASE), type=Owner)
+    return None

@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 from ..core.errors import CheckpointError, CheckpointExists, CorruptError
 from .bucket import is_url, local_path
 from .diskfile import LocalWriter, make_directory, sync_directory
+from .owners import this_process
 from .reader import LocalReader, Readers, open_regular
 
 __all__ = ["Lending", "LocalStore", "MemoryStore", "Store", "Swapping", "Writer", "open_store"]
@@ -241,7 +242,7 @@ class LocalStore:
         return LocalWriter(self._directory / name, nbytes)
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
-        temporary = self._directory / f".{name}.{secrets.token_hex(8)}.tmp"
+        temporary = self._directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
         try:
             with open(temporary, "xb") as file:
                 file.write(data)
