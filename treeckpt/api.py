@@ -211,7 +211,7 @@ def load(
         strict: every leaf of like must be in the checkpoint, and the reverse; every rule must find what it is about.
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
-        verify: compares checksums of all that is read.
+        verify: compares checksums of all that is read; "first" matters to `load_into` alone.
         on_corrupt: "skip" salvages: leaves with bytes that are missing or changed come back as `...`, and are named in
             `LoadReport.damaged`. Every rank has to call: they share the comparing. Not of a `Bank`.
         per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
@@ -265,10 +265,11 @@ def load_into(
 ) -> LoadReport:
     """Fills the arrays of a tree in place, and puts values where their containers can change.
 
-    Every check comes before the first byte is written. With `verify=True` that includes the checksums, at the price
-    of reading twice, the second time from the page cache where there is room; each block is compared again when it is
-    put in place, in case the file changes meanwhile. `verify="stream"` does that alone, in one pass, and a changed byte
-    then leaves the tree partly filled.
+    Keys, shapes, dtypes, layouts and files are checked before the first byte is written. Checksums are compared as the
+    bytes are put in place, in one pass: a changed byte then leaves the tree partly filled, and the error says so, and
+    which arrays may have changed. Values and objects follow when all arrays are in place. `verify="first"` compares all
+    checksums before the first byte is written, at the price of reading twice, the second time from the page cache
+    where there is room; each block is compared again when it is put in place, in case the file changes meanwhile.
     Arrays of the tree that share memory (ties, views) take arrays that are one in the checkpoint, or whose bytes agree.
     Objects with `load_state_dict` are given their state after all else. With `on_corrupt="skip"` what is damaged stays
     as it was, an object of which a value would be missing as a whole.

@@ -296,7 +296,7 @@ class Manager:
         Args:
             like: as for `treeckpt.load`.
             step: by default the newest that loads: where one turns out to be corrupt on any rank, that is logged and
-                all ranks take the one before.
+                all ranks take the one before, and fill everything again.
             into: a tree to fill in place, as `treeckpt.load_into` does, instead.
             options: of `treeckpt.load`, or `load_into`.
 

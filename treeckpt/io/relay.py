@@ -14,7 +14,7 @@ import collections
 import contextlib
 import datetime
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import xxhash
 
 from ..core.errors import CheckpointError, RankError
 from .comm import Comm
-from .intake import Reading, ring_of
+from .intake import Reading, ring_of, run_readings
 from .shards import Shards
 
 __all__ = ["Part", "Relay", "open_relay", "together"]
@@ -99,8 +99,21 @@ class Relay:
         """Those which this rank reads for all members."""
         return [r for i, r in enumerate(readings) if members[i % len(members)] == self._rank]
 
-    def run(self, shards: Shards, readings: Sequence[Reading], members: Sequence[int]) -> int:
-        """Carries out readings together with the other members, who bring equal ones.
+    def run(
+        self,
+        shards: Shards,
+        work: Sequence[tuple[Sequence[int], Sequence[Reading]]],
+        *,
+        memory: int,
+        begin: Callable[[Reading], object],
+    ) -> int:
+        """Carries out lists of readings, each together with its members, who bring equal ones. Every rank has to call.
+
+        A rank that fails goes on through the lists that others share, so that nobody waits for it.
+
+        Args:
+            work: the members and the readings of each list; those that are shared come first.
+            memory, begin: as for `run_readings`.
 
         Returns:
             Bytes that this rank read from data areas.
@@ -108,9 +121,31 @@ class Relay:
         Raises:
             RankError: another rank failed.
         """
+        fault: Exception | None = None
+        nbytes = 0
+        for members, readings in work:
+            try:
+                if len(members) > 1:
+                    nbytes += self._share(shards, readings, members, fault, begin)
+                elif fault is None:
+                    nbytes += run_readings(shards, readings, memory=memory, begin=begin)
+            except Exception as error:
+                fault = fault or error
+        self.settle(fault)
+        return nbytes
+
+    def _share(
+        self,
+        shards: Shards,
+        readings: Sequence[Reading],
+        members: Sequence[int],
+        fault: Exception | None,
+        begin: Callable[[Reading], object],
+    ) -> int:
+        """Carries out readings together with the other members; `fault` is why this rank only takes part."""
         ring = ring_of(readings, WINDOW)
         with ThreadPoolExecutor(READERS, "treeckpt-read") as pool:
-            convoy = _Convoy(shards, self._group, self._rank, members, pool)
+            convoy = _Convoy(shards, self._group, self._rank, members, pool, fault, begin)
             under_way: collections.deque[tuple[_Turn, memoryview | None]] = collections.deque()
             for number in range(len(readings) + WINDOW):
                 if number >= WINDOW and under_way:
@@ -146,8 +181,17 @@ class _Turn(msgspec.Struct):
 class _Convoy:
     """One list of stretches, as one rank goes through it with the others."""
 
-    def __init__(self, shards: Shards, group: Any, rank: int, members: Sequence[int], pool: ThreadPoolExecutor) -> None:
-        self.fault: Exception | None = None
+    def __init__(
+        self,
+        shards: Shards,
+        group: Any,
+        rank: int,
+        members: Sequence[int],
+        pool: ThreadPoolExecutor,
+        fault: Exception | None,
+        begin: Callable[[Reading], object],
+    ) -> None:
+        self.fault, self._begin = fault, begin
         self._shards, self._group, self._rank, self._members, self._pool = shards, group, rank, members, pool
 
     def start(self, number: int, reading: Reading, memory: memoryview) -> _Turn:
@@ -172,6 +216,7 @@ class _Convoy:
         sent = self._hand_on(turn) if turn.owner == self._rank else self._receive(turn)
         if self.fault is None and turn.reading.use is not None:
             try:
+                self._begin(turn.reading)
                 turn.reading.use(turn.memory)
             except Exception as error:
                 self.fault = error

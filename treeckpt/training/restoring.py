@@ -68,7 +68,8 @@ def restore(
 ) -> RestoreReport:
     """Puts a saved training state into live objects, in place; parameters stay the same objects with the same memory.
 
-    What was saved under one parallelism is restored into any other. All comparing is done before the first change.
+    What was saved under one parallelism is restored into any other. Names, shapes and groups are compared before the
+    first change, checksums as for `treeckpt.load_into`.
 
     Args:
         source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
