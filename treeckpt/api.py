@@ -31,6 +31,7 @@ from .rules import Renaming, Transforms, as_rules
 from .salvaging import salvaging
 from .saving import save_tree
 from .stateful import expand
+from .steady import on_one_version
 from .verifying import publish_rebuilt, verify_store
 
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
@@ -237,11 +238,14 @@ def load(
 
 
 def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> tuple[Any, LoadReport]:
-    with _origin(path) as (new_tree, _, stores), _without_cycles():
-        options = salvaging(stores, comm, options, on_corrupt)
-        if like is not None and (expanded := expand(like, rank=comm.rank, namespace=options.namespace)) is not None:
-            like = expanded.tree
-        return new_tree(like, comm, options)
+    if like is not None and (expanded := expand(like, rank=comm.rank, namespace=options.namespace)) is not None:
+        like = expanded.tree
+
+    def load_version(version: Any) -> tuple[Any, LoadReport]:
+        with _origin(version) as (new_tree, _, stores), _without_cycles():
+            return new_tree(like, comm, salvaging(stores, comm, options, on_corrupt))
+
+    return on_one_version(path, load_version, together=options.read == "once", doubt=lambda found: found[1].damaged)
 
 
 def load_into(
@@ -282,9 +286,18 @@ def load_into(
         globs_of(exclude), rules,
     )  # fmt: skip
     comm = as_comm(comm)
+    return on_one_version(
+        path,
+        lambda version: _load_into(version, tree, comm, options, on_corrupt),
+        together=read == "once",
+        doubt=lambda report: report.damaged,
+    )
+
+
+def _load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> LoadReport:
     with _origin(path) as (new_tree, into_tree, stores), _without_cycles():
         options = salvaging(stores, comm, options, on_corrupt)
-        if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
+        if (expanded := expand(tree, rank=comm.rank, namespace=options.namespace)) is None:
             return into_tree(tree, comm, options)
 
         def as_saved(at: str) -> Any:
@@ -345,8 +358,10 @@ def verify(path: Path, *, repair: bool = False) -> VerifyReport:
     Raises:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
+    if not repair:
+        return on_one_version(path, verify_store, doubt=lambda report: report.problems)
     with opened(path) as store:
-        return repair_store(store) if repair else verify_store(store)
+        return repair_store(store)
 
 
 def rebuild_index(path: Path, *, replace: bool = False) -> Index:

@@ -319,20 +319,23 @@ class Filling:
         """
         if in_place:
             mark_written(self._targets)
-        if means.relay is not None:
-            self.read_nbytes += means.relay.run(shards, self._work, memory=means.memory, begin=self.begun.append)
-        else:
-            for _, readings in self._work:
-                self.read_nbytes += run_readings(shards, readings, memory=means.memory, begin=self.begun.append)
-        for action in self._after:
-            action()
+        with together(means.relay):
+            if means.relay is not None:
+                self.read_nbytes += means.relay.run(shards, self._work, memory=means.memory, begin=self.begun.append)
+            else:
+                for _, readings in self._work:
+                    self.read_nbytes += run_readings(shards, readings, memory=means.memory, begin=self.begun.append)
+            for action in self._after:
+                action()
 
     def _parts(self, relay: Relay | None) -> list[Part]:
         """Landings, then wants, by number; those that other ranks have too by which ranks that are."""
         if relay is None:
             return [Part((0,), list(range(len(self._landings) + len(self._wants))))]
         lands = [(x.rank, x.start, x.nbytes) for x in self._landings]
-        return relay.agree([*lands, *((w.region, [(c.rank, c.start) for c in w.chunks]) for w in self._wants)])
+        return relay.agree(
+            self.index.save_id, [*lands, *((w.region, [(c.rank, c.start) for c in w.chunks]) for w in self._wants)]
+        )
 
     def _readings(self, shards: Shards, numbers: Sequence[int], limit: int) -> list[Reading]:
         """What is to be read for some of the landings and wants."""

@@ -171,7 +171,7 @@ def _slot(
 
 def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    relay, here = _relay(comm, options), global_rank(comm)
+    relay, here = _relay(comm, options, [store]), global_rank(comm)
     with together(relay):
         job = Load(store, comm, options)
 
@@ -199,7 +199,7 @@ def load_into_from(sources: Sequence[tuple[Store, LoadOptions]], tree: object, c
     All checks of the sources come before the first byte, and all arrays before the first value.
     """
     options = sources[0][1]
-    relay = _relay(comm, options)
+    relay = _relay(comm, options, [store for store, _ in sources])
     with together(relay):
         new, jobs, wanted = tree, list[Load](), list[Wanted]()
         for store, own in sources:
@@ -245,8 +245,8 @@ def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) 
     return job, new, wanted
 
 
-def _relay(comm: Comm, options: LoadOptions) -> Relay | None:
-    return open_relay(comm) if options.read == "once" else None
+def _relay(comm: Comm, options: LoadOptions, stores: Sequence[Store]) -> Relay | None:
+    return open_relay(comm, stores) if options.read == "once" else None
 
 
 def _is_same(old: object, new: object) -> bool:

@@ -21,6 +21,7 @@ from .io.comm import Comm
 from .io.leases import hold_lease
 from .registering import Registered
 from .run import Run, step_info
+from .steady import on_one_version
 
 __all__ = ["Restorer"]
 
@@ -92,6 +93,10 @@ class Restorer:
         bar = reading_bar(store, f"restoring step {choice.step}", total)
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
-                return self._registered.restore(source, like, into, self._load_comm, options), None
+                return on_one_version(
+                    source,
+                    lambda version: self._registered.restore(version, like, into, self._load_comm, options),
+                    together=options.get("read") == "once",
+                ), None
         except Exception as error:
             return None, error

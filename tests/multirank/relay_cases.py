@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 import treeckpt as tc
-from treeckpt.io.comm import default_comm
+from treeckpt.io.comm import SoloComm, default_comm
+from treeckpt.io.store import LocalStore
 
 from .layouts import difference, distribute, mesh_of, seeded
 from .registry import Rank, case
@@ -209,6 +210,29 @@ def a_rank_that_finds_a_changed_byte_goes_on_with_what_others_share_with_it(here
     kinds: list[Any] = [None] * here.world
     dist.all_gather_object(kinds, type(caught.value).__name__)
     assert sorted(kinds) == ["CorruptError", "RankError", "RankError", "RankError"], kinds
+
+
+class _Raced(LocalStore):
+    """Into which this rank saves something else right after it has read the index."""
+
+    times = 1
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        data = super().read(name, limit=limit)
+        if name == "index.json" and self.times:
+            self.times -= 1
+            tree = {name: leaf + 1 for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)}
+            tc.save(str(self.directory), tree, comm=SoloComm(), overwrite=True)
+        return data
+
+
+@case("four")
+def all_ranks_read_the_new_version_where_one_finds_that_its_own_was_replaced(here: Rank) -> None:
+    path = here.directory / "once replaced"
+    tc.save(path, {name: leaf for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)})
+    like = {name: torch.zeros_like(leaf) for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)}
+    tc.load_into(_Raced(path) if here.rank == 1 else path, like, read="once")
+    assert not difference(like, {name: leaf + 1 for name, leaf in _tree().items() if name in like})
 
 
 @case("four")

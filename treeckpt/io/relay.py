@@ -22,10 +22,11 @@ from typing import Any
 import msgspec
 import xxhash
 
-from ..core.errors import CheckpointError, RankError
+from ..core.errors import CheckpointError, CheckpointNotFound, RankError
 from .comm import Comm
 from .intake import Reading, ring_of, run_readings
 from .shards import Shards
+from .versions import Replaced, Version
 
 __all__ = ["Part", "Relay", "open_relay", "together"]
 
@@ -48,17 +49,20 @@ class Relay:
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group, self._rank, self._size = group, rank, size
+        self.versions: Sequence[Version] = ()
+        """Of the checkpoints that are being read."""
 
-    def agree(self, wants: Sequence[object]) -> list[Part]:
+    def agree(self, save_id: str, wants: Sequence[object]) -> list[Part]:
         """What this rank wants, by who else on the host wants it.
 
         Args:
+            save_id: of the checkpoint; ranks that have met another version of it share nothing.
             wants: those whose text (repr) is equal are the same bytes on all ranks.
         """
         seen: collections.Counter[str] = collections.Counter()
         digests: list[int] = []
         for want in map(repr, wants):
-            digests.append(xxhash.xxh3_64_intdigest(f"{want} {seen[want]}".encode()))
+            digests.append(xxhash.xxh3_64_intdigest(f"{save_id} {want} {seen[want]}".encode()))
             seen[want] += 1
         told = self._tell((_host(), digests), None)
         here = {rank: mine for rank, (host, mine) in told.items() if host == _host()}
@@ -76,24 +80,40 @@ class Relay:
         return [Part(m, parts[m]) for m in sorted(parts, key=lambda m: (len(m) == 1, m))]
 
     def settle(self, fault: Exception | None) -> None:
-        """Waits until all ranks have come so far. Raises RankError where others failed, and this rank's own fault."""
+        """Waits until all ranks have come so far.
+
+        Raises:
+            Replaced: a rank failed, and what it read was replaced meanwhile; on every rank.
+            RankError: others failed. Else this rank's own fault.
+        """
         self._tell(None, fault)
 
     def _tell(self, word: Any, fault: Exception | None) -> dict[int, Any]:
         import torch.distributed as dist
 
+        replaced = False
+        if fault is not None:
+            try:
+                replaced = isinstance(fault, Replaced) or any(version.is_replaced() for version in self.versions)
+            except CheckpointNotFound as error:
+                fault = error
         text = None if fault is None else f"{type(fault).__name__}: {fault}"[:2000]
         heard: list[Any] = [None] * self._size
         try:
-            dist.all_gather_object(heard, (word, text), group=self._group)
+            dist.all_gather_object(heard, (word, text, replaced), group=self._group)
         except RuntimeError as error:
             if fault is None:
                 raise _lost(error) from error
+            raise fault from error
+        if any(replaced for _, _, replaced in heard):
+            raise Replaced(
+                "ranks", expected="one version of the checkpoint", found="another save in its place"
+            ) from fault
         if fault is not None:
             raise fault
-        if faults := {rank: text for rank, (_, text) in enumerate(heard) if text is not None}:
+        if faults := {rank: text for rank, (_, text, _) in enumerate(heard) if text is not None}:
             raise _others(faults)
-        return {rank: word for rank, (word, _) in enumerate(heard)}
+        return {rank: word for rank, (word, _, _) in enumerate(heard)}
 
     def owned(self, readings: Sequence[Reading], members: Sequence[int]) -> list[Reading]:
         """Those which this rank reads for all members."""
@@ -131,7 +151,8 @@ class Relay:
                     nbytes += run_readings(shards, readings, memory=memory, begin=begin)
             except Exception as error:
                 fault = fault or error
-        self.settle(fault)
+        if fault is not None:
+            raise fault
         return nbytes
 
     def _share(
@@ -308,8 +329,11 @@ def together(relay: Relay | None) -> Iterator[None]:
         relay.settle(None)
 
 
-def open_relay(comm: Comm) -> Relay | None:
+def open_relay(comm: Comm, stores: Sequence[Any] = ()) -> Relay | None:
     """The relay of a world; None if this process is alone. The first call makes a group, on all ranks.
+
+    Args:
+        stores: from which the next load reads.
 
     Raises:
         CheckpointError: the ranks are not those of torch.distributed's default group.
@@ -318,7 +342,9 @@ def open_relay(comm: Comm) -> Relay | None:
         return None
     if _MEMORY not in comm.memory:
         comm.memory[_MEMORY] = Relay(_new_group(comm), comm.rank, comm.size)
-    return comm.memory[_MEMORY]
+    relay: Relay = comm.memory[_MEMORY]
+    relay.versions = [store for store in stores if isinstance(store, Version)]
+    return relay
 
 
 def _new_group(comm: Comm) -> Any:
