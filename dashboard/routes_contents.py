@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query, Request
 
+from treeckpt.core.errors import CheckpointError
+from treeckpt.core.outline import Outline
 from treeckpt.core.treemap import By
 from treeckpt.io.store import Store
 
@@ -24,6 +27,10 @@ __all__ = ["api", "pages"]
 
 api = Answers()
 pages = APIRouter(include_in_schema=False)
+T = TypeVar("T")
+
+TRIES = 5
+"""Versions of a checkpoint that are tried, where saves replace it while it is read."""
 
 Dim = Annotated[int | None, Query(ge=0, le=64)]
 At = Annotated[str, Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
@@ -34,6 +41,32 @@ Size = Annotated[int | None, Query(ge=1, le=1 << 53)]
 def _store(library: Library, checkpoint_id: str) -> Store:
     run, info = library.checkpoint(checkpoint_id)
     return run.store.folder(info.name).store
+
+
+def _of_one_version(
+    library: Library,
+    checkpoint_id: str,
+    act: Callable[[Store, Outline], T],
+    *,
+    doubt: Callable[[T], object] = lambda _: None,
+    tries: int = TRIES,
+) -> T:
+    """What `act` gives; again where it failed, or is in doubt, and another save has replaced the checkpoint since."""
+    _, outline = queries.opened(library, checkpoint_id)
+
+    def is_last() -> bool:
+        return tries <= 1 or queries.opened(library, checkpoint_id)[1].index.save_id == outline.index.save_id
+
+    with closing(_store(library, checkpoint_id)) as store:
+        try:
+            found = act(store, outline)
+        except (CheckpointError, OSError):
+            if is_last():
+                raise
+        else:
+            if not doubt(found) or is_last():
+                return found
+    return _of_one_version(library, checkpoint_id, act, doubt=doubt, tries=tries - 1)
 
 
 @api.gives("/checkpoints/{checkpoint_id}/leaves/{number}/peek")
@@ -51,12 +84,11 @@ def get_peek(
     whole: bool = False,
 ) -> PeekPage:
     """A slice of an array's values: of `rows` x `columns` on the plane of dimensions `y` and `x`, or all of it."""
-    library = request.app.state.library
-    _, outline = queries.opened(library, checkpoint_id)
     where = tuple(int(n[:18]) if n else 0 for n in at.split(",")) if at else ()
     window = Window(y, x, where, top, left, rows, columns, whole)
-    with closing(_store(library, checkpoint_id)) as store:
-        return peek_page(store, outline, number, window)
+    return _of_one_version(
+        request.app.state.library, checkpoint_id, lambda store, outline: peek_page(store, outline, number, window)
+    )
 
 
 @api.gives("/checkpoints/{checkpoint_id}/snippet")
@@ -112,7 +144,9 @@ def get_balance(request: Request, checkpoint_id: str) -> BalancePage:
 @api.gives("/checkpoints/{checkpoint_id}/files/{number}/checksums")
 def get_checksums(request: Request, checkpoint_id: str, number: int, start: Position = 0) -> ChecksumsPage:
     """Compares a part of a shard with its checksums; `next` says where to go on."""
-    library = request.app.state.library
-    _, outline = queries.opened(library, checkpoint_id)
-    with closing(_store(library, checkpoint_id)) as store:
-        return checksums_page(store, outline, number, start)
+    return _of_one_version(
+        request.app.state.library,
+        checkpoint_id,
+        lambda store, outline: checksums_page(store, outline, number, start),
+        doubt=lambda page: page.problem,
+    )

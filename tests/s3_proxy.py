@@ -4,8 +4,9 @@
 
 It prints its port. `POST /!rules` sets rules, `GET /!log` gives the requests since then. A rule is
 `{"match": regex over "METHOD path range", "do": what, "times": n, "seconds": s, "count": n}`; what is one of: 500, 503,
-403 (an answer without asking the server), slow (waits first), meet (waits until `count` requests are under way, at most
-`seconds`), cut (no answer, the server is not asked), lost (the server is asked, its answer is not passed on), half
+403 (an answer without asking the server), page (200 and a web page without asking the server, as of a proxy that wants
+somebody to log in; `headers` are beside it), slow (waits first), meet (waits until `count` requests are under way, at
+most `seconds`), cut (no answer, the server is not asked), lost (the server is asked, its answer is not passed on), half
 (half of the answer's body, then the connection ends).
 """
 
@@ -20,6 +21,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in to go on</title></head><body>proxy</body></html>\n" * 3
 ERRORS = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}
 
 
@@ -91,6 +93,9 @@ class Handler(BaseHTTPRequestHandler):
         elif what in ERRORS:
             text = f'<?xml version="1.0"?><Error><Code>{ERRORS[what]}</Code><Message>injected</Message></Error>'
             self._answer(int(what), {"Content-Type": "application/xml"}, text.encode())
+            return
+        elif what == "page":
+            self._answer(200, {"Content-Type": "text/html", "Content-Length": str(len(PAGE)), **rule["headers"]}, PAGE)
             return
         elif what == "cut":
             self.close_connection = True

@@ -331,7 +331,7 @@ class _Noted(LocalStore):
         super().read_into(name, offset, out, shared=shared)
 
 
-@pytest.mark.parametrize("verify", [True, "stream", False])
+@pytest.mark.parametrize("verify", [True, "first", "stream", False])
 def test_parts_of_rows_come_from_lent_memory_and_are_no_read_of_their_own(
     tmp_path: Path, lender: Lender, verify: bool | str
 ) -> None:

@@ -46,7 +46,7 @@ def test_more_shards_than_descriptors_are_loaded(tmp_path: Path) -> None:
     sharded(tmp_path / "c", 400)
     code = """
 import sys, numpy as np, treeckpt as tc
-for verify in (True, "stream", False):
+for verify in (True, "first", "stream", False):
     found = tc.load(sys.argv[1], verify=verify)
     assert all((array == int(name)).all() for name, array in found.items()), verify
     into = {name: np.zeros_like(array) for name, array in found.items()}

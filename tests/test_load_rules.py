@@ -345,7 +345,7 @@ def test_what_is_kept_stays_as_it_is_whatever_was_saved() -> None:
     assert report.dropped == ("head/w",) and not report.missing
 
 
-@pytest.mark.parametrize("verify", [True, False, "stream"])
+@pytest.mark.parametrize("verify", [True, False, "first", "stream"])
 def test_trees_are_filled_in_place_under_every_way_to_verify(verify: Any) -> None:
     store, fused = tc.MemoryStore(), torch.arange(48.0).view(12, 4)
     tc.save(store, {"w": fused})

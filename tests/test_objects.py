@@ -352,3 +352,42 @@ def test_mapping_an_object_is_refused(s3: S3) -> None:
     tc.save(store, {"w": array(1)})
     with pytest.raises(tc.StoreError, match=r"expected a file on a disk.*Load without mmap"):
         tc.load(store, mmap=True)
+
+
+# what stands between --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [{}, {"ETag": '"x"', "Last-Modified": "Wed, 21 Oct 2026 07:28:00 GMT"}])
+@pytest.mark.parametrize("match", ["GET .*index", "GET .*shard", "GET .*shard.* bytes=(?!0-)", "GET .*list-type", ".*"])
+def test_a_web_page_in_the_place_of_an_answer_is_no_damage(s3: S3, match: str, headers: dict[str, str]) -> None:
+    tree = {"w": array(2)}
+    tc.save(s3.store(url := s3.url()), tree)
+    for act in (
+        tc.load,
+        tc.verify,
+        lambda store: tc.load_into(store, {"w": np.zeros_like(tree["w"])}),
+        lambda store: tc.load(store, on_corrupt="skip"),
+    ):
+        s3.rules({"match": match, "do": "page", "times": 99, "headers": headers})
+        with pytest.raises(tc.StoreError, match=r"in its place|which is there") as caught:
+            act(s3.store(url, **ONCE))
+        assert "the proxy and the endpoint" in caught.value.hint
+        s3.rules()
+    assert same(s3.store(url), tree)
+
+
+def test_a_web_page_is_no_empty_run_and_no_reason_to_start_anew(s3: S3) -> None:
+    run = tc.ObjectRun(s3.url(), **s3.options(**ONCE))
+    with tc.Manager(run, background=False) as manager:
+        manager.save(1, {"w": array(1)})
+    s3.rules({"match": ".*", "do": "page", "times": 999, "headers": {}})
+    with tc.Manager(run, background=False) as manager, pytest.raises(tc.StoreError, match="a web page in its place"):
+        manager.latest()
+    s3.rules()
+
+
+def test_a_web_page_in_the_place_of_a_look_is_no_object_that_exists(s3: S3) -> None:
+    s3.rules({"match": "HEAD ", "do": "page", "times": 99, "headers": {}})
+    with pytest.raises(tc.StoreError, match="a web page in its place"):
+        tc.save(s3.store(**ONCE), {"w": array(1)})
+    s3.rules()

@@ -515,16 +515,16 @@ def test_a_read_that_fails_is_an_error_that_names_the_file(saved: MemoryStore, l
             assert isinstance(found, tc.VerifyReport) and not found.ok and "injected" in str(found), switch.fired
 
 
-def test_load_into_leaves_every_target_untouched_when_a_read_fails(saved: MemoryStore) -> None:
+def test_load_into_that_compares_first_leaves_every_target_untouched_when_a_read_fails(saved: MemoryStore) -> None:
     switch = Switch()
     target = whole_tree(seed=9)
-    tc.load_into(Faulty(saved, switch), target, per_rank="take")
+    tc.load_into(Faulty(saved, switch), target, per_rank="take", verify="first")
     assert_equal(target, whole_tree(seed=1))
     checking = len(switch.calls) // 2
     for at in range(checking):
         target = whole_tree(seed=9)
         with pytest.raises(tc.CheckpointError, match="injected"):
-            tc.load_into(Faulty(saved, Switch(at)), target, per_rank="take")
+            tc.load_into(Faulty(saved, Switch(at)), target, per_rank="take", verify="first")
         assert_equal(target, whole_tree(seed=9))
 
 
@@ -554,9 +554,9 @@ def test_what_changes_after_it_was_compared_is_found_when_it_is_put_in_place(tmp
     Changing.left = again << 20
     if again == 1:
         with pytest.raises(tc.CorruptError, match=r"w: .*changed bytes"):
-            tc.load_into(Changing(tmp_path / "c"), target)
+            tc.load_into(Changing(tmp_path / "c"), target, verify="first")
     else:
-        tc.load_into(Changing(tmp_path / "c"), target)
+        tc.load_into(Changing(tmp_path / "c"), target, verify="first")
         assert (target["w"] == 1).all()
 
 

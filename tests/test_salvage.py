@@ -57,7 +57,7 @@ def test_intact_leaves_come_and_damaged_ones_are_left_out(saved: Path) -> None:
     assert "layer2" in str(reports[0]) and file.name in str(reports[0])
 
 
-@pytest.mark.parametrize("verify", [True, "stream", False])
+@pytest.mark.parametrize("verify", [True, "first", "stream", False])
 def test_load_into_leaves_damaged_leaves_as_they_were(saved: Path, verify: Any) -> None:
     file, start, _ = span_of(saved, "layer1")
     change(file, start)

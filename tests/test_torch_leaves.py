@@ -211,7 +211,7 @@ def test_load_into_a_module_keeps_its_parameters() -> None:
     assert fresh.weight.requires_grad
 
 
-@pytest.mark.parametrize("how", ["load_into", "one pass", "cast", "copy_into", "restore"])
+@pytest.mark.parametrize("how", ["load_into", "compared first", "cast", "copy_into", "restore"])
 def test_filling_what_a_backward_still_needs_makes_it_fail_instead_of_wrong(how: str, tmp_path: Path) -> None:
     module = torch.nn.Linear(3, 1, bias=False)
     saved = {"weight": torch.full((1, 3), 5.0, dtype=torch.float64 if how == "cast" else torch.float32)}
@@ -223,7 +223,7 @@ def test_filling_what_a_backward_still_needs_makes_it_fail_instead_of_wrong(how:
     elif how == "restore":
         tc.training.restore(path, module, rng=False)
     else:
-        tc.load_into(path, module, cast=how == "cast", verify="stream" if how == "one pass" else True)
+        tc.load_into(path, module, cast=how == "cast", verify="first" if how == "compared first" else True)
     assert module.weight.tolist() == [[5.0] * 3]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -31,6 +31,7 @@ from .salvaging import salvaging
 from .save_options import Busy, SaveOptions, shard_limit
 from .saving import save_tree
 from .stateful import expand
+from .steady import on_one_version
 from .verifying import publish_rebuilt, verify_store
 
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
@@ -211,7 +212,7 @@ def load(
         strict: every leaf of like must be in the checkpoint, and the reverse; every rule must find what it is about.
         cast: converts dtypes instead of refusing them.
         device: where new tensors go; "original" puts each where it was.
-        verify: compares checksums of all that is read.
+        verify: compares checksums of all that is read; "first" matters to `load_into` alone.
         on_corrupt: "skip" salvages: leaves with bytes that are missing or changed come back as `...`, and are named in
             `LoadReport.damaged`. Every rank has to call: they share the comparing. Not of a `Bank`.
         per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
@@ -238,11 +239,14 @@ def load(
 
 
 def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> tuple[Any, LoadReport]:
-    with _origin(path) as (new_tree, _, stores), _without_cycles():
-        options = salvaging(stores, comm, options, on_corrupt)
-        if like is not None and (expanded := expand(like, rank=comm.rank, namespace=options.namespace)) is not None:
-            like = expanded.tree
-        return new_tree(like, comm, options)
+    if like is not None and (expanded := expand(like, rank=comm.rank, namespace=options.namespace)) is not None:
+        like = expanded.tree
+
+    def load_version(version: Any) -> tuple[Any, LoadReport]:
+        with _origin(version) as (new_tree, _, stores), _without_cycles():
+            return new_tree(like, comm, salvaging(stores, comm, options, on_corrupt))
+
+    return on_one_version(path, load_version, together=options.read == "once", doubt=lambda found: found[1].damaged)
 
 
 def load_into(
@@ -266,10 +270,11 @@ def load_into(
 ) -> LoadReport:
     """Fills the arrays of a tree in place, and puts values where their containers can change.
 
-    Every check comes before the first byte is written. With `verify=True` that includes the checksums, at the price
-    of reading twice, the second time from the page cache where there is room; each block is compared again when it is
-    put in place, in case the file changes meanwhile. `verify="stream"` does that alone, in one pass, and a changed byte
-    then leaves the tree partly filled.
+    Keys, shapes, dtypes, layouts and files are checked before the first byte is written. Checksums are compared as the
+    bytes are put in place, in one pass: a changed byte then leaves the tree partly filled, and the error says so, and
+    which arrays may have changed. Values and objects follow when all arrays are in place. `verify="first"` compares all
+    checksums before the first byte is written, at the price of reading twice, the second time from the page cache
+    where there is room; each block is compared again when it is put in place, in case the file changes meanwhile.
     Arrays of the tree that share memory (ties, views) take arrays that are one in the checkpoint, or whose bytes agree.
     Objects with `load_state_dict` are given their state after all else. With `on_corrupt="skip"` what is damaged stays
     as it was, an object of which a value would be missing as a whole.
@@ -282,9 +287,18 @@ def load_into(
         globs_of(exclude), rules,
     )  # fmt: skip
     comm = as_comm(comm, talks=False)
+    return on_one_version(
+        path,
+        lambda version: _load_into(version, tree, comm, options, on_corrupt),
+        together=read == "once",
+        doubt=lambda report: report.damaged,
+    )
+
+
+def _load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> LoadReport:
     with _origin(path) as (new_tree, into_tree, stores), _without_cycles():
         options = salvaging(stores, comm, options, on_corrupt)
-        if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
+        if (expanded := expand(tree, rank=comm.rank, namespace=options.namespace)) is None:
             return into_tree(tree, comm, options)
 
         def as_saved(at: str) -> Any:
@@ -345,8 +359,10 @@ def verify(path: Path, *, repair: bool = False) -> VerifyReport:
     Raises:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
+    if not repair:
+        return on_one_version(path, verify_store, doubt=lambda report: report.problems)
     with opened(path) as store:
-        return repair_store(store) if repair else verify_store(store)
+        return repair_store(store)
 
 
 def rebuild_index(path: Path, *, replace: bool = False) -> Index:

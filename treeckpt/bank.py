@@ -21,11 +21,10 @@ from .core.union import merge
 from .io.comm import Comm, global_rank
 from .io.store import Store
 from .leaves.registry import abstract_of, resolve
-from .loading import check_into_tree, load_into_tree, load_tree
+from .loading import load_into_from, load_tree
 from .lookup import Load, LoadOptions, check_same
 from .reports import LoadReport
 from .rules import Renaming, Transforms, as_rules
-from .ties import check_ties
 
 __all__ = ["Bank", "From", "as_bank", "load_bank", "load_bank_into", "members_of", "refuse_rules"]
 
@@ -229,12 +228,11 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
 
 
 def load_bank_into(bank: Bank, stores: Sequence[Store], tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
-    """Fills a tree in place; see `treeckpt.load_into`. All but checksums is checked before anything is written."""
+    """Fills a tree in place; see `treeckpt.load_into`."""
     asked = _asked(tree, comm, options)
     parts = _settled(bank, stores, asked, comm, options)
     missing, unexpected = _check_asked(parts, asked, comm, options)
-    check_ties([one for part in parts for one in check_into_tree(part.store, tree, comm, _options(part))])
-    reports = [load_into_tree(part.store, tree, comm, _options(part)) for part in parts]
+    reports = load_into_from([(part.store, _options(part)) for part in parts], tree, comm)
     return _joined(reports, missing, unexpected)
 
 

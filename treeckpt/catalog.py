@@ -256,7 +256,10 @@ def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, 
             raise
         except TreeckptError as error:
             return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
-        return _with_index(folder, summary, files, cache)
+        info = _with_index(folder, summary, files, cache)
+        if info.status == "corrupt" and folder.entries().get(INDEX_NAME, index) != index:
+            return look(folder, cache=cache, follow=follow)  # another save has replaced it since it was listed
+        return info
     exists = folder.modified_ns() is not None
     if any(map(_is_ours, files)) or (step_of(name) is not None and exists and not entries):
         return _without_index(folder, files, cache)

@@ -35,7 +35,7 @@ from .leaves.registry import check_library, library_of, mark_written
 
 __all__ = ["Filling", "Means", "Slot", "Verify"]
 
-Verify = bool | Literal["stream"]
+Verify = bool | Literal["first", "stream"]
 SMALL = 64 << 10
 """Bytes up to which each rank reads an array itself, rather than be handed it by another."""
 
@@ -97,6 +97,11 @@ class Filling:
         self._boxes = 0
         self._after: list[Callable[[], None]] = []
         self._targets: list[object] = []
+        self.asked: list[tuple[str, Leaf]] = []
+        """Paths of the targets, and what was saved for them."""
+        self.begun: list[Reading] = []
+        """Whose bytes have reached their targets, or may have."""
+        self._work: list[tuple[Sequence[int], list[Reading]]] = []
 
     def claim(self, path: str, leaf: Leaf) -> None:
         """Counts what the index says an array takes, before memory is allocated by its word.
@@ -157,6 +162,7 @@ class Filling:
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
         self._targets.append(target.leaf)
+        self.asked.append((path, leaf))
         if isinstance(leaf, MadeLeaf):
             self._want_made(path, leaf, target)
             return Slot(target.leaf)
@@ -281,12 +287,18 @@ class Filling:
         """Has something done when everything has been read."""
         self._after.append(act)
 
-    def run(self, verify: Verify, means: Means, *, in_place: bool = False) -> None:
-        """Reads everything.
+    def run(self, verify: Verify, means: Means) -> None:
+        """Reads everything, where no target exists before."""
+        self.put(self.prepare(verify, means), means)
+
+    def prepare(self, verify: Verify, means: Means, *, in_place: bool = False) -> Shards:
+        """Opens the shards that are needed, and lists what is to be read. No target is written.
 
         Args:
-            in_place: targets exist already: with `verify=True` all checksums are compared before the first byte is
-                written, which reads twice; and again, since a file may change meanwhile.
+            in_place: targets exist already: with `verify="first"` all checksums are compared now, which reads twice.
+
+        Raises:
+            CorruptError: a shard is missing, cut short, or of another save.
         """
         shards = Shards(self.store, self.index, self.recorder, verify=verify is not False, whole=self.whole)
         if means.mapped:
@@ -295,25 +307,36 @@ class Filling:
         self._join_members(min(limit, STRETCH), apart=means.relay is not None)
         parts = self._parts(means.relay)
         with together(means.relay):
-            work = [(part.members, self._readings(shards, part.wants, limit)) for part in parts]
-        if verify is True and in_place:
-            self._check(shards, work, means)
+            self._work = [(part.members, self._readings(shards, part.wants, limit)) for part in parts]
+        if verify == "first" and in_place:
+            self._check(shards, means)
+        return shards
+
+    def put(self, shards: Shards, means: Means, *, in_place: bool = False) -> None:
+        """Reads what was listed and puts it in place; each block is compared with its checksum on the way.
+
+        Args:
+            in_place: targets exist already; autograd is told that they change.
+        """
         if in_place:
             mark_written(self._targets)
-        for members, readings in work:
-            if means.relay is not None and len(members) > 1:
-                self.read_nbytes += means.relay.run(shards, readings, members)
+        with together(means.relay):
+            if means.relay is not None:
+                self.read_nbytes += means.relay.run(shards, self._work, memory=means.memory, begin=self.begun.append)
             else:
-                self.read_nbytes += run_readings(shards, readings, memory=means.memory)
-        for action in self._after:
-            action()
+                for _, readings in self._work:
+                    self.read_nbytes += run_readings(shards, readings, memory=means.memory, begin=self.begun.append)
+            for action in self._after:
+                action()
 
     def _parts(self, relay: Relay | None) -> list[Part]:
         """Landings, then wants, by number; those that other ranks have too by which ranks that are."""
         if relay is None:
             return [Part((0,), list(range(len(self._landings) + len(self._wants))))]
         lands = [(x.rank, x.start, x.nbytes) for x in self._landings]
-        return relay.agree([*lands, *((w.region, [(c.rank, c.start) for c in w.chunks]) for w in self._wants)])
+        return relay.agree(
+            self.index.save_id, [*lands, *((w.region, [(c.rank, c.start) for c in w.chunks]) for w in self._wants)]
+        )
 
     def _readings(self, shards: Shards, numbers: Sequence[int], limit: int) -> list[Reading]:
         """What is to be read for some of the landings and wants."""
@@ -353,12 +376,12 @@ class Filling:
                 wrap = library_of(landing.spec).wrap
                 landing.slot.leaf = wrap(landing.spec, place.memory, landing.start - place.start)
 
-    def _check(self, shards: Shards, work: Sequence[tuple[Sequence[int], list[Reading]]], means: Means) -> None:
+    def _check(self, shards: Shards, means: Means) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
-        total = sum(reading.nbytes for _, readings in work for reading in readings)
+        total = sum(reading.nbytes for _, readings in self._work for reading in readings)
         stays = total < cache_room() // 2
         with together(means.relay):
-            for members, readings in work:
+            for members, readings in self._work:
                 mine = means.relay.owned(readings, members) if means.relay is not None else readings
                 checks = [Reading(reading.stretch, shared=reading.shared or stays) for reading in mine]
                 run_readings(shards, checks, memory=means.memory)

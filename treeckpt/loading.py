@@ -1,8 +1,8 @@
 """The load: match what is wanted with what was saved, have it read, and put the tree together.
 
-Everything that can be checked is checked before memory is touched: keys, kinds, shapes, dtypes, layouts, and then that
-every shard which is needed is there, whole and of this save. Ranks do not talk, unless they share the reading: each
-reads the ranges that it wants.
+Keys, kinds, shapes, dtypes and layouts are checked before memory is touched, and then that every shard which is needed
+is there, whole and of this save. Checksums are compared as the bytes are put in place, or all of them before. Ranks do
+not talk, unless they share the reading: each reads the ranges that it wants.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from .aborted import tell_left
 from .core.errors import MismatchError, TreeckptError
 from .core.records import AliasRecord, Leaf
 from .core.runs import encode_runs
@@ -22,6 +23,7 @@ from .core.table import Column
 from .core.tree import flatten, graft, own_child, replace_leaves, unflatten
 from .filling import Means, Slot
 from .io.comm import Comm, global_rank
+from .io.refusals import unreadable
 from .io.relay import Relay, open_relay, together
 from .io.store import Store
 from .leaves.base import Target
@@ -31,7 +33,7 @@ from .reports import LoadReport
 from .tables import column_slot, find_column
 from .ties import Wanted, check_ties
 
-__all__ = ["check_into_tree", "load_into_tree", "load_tree"]
+__all__ = ["load_into_from", "load_into_tree", "load_tree"]
 
 
 # without like ----------------------------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ def _slot(
 
 def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    relay, here = _relay(comm, options), global_rank(comm)
+    relay, here = _relay(comm, options, [store]), global_rank(comm)
     with together(relay):
         job = Load(store, comm, options)
 
@@ -187,23 +189,39 @@ def _as_like(job: Load, like: object, slots: Sequence[Slot]) -> Callable[[], obj
 
 def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
-    relay = _relay(comm, options)
+    [report] = load_into_from([(store, options)], tree, comm)
+    return report
+
+
+def load_into_from(sources: Sequence[tuple[Store, LoadOptions]], tree: object, comm: Comm) -> list[LoadReport]:
+    """Fills a tree from several checkpoints, each of which gives other leaves of it.
+
+    All checks of the sources come before the first byte, and all arrays before the first value.
+    """
+    options = sources[0][1]
+    relay = _relay(comm, options, [store for store, _ in sources])
     with together(relay):
-        job, new, wanted = _prepare_into(store, tree, comm, options)
+        new, jobs, wanted = tree, list[Load](), list[Wanted]()
+        for store, own in sources:
+            job, new, more = _prepare_into(store, new, comm, own)
+            jobs.append(job)
+            wanted += more
         check_ties(wanted)
-    job.filling.run(options.verify, Means(options.memory, relay=relay), in_place=True)
+    means, fillings = Means(options.memory, relay=relay), [job.filling for job in jobs]
+    opened = [filling.prepare(options.verify, means, in_place=True) for filling in fillings]
+    for filling, shards in zip(fillings, opened, strict=True):
+        try:
+            filling.put(shards, means, in_place=True)
+        except OSError as error:
+            failed = unreadable(error, filling.store.url)
+            tell_left(failed, fillings)
+            raise failed from error
+        except Exception as error:
+            tell_left(error, fillings)
+            raise
     if new is not tree:
         graft(tree, new, namespace=options.namespace)
-    return job.report()
-
-
-def check_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> list[Wanted]:
-    """Makes the checks of `load_into_tree` but those of data and ties, and changes nothing.
-
-    Returns:
-        what would be filled.
-    """
-    return _prepare_into(store, tree, comm, options)[2]
+    return [job.report() for job in jobs]
 
 
 def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) -> tuple[Load, object, list[Wanted]]:
@@ -227,8 +245,8 @@ def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) 
     return job, new, wanted
 
 
-def _relay(comm: Comm, options: LoadOptions) -> Relay | None:
-    return open_relay(comm) if options.read == "once" else None
+def _relay(comm: Comm, options: LoadOptions, stores: Sequence[Store]) -> Relay | None:
+    return open_relay(comm, stores) if options.read == "once" else None
 
 
 def _is_same(old: object, new: object) -> bool:

@@ -62,7 +62,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
         for name, given, known in (
             ("read", self.read, ("each", "once")),
             ("per_rank", self.per_rank, ("error", "take")),
-            ("verify", self.verify, (True, False, "stream")),
+            ("verify", self.verify, (True, False, "first", "stream")),
         ):
             if given not in known:
                 raise MismatchError(name, expected=" or ".join(map(repr, known)), found=f"{given!r:.60}")

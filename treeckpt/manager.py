@@ -297,7 +297,8 @@ class Manager:
         Args:
             like: as for `treeckpt.load`.
             step: by default the newest that loads: where one turns out to be corrupt on any rank, that is logged and
-                all ranks take the one before. With an earlier one, what came after it becomes an abandoned branch.
+                all ranks take the one before, and fill everything again. With an earlier one, what came after it becomes
+                an abandoned branch.
             into: a tree to fill in place, as `treeckpt.load_into` does, instead.
             options: of `treeckpt.load`, or `load_into`.
 

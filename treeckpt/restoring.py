@@ -1,7 +1,8 @@
 """Loads a run's checkpoint on all ranks, or, if it turns out to be broken, the one before.
 
 Rank 0 chooses, and holds a lease until every rank has told how its load went. Where the checkpoint's files are at fault
-on any rank, all ranks pass it over and choose again; what is the caller's fault (a wrong target) is raised.
+on any rank, all ranks pass it over and choose again, and fill all of the target again; what is the caller's fault (a
+wrong target) is raised.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 
 from .answers import ask, tally
 from .bars import reading_bar
+from .core.errors import TreeckptError
 from .faults import raise_faults
 from .finding import Finder
 from .following import History
@@ -21,11 +23,16 @@ from .io.comm import Comm
 from .io.leases import hold_lease
 from .registering import Registered
 from .run import Run, step_info
+from .steady import on_one_version
 
 __all__ = ["Restorer"]
 
 _BROKEN = frozenset({"CheckpointError", "CheckpointNotFound", "CorruptError", "FormatError"})
 """Failures to load that are the checkpoint's, not the caller's."""
+
+
+_NOTHING = "Nothing was restored"
+_LEFT = "What was to be filled may hold parts of the checkpoints that failed: restore another one before it is used"
 
 
 class _Choice(msgspec.Struct, array_like=True):
@@ -56,8 +63,17 @@ class Restorer:
     def restore(self, like: Any, into: Any, step: int | None, options: dict[str, Any]) -> tuple[Any, int]:
         """What was loaded, and from which step; see `Manager.restore`."""
         tried: set[int] = set()
+        fills = into is not None or bool(self._registered)
+        if fills and step is None and not options.get("strict", True) and options.get("verify", True) is not False:
+            # the one before may lack leaves that this one has filled, if it is found to be corrupt on the way
+            options = {**options, "verify": "first"}
         while True:
-            choice = ask(self._comm, f"{self._run.url} restore", lambda: self._choose(step, tried), _Choice)
+            try:
+                choice = ask(self._comm, f"{self._run.url} restore", lambda: self._choose(step, tried), _Choice)
+            except TreeckptError as error:
+                if tried and fills:
+                    error.add_hint(_LEFT)
+                raise
             with hold_lease(self._run.folder(choice.step)) if self._comm.rank == 0 else contextlib.nullcontext():
                 result, error = self._load(choice, like, into, options)
                 faults = tally(self._comm, f"{choice.path} restore", error)
@@ -68,7 +84,9 @@ class Restorer:
             kinds = {fault.kind for fault in faults}
             # where ranks read for each other, those that got nothing from the rank that found it say RankError
             if step is not None or not (kinds & _BROKEN and kinds <= _BROKEN | {"RankError"}):
-                raise_faults(faults, choice.path, self._comm, cause=error, hint="Nothing was restored")
+                if tried and fills and isinstance(error, TreeckptError):
+                    error.add_hint(_LEFT)
+                raise_faults(faults, choice.path, self._comm, cause=error, hint=_LEFT if fills else _NOTHING)
             tried.add(choice.step)
             if self._comm.rank == 0:
                 self._finder.say(choice.path, f"passed over, rank {faults[0].rank}: {faults[0].text}")
@@ -83,6 +101,10 @@ class Restorer:
         bar = reading_bar(store, f"restoring step {choice.step}", total)
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
-                return self._registered.restore(source, like, into, self._load_comm, options), None
+                return on_one_version(
+                    source,
+                    lambda version: self._registered.restore(version, like, into, self._load_comm, options),
+                    together=options.get("read") == "once",
+                ), None
         except Exception as error:
             return None, error

@@ -55,6 +55,6 @@ def salvaging(stores: Sequence[Store], comm: Comm, options: LoadOptions, on_corr
             found=f"{on_corrupt!r:.40} for {len(stores)}",
             hint="Salvage the damaged checkpoint alone, save what came of it, and load the several then",
         )
-    # all was compared a moment ago: no third time before the first byte is written
-    verify = "stream" if options.verify is True else options.verify
+    # all is compared now: not again before the first byte is written
+    verify = True if options.verify == "first" else options.verify
     return msgspec.structs.replace(options, bad=survey(stores[0], comm), verify=verify)

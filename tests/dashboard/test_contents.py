@@ -6,10 +6,14 @@ import fnmatch
 import numpy as np
 import pytest
 
+import treeckpt as tc
 from tests.samples import BFloat16, mesh_layout, write_checkpoint
+from treeckpt import catalog
 from treeckpt.catalog import read_index
 from treeckpt.core.reshard import parse_mesh, parse_rules, plan_reshard
 from treeckpt.core.tree import PerRank
+from treeckpt.io.runs import LocalFolder
+from treeckpt.io.store import LocalStore
 from treeckpt_dashboard import checksums
 from treeckpt_dashboard.arrays import _overlaps
 
@@ -221,3 +225,44 @@ def test_no_question_is_answered_with_an_error_of_the_server(asked):
         ]:  # fmt: skip
             response = asked.client.get(f"/api/v1{asked.page}{rest}", params={name: value})
             assert response.status_code in (200, 404, 422), (rest, name, value)
+
+
+def test_a_peek_and_checksums_follow_a_checkpoint_that_is_replaced_meanwhile(serve, tmp_path, monkeypatch):
+    path = tmp_path / "step_00000001"
+    tc.save(path, {"w": np.full(1000, 1.0)})
+    client = serve(path)
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    at = f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}"
+    sizes, number, times = LocalStore.sizes, iter(range(2, 100)), [0]
+
+    def replaced(self):
+        if times[0]:
+            times[0] -= 1
+            tc.save(path, {"w": np.full(1000, float(next(number)))}, overwrite=True)
+        return sizes(self)
+
+    monkeypatch.setattr(LocalStore, "sizes", replaced)
+    for ask, expected in (("leaves/0/peek", 2.0), ("leaves/0/peek", 3.0)):
+        client.get(f"{at}/leaves")
+        times[0] = 1
+        answer = client.get(f"{at}/{ask}")
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["values"][0][0] == f"{expected:g}" and answer.json()["verified"]
+    times[0] = 1
+    assert client.get(f"{at}/files/0/checksums").json()["problem"] is None
+
+
+def test_a_list_never_calls_a_checkpoint_corrupt_that_is_replaced_while_it_is_looked_at(tmp_path, monkeypatch):
+    path = tmp_path / "step_00000001"
+    tc.save(path, {"w": np.ones(1000)})
+    entries, times = LocalFolder.entries, [1]
+
+    def replaced(self):
+        found = entries(self)
+        if times[0]:
+            times[0] -= 1
+            tc.save(path, {"w": np.zeros(1000)}, overwrite=True)
+        return found
+
+    monkeypatch.setattr(LocalFolder, "entries", replaced)
+    assert catalog.look(path).status == "complete"

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 import treeckpt as tc
-from treeckpt.io.comm import default_comm
+from treeckpt.io.comm import SoloComm, default_comm
+from treeckpt.io.store import LocalStore
 
 from .layouts import difference, distribute, mesh_of, seeded
 from .registry import Rank, case
@@ -60,7 +61,7 @@ def replicas_are_read_once_by_the_ranks_of_a_host(here: Rank) -> None:
     assert report.nbytes == unique, "each rank has all of it"
     assert unique <= _sum(report.read_nbytes) <= 1.02 * unique + (1 << 20), "all ranks together read it once"
     target = {name: torch.full_like(v, 9) if isinstance(v, torch.Tensor) else 0 for name, v in expected.items()}
-    options: list[dict[str, Any]] = [{}, {"verify": "stream"}, {"verify": False}, {"memory": 1 << 20}]
+    options: list[dict[str, Any]] = [{}, {"verify": "first"}, {"verify": False}, {"memory": 1 << 20}]
     for chosen in options:
         for leaf in target.values():
             if isinstance(leaf, torch.Tensor):
@@ -168,8 +169,13 @@ def a_changed_byte_fails_the_load_of_every_rank(here: Rank) -> None:
     assert sorted(set(kinds)) == ["CorruptError", "RankError"] and kinds.count("CorruptError") == 1, kinds
     target = {name: torch.full_like(leaf, 9) for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)}
     with pytest.raises(tc.TreeckptError):
+        tc.load_into(path, target, read="once", strict=False, verify="first")
+    assert all(bool((leaf == 9).all()) for leaf in target.values()), "compared before the first byte is written"
+    begin = time.monotonic()
+    with pytest.raises(tc.TreeckptError, match=r"partly filled|was not changed") as caught:
         tc.load_into(path, target, read="once", strict=False)
-    assert all(bool((leaf == 9).all()) for leaf in target.values()), "checked before the first byte is written"
+    assert time.monotonic() - begin < default_comm().timeout / 2, "nobody waits for the rank that failed"
+    assert isinstance(caught.value, (tc.CorruptError, tc.RankError))
     found, report = _reports(path, on_corrupt="skip")
     lost: list[Any] = [None] * here.world
     dist.all_gather_object(lost, {part.path for part in report.damaged})
@@ -177,6 +183,56 @@ def a_changed_byte_fails_the_load_of_every_rank(here: Rank) -> None:
     arrays = {name: leaf for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)}
     assert all((found[name] is ...) == (name in lost[0]) for name in arrays)
     assert not difference(*({n: t[n] for n in arrays if n not in lost[0]} for t in (found, arrays)))
+
+
+@case("four")
+def a_rank_that_finds_a_changed_byte_goes_on_with_what_others_share_with_it(here: Rank) -> None:
+    """Ranks 0 and 1 share the rows with the changed byte; each of them shares the columns with another rank."""
+    path, mesh = here.directory / "once crossed", mesh_of(2, 2)
+    tc.save(path, _tree())
+    if here.rank == 0:
+        [entry] = tc.inspect(path).by_path["big0"]
+        index = tc.inspect(path)
+        chunk = index.chunks_of(entry)[0]
+        file, start = index.locate(chunk.rank, chunk.start, chunk.start + 1, "big0")
+        data = bytearray((path / file.name).read_bytes())
+        data[start + 7] ^= 1
+        (path / file.name).write_bytes(data)
+    dist.barrier()
+    target = {
+        "big0": distribute(torch.zeros(1 << 20, 3), mesh, (Shard(0), Replicate())),
+        "big1": distribute(torch.zeros(1 << 20, 3), mesh, (Replicate(), Shard(0))),
+    }
+    begin = time.monotonic()
+    with pytest.raises(tc.TreeckptError, match=r"partly filled|was not changed") as caught:
+        tc.load_into(path, target, read="once", strict=False)
+    assert time.monotonic() - begin < default_comm().timeout / 2
+    kinds: list[Any] = [None] * here.world
+    dist.all_gather_object(kinds, type(caught.value).__name__)
+    assert sorted(kinds) == ["CorruptError", "RankError", "RankError", "RankError"], kinds
+
+
+class _Raced(LocalStore):
+    """Into which this rank saves something else right after it has read the index."""
+
+    times = 1
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        data = super().read(name, limit=limit)
+        if name == "index.json" and self.times:
+            self.times -= 1
+            tree = {name: leaf + 1 for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)}
+            tc.save(str(self.directory), tree, comm=SoloComm(), overwrite=True)
+        return data
+
+
+@case("four")
+def all_ranks_read_the_new_version_where_one_finds_that_its_own_was_replaced(here: Rank) -> None:
+    path = here.directory / "once replaced"
+    tc.save(path, {name: leaf for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)})
+    like = {name: torch.zeros_like(leaf) for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)}
+    tc.load_into(_Raced(path) if here.rank == 1 else path, like, read="once")
+    assert not difference(like, {name: leaf + 1 for name, leaf in _tree().items() if name in like})
 
 
 @case("four")

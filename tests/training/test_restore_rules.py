@@ -183,7 +183,7 @@ def test_rules_on_a_tree_in_memory_are_refused() -> None:
         ({"exclude": ["model/wieght"]}, "model/wieght: expected each glob of exclude"),
         ({"keep": ("lrr",)}, "keep: expected some of .*lr, .*found lrr"),
         ({"read": "Once"}, "read: expected 'each' or 'once', found 'Once'"),
-        ({"verify": "strem"}, "verify: expected True or False or 'stream'"),
+        ({"verify": "strem"}, "verify: expected True or False or 'first' or 'stream'"),
     ],
 )
 def test_words_that_mean_nothing_are_refused_before_anything_changes(

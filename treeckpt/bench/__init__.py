@@ -124,7 +124,7 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
     bars = [*judge(rows), *judge_stays(stay_rows)]
     print_bars(bars, scale)
     machine = describe_machine()
-    report = Report("treeckpt.bench/2", scale, repetitions, machine, trials, rows, stays, stay_rows, _plain(bars))
+    report = Report("treeckpt.bench/3", scale, repetitions, machine, trials, rows, stays, stay_rows, _plain(bars))
     _write(options, report)
     return 1 if failed or (options.strict and any(bar.state == "short" for bar in bars)) else 0
 

@@ -42,7 +42,7 @@ class Bar(msgspec.Struct, frozen=True):
         return "ok" if reached else "short"
 
 
-_FILLS: dict[Phase, Phase] = {"stream cold": "fill cold", "stream warm": "fill warm"}
+_FILLS: dict[Phase, Phase] = {"first cold": "fill cold", "first warm": "fill warm"}
 Find = Callable[[str, str, Phase], Row | None]
 
 
@@ -79,15 +79,15 @@ def _saves(find: Find) -> list[Bar]:
 
 
 def _loads(find: Find) -> list[Bar]:
-    cold: tuple[Phase, ...] = ("stream cold", "fill cold", "load cold")
-    warm: tuple[Phase, ...] = ("stream warm", "fill warm", "load warm")
+    cold: tuple[Phase, ...] = ("fill cold", "first cold", "load cold")
+    warm: tuple[Phase, ...] = ("fill warm", "first warm", "load warm")
     return [
-        _of_limit(find, "stream cold", "R", 0.90),
+        _of_limit(find, "fill cold", "R", 0.90),
         _of_limit(find, "load cold", "R_fresh", 0.95),
         *(_against(find, "gpt2", phase, "dcp", 2.5) for phase in cold),
         *(_against(find, "gpt2", phase, "safetensors", 1.5) for phase in cold),
         *(_against(find, "gpt2", phase, "dcp", 2.5) for phase in warm),
-        _of_limit(find, "stream warm", "a plain buffered read", 1.0),
+        _of_limit(find, "fill warm", "a plain buffered read", 1.0),
         _of_limit(find, "load warm", "a plain buffered read into new memory", 1.0),
     ]
 
@@ -97,7 +97,7 @@ def _on_ranks(find: Find) -> list[Bar]:
         _against(find, "replicated", "save", "dcp", 4.0),
         *(
             _against(find, "reshard", phase, "dcp", 2.5)
-            for phase in ("stream cold", "load cold", "stream warm", "load warm")
+            for phase in ("fill cold", "load cold", "fill warm", "load warm")
         ),
         _reshard_bytes(find),
         _slice_bytes(find),

@@ -23,7 +23,7 @@ import treeckpt
 from .meter import files_of
 from .states import State
 
-__all__ = ["Contender", "SliceReader", "Streamer", "chosen", "contenders_for", "is_there", "slice_readers", "sync"]
+__all__ = ["Comparer", "Contender", "SliceReader", "chosen", "contenders_for", "is_there", "slice_readers", "sync"]
 
 
 class Named(Protocol):
@@ -40,7 +40,7 @@ class Contender(Protocol):
 
     name: str
     kinds: tuple[str, ...]
-    """Of "save", "load", "fill" and "stream": what is measured; "save" always."""
+    """Of "save", "load", "fill" and "first": what is measured; "save" always."""
 
     def prepare(self, state: State) -> Any:
         """What `save` gets, in the arrays that the library knows; before the clock starts."""
@@ -59,11 +59,11 @@ class Contender(Protocol):
         ...
 
 
-class Streamer(Protocol):
-    """A contender that can also check each block on its way, instead of everything first."""
+class Comparer(Protocol):
+    """A contender that can also compare all checksums before the first byte is written."""
 
-    def stream_into(self, directory: Path, state: State) -> None:
-        """Fills a state in one pass."""
+    def compare_and_fill(self, directory: Path, state: State) -> None:
+        """Fills a state in two passes."""
         ...
 
 
@@ -81,7 +81,7 @@ class Treeckpt:
     """treeckpt with its defaults: durable, checksums written and verified."""
 
     name = "treeckpt"
-    kinds: tuple[str, ...] = ("save", "load", "fill", "stream")
+    kinds: tuple[str, ...] = ("save", "load", "fill", "first")
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
@@ -99,12 +99,12 @@ class Treeckpt:
         return treeckpt.load(directory / "step", None if self._alone else like)
 
     def load_into(self, directory: Path, state: State) -> None:
-        """With all checksums compared before the first byte is written, the default."""
+        """In one pass, with each block's checksum compared as its bytes are put in place, the default."""
         treeckpt.load_into(directory / "step", state)
 
-    def stream_into(self, directory: Path, state: State) -> None:
-        """With each block's checksum compared before its bytes are put in place."""
-        treeckpt.load_into(directory / "step", state, verify="stream")
+    def compare_and_fill(self, directory: Path, state: State) -> None:
+        """With all checksums compared before the first byte is written, and again on the way."""
+        treeckpt.load_into(directory / "step", state, verify="first")
 
 
 class Dcp:

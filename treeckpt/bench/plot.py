@@ -67,9 +67,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def _rows_of(rows: Sequence[Row], panel: Panel) -> list[Row]:
     chosen = [row for row in rows if (row.scenario, row.phase) == (panel.scenario, panel.phase)]
     if panel.phase.startswith("fill"):
-        streamed = (panel.scenario, panel.phase.replace("fill", "stream"))
-        one_pass = [row for row in rows if (row.scenario, row.phase) == streamed]
-        chosen += [msgspec.structs.replace(row, contender=f"{row.contender}, one pass") for row in one_pass]
+        compared = (panel.scenario, panel.phase.replace("fill", "first"))
+        two_passes = [row for row in rows if (row.scenario, row.phase) == compared]
+        chosen += [msgspec.structs.replace(row, contender=f"{row.contender}, compared first") for row in two_passes]
     return sorted(chosen, key=lambda row: row.seconds)
 
 

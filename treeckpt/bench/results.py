@@ -27,12 +27,12 @@ __all__ = [
     "summarize_stays",
 ]
 
-Phase = Literal["save", "load cold", "load warm", "fill cold", "fill warm", "stream cold", "stream warm"]
+Phase = Literal["save", "load cold", "load warm", "fill cold", "fill warm", "first cold", "first warm"]
 Limit = Literal["W", "R", "R_fresh", "C", "plain", "plain_fresh", "W_huge", "R_huge"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""`load` makes a new tree, `fill` fills one that exists, `stream` does so in one pass, checking each block before it is
-put in place (treeckpt's `fill` checks everything first); cold is from the device, warm from the page cache."""
+"""`load` makes a new tree, `fill` fills one that exists, `first` does so once all checksums were compared (treeckpt's
+`fill` compares each block as it is put in place); cold is from the device, warm from the page cache."""
 
 LIMITS: dict[Phase, Limit] = {
     "save": "W",
@@ -40,8 +40,8 @@ LIMITS: dict[Phase, Limit] = {
     "load warm": "plain_fresh",
     "fill cold": "R",
     "fill warm": "plain",
-    "stream cold": "R",
-    "stream warm": "plain",
+    "first cold": "R",
+    "first warm": "plain",
 }
 """What each phase is measured against."""
 HUGE: dict[Limit, Limit] = {"W": "W_huge", "R": "R_huge"}

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from .contenders import Contender, SliceReader, Streamer, chosen, slice_readers
+from .contenders import Comparer, Contender, SliceReader, chosen, slice_readers
 from .meter import Meter, Usage, cached_part, drop_cache, files_of, fill_cache, hand_memory, settle
 from .raw import LEAST, Raw
 from .results import HUGE, Limit, Phase, Trial
@@ -191,8 +191,8 @@ class Turns:
             contender.load_into(place, target)
             return target
 
-        def stream() -> State:
-            cast(Streamer, contender).stream_into(place, target)
+        def first() -> State:
+            cast(Comparer, contender).compare_and_fill(place, target)
             return target
 
         prepared = contender.prepare(state)
@@ -207,12 +207,12 @@ class Turns:
             ("load warm", "load", lambda: contender.load(place, target), "plain_fresh"),
             ("fill cold", "fill", fill, "R"),
             ("fill warm", "fill", fill, "plain"),
-            ("stream cold", "stream", stream, "R"),
-            ("stream warm", "stream", stream, "plain"),
+            ("first cold", "first", first, "R"),
+            ("first warm", "first", first, "plain"),
         ]
         for phase, kind, work, limit in phases:
             if kind in contender.kinds:
-                if kind in ("fill", "stream") and expected is not None:
+                if kind in ("fill", "first") and expected is not None:
                     _clear(target)
                 key = (contender.name, phase, repetition)
                 limits = (limit, *_beside(contender, limit))

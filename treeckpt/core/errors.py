@@ -42,6 +42,11 @@ class TreeckptError(Exception):
         self.hint = hint
         super().__init__(self._message())
 
+    def add_hint(self, text: str) -> None:
+        """Says one thing more on what to do, or on how things stand."""
+        self.hint = f"{self.hint}. {text}" if self.hint else text
+        self.args = (self._message(),)
+
     def _message(self) -> str:
         facts = [f"{word} {value}" for word, value in (("expected", self.expected), ("found", self.found)) if value]
         text = f"{self.path or '<root>'}: {', '.join(facts)}"

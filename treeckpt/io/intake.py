@@ -192,11 +192,14 @@ def ring_of(readings: Iterable[Reading], count: int) -> queue.Queue[memoryview]:
     return ring
 
 
-def run_readings(shards: Shards, readings: Sequence[Reading], *, memory: int) -> int:
+def run_readings(
+    shards: Shards, readings: Sequence[Reading], *, memory: int, begin: Callable[[Reading], object] | None = None
+) -> int:
     """Carries out readings, a few at a time.
 
     Args:
         memory: bytes of buffers, at most, as long as one reading needs no more.
+        begin: is told of each reading before its first byte is put in place.
 
     Returns:
         Bytes read from data areas.
@@ -204,23 +207,33 @@ def run_readings(shards: Shards, readings: Sequence[Reading], *, memory: int) ->
     largest = max((reading.nbytes for reading in readings if reading.out is None), default=0)
     readers = max(1, min(READERS, memory // max(largest, 1)))
     ring = ring_of(readings, readers)
+    told = begin or (lambda _: None)
 
     def job(reading: Reading) -> None:
         parts = reading.parts() if reading.parts is not None else None
-        if parts is not None and shards.read_parts(reading.stretch, parts):
-            return
+        if parts is not None:
+            straight = True
+            try:
+                straight = shards.read_parts(reading.stretch, parts)
+            finally:
+                if straight:  # or it failed midway
+                    told(reading)
+            if straight:
+                return
         if reading.out is not None:
             shards.read(reading.stretch, reading.out[: reading.nbytes], shared=reading.shared)
             return
         with shards.lent(reading.stretch, fetch=reading.shared) as lent:
             if lent is not None:
                 if reading.use is not None:
+                    told(reading)
                     reading.use(lent)
                 return
         out = ring.get()
         try:
             shards.read(reading.stretch, out[: reading.nbytes], shared=reading.shared)
             if reading.use is not None:
+                told(reading)
                 reading.use(out[: reading.nbytes])
         finally:
             ring.put(out)

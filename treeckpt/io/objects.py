@@ -10,6 +10,7 @@ A whole run is listed by pages of its objects, not directory by directory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import re
@@ -47,6 +48,9 @@ class ObjectStore:
         self._bucket, self._prefix = open_bucket(url, options)
         self._heads: dict[str, bytes] = {}
         self._lock = threading.Lock()
+
+    _met = ""
+    """An object that was read."""
 
     @classmethod
     def _within(cls, bucket: Bucket, prefix: str) -> ObjectStore:
@@ -92,7 +96,20 @@ class ObjectStore:
         found = {name: _entry(one) for name, one in _under(listing, self._prefix).items()}
         for key in listing.folders:
             found.setdefault(key.rpartition("/")[2], Entry(0, 0, regular=False))
+        if not found and self._met:
+            self._refuse_empty(self._met)
         return found
+
+    def _refuse_empty(self, met: str) -> None:
+        """Refuses an empty listing where an object that was read is still there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._bucket.size(self._key(met))
+            raise StoreError(
+                self.url,
+                expected=f"a listing with {met}, which is there",
+                found="an empty one",
+                hint="Something between here and the store answers in its place: look at the proxy and the endpoint",
+            )
 
     def sizes(self) -> dict[str, int]:
         return {name: entry.nbytes for name, entry in self.entries().items() if entry.regular}
@@ -101,6 +118,7 @@ class ObjectStore:
         data, _ = self._bucket.read(self._key(name), limit)
         if len(data) > limit:
             raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found="more")
+        self._met = name
         return data
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +44,9 @@ TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
 _ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
+_BETWEEN = "Something between here and the store answers in its place: look at the proxy and the endpoint"
+_PAGE = "a web page in its place"
+_HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 _CUT = re.compile(r"body|connection|incomplete|timed? ?out|reset|closed", re.IGNORECASE)
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.|latest/(api/token|meta-data)|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount"
@@ -99,6 +103,8 @@ class ObstoreBucket:
 
     def list(self, prefix: str) -> Listing:
         found = self._ask_again("list", prefix, lambda: self._obstore.list_with_delimiter(self._store, prefix or None))
+        if not found["objects"] and not found["common_prefixes"]:
+            self._confirm_empty(prefix)
         return Listing([_found(meta) for meta in found["objects"]], list(found["common_prefixes"]))
 
     def walk(self, prefix: str) -> Iterator[Found]:
@@ -117,9 +123,41 @@ class ObstoreBucket:
         while page := self._ask_again("list", prefix, turn):
             last = page[-1]["path"]
             yield from map(_found, page)
+        if last is None:
+            self._confirm_empty(prefix)
+
+    def _confirm_empty(self, prefix: str) -> None:
+        """Refuses an empty listing where any name is found: a web page in the place of a listing lists nothing."""
+        try:
+            self.size(f"{prefix}/.nobody-{secrets.token_hex(8)}".lstrip("/"))
+        except FileNotFoundError:
+            return
+        except StoreError as error:
+            if error.found != _PAGE:
+                return  # it may be listed, and not be read
+            raise StoreError(f"{self.url}/{prefix}", expected="to list it", found=_PAGE, hint=error.hint) from error
 
     def size(self, key: str) -> int:
-        return self._ask_again("look at", key, lambda: self._obstore.head(self._store, key))["size"]
+        def head() -> Any:
+            return self._obstore.get(self._store, key, options={"head": True})
+
+        result = self._ask_again("look at", key, head)
+        self._refuse_page(key, result.attributes)
+        return result.meta["size"]
+
+    def _refuse_page(self, key: str, attributes: Mapping[str, str], data: bytes = b"") -> None:
+        """Refuses a web page, as a proxy or a login page sends it in the place of an object, with a status of success.
+
+        Raises:
+            StoreError: it is one.
+        """
+        if attributes.get("Content-Type", "").startswith("text/html") or _HTML.match(data):
+            raise StoreError(
+                f"{self.url}/{key}",
+                expected="to read it",
+                found=_PAGE,
+                hint=_BETWEEN,
+            )
 
     # reading -------------------------------------------------------------------------------------------------
 
@@ -130,7 +168,9 @@ class ObstoreBucket:
             tag = {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
             if meta["size"] > limit:
                 return self._obstore.get_range(self._store, key, start=0, length=limit + 1).to_bytes(), tag
-            return result.bytes().to_bytes(), tag
+            data = result.bytes().to_bytes()
+            self._refuse_page(key, result.attributes, data[:1000])
+            return data, tag
 
         return self._ask_again("read", key, get)
 
@@ -255,6 +295,8 @@ class ObstoreBucket:
             hint = f"No credentials are found, or not taken. {_HOW.get(self.kind, '')}"
         elif refused or "AccessDenied" in str(error) or "403" in text:
             hint = f"The credentials do not allow to {what} here: look at the policies of the user and of the bucket"
+        elif "non-partial" in text:
+            hint = _BETWEEN
         elif "redirect" in text.lower() or "301" in text:
             hint = "Set the bucket's region: AWS_REGION, or the option region"
         elif isinstance(error, errors.InvalidPathError):

@@ -14,7 +14,7 @@ import collections
 import contextlib
 import datetime
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from typing import Any
 import msgspec
 import xxhash
 
-from ..core.errors import CheckpointError, RankError
+from ..core.errors import CheckpointError, CheckpointNotFound, RankError
 from .comm import Comm
-from .intake import Reading, ring_of
+from .intake import Reading, ring_of, run_readings
 from .shards import Shards
+from .versions import Replaced, Version
 from .waiting import noticing
 
 __all__ = ["Part", "Relay", "open_relay", "together"]
@@ -49,17 +50,20 @@ class Relay:
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group, self._rank, self._size = group, rank, size
+        self.versions: Sequence[Version] = ()
+        """Of the checkpoints that are being read."""
 
-    def agree(self, wants: Sequence[object]) -> list[Part]:
+    def agree(self, save_id: str, wants: Sequence[object]) -> list[Part]:
         """What this rank wants, by who else on the host wants it.
 
         Args:
+            save_id: of the checkpoint; ranks that have met another version of it share nothing.
             wants: those whose text (repr) is equal are the same bytes on all ranks.
         """
         seen: collections.Counter[str] = collections.Counter()
         digests: list[int] = []
         for want in map(repr, wants):
-            digests.append(xxhash.xxh3_64_intdigest(f"{want} {seen[want]}".encode()))
+            digests.append(xxhash.xxh3_64_intdigest(f"{save_id} {want} {seen[want]}".encode()))
             seen[want] += 1
         with noticing(self._rank, "load with read='once'"):
             told = self._tell((_host(), digests), None)
@@ -78,31 +82,60 @@ class Relay:
         return [Part(m, parts[m]) for m in sorted(parts, key=lambda m: (len(m) == 1, m))]
 
     def settle(self, fault: Exception | None) -> None:
-        """Waits until all ranks have come so far. Raises RankError where others failed, and this rank's own fault."""
+        """Waits until all ranks have come so far.
+
+        Raises:
+            Replaced: a rank failed, and what it read was replaced meanwhile; on every rank.
+            RankError: others failed. Else this rank's own fault.
+        """
         self._tell(None, fault)
 
     def _tell(self, word: Any, fault: Exception | None) -> dict[int, Any]:
         import torch.distributed as dist
 
+        replaced = False
+        if fault is not None:
+            try:
+                replaced = isinstance(fault, Replaced) or any(version.is_replaced() for version in self.versions)
+            except CheckpointNotFound as error:
+                fault = error
         text = None if fault is None else f"{type(fault).__name__}: {fault}"[:2000]
         heard: list[Any] = [None] * self._size
         try:
-            dist.all_gather_object(heard, (word, text), group=self._group)
+            dist.all_gather_object(heard, (word, text, replaced), group=self._group)
         except RuntimeError as error:
             if fault is None:
                 raise _lost(error) from error
+            raise fault from error
+        if any(replaced for _, _, replaced in heard):
+            raise Replaced(
+                "ranks", expected="one version of the checkpoint", found="another save in its place"
+            ) from fault
         if fault is not None:
             raise fault
-        if faults := {rank: text for rank, (_, text) in enumerate(heard) if text is not None}:
+        if faults := {rank: text for rank, (_, text, _) in enumerate(heard) if text is not None}:
             raise _others(faults)
-        return {rank: word for rank, (word, _) in enumerate(heard)}
+        return {rank: word for rank, (word, _, _) in enumerate(heard)}
 
     def owned(self, readings: Sequence[Reading], members: Sequence[int]) -> list[Reading]:
         """Those which this rank reads for all members."""
         return [r for i, r in enumerate(readings) if members[i % len(members)] == self._rank]
 
-    def run(self, shards: Shards, readings: Sequence[Reading], members: Sequence[int]) -> int:
-        """Carries out readings together with the other members, who bring equal ones.
+    def run(
+        self,
+        shards: Shards,
+        work: Sequence[tuple[Sequence[int], Sequence[Reading]]],
+        *,
+        memory: int,
+        begin: Callable[[Reading], object],
+    ) -> int:
+        """Carries out lists of readings, each together with its members, who bring equal ones. Every rank has to call.
+
+        A rank that fails goes on through the lists that others share, so that nobody waits for it.
+
+        Args:
+            work: the members and the readings of each list; those that are shared come first.
+            memory, begin: as for `run_readings`.
 
         Returns:
             Bytes that this rank read from data areas.
@@ -110,9 +143,32 @@ class Relay:
         Raises:
             RankError: another rank failed.
         """
+        fault: Exception | None = None
+        nbytes = 0
+        for members, readings in work:
+            try:
+                if len(members) > 1:
+                    nbytes += self._share(shards, readings, members, fault, begin)
+                elif fault is None:
+                    nbytes += run_readings(shards, readings, memory=memory, begin=begin)
+            except Exception as error:
+                fault = fault or error
+        if fault is not None:
+            raise fault
+        return nbytes
+
+    def _share(
+        self,
+        shards: Shards,
+        readings: Sequence[Reading],
+        members: Sequence[int],
+        fault: Exception | None,
+        begin: Callable[[Reading], object],
+    ) -> int:
+        """Carries out readings together with the other members; `fault` is why this rank only takes part."""
         ring = ring_of(readings, WINDOW)
         with ThreadPoolExecutor(READERS, "treeckpt-read") as pool:
-            convoy = _Convoy(shards, self._group, self._rank, members, pool)
+            convoy = _Convoy(shards, self._group, self._rank, members, pool, fault, begin)
             under_way: collections.deque[tuple[_Turn, memoryview | None]] = collections.deque()
             for number in range(len(readings) + WINDOW):
                 if number >= WINDOW and under_way:
@@ -148,8 +204,17 @@ class _Turn(msgspec.Struct):
 class _Convoy:
     """One list of stretches, as one rank goes through it with the others."""
 
-    def __init__(self, shards: Shards, group: Any, rank: int, members: Sequence[int], pool: ThreadPoolExecutor) -> None:
-        self.fault: Exception | None = None
+    def __init__(
+        self,
+        shards: Shards,
+        group: Any,
+        rank: int,
+        members: Sequence[int],
+        pool: ThreadPoolExecutor,
+        fault: Exception | None,
+        begin: Callable[[Reading], object],
+    ) -> None:
+        self.fault, self._begin = fault, begin
         self._shards, self._group, self._rank, self._members, self._pool = shards, group, rank, members, pool
 
     def start(self, number: int, reading: Reading, memory: memoryview) -> _Turn:
@@ -174,6 +239,7 @@ class _Convoy:
         sent = self._hand_on(turn) if turn.owner == self._rank else self._receive(turn)
         if self.fault is None and turn.reading.use is not None:
             try:
+                self._begin(turn.reading)
                 turn.reading.use(turn.memory)
             except Exception as error:
                 self.fault = error
@@ -265,8 +331,11 @@ def together(relay: Relay | None) -> Iterator[None]:
         relay.settle(None)
 
 
-def open_relay(comm: Comm) -> Relay | None:
+def open_relay(comm: Comm, stores: Sequence[Any] = ()) -> Relay | None:
     """The relay of a world; None if this process is alone. The first call makes a group, on all ranks.
+
+    Args:
+        stores: from which the next load reads.
 
     Raises:
         CheckpointError: the ranks are not those of torch.distributed's default group.
@@ -276,7 +345,9 @@ def open_relay(comm: Comm) -> Relay | None:
     if _MEMORY not in comm.memory:
         with noticing(comm.rank, "load with read='once'"):
             comm.memory[_MEMORY] = Relay(_new_group(comm), comm.rank, comm.size)
-    return comm.memory[_MEMORY]
+    relay: Relay = comm.memory[_MEMORY]
+    relay.versions = [store for store in stores if isinstance(store, Version)]
+    return relay
 
 
 def _new_group(comm: Comm) -> Any:

@@ -13,7 +13,18 @@ from ..io.comm import Comm
 from .banks import BankSource
 from .sources import CheckpointSource, Options, Source, TreeSource, children_of
 
-__all__ = ["open_source"]
+__all__ = ["is_stored", "open_source", "stores_of"]
+
+
+def is_stored(given: Any) -> bool:
+    """Whether it is a path, a store, or several of them; no tree in memory."""
+    return isinstance(given, (str, os.PathLike)) or hasattr(given, "sizes") or as_bank(given) is not None
+
+
+def stores_of(given: Any) -> list[Any]:
+    """The paths or stores of a checkpoint, or of several."""
+    bank = as_bank(given)
+    return [given] if bank is None else [source.path for source in bank.sources]
 
 
 def open_source(given: Any, comm: Comm, options: Options) -> Source:

@@ -23,11 +23,12 @@ from ..io.comm import Comm, as_comm
 from ..io.relay import open_relay, together
 from ..ranks import Policy, policy_of
 from ..rules import Renaming, Transforms, as_rules, carried
+from ..steady import on_one_version
 from .capture import live_of, ties_of
 from .fitting import check_entry, settle_ties
 from .modules import Entry, Modules, collect, materialise, on_meta, settle_shards
 from .names import Key, key_path, put_in
-from .opening import open_source
+from .opening import is_stored, open_source, stores_of
 from .optimizers import Live, Optimizers, survey
 from .parts import compare_extra, loads_of
 from .plans import OptimizerPlan, apply_optimizers, plan_optimizers
@@ -68,7 +69,8 @@ def restore(
 ) -> RestoreReport:
     """Puts a saved training state into live objects, in place; parameters stay the same objects with the same memory.
 
-    What was saved under one parallelism is restored into any other. All comparing is done before the first change.
+    What was saved under one parallelism is restored into any other. Names, shapes and groups are compared before the
+    first change, checksums as for `treeckpt.load_into`.
 
     Args:
         source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
@@ -90,20 +92,26 @@ def restore(
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
     comm = as_comm(comm, talks=False)
-    with together(open_relay(comm) if read == "once" else None):
-        rules = as_rules(rename, transforms)
-        chosen = Options(
-            cast, verify, allow_pickle, read, (carried(*rules),) if rules else (), globs_of(select), globs_of(exclude),
-            strict,
-        )  # fmt: skip
-        found = open_source(source, comm, chosen)
-        job = _Restore(found, comm, model, optimizer, strict, partial, cast, world_changed)
-        chosen.chosen.check_used(lambda: [*found.names, *(f"model/{key_path(entry.key)}" for entry in job.entries)])
-        job.plan_model()
-        job.plan_optimizer(tuple(keep))
-        job.plan_rest(scheduler, loader, rng, extra)
-        job.check_keys()
-    return job.run(device)
+
+    def restore_version(given: Any) -> RestoreReport:
+        with together(open_relay(comm, stores_of(given)) if read == "once" else None):
+            rules = as_rules(rename, transforms)
+            chosen = Options(
+                cast, verify, allow_pickle, read, (carried(*rules),) if rules else (), globs_of(select),
+                globs_of(exclude), strict,
+            )  # fmt: skip
+            found = open_source(given, comm, chosen)
+            job = _Restore(found, comm, model, optimizer, strict, partial, cast, world_changed)
+            chosen.chosen.check_used(lambda: [*found.names, *(f"model/{key_path(entry.key)}" for entry in job.entries)])
+            job.plan_model()
+            job.plan_optimizer(tuple(keep))
+            job.plan_rest(scheduler, loader, rng, extra)
+            job.check_keys()
+        return job.run(device)
+
+    if is_stored(source):
+        return on_one_version(source, restore_version, together=read == "once")
+    return restore_version(source)
 
 
 class _Restore:

@@ -1,0 +1,69 @@
+"""What a fill that ended midway has left in its target, as the error says it.
+
+Which bytes had reached their arrays is known by the stretches of the shards that were read; an array with bytes in one
+of these may have changed, all others have not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+from .core.errors import TreeckptError
+from .core.extents import extents_in
+from .core.records import AliasRecord, File, Leaf
+from .core.views import MadeLeaf
+from .filling import Filling
+
+__all__ = ["tell_left"]
+
+SHOWN = 5
+
+
+def tell_left(error: Exception, fillings: Sequence[Filling]) -> None:
+    """Has the error that ended a fill say what is in the target now."""
+    total, changed = sum(len(filling.asked) for filling in fillings), [p for f in fillings for p in changed_in(f)]
+    if changed:
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        names = ", ".join(path or "<root>" for path in changed[:SHOWN])
+        text = f"The target is partly filled: {len(changed)} of {total} arrays may have changed: {names}{more}"
+    else:
+        text = "The target was not changed"
+    if isinstance(error, TreeckptError):
+        error.add_hint(text)
+    else:
+        error.add_note(text)
+
+
+def changed_in(filling: Filling) -> list[str]:
+    """The paths of a target's arrays that may hold some of what was read."""
+    stretches: dict[str, tuple[File, list[tuple[int, int]]]] = {}
+    for reading in filling.begun:
+        file = reading.stretch.opened.file
+        found = stretches.setdefault(file.name, (file, []))[1]
+        found.append((file.header + reading.stretch.low, file.header + reading.stretch.high))
+    met: set[int] = set()
+    for file, ranges in stretches.values():
+        starts, stops = map(list, zip(*_joined(ranges), strict=True))
+        for extent in extents_in(filling.index, file):
+            at = bisect_right(stops, extent.start)
+            if at < len(starts) and starts[at] < extent.stop:
+                met.add(extent.leaf)
+    return [path for path, leaf in filling.asked if not met.isdisjoint(_numbers(leaf))]
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in rising order, with those that overlap as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _numbers(leaf: Leaf) -> list[int]:
+    """The saved arrays whose bytes a leaf takes."""
+    leaves = leaf.sources.values() if isinstance(leaf, MadeLeaf) else [leaf]
+    return [one.record.of if isinstance(one.record, AliasRecord) else one.number for one in leaves]
