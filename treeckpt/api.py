@@ -30,7 +30,7 @@ from .reports import LoadReport, SaveReport, VerifyReport
 from .rules import Renaming, Transforms, as_rules
 from .salvaging import salvaging
 from .saving import save_tree
-from .stateful import expand
+from .stateful import expand, expanded
 from .verifying import publish_rebuilt, verify_store
 
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
@@ -239,8 +239,8 @@ def load(
 def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> tuple[Any, LoadReport]:
     with _origin(path) as (new_tree, _, stores), _without_cycles():
         options = salvaging(stores, comm, options, on_corrupt)
-        if like is not None and (expanded := expand(like, rank=comm.rank, namespace=options.namespace)) is not None:
-            like = expanded.tree
+        if like is not None:
+            like = expanded(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
         return new_tree(like, comm, options)
 
 
@@ -270,6 +270,8 @@ def load_into(
     put in place, in case the file changes meanwhile. `verify="stream"` does that alone, in one pass, and a changed byte
     then leaves the tree partly filled.
     Arrays of the tree that share memory (ties, views) take arrays that are one in the checkpoint, or whose bytes agree.
+    Keys of dicts are matched by name, also under `strict=False`. A list or tuple that holds values only is one value: one
+    of another length takes the whole saved content, a list in place; a tuple is replaced in what holds it.
     Objects with `load_state_dict` are given their state after all else. With `on_corrupt="skip"` what is damaged stays
     as it was, an object of which a value would be missing as a whole.
 
@@ -283,14 +285,16 @@ def load_into(
     comm = as_comm(comm)
     with _origin(path) as (new_tree, into_tree, stores), _without_cycles():
         options = salvaging(stores, comm, options, on_corrupt)
-        if (expanded := expand(tree, rank=comm.rank, namespace=namespace)) is None:
+        found = expand(tree, rank=comm.rank, namespace=namespace, mappings=not allow_pickle)
+        if found is None:
             return into_tree(tree, comm, options)
 
         def as_saved(at: str) -> Any:
             own = msgspec.structs.replace(options, select=(at,) if at else None, strict=False, copy=False, read="each")
             return new_tree(None, comm, own)[0]
 
-        return expanded.restore(as_saved, lambda target: into_tree(target, comm, options))
+        report, more = found.restore(as_saved, lambda target: into_tree(target, comm, options))
+        return msgspec.structs.replace(report, loaded=report.loaded + more)
 
 
 Loads = tuple[Callable[..., tuple[Any, LoadReport]], Callable[..., LoadReport], Sequence[Store]]
@@ -365,12 +369,14 @@ def rebuild_index(path: Path, *, replace: bool = False) -> Index:
 def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
     """The tree with an `ArraySpec` in the place of each array: a target for `load` that holds no data.
 
-    Of a DTensor it also says which regions this rank holds.
+    Of a DTensor it also says which regions this rank holds. An object with `state_dict` and `load_state_dict` stands
+    for what the first gives.
     """
     from .leaves.registry import abstract_of
 
     comm = as_comm(comm)
     here = global_rank(comm)
+    tree = expanded(tree, rank=comm.rank, namespace=namespace)
     _, leaves = flatten(tree, rank=comm.rank, namespace=namespace)
     specs = [abstract_of(leaf, path, here) for path, leaf in leaves]
     new = (leaf if spec is None else spec for (_, leaf), spec in zip(leaves, specs, strict=True))
