@@ -270,8 +270,8 @@ def load_into(
     put in place, in case the file changes meanwhile. `verify="stream"` does that alone, in one pass, and a changed byte
     then leaves the tree partly filled.
     Arrays of the tree that share memory (ties, views) take arrays that are one in the checkpoint, or whose bytes agree.
-    Keys of dicts are matched by name, also under `strict=False`. A list or tuple that holds values only is one value: one
-    of another length takes the whole saved content, a list in place; a tuple is replaced in what holds it.
+    Keys of dicts are matched by name, also under `strict=False`. A list or tuple that holds values only is one value:
+    one of another length takes the whole saved content, a list in place; a tuple is replaced in what holds it.
     Objects with `load_state_dict` are given their state after all else. With `on_corrupt="skip"` what is damaged stays
     as it was, an object of which a value would be missing as a whole.
 

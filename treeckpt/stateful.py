@@ -20,7 +20,7 @@ from .core.structure import any_rank, key_text, rank_key
 from .core.tree import PerRank, flatten, graft, replace_leaves
 from .leaves.registry import is_value
 
-__all__ = ["Expanded", "expand", "expanded", "holds_stateful", "is_stateful"]
+__all__ = ["AsSaved", "Expanded", "expand", "expanded", "holds_stateful", "is_stateful"]
 
 
 def is_stateful(value: object) -> bool:
@@ -67,6 +67,14 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
     return False
 
 
+class AsSaved:
+    """An object that takes its state as it was saved, arrays too: nothing is filled in place."""
+
+
+def _is_array(leaf: tuple[str, object]) -> bool:
+    return hasattr(leaf[1], "shape") and hasattr(leaf[1], "dtype")
+
+
 class _Found(msgspec.Struct):
     """One object of a tree, and its state at the moment."""
 
@@ -95,7 +103,7 @@ class Expanded:
             if is_stateful(leaf):
                 state = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
                 _, inner = flatten(state, rank=rank, namespace=namespace)
-                has_arrays = any(hasattr(x, "shape") and hasattr(x, "dtype") for _, x in inner)
+                has_arrays = not isinstance(leaf, AsSaved) and any(map(_is_array, inner))
                 self.found[position] = _Found(path, leaf, state, has_arrays)
             elif mappings and _is_mapping(type(leaf)):
                 inside = Expanded(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]

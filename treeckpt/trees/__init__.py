@@ -89,8 +89,8 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
         cast: converts dtypes instead of refusing them.
 
     Raises:
-        MismatchError: other leaves, shapes or dtypes; two arrays that differ for one place in memory; a
-            value beside an array in a tuple that would have to change; a target on the meta device, or with less memory than elements.
+        MismatchError: other leaves, shapes or dtypes; two arrays that differ for one place in memory; a value beside an
+            array in a tuple that would have to change; a target on the meta device, or with less memory than elements.
         TreeError: a source on the meta device.
         LayoutError: this rank does not hold all that a target takes.
     """
