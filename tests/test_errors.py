@@ -260,13 +260,20 @@ def test_casts_happen_only_on_request(path: Path) -> None:
     assert target["n"].dtype == np.float32 and target["n"].tolist() == [0, 1, 2, 3]
 
 
-def test_values_in_tuples_are_refused_before_anything_is_filled(path: Path) -> None:
-    target = like(pair=(2, "a"))
+def test_values_beside_arrays_in_tuples_are_refused_before_anything_is_filled(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", like(pair=(1, torch.ones(1))))
+    target = like(pair=(2, torch.full((1,), 9.0)))
     with pytest.raises(tc.MismatchError) as caught:
-        tc.load_into(path, target)
+        tc.load_into(tmp_path / "c", target)
     says(caught.value, tc.MismatchError, path="pair/0")
-    untouched(target, like(pair=(2, "a")))
-    assert tc.load(path, target)["pair"] == (1, "a")
+    untouched(target, like(pair=(2, torch.full((1,), 9.0))))
+    assert tc.load(tmp_path / "c", target)["pair"] == (1, torch.ones(1))
+
+
+def test_values_in_a_tuple_at_the_root_are_refused(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", (1, "a"))
+    with pytest.raises(tc.MismatchError, match=r"in a container that can change.*\(1, 'a'\)"):
+        tc.load_into(tmp_path / "c", (2, "a"))
 
 
 def test_a_target_that_cannot_be_written_is_refused_before_anything_is_filled(path: Path) -> None:

@@ -347,3 +347,208 @@ def test_saves_in_the_background_hold_what_was_registered_at_the_time(tmp_path: 
         manager.restore(step=step)
         assert extra["counter"] == step and (table.slots["row"] == value).all()
     manager.close()
+
+
+# what can be given back, and what cannot -------------------------------------------------------------------------
+def _stepped(optimizer: Any, times: int = 2) -> None:
+    torch.manual_seed(7)
+    for _ in range(times):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.5, betas=(0.5, 0.6), amsgrad=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.5),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, history_size=3),
+    "groups": lambda p: torch.optim.Adam([{"params": [p[0]], "lr": 0.1}, {"params": [p[1]], "betas": (0.1, 0.2)}]),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.5),
+}
+
+
+def _weights(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(3, 2, dtype=dtype)), torch.nn.Parameter(torch.ones(2, dtype=dtype))]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("here", ["fresh", "stepped"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_optimizer_takes_its_state_fresh_or_not(tmp_path: Path, kind: str, here: str, nested: bool) -> None:
+    def step(optimizer: Any) -> None:
+        if kind == "lbfgs":
+            weights = optimizer.param_groups[0]["params"]
+
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = sum(((w - 3) ** 2).sum() for w in weights)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        else:
+            _stepped(optimizer)
+
+    optimizer, other = OPTIMIZERS[kind](_weights()), OPTIMIZERS[kind](_weights())
+    step(optimizer)
+    if here == "stepped":
+        step(other)
+        step(other)
+    other.param_groups[0]["lr"] = 77.0
+    tree = {"opt": other, "k": 0, "seen": [1]}
+    writer, reader = tc.Manager(tmp_path, background=False), tc.Manager(tmp_path, background=False)
+    writer.register("opt", {"opt": optimizer, "k": 5, "seen": [1, 2, 3]} if nested else optimizer)
+    reader.register("opt", tree if nested else other)
+    writer.save(1)
+    reader.restore()
+    found, expected = other.state_dict(), optimizer.state_dict()
+    assert repr(found) == repr(expected)
+    if nested:
+        assert tree["opt"] is other and tree["k"] == 5 and tree["seen"] == [1, 2, 3]
+    for one in (optimizer, other):
+        with torch.no_grad():
+            for group in one.param_groups:
+                for parameter in group["params"]:
+                    parameter.fill_(1)
+        step(one)
+    assert repr(other.state_dict()) == repr(optimizer.state_dict())
+
+
+def test_an_optimizer_goes_back_to_having_no_state(tmp_path: Path) -> None:
+    optimizer = torch.optim.Adam(_weights())
+    manager = tc.Manager(tmp_path, background=False)
+    manager.register("opt", optimizer)
+    manager.save(1)
+    _stepped(optimizer)
+    manager.restore()
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_moments_of_a_fresh_optimizer_keep_their_dtype(tmp_path: Path) -> None:
+    optimizers = [torch.optim.Adam(_weights(torch.bfloat16)) for _ in range(2)]
+    _stepped(optimizers[0])
+    for moments in optimizers[0].state.values():
+        moments["exp_avg"] = torch.full(moments["exp_avg"].shape, 1 / 3)
+    for optimizer, act in zip(optimizers, ("save", "restore"), strict=True):
+        manager = tc.Manager(tmp_path, background=False)
+        manager.register("opt", optimizer)
+        manager.save(1) if act == "save" else manager.restore()
+    for moments in optimizers[1].state.values():
+        assert moments["exp_avg"].dtype == torch.float32 and (moments["exp_avg"] == 1 / 3).all()
+
+
+def test_a_fresh_optimizer_of_other_groups_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    for weights, act in ((_weights(), "save"), (_weights()[:1], "restore")):
+        optimizer = torch.optim.Adam(weights)
+        manager = tc.Manager(tmp_path, background=False)
+        manager.register("model", model)
+        manager.register("opt", optimizer)
+        if act == "save":
+            _stepped(optimizer)
+            manager.save(1)
+            model.weight.data.fill_(9)
+            continue
+        with pytest.raises(tc.MismatchError, match="registered/opt/param_groups: expected groups of 1 parameters"):
+            manager.restore()
+        with pytest.raises(tc.MismatchError, match="all of an optimizer's state"):
+            manager.restore(select=["registered/opt/param_groups"])
+    assert model.weight.item() == 9 and not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("thing", "path"),
+    [
+        (3, "registered/thing"),
+        ("text", "registered/thing"),
+        (None, "registered/thing"),
+        ((), "registered/thing"),
+        ((1, 2), "registered/thing"),
+        ((torch.ones(1), 5), "registered/thing/1"),
+        ({"deep": (torch.ones(1), 5)}, "registered/thing/deep/1"),
+        ({1, 2}, "registered/thing"),
+        (object(), "registered/thing"),
+        (np.float32(1), "registered/thing"),
+        (tc.PerRank(4), "registered/thing"),
+    ],
+)
+def test_values_that_cannot_be_given_back_are_refused_when_they_are_registered(
+    tmp_path: Path, thing: Any, path: str
+) -> None:
+    manager = tc.Manager(tmp_path, background=False)
+    with pytest.raises(tc.TreeError, match=r"register_value\('thing', get, set\)") as caught:
+        manager.register("thing", thing)
+    assert caught.value.path == path
+    manager.register("thing", {})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(2),
+        lambda: np.zeros(2),
+        lambda: (torch.zeros(2), {"n": 1}),
+        lambda: {"pair": (1, 2)},
+        lambda: [1, 2],
+        lambda: tc.PerRank({"n": 1}),
+        lambda: torch.nn.Linear(1, 1),
+        dict,
+    ],
+)
+def test_what_can_be_given_back_is_registered(tmp_path: Path, make: Any) -> None:
+    manager = tc.Manager(tmp_path, background=False)
+    manager.register("thing", make())
+    manager.save(1)
+    manager.restore()
+
+
+def test_a_registered_list_takes_what_was_saved(tmp_path: Path) -> None:
+    lists: tuple[list[Any], list[Any]] = ([1, {"a": 2}, 3], [])
+    for one, act in zip(lists, ("save", "restore"), strict=True):
+        manager = tc.Manager(tmp_path, background=False)
+        manager.register("seen", one)
+        manager.save(1) if act == "save" else manager.restore()
+    assert lists[1] == lists[0]
+
+
+class Settings:
+    """A program's own: values in attributes."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.sets = value, 0
+
+    def set(self, value: Any) -> None:
+        self.value, self.sets = value, self.sets + 1
+
+
+@pytest.mark.parametrize(
+    "value", [3, "text", None, (1, (2, 3)), [1, 2], {"a": {"b": 1}}, {1, 2}, torch.arange(3), {"w": np.ones(2), "n": 1}]
+)
+def test_a_value_is_given_back_by_its_setter(tmp_path: Path, value: Any) -> None:
+    settings = Settings(value), Settings(0)
+    for one, act in zip(settings, ("save", "restore"), strict=True):
+        manager = tc.Manager(tmp_path, background=False)
+        manager.register_value("value", lambda one=one: one.value, one.set)
+        manager.register("weights", {"w": torch.ones(1)})
+        manager.save(1) if act == "save" else manager.restore()
+    assert repr(settings[1].value) == repr(value) and settings[1].sets == 1 and settings[0].sets == 0
+
+
+def test_values_are_chosen_and_missed_as_all_that_is_registered(tmp_path: Path) -> None:
+    manager, settings = tc.Manager(tmp_path, background=False), Settings(4)
+    manager.register_value("value", lambda: settings.value, settings.set)
+    manager.register("extra", {"n": 1})
+    manager.save(1)
+    manager.restore(select="registered/extra")
+    assert settings.sets == 0
+    with pytest.raises(ValueError, match="'value' is registered already"):
+        manager.register_value("value", lambda: 1, settings.set)
+    with pytest.raises(TypeError, match="expected set to be a function"):
+        manager.register_value("other", lambda: 1, 5)  # pyright: ignore[reportArgumentType]
+    manager.register_value("new", lambda: 1, settings.set)
+    with pytest.raises(tc.MismatchError, match="registered/new"):
+        manager.restore()
+    manager.restore(strict=False)
+    assert settings.sets == 1

@@ -335,7 +335,11 @@ def test_copy_into_checks_everything_before_it_writes() -> None:
         ({"a": BASE}, {"a": torch.zeros(4, 6), "b": 1}, "b: expected the same leaves"),
         ({"a": BASE, "b": 1}, {"a": torch.zeros(4, 6)}, "b: expected the same leaves"),
         ({"a": BASE, "b": 1}, {"a": torch.zeros(4, 6), "b": torch.ones(1)}, "b: expected an array, found a value"),
-        ({"a": BASE, "b": (1,)}, {"a": torch.zeros(4, 6), "b": (2,)}, "b/0: expected a value that is the same"),
+        (
+            {"a": BASE, "b": (1, BASE[0])},
+            {"a": torch.zeros(4, 6), "b": (2, torch.zeros(6))},
+            "b/0: expected a value that is the same",
+        ),
         ({"a": BASE, "b": BASE[0]}, {"a": torch.zeros(4, 6), "b": torch.zeros(1).expand(6)}, "memory for each"),
     ]
     for tree, into, text in wrong:

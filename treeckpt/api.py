@@ -30,7 +30,7 @@ from .rules import Renaming, Transforms, as_rules
 from .salvaging import salvaging
 from .save_options import Busy, SaveOptions, shard_limit
 from .saving import save_tree
-from .stateful import expand
+from .stateful import expand, expanded
 from .steady import on_one_version
 from .verifying import publish_rebuilt, verify_store
 
@@ -239,8 +239,8 @@ def load(
 
 
 def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> tuple[Any, LoadReport]:
-    if like is not None and (expanded := expand(like, rank=comm.rank, namespace=options.namespace)) is not None:
-        like = expanded.tree
+    if like is not None:
+        like = expanded(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
 
     def load_version(version: Any) -> tuple[Any, LoadReport]:
         with _origin(version) as (new_tree, _, stores), _without_cycles():
@@ -276,6 +276,8 @@ def load_into(
     checksums before the first byte is written, at the price of reading twice, the second time from the page cache
     where there is room; each block is compared again when it is put in place, in case the file changes meanwhile.
     Arrays of the tree that share memory (ties, views) take arrays that are one in the checkpoint, or whose bytes agree.
+    Keys of dicts are matched by name, also under `strict=False`. A list or tuple that holds values only is one value:
+    one of another length takes the whole saved content, a list in place; a tuple is replaced in what holds it.
     Objects with `load_state_dict` are given their state after all else. With `on_corrupt="skip"` what is damaged stays
     as it was, an object of which a value would be missing as a whole.
 
@@ -298,14 +300,16 @@ def load_into(
 def _load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> LoadReport:
     with _origin(path) as (new_tree, into_tree, stores), _without_cycles():
         options = salvaging(stores, comm, options, on_corrupt)
-        if (expanded := expand(tree, rank=comm.rank, namespace=options.namespace)) is None:
+        found = expand(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
+        if found is None:
             return into_tree(tree, comm, options)
 
         def as_saved(at: str) -> Any:
             own = msgspec.structs.replace(options, select=(at,) if at else None, strict=False, copy=False, read="each")
             return new_tree(None, comm, own)[0]
 
-        return expanded.restore(as_saved, lambda target: into_tree(target, comm, options))
+        report, more = found.restore(as_saved, lambda target: into_tree(target, comm, options))
+        return msgspec.structs.replace(report, loaded=report.loaded + more)
 
 
 Loads = tuple[Callable[..., tuple[Any, LoadReport]], Callable[..., LoadReport], Sequence[Store]]
@@ -382,12 +386,14 @@ def rebuild_index(path: Path, *, replace: bool = False) -> Index:
 def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
     """The tree with an `ArraySpec` in the place of each array: a target for `load` that holds no data.
 
-    Of a DTensor it also says which regions this rank holds.
+    Of a DTensor it also says which regions this rank holds. An object with `state_dict` and `load_state_dict` stands
+    for what the first gives.
     """
     from .leaves.registry import abstract_of
 
     comm = as_comm(comm, talks=False)
     here = global_rank(comm)
+    tree = expanded(tree, rank=comm.rank, namespace=namespace)
     _, leaves = flatten(tree, rank=comm.rank, namespace=namespace)
     specs = [abstract_of(leaf, path, here) for path, leaf in leaves]
     new = (leaf if spec is None else spec for (_, leaf), spec in zip(leaves, specs, strict=True))

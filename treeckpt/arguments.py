@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Literal, SupportsIndex
 
 from . import api
 from .core.containers import take
 from .core.errors import TreeckptError, TreeError
 from .core.policy import All, Best, Last, Policy, check_policies
+from .core.tree import flatten, graft, replace_leaves
+from .leaves.registry import abstract_of, is_value
 from .save_options import shard_limit
 from .stateful import is_stateful
 
-__all__ = ["best_policy", "check_options", "is_maker", "numbers_of", "policies_of"]
+__all__ = ["best_policy", "check_options", "check_thing", "is_maker", "numbers_of", "policies_of"]
 
 
 def policies_of(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:
@@ -83,3 +85,32 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise TreeError(f"metrics/{name}", expected="a number", found=f"{value!r:.60}") from error
+
+
+def check_thing(path: str, name: str, thing: Any, namespace: str) -> None:
+    """Refuses to register what holds a value that could not be put back.
+
+    Args:
+        path: where it would be saved.
+
+    Raises:
+        TreeError: naming the value.
+    """
+    _, leaves = flatten(thing, namespace=namespace)
+    kept = [
+        is_stateful(leaf) or abstract_of(leaf, at, 0) is not None or isinstance(leaf, MutableMapping)
+        for at, leaf in leaves
+    ]
+    marks = iter([leaf if keep else object() for keep, (_, leaf) in zip(kept, leaves, strict=True)])
+    marked = replace_leaves(thing, marks, namespace=namespace)
+    stuck = graft(thing, marked, is_value=is_value, namespace=namespace, dry=True)
+    if stuck or (isinstance(thing, tuple) and not leaves):
+        path = f"{path}/{stuck[0][0]}" if stuck and stuck[0][0] else path
+        value = dict(leaves).get(stuck[0][0], thing) if stuck else thing
+        raise TreeError(
+            path,
+            expected="what can be changed in place: an array, an object with state_dict and load_state_dict, "
+            "or values in a dict, a list or a dataclass",
+            found=f"{type(value).__qualname__} {value!r:.60}",
+            hint=f"Use register_value({name!r}, get, set) with functions that give the value and take it",
+        )

@@ -21,7 +21,7 @@ from .core.union import merge
 from .io.comm import Comm, global_rank
 from .io.store import Store
 from .leaves.registry import abstract_of, resolve
-from .loading import load_into_from, load_tree
+from .loading import load_into_from, load_tree, sequences_of
 from .lookup import Load, LoadOptions, check_same
 from .reports import LoadReport
 from .rules import Renaming, Transforms, as_rules
@@ -167,9 +167,12 @@ def globs_of(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _check_asked(
-    parts: Sequence[_Part], wanted: Mapping[str, Any], comm: Comm, options: LoadOptions
+    parts: Sequence[_Part], like: Any, wanted: Mapping[str, Any], comm: Comm, options: LoadOptions
 ) -> tuple[list[str], list[str]]:
     """What is wanted that nobody gives, and what is given that nobody wants.
+
+    Args:
+        wanted: the leaves of like, by path.
 
     Raises:
         MismatchError: there is such, under `strict`.
@@ -177,8 +180,19 @@ def _check_asked(
     here = global_rank(comm)
     given = set[str]().union(*(part.wins for part in parts))
     missing: list[str] = []
+    structure, _ = flatten(like, rank=comm.rank, namespace=options.namespace)
+    taken = [
+        one for p in parts for one in sequences_of(p.job, like, structure).values() if p.wins.issuperset(one.paths)
+    ]
+    given_whole = tuple(f"{one.path}/" if one.path else "" for one in taken)
     for path, leaf in wanted.items():
-        if leaf is ... or path in given or not options.selects(path) or any(p.job.view.is_kept(path) for p in parts):
+        if (
+            leaf is ...
+            or path.startswith(given_whole)
+            or path in given
+            or not options.selects(path)
+            or any(p.job.view.is_kept(path) for p in parts)
+        ):
             continue
         spec = abstract_of(leaf, path, here)
         filler = next((part for part in reversed(parts) if part.job.view.filled(path, spec) is not None), None)
@@ -186,7 +200,7 @@ def _check_asked(
             missing.append(path)
         else:
             filler.wins.add(path)
-    below = tuple(f"{path}/" if path else "" for path, leaf in wanted.items() if leaf is ...)
+    below = (*given_whole, *(f"{path}/" if path else "" for path, leaf in wanted.items() if leaf is ...))
     extra = [p for p in given if p not in wanted and options.selects(p) and not p.startswith(below)]
     if options.strict:
         check_same(missing, sorted(extra))
@@ -211,7 +225,7 @@ def load_bank(
             trees.append(tree)
             reports.append(report)
         return _merged(trees, comm, options), _joined(reports, [], [])
-    missing, unexpected = _check_asked(parts, asked, comm, options)
+    missing, unexpected = _check_asked(parts, like, asked, comm, options)
     for part in parts:
         like, report = load_tree(part.store, like, comm, _options(part))
         reports.append(report)
@@ -231,7 +245,7 @@ def load_bank_into(bank: Bank, stores: Sequence[Store], tree: object, comm: Comm
     """Fills a tree in place; see `treeckpt.load_into`."""
     asked = _asked(tree, comm, options)
     parts = _settled(bank, stores, asked, comm, options)
-    missing, unexpected = _check_asked(parts, asked, comm, options)
+    missing, unexpected = _check_asked(parts, tree, asked, comm, options)
     reports = load_into_from([(part.store, _options(part)) for part in parts], tree, comm)
     return _joined(reports, missing, unexpected)
 

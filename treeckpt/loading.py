@@ -8,7 +8,7 @@ not talk, unless they share the reading: each reads the ranges that it wants.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from .aborted import tell_left
 from .core.errors import MismatchError, TreeckptError
 from .core.records import AliasRecord, Leaf
 from .core.runs import encode_runs
+from .core.sequences import Taking, differing
 from .core.spec import ArraySpec
 from .core.structure import PerRankNode, Structure, any_rank
 from .core.table import Column
@@ -27,13 +28,13 @@ from .io.refusals import unreadable
 from .io.relay import Relay, open_relay, together
 from .io.store import Store
 from .leaves.base import Target
-from .leaves.registry import abstract_of, encode, library_of, like_of, resolve, target_of
+from .leaves.registry import abstract_of, encode, is_value, library_of, like_of, resolve, target_of
 from .lookup import Load, LoadOptions, Make
 from .reports import LoadReport
 from .tables import column_slot, find_column
 from .ties import Wanted, check_ties
 
-__all__ = ["load_into_from", "load_into_tree", "load_tree"]
+__all__ = ["load_into_from", "load_into_tree", "load_tree", "sequences_of"]
 
 
 # without like ----------------------------------------------------------------------------------------------------
@@ -113,9 +114,26 @@ def _is_array_like(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tuple[str, object]], list[Slot]]:
-    """The leaves of a tree like this, and slots for them, in its order; arrays are wanted, not yet read."""
-    _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
+class _Matched(msgspec.Struct):
+    """The leaves of a tree, in its order, and what each becomes."""
+
+    leaves: list[tuple[str, object]]
+    slots: list[Slot]
+    whole: frozenset[int]
+    """The ids of sequences of values that are leaves here, as they take the saved content whole."""
+
+    def put_into(self, tree: object, leaves: Iterable[object], namespace: str) -> object:
+        """The tree with other leaves."""
+        return replace_leaves(tree, iter(leaves), namespace=namespace, whole=self.whole)
+
+
+def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
+    """The leaves of a tree like this, and slots for them; arrays are wanted, not yet read."""
+    structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
+    sequences = sequences_of(job, like, structure)
+    whole = frozenset(id(one.here) for one in sequences.values())
+    if sequences:
+        _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)
     asked: set[str] = set()
     pairs: list[tuple[object, str, Leaf | None]] = []
     for text, wanted in leaves:
@@ -124,25 +142,74 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
         leaf = None
         if views and path in job.damaged:
             wanted = ...
-        if type(wanted) is Column:
+        if id(wanted) in whole and path in sequences:
+            asked.update(sequences[path].paths)
+        elif type(wanted) is Column:
             leaf = find_column(job, wanted, path)
         elif wanted is not ... and job.selected(path):
             leaf = job.find(path)
             if leaf is None:
                 leaf = job.view.filled(path, abstract_of(wanted, path, job.here))
             if leaf is None:
+                _check_container(job, wanted, path)
                 job.missing.append(path)
         pairs.append((wanted, path, leaf))
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], Slot] = {}
-    return leaves, [
+    slots = [
         column_slot(job, wanted, path, leaf)
         if type(wanted) is Column
-        else Slot(wanted)
+        else Slot(_content(job, sequences[path]) if whole and path in sequences else wanted)
         if leaf is None
         else _slot(job, wanted, path, leaf, make, ties, views)
         for wanted, path, leaf in pairs
     ]
+    return _Matched(leaves, slots, whole)
+
+
+def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Taking]:
+    """The sequences of values in a tree of a structure that take the saved ones whole, by path."""
+    try:
+        if structure == job.view.structure:
+            return {}
+    except RecursionError:  # too deep for a comparison
+        pass
+
+    def is_saved_value(path: str) -> bool:
+        return job.selected(path) and (leaf := job.find(path)) is not None and leaf.spec is None
+
+    return differing(
+        like,
+        job.view.structure,
+        is_value=is_value,
+        is_saved_value=is_saved_value,
+        rank=job.rank,
+        source_rank=job.rank if job.view.ruled is not None else job.source_rank,
+        namespace=job.options.namespace,
+    )
+
+
+def _content(job: Load, one: Taking) -> object:
+    """What a sequence of values takes."""
+    values = (job.value(leaf, path) for path in one.paths if (leaf := job.find(path)) is not None)
+    return one.content(values, resolve=resolve, namespace=job.options.namespace)
+
+
+def _check_container(job: Load, wanted: object, path: str) -> None:
+    """Refuses a container of a class that cannot be filled, where the checkpoint has leaves for it.
+
+    Raises:
+        MismatchError: naming its class.
+    """
+    if not isinstance(wanted, (Mapping, Sequence)) or isinstance(wanted, (str, bytes, bytearray, range)):
+        return
+    if any(other.startswith(f"{path}/" if path else "") for other in job.view.by_path):
+        raise MismatchError(
+            path,
+            expected="a container that can be filled, or `...`",
+            found=f"a {type(wanted).__module__}.{type(wanted).__qualname__}, and leaves below it in the checkpoint",
+            hint="Make it a dict or a list; a dict of a class of its own is filled where allow_pickle is not given",
+        )
 
 
 def _slot(
@@ -178,13 +245,13 @@ def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> t
         def make(wanted: Any, path: str) -> Target | None:
             return like_of(wanted, path, here, options.device, take=job.take)
 
-        build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True)[1])
+        build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True))
     job.filling.run(options.verify, Means(options.memory, mapped=options.mmap, relay=relay))
     return build(), job.report()
 
 
-def _as_like(job: Load, like: object, slots: Sequence[Slot]) -> Callable[[], object]:
-    return lambda: replace_leaves(like, iter([slot.leaf for slot in slots]), namespace=job.options.namespace)
+def _as_like(job: Load, like: object, matched: _Matched) -> Callable[[], object]:
+    return lambda: matched.put_into(like, (slot.leaf for slot in matched.slots), job.options.namespace)
 
 
 def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
@@ -220,7 +287,7 @@ def load_into_from(sources: Sequence[tuple[Store, LoadOptions]], tree: object, c
             tell_left(error, fillings)
             raise
     if new is not tree:
-        graft(tree, new, namespace=options.namespace)
+        graft(tree, new, is_value=is_value, namespace=options.namespace)
     return [job.report() for job in jobs]
 
 
@@ -235,13 +302,23 @@ def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) 
             wanted.append(Wanted(job, path, target))
         return target
 
-    before, slots = _match(job, tree, make, views=False)
+    matched = _match(job, tree, make, views=False)
     # what is equal already stays the very object, so that only real changes need a container that can change
-    kept = [old if _is_same(old, slot.leaf) else slot.leaf for (_, old), slot in zip(before, slots, strict=True)]
-    if all(old is leaf for (_, old), leaf in zip(before, kept, strict=True)):
+    kept = [
+        old if _is_same(old, slot.leaf) else slot.leaf
+        for (_, old), slot in zip(matched.leaves, matched.slots, strict=True)
+    ]
+    if all(old is leaf for (_, old), leaf in zip(matched.leaves, kept, strict=True)):
         return job, tree, wanted
-    new = replace_leaves(tree, iter(kept), namespace=options.namespace)
-    _check_graft(tree, before, new, options)
+    new = matched.put_into(tree, kept, options.namespace)
+    if stuck := graft(tree, new, is_value=is_value, namespace=options.namespace, dry=True):
+        path, value = stuck[0]
+        raise MismatchError(
+            path,
+            expected="a value that is as saved, or in a container that can change",
+            found=f"{value!r:.60} in the checkpoint",
+            hint="Use load(path, like=tree), which returns a new tree",
+        )
     return job, new, wanted
 
 
@@ -260,16 +337,3 @@ def _is_same(old: object, new: object) -> bool:
     except TreeckptError:
         return False
     return stored[0] == stored[1]
-
-
-def _check_graft(tree: object, before: list[tuple[str, object]], new: object, options: LoadOptions) -> None:
-    """Refuses values that would have to change inside a tuple, before anything is written: tries it on a copy."""
-    shadow = replace_leaves(tree, iter([leaf for _, leaf in before]), namespace=options.namespace)
-    if stuck := graft(shadow, new, namespace=options.namespace):
-        path, value = stuck[0]
-        raise MismatchError(
-            path,
-            expected="a value that is as saved, or in a container that can change",
-            found=f"{value!r:.60} in the checkpoint",
-            hint="Use load(path, like=tree), which returns a new tree",
-        )

@@ -43,8 +43,7 @@ from .io.store import Store
 from .io.waiting import LIMIT
 from .pacing import Pace
 from .pending import Pending
-from .ranks import Policy as Changed
-from .registering import Registered
+from .registering import Registered, Registering
 from .reports import SaveReport
 from .restoring import Restorer
 from .run import GRACE, CleanReport, Run, step_info
@@ -56,7 +55,7 @@ AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 
 
-class Manager:
+class Manager(Registering):
     """Saves, keeps and restores the checkpoints of a run. Make one on every rank.
 
     Args:
@@ -115,33 +114,6 @@ class Manager:
     def stopping(self) -> bool:
         """Whether a signal has asked to save: after that save, end the training."""
         return self._pace.stopping
-
-    # what is saved each time -----------------------------------------------------------------------------------
-
-    def register(self, name: str, thing: Any) -> None:
-        """Has something saved with every step, under `registered/<name>`, and restored by every `restore`, in place.
-
-        Args:
-            thing: an object with `state_dict` and `load_state_dict`, `KeyedTable.of` a hash table, or a tree whose
-                containers can change; the same on all ranks, but for what it marks.
-
-        Raises:
-            ValueError: the name is taken.
-        """
-        self._registered.add(name, thing)
-
-    def register_io_state(self, name: str, reader: Any, *, changed: Changed = "error") -> None:
-        """Has the state of this rank's reader of input saved with every step, under `io/<name>`, and restored.
-
-        Args:
-            reader: with `state_dict` and `load_state_dict`, or `dump_io_state` and `load_io_state`.
-            changed: what it is given when the number of ranks is another one: "error" refuses, "take" takes that of
-                rank modulo the old world, or `merge(states of all old ranks, rank, world)` makes it.
-
-        Raises:
-            ValueError: the name is taken.
-        """
-        self._registered.add_reader(name, reader, changed)
 
     # saving --------------------------------------------------------------------------------------------------
 
@@ -297,7 +269,7 @@ class Manager:
         Args:
             like: as for `treeckpt.load`.
             step: by default the newest that loads: where one turns out to be corrupt on any rank, that is logged and
-                all ranks take the one before, and fill everything again. With an earlier one, what came after it becomes
+                all ranks take the one before and fill everything again. After an earlier one, what was saved since is
                 an abandoned branch.
             into: a tree to fill in place, as `treeckpt.load_into` does, instead.
             options: of `treeckpt.load`, or `load_into`.

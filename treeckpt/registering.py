@@ -8,24 +8,29 @@ their state last.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from . import api
+from .arguments import check_thing
 from .bank import globs_of
 from .core.errors import MismatchError, TreeError
 from .core.globs import compile_globs
 from .core.records import Index
 from .core.structure import empty_places, key_text, keys_of
-from .core.tree import PerRank
+from .core.tree import PerRank, flatten, graft
 from .io.comm import Comm
 from .io.store import Store
+from .leaves.registry import is_value
 from .lookup import LoadOptions
 from .ranks import Policy, policy_of, states_of_all_ranks
+from .rules import as_rules
+from .stateful import AsSaved
 
-__all__ = ["Registered"]
+__all__ = ["Registered", "Registering"]
 
 THINGS, READERS = "registered", "io"
 """Where they stand at the root of the tree."""
@@ -35,6 +40,21 @@ class _Reader(msgspec.Struct, frozen=True):
     dump: Callable[[], Any]
     load: Callable[[Any], Any]
     changed: Policy
+
+
+class _Value(AsSaved):
+    """A value that functions give and take."""
+
+    def __init__(self, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
+        self._get, self._set = get, set
+
+    def state_dict(self) -> Any:
+        """The value."""
+        return self._get()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Has the value taken."""
+        self._set(state)
 
 
 class Registered:
@@ -47,14 +67,32 @@ class Registered:
     def __bool__(self) -> bool:
         return bool(self._things or self._readers)
 
-    def add(self, name: str, thing: Any) -> None:
+    def add(self, name: str, thing: Any, namespace: str = "") -> None:
         """Registers something that ranks share.
+
+        Args:
+            namespace: of optree's registry.
 
         Raises:
             ValueError: the name is taken.
+            TreeError: it holds a value that could not be put back.
         """
         _check_name(name, self._things, "registered")
+        check_thing(f"{THINGS}/{key_text(name)}", name, thing, namespace)
         self._things[name] = thing
+
+    def add_value(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
+        """Registers a value that functions give and take.
+
+        Raises:
+            ValueError: the name is taken.
+            TypeError: they are no functions.
+        """
+        _check_name(name, self._things, "registered")
+        for what, function in (("get", get), ("set", set)):
+            if not callable(function):
+                raise TypeError(f"expected {what} to be a function, found {function!r:.60}")
+        self._things[name] = _Value(get, set)
 
     def add_reader(self, name: str, reader: Any, changed: Policy) -> None:
         """Registers what each rank has of its own.
@@ -112,7 +150,8 @@ class Registered:
         options = names.beside({THINGS: self._things, READERS: self._readers})
         states = self._states(store, names, comm, options)
         things = {name: self._things[name] for name in names.wanted(THINGS, self._things)}
-        target = {THINGS: things, READERS: ...} if things or names.left(THINGS, self._things) else {}
+        resumed = _with_resumed(things, store, names, comm, options)
+        target = {THINGS: resumed, READERS: ...} if things or names.left(THINGS, self._things) else {}
         if into is not None:
             result: Any = _fill(
                 store, _as_dict(into), {**dict.fromkeys((THINGS, READERS), ...), **target}, comm, options
@@ -122,6 +161,9 @@ class Registered:
             if target:
                 rest = dict.fromkeys((key for key in _roots(index) if key not in target), ...)
                 _fill(store, {}, {**rest, **target}, comm, _for_filling(options))
+        for name, thing in resumed.items():
+            if thing is not things[name]:
+                _take_back(things[name], thing)
         for name, state in states.items():
             self._readers[name].load(state)
         return result
@@ -159,18 +201,23 @@ class _Selection:
 
     def __init__(self, index: Index, options: Mapping[str, Any]) -> None:
         self.index, self._options, self._strict = index, options, options.get("strict", True)
+        self._saved = [*index.by_path, *empty_places(index.structure)]
         self._chosen = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude")))
 
     def beside(self, registered: Mapping[str, Iterable[str]]) -> dict[str, Any]:
         """The options for the tree, without globs that only mean what is registered and not in the checkpoint."""
         names = [f"{part}/{key_text(name)}" for part, part_names in registered.items() for name in part_names]
-        saved, options = [*self.index.by_path, *empty_places(self.index.structure)], dict(self._options)
+        saved, options = self._saved, dict(self._options)
         for key, globs in (("select", self._chosen.select), ("exclude", self._chosen.exclude)):
             if globs:
                 known = compile_globs(globs)
                 ours = set(known.idle(saved)) - set(known.idle(saved + names))
                 options[key] = [glob for glob in globs if glob not in ours]
         return options
+
+    def selects(self, path: str) -> bool:
+        """Whether a path is asked for."""
+        return self._chosen.selects(path)
 
     def wanted(self, part: str, names: Iterable[str]) -> list[str]:
         """The names of a part that are to be restored.
@@ -181,7 +228,7 @@ class _Selection:
         found: list[str] = []
         for name in names:
             path = f"{part}/{key_text(name)}"
-            below = [p for p in self.index.by_path if p == path or p.startswith(f"{path}/")]
+            below = [p for p in self._saved if p == path or p.startswith(f"{path}/")]
             if any(map(self._chosen.selects, below)):
                 found.append(name)
             elif not below and self._strict and self._chosen.selects(path):
@@ -200,6 +247,34 @@ class _Selection:
             path.startswith(f"{part}/") and not path.startswith(known) and self._chosen.selects(path)
             for path in self.index.by_path
         )
+
+
+def _with_resumed(
+    things: dict[str, Any], store: Store, names: _Selection, comm: Comm, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The things with optimizers that can take what was saved, whatever they have."""
+    torch = sys.modules.get("torch")
+    optimizers = torch and [
+        name
+        for name, thing in things.items()
+        if any(isinstance(x, torch.optim.Optimizer) for _, x in flatten(thing)[1])
+    ]
+    if not optimizers or options.get("on_corrupt") == "skip":
+        return things
+    from .training.resuming import with_resumed
+    from .training.sources import CheckpointSource, Options
+
+    rules = as_rules(options.get("rename"), options.get("transforms"))
+    source = CheckpointSource(store, comm, Options(allow_pickle=options.get("allow_pickle", False), rules=rules))
+    found = {name: with_resumed(things[name], (THINGS, name), source, names.selects) for name in optimizers}
+    return {**things, **found}
+
+
+def _take_back(thing: Any, filled: Any) -> None:
+    """Puts the values of a tree with resumed optimizers into the one that is registered."""
+    from .training.resuming import without_resumed
+
+    graft(thing, without_resumed(filled), is_value=is_value)
 
 
 def _fill(store: Store, into: dict[str, Any], parts: dict[str, Any], comm: Comm, options: Mapping[str, Any]) -> Any:
@@ -253,3 +328,49 @@ def _check_name(name: str, taken: Mapping[str, Any], what: str) -> None:
         raise TypeError(f"expected a name, found {name!r:.60}")
     if name in taken:
         raise ValueError(f"{name!r} is {what} already")
+
+
+class Registering:
+    """The part of a manager that is told what to save with every step."""
+
+    _registered: Registered
+    _options: dict[str, Any]
+
+    def register(self, name: str, thing: Any) -> None:
+        """Has something saved with every step, under `registered/<name>`, and restored by every `restore`, in place.
+
+        Args:
+            thing: an object with `state_dict` and `load_state_dict`, `KeyedTable.of` a hash table, or a tree whose
+                containers can change; the same on all ranks, but for what it marks. An optimizer may be fresh when it
+                is restored: its state is made where its parameters are.
+
+        Raises:
+            ValueError: the name is taken.
+            TreeError: it is or holds a value that cannot be changed in place; `register_value` takes those.
+        """
+        self._registered.add(name, thing, self._options.get("namespace", ""))
+
+    def register_value(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
+        """Has a value saved with every step, under `registered/<name>`, and given back by every `restore`.
+
+        Args:
+            get: gives the value at each save: any tree that `treeckpt.save` takes, the same on all ranks.
+            set: takes the value as it was saved.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        self._registered.add_value(name, get, set)
+
+    def register_io_state(self, name: str, reader: Any, *, changed: Policy = "error") -> None:
+        """Has the state of this rank's reader of input saved with every step, under `io/<name>`, and restored.
+
+        Args:
+            reader: with `state_dict` and `load_state_dict`, or `dump_io_state` and `load_io_state`.
+            changed: what it is given when the number of ranks is another one: "error" refuses, "take" takes that of
+                rank modulo the old world, or `merge(states of all old ranks, rank, world)` makes it.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        self._registered.add_reader(name, reader, changed)

@@ -7,48 +7,72 @@ holds no arrays may have grown (a data loader's queue): its state is loaded as i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import collections
+from collections.abc import Callable, MutableMapping
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from .core.containers import is_common_leaf, take
-from .core.errors import MismatchError
-from .core.structure import MAX_DEPTH, any_rank, key_text, rank_key
+from .core.containers import is_common_leaf, keeps_state, take
+from .core.errors import MismatchError, TreeError
+from .core.structure import any_rank, key_text, rank_key
 from .core.tree import PerRank, flatten, graft, replace_leaves
+from .leaves.registry import is_value
 
-__all__ = ["Expanded", "expand", "holds_stateful", "is_stateful"]
+__all__ = ["AsSaved", "Expanded", "expand", "expanded", "holds_stateful", "is_stateful"]
 
 
 def is_stateful(value: object) -> bool:
-    """Whether a leaf keeps a state that it gives and takes as a tree."""
-    return _is_stateful(type(value))
+    """Whether an object keeps a state that it gives and takes as a tree."""
+    return keeps_state(type(value))
 
 
 @lru_cache(maxsize=1024)
-def _is_stateful(kind: type) -> bool:
-    if kind is type or is_common_leaf(kind):
-        return False
-    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+def _is_mapping(kind: type) -> bool:
+    """Whether a class that is no container is filled key by key, as a subclass of dict is."""
+    return issubclass(kind, MutableMapping) and kind is not collections.Counter
 
 
-def holds_stateful(tree: Any, namespace: str = "", depth: int = 0) -> bool:
+def _is_owner(kind: type, mappings: bool) -> bool:
+    return keeps_state(kind) or (mappings and _is_mapping(kind))
+
+
+def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) -> bool:
     """Whether there is one such object; cheap for the trees without, which most are."""
-    if depth > MAX_DEPTH:
-        return False  # flattening says so
-    kind = type(tree)
-    if kind is dict:
-        children: Any = tree.values()
-    elif kind in (list, tuple):
-        children = tree
-    elif is_common_leaf(kind):
-        return False
-    elif (taken := take(tree, "", namespace, 0)) is not None:
-        children = taken.children
-    else:
-        return is_stateful(tree)
-    return any(holds_stateful(child, namespace, depth + 1) for child in children if not is_common_leaf(type(child)))
+    met: dict[int, Any] = {}
+    waiting: list[Any] = [tree]
+    while waiting:
+        node = waiting.pop()
+        kind = type(node)
+        if kind is dict:
+            children: Any = node.values()
+        elif kind is list or kind is tuple:
+            children = node
+        elif is_common_leaf(kind):
+            continue
+        else:
+            try:
+                taken = take(node, "", namespace, 0)
+            except TreeError:
+                return True  # flattening says where
+            if taken is None:
+                if _is_owner(kind, mappings):
+                    return True
+                continue
+            children = taken.children
+        if id(node) not in met:
+            met[id(node)] = node
+            waiting += [child for child in children if not is_common_leaf(type(child))]
+    return False
+
+
+class AsSaved:
+    """An object that takes its state as it was saved, arrays too: nothing is filled in place."""
+
+
+def _is_array(leaf: tuple[str, object]) -> bool:
+    return hasattr(leaf[1], "shape") and hasattr(leaf[1], "dtype")
 
 
 class _Found(msgspec.Struct):
@@ -57,24 +81,33 @@ class _Found(msgspec.Struct):
     path: str
     owner: Any
     state: Any
-    size: int
-    """Leaves of the state."""
     has_arrays: bool
+    inside: Expanded | None = None
+    """The content of a mapping, which may hold such objects itself."""
 
 
 class Expanded:
-    """A tree with the states of its objects in their places."""
+    """A tree with the states of its objects in their places.
 
-    def __init__(self, tree: object, rank: int, namespace: str) -> None:
-        self.original, self.rank, self.namespace = tree, rank, namespace
+    Args:
+        mappings: objects that are mappings, and no containers, are expanded too, to be filled key by key.
+        above: the path of the tree.
+    """
+
+    def __init__(self, tree: object, rank: int, namespace: str, *, mappings: bool = False, above: str = "") -> None:
+        self.original, self.rank, self.namespace, self._above = tree, rank, namespace, above
         _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
         self.found: dict[int, _Found] = {}
-        for position, (path, leaf) in enumerate(self.leaves):
+        for position, (below, leaf) in enumerate(self.leaves):
+            path = f"{above}/{below}" if above and below else above or below
             if is_stateful(leaf):
                 state = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
                 _, inner = flatten(state, rank=rank, namespace=namespace)
-                has_arrays = any(hasattr(x, "shape") and hasattr(x, "dtype") for _, x in inner)
-                self.found[position] = _Found(path, leaf, state, len(inner), has_arrays)
+                has_arrays = not isinstance(leaf, AsSaved) and any(map(_is_array, inner))
+                self.found[position] = _Found(path, leaf, state, has_arrays)
+            elif mappings and _is_mapping(type(leaf)):
+                inside = Expanded(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
+                self.found[position] = _Found(path, leaf, inside.tree, True, inside)
         self.tree = self._rebuilt(lambda found: found.state)
 
     def _rebuilt(self, of: Callable[[_Found], Any]) -> Any:
@@ -83,51 +116,71 @@ class Expanded:
 
     def target(self) -> Any:
         """The tree to fill: states without arrays are left out, to be loaded as they were saved."""
+        for found in self.found.values():
+            if found.inside is not None:
+                found.state = found.inside.target()
         return self._rebuilt(lambda found: found.state if found.has_arrays else ...)
 
-    def restore(self, load: Callable[[str], Any], fill: Callable[[Any], Any]) -> Any:
+    def restore(self, load: Callable[[str], Any], fill: Callable[[Any], Any]) -> tuple[Any, int]:
         """Has everything loaded, and each object take its state.
 
         Args:
             load: gives the tree as saved, of what lies at a path.
-            fill: fills a tree in place; gives a report with the number of leaves that it `loaded`.
+            fill: fills a tree in place.
 
         Returns:
-            That report, which counts the leaves of all states too.
+            what `fill` gave, and how many leaves were loaded beside.
         """
-        loaded = 0
-        for found in self.found.values():
-            if not found.has_arrays:
-                found.state = _at(load(any_rank(found.path, self.rank)), found, self.rank, self.namespace)
+        self._load_states(load)
         target = self.target()
         report = fill(target)
-        graft(self.original, replace_leaves(self.original, self._filled(target), namespace=self.namespace))
+        return report, self._take_back(target)
+
+    def _load_states(self, load: Callable[[str], Any]) -> None:
         for found in self.found.values():
-            if found.has_arrays:
+            if found.inside is not None:
+                found.inside._load_states(load)
+            elif not found.has_arrays:
+                found.state = _at(load(any_rank(found.path, self.rank)), found, self.rank, self.namespace)
+
+    def _take_back(self, target: Any) -> int:
+        """Gives objects their states, and containers the values of a tree that was filled; how many leaves besides."""
+        whole = {id(found.state) for found in self.found.values() if found.has_arrays}
+        owners = {self.leaves[position][0]: found.owner for position, found in self.found.items()}
+        _, leaves = flatten(target, rank=self.rank, namespace=self.namespace, whole=whole)
+        filled = iter([owners.get(path, leaf) for path, leaf in leaves])
+        new = replace_leaves(target, filled, namespace=self.namespace, whole=whole)
+        graft(self.original, new, is_value=is_value, namespace=self.namespace)
+        loaded = 0
+        for found in self.found.values():
+            if found.inside is not None:
+                loaded += found.inside._take_back(found.state)
+                content: Any = found.inside.original
+                found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
+            elif found.has_arrays:
                 found.owner.load_state_dict(found.state)
             elif (size := self._size(found.state)) is not None:
                 found.owner.load_state_dict(found.state)
                 loaded += size
-        return msgspec.structs.replace(report, loaded=report.loaded + loaded)
+        return loaded
 
     def _size(self, state: Any) -> int | None:
         """The leaves of a state; None where a part of it could not be loaded."""
         _, leaves = flatten(state, rank=self.rank, namespace=self.namespace)
         return None if any(leaf is ... for _, leaf in leaves) else len(leaves)
 
-    def _filled(self, target: Any) -> Iterator[Any]:
-        """The leaves of the original tree after `target` was filled; the objects stay where they are."""
-        _, filled = flatten(target, rank=self.rank, namespace=self.namespace)
-        at = 0
-        for position, _ in enumerate(self.leaves):
-            found = self.found.get(position)
-            yield found.owner if found is not None else filled[at][1]
-            at += found.size if found is not None and found.has_arrays else 1
 
-
-def expand(tree: object, *, rank: int = 0, namespace: str = "") -> Expanded | None:
+def expand(tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> Expanded | None:
     """The tree with states in the places of objects; None for a tree without such objects."""
-    return Expanded(tree, rank, namespace) if holds_stateful(tree, namespace) else None
+    if not holds_stateful(tree, namespace, mappings=mappings):
+        return None
+    return Expanded(tree, rank, namespace, mappings=mappings)
+
+
+def expanded(tree: Any, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> Any:
+    """The tree with states in the places of objects; the tree itself where it holds none."""
+    found = expand(tree, rank=rank, namespace=namespace, mappings=mappings)
+    return tree if found is None else found.tree
 
 
 def _at(tree: Any, found: _Found, rank: int, namespace: str) -> Any:

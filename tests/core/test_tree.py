@@ -242,7 +242,11 @@ def test_graft_puts_leaves_into_containers_that_can_change_and_names_the_others(
     marks = iter(range(1000, 9999))
     new = replace_leaves(tree, marks, namespace=SPACE)
     wanted = flatten(new, namespace=SPACE)[1]
-    stuck = dict(graft(tree, new, namespace=SPACE))
+    before = flatten(tree, namespace=SPACE)[1]
+    would_be = graft(tree, new, is_value=lambda leaf: False, namespace=SPACE, dry=True)
+    assert all(a is b for (_, a), (_, b) in zip(before, flatten(tree, namespace=SPACE)[1], strict=True))
+    stuck = dict(graft(tree, new, is_value=lambda leaf: False, namespace=SPACE))
+    assert list(stuck.items()) == would_be
     after = flatten(tree, namespace=SPACE)[1]
     assert [path for path, _ in after] == [path for path, _ in wanted]
     for (path, leaf), (_, mark) in zip(after, wanted, strict=True):

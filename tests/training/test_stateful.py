@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
 from torch import nn
@@ -118,3 +119,133 @@ def test_an_unexpected_key_is_still_found(tmp_path: Path) -> None:
     tc.save(tmp_path / "c", {"a": Counter(3), "more": 1})
     with pytest.raises(tc.MismatchError, match="not asked for: more"):
         tc.load_into(tmp_path / "c", {"a": Counter(1)})
+
+
+# containers by their class ---------------------------------------------------------------------------------------
+@dataclasses.dataclass
+class Progress:
+    """A dataclass with a state of its own, and more in it than its fields."""
+
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.history: list[int] = []
+
+    def advance(self, step: int) -> Progress:
+        self.step, self.history = step, list(range(step))
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "history": self.history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.history = state["step"], list(state["history"])
+
+
+class _States:
+    """What makes any class one with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class Pair(_States, NamedTuple("Pair", [("a", int), ("b", int)])):
+    step = 0
+
+
+class Keyed(_States, dict[str, int]):
+    step = 0
+
+
+class Listed(_States, list[int]):
+    step = 0
+
+
+class Node(_States):
+    step = 0
+
+
+optree.register_pytree_node(Node, lambda node: ((node.step,), None, ("step",)), lambda _, c: Node(), namespace="states")
+
+
+def _objects(step: int) -> dict[str, Any]:
+    tree = {"progress": Progress().advance(step), "pair": Pair(1, 2), "keyed": Keyed(), "listed": Listed(), "n": Node()}
+    for one in tree.values():
+        if not isinstance(one, Progress):
+            one.step, one.history = step, list(range(step))
+    return tree
+
+
+def _restored(tree: dict[str, Any], step: int) -> bool:
+    return all((one.step, one.history) == (step, list(range(step))) for one in tree.values())
+
+
+@pytest.mark.parametrize("way", ["load_into", "save_async", "extra", "extra of a tree", "manager", "copy_into"])
+def test_a_class_is_asked_for_its_state_before_it_is_taken_for_a_container(tmp_path: Path, way: str) -> None:
+    tree, into = _objects(3), _objects(1)
+    objects = dict(into)
+    if way == "load_into":
+        tc.save(tmp_path / "c", tree, namespace="states")
+        tc.load_into(tmp_path / "c", into, namespace="states")
+    elif way == "save_async":
+        tc.save_async(tmp_path / "c", tree, namespace="states").result()
+        tc.load_into(tmp_path / "c", into, namespace="states")
+    elif way == "copy_into":
+        tc.trees.copy_into(tree, into, namespace="states")
+    elif way == "manager":
+        for one, act in ((tree, "save"), (into, "restore")):
+            manager = tc.Manager(tmp_path / "run", background=False)
+            for name, thing in one.items():
+                manager.register(name, thing)
+            manager.save(1) if act == "save" else manager.restore()
+    else:
+        source: Any = tc.training.state(nn.Linear(1, 1), extra=tree)
+        if way == "extra":
+            tc.save(tmp_path / "c", source)
+            source = tmp_path / "c"
+        tc.training.restore(source, nn.Linear(1, 1), extra=into)
+    assert into == objects and all(into[key] is one for key, one in objects.items())
+    assert _restored(into, 3)
+
+
+def test_such_classes_come_as_their_states_without_a_target(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", _objects(2), namespace="states")
+    expected = {key: {"step": 2, "history": [0, 1]} for key in _objects(2)}
+    assert tc.load(tmp_path / "c") == expected
+    assert tc.load(tmp_path / "c", _objects(1), namespace="states") == expected
+
+
+def test_operations_on_trees_have_states_in_the_places_of_objects() -> None:
+    tree = {"progress": Progress().advance(2), "model": nn.Linear(2, 1)}
+    state = {"progress": {"step": 2, "history": [0, 1]}, "model": dict(tree["model"].state_dict())}
+    for made in (
+        tc.trees.offload(tree),
+        tc.trees.gather(tree),
+        tc.trees.distribute(tree, tree),
+        tc.trees.distribute(tree, tree, src=0),
+        tc.trees.unflatten_names(tc.trees.flatten_names(tree), tree),
+    ):
+        assert made["progress"] == state["progress"]
+        assert all(torch.equal(made["model"][name], state["model"][name]) for name in ("weight", "bias"))
+    assert tc.trees.broadcast(tree) is tree
+    assert tc.trees.empty_like(tree)["model"]["weight"].shape == (1, 2)
+    assert tc.abstract(tree)["model"]["weight"].shape == (1, 2)
+    assert set(tc.trees.flatten_names({"m": nn.Linear(2, 1)})) == {"m.weight", "m.bias"}
+    assert tc.trees.same_structure(tree, {**state, "model": tree["model"].state_dict()})
+    assert not tc.trees.same_structure(tree, {**tree, "model": nn.Linear(3, 1)})
+    into = {"progress": Progress(), "model": nn.Linear(2, 1)}
+    tc.trees.copy_into(tree, into)
+    assert into["progress"].history == [0, 1] and torch.equal(into["model"].weight, tree["model"].weight)
+
+
+def test_a_class_itself_is_no_object_with_a_state() -> None:
+    with pytest.raises(tc.TreeError, match="kind: expected an array"):
+        tc.trees.offload({"kind": Progress})
+
+
+def test_what_cannot_be_taken_apart_is_named_beside_such_objects(tmp_path: Path) -> None:
+    with pytest.raises(tc.TreeError, match=r"^deep/odd: "):
+        tc.save(tmp_path / "c", {"a": Counter(1), "deep": {"odd": collections.defaultdict(lambda: 0)}})

@@ -2,7 +2,8 @@
 
 Containers are dict (any insertion order, keys of str, int, bool, float, None, bytes and tuples of these), OrderedDict,
 defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, and every class
-registered with optree. Whatever else is met is a leaf.
+registered with optree; but no instance of a class with `state_dict` and `load_state_dict`, which stands for its state.
+Whatever else is met is a leaf.
 """
 
 # A tree holds objects of any type.
@@ -50,6 +51,7 @@ __all__ = [
     "PerRank",
     "Taken",
     "is_common_leaf",
+    "keeps_state",
     "made_of",
     "registered",
     "struct_sequence_fields",
@@ -92,6 +94,14 @@ _ARRAY_MODULES = frozenset(("torch", "torch.nn.parameter", "numpy"))
 def is_common_leaf(kind: type) -> bool:
     """Whether a class is a leaf for sure, without asking the registries."""
     return kind in _SCALARS or kind.__module__ in _ARRAY_MODULES
+
+
+@lru_cache(maxsize=1024)
+def keeps_state(kind: type) -> bool:
+    """Whether instances of a class keep a state that they give and take as a tree."""
+    if is_common_leaf(kind) or issubclass(kind, type):
+        return False
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
 class Taken(msgspec.Struct):
@@ -210,8 +220,8 @@ def take(tree: Any, path: str, namespace: str, rank: int) -> Taken | None:
     if kind is KeyedTable:
         spec = tree.spec
         return Taken(lambda c: TableNode(spec, c), TABLE_KEYS, columns_of(tree))
-    if is_common_leaf(kind):
-        return None  # the common leaves, decided without asking the registries
+    if is_common_leaf(kind) or keeps_state(kind):
+        return None  # decided without asking the registries
     if (custom := _take_custom(tree, path, namespace)) is not None:
         return custom
     if isinstance(tree, tuple):

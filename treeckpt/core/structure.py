@@ -48,6 +48,8 @@ __all__ = [
 
 MAX_DEPTH = 100
 """Deeper trees are refused: the usual cause is a container that holds itself."""
+LEVELS = 100
+"""Levels of containers that one document nests; what lies deeper stands in pieces of its own, see `core.pieces`."""
 
 
 class DictNode(msgspec.Struct, frozen=True, tag="dict", array_like=True):

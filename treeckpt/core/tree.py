@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -32,6 +32,7 @@ from .errors import FormatError, MismatchError, TreeError
 from .runs import decode_runs, length_of
 from .spec import Resolver, decode_value
 from .structure import (
+    LEVELS,
     MAX_DEPTH,
     CustomNode,
     DataclassNode,
@@ -52,49 +53,53 @@ from .structure import (
     rank_key,
 )
 from .table import KeyedTable, restored
+from .walking import Walk, run
 
 __all__ = ["PerRank", "flatten", "graft", "own_child", "replace_leaves", "unflatten"]
 
 
-def flatten(tree: object, *, rank: int = 0, namespace: str = "") -> tuple[Structure, list[tuple[str, object]]]:
+def flatten(
+    tree: object, *, rank: int = 0, namespace: str = "", whole: Container[int] = ()
+) -> tuple[Structure, list[tuple[str, object]]]:
     """The structure of a tree, and its leaves with their paths, in order.
 
     Args:
         rank: whose subtrees `PerRank` marks.
         namespace: of optree's registry.
+        whole: the ids of containers that are taken for leaves.
 
     Raises:
         TreeError: a key, or a container, that cannot be stored; nesting deeper than `MAX_DEPTH`.
     """
     leaves: list[tuple[str, object]] = []
-    return _walk(tree, "", leaves, rank, namespace, 0), leaves
+    above: list[int] = []
 
+    def walk(node: object, path: str, prefix: str) -> Walk[Structure]:
+        taken = None if id(node) in whole else take(node, path, namespace, rank)
+        if taken is None:
+            leaves.append((path, node))
+            return None
+        if len(above) >= LEVELS and (len(above) == MAX_DEPTH or id(node) in above):
+            raise TreeError(
+                path[:200],
+                expected=f"a tree at most {MAX_DEPTH} levels deep",
+                found="a container that holds itself" if id(node) in above else "a deeper one",
+                hint="Look for a container that holds itself",
+            )
+        above.append(id(node))
+        own = type(node) is PerRank
+        children: list[Structure] = []
+        for key, child in zip(taken.keys, taken.children, strict=True):
+            below = prefix + (rank_key(rank) if own else key_text(key, path))
+            if is_common_leaf(type(child)):  # nearly all there is: spared a call
+                leaves.append((below, child))
+                children.append(None)
+            else:
+                children.append((yield walk(child, below, below + "/")))
+        above.pop()
+        return taken.build(tuple(children))
 
-def _walk(
-    tree: object, path: str, leaves: list[tuple[str, object]], rank: int, namespace: str, depth: int
-) -> Structure:
-    if depth > MAX_DEPTH:
-        raise TreeError(
-            path[:200],
-            expected=f"a tree at most {MAX_DEPTH} levels deep",
-            found="a deeper one",
-            hint="Look for a container that holds itself",
-        )
-    taken = take(tree, path, namespace, rank)
-    if taken is None:
-        leaves.append((path, tree))
-        return None
-    prefix = path + "/" if depth else ""
-    own = type(tree) is PerRank
-    children: list[Structure] = []
-    for key, child in zip(taken.keys, taken.children, strict=True):
-        below = prefix + (rank_key(rank) if own else key_text(key, path))
-        if is_common_leaf(type(child)) and depth < MAX_DEPTH:  # nearly all there is: spared a call
-            leaves.append((below, child))
-            children.append(None)
-        else:
-            children.append(_walk(child, below, leaves, rank, namespace, depth + 1))
-    return taken.build(tuple(children))
+    return run(walk(tree, "", "")), leaves
 
 
 def unflatten(
@@ -110,20 +115,23 @@ def unflatten(
         MismatchError: a class is not to be had or has other fields.
     """
 
-    def build(node: Structure, path: str, depth: int) -> Any:
+    def build(node: Structure, path: str, prefix: str) -> Walk[Any]:
         if node is None:
             return next(leaves)
-        prefix = path + "/" if depth else ""
         if isinstance(node, PerRankNode):
-            return PerRank(build(own_child(node, rank, path), prefix + rank_key(rank), depth + 1))
+            below = prefix + rank_key(rank)
+            return PerRank((yield build(own_child(node, rank, path), below, below + "/")))
         keys = keys_of(node, path)
-        children = [
-            next(leaves) if child is None else build(child, prefix + key_text(key), depth + 1)
-            for key, child in zip(keys, node.children, strict=True)
-        ]
+        children: list[Any] = []
+        for key, child in zip(keys, node.children, strict=True):
+            if child is None:
+                children.append(next(leaves))
+            else:
+                below = prefix + key_text(key)
+                children.append((yield build(child, below, below + "/")))
         return _assemble(node, keys, children, path, resolve, namespace)
 
-    return build(structure, "", 0)
+    return run(build(structure, "", ""))
 
 
 def own_child(node: PerRankNode, rank: int, path: str) -> Structure:
@@ -216,17 +224,25 @@ def _no_class(path: str, expected: str, found: str) -> MismatchError:
     )
 
 
-def replace_leaves(tree: object, leaves: Iterator[object], *, namespace: str = "") -> object:
-    """A tree with the same containers, of the same classes, and new leaves in the order of `flatten`."""
+def replace_leaves(
+    tree: object, leaves: Iterator[object], *, namespace: str = "", whole: Container[int] = ()
+) -> object:
+    """A tree with the same containers, of the same classes, and new leaves in the order of `flatten`.
 
-    def build(node: Any) -> Any:
-        taken = take(node, "", namespace, 0)
+    Args:
+        whole: as for `flatten`.
+    """
+
+    def build(node: Any) -> Walk[Any]:
+        taken = None if id(node) in whole else take(node, "", namespace, 0)
         if taken is None:
             return next(leaves)
-        children = [next(leaves) if is_common_leaf(type(child)) else build(child) for child in taken.children]
+        children = list(taken.children)
+        for at, child in enumerate(children):
+            children[at] = next(leaves) if is_common_leaf(type(child)) else (yield build(child))
         return _rebuilt(node, taken.keys, children, namespace)
 
-    return build(tree)
+    return run(build(tree))
 
 
 def _rebuilt(node: Any, keys: Sequence[object], children: list[Any], namespace: str) -> object:
@@ -251,39 +267,92 @@ def _rebuilt(node: Any, keys: Sequence[object], children: list[Any], namespace: 
     return made_of(kind, [str(key) for key in keys], children)
 
 
-def graft(tree: object, new: object, *, namespace: str = "", path: str = "") -> list[tuple[str, object]]:
+def graft(
+    tree: object, new: object, *, is_value: Callable[[object], bool], namespace: str = "", dry: bool = False
+) -> list[tuple[str, object]]:
     """Puts the leaves of `new` in the place of those of `tree` that differ, inside the containers that `tree` has.
 
-    `new` has the structure of `tree`, as `replace_leaves` makes it. Returns what could not be put in place because
-    its container cannot be changed: (path, new leaf).
+    A tuple of values is replaced in the container above it. A list whose content differs in more than its leaves takes
+    the content of the new one.
+
+    Args:
+        new: has the structure of `tree`, but for lists and tuples of values.
+        is_value: whether a leaf is a Python value.
+        dry: nothing is changed.
+
+    Returns:
+        what could not be put in place because its container cannot be changed: (path, new leaf or tuple).
     """
-    if isinstance(tree, KeyedTable) and isinstance(new, KeyedTable):
-        tree.ids, tree.slots = new.ids, new.slots
-        below = f"{path}/scalars" if path else "scalars"
-        return graft(tree.scalars, new.scalars, namespace=namespace, path=below)
-    taken, other = take(tree, path, namespace, 0), take(new, path, namespace, 0)
-    if taken is None or other is None:
-        return []
     stuck: list[tuple[str, object]] = []
-    for key, old_child, new_child in zip(taken.keys, taken.children, other.children, strict=True):
-        text = key_text(key) if type(tree) is not PerRank else "~rank*"
-        below = f"{path}/{text}" if path else text
-        if old_child is new_child:
-            continue
-        if take(old_child, below, namespace, 0) is not None:
-            stuck += graft(old_child, new_child, namespace=namespace, path=below)
-        elif not _put(tree, key, new_child):
-            stuck.append((below, new_child))
+
+    def settle(old: Any, fresh: Any, path: str, prefix: str) -> Walk[Any]:
+        """What stands in the place of `old` at the end: itself, wherever it can change."""
+        if old is fresh:
+            return old
+        if isinstance(old, KeyedTable) and isinstance(fresh, KeyedTable):
+            if not dry:
+                old.ids, old.slots = fresh.ids, fresh.slots
+            yield settle(old.scalars, fresh.scalars, f"{prefix}scalars", f"{prefix}scalars/")
+            return old
+        taken, other = take(old, path, namespace, 0), take(fresh, path, namespace, 0)
+        if taken is None or other is None:
+            return fresh
+        texts = [key_text(key) for key in taken.keys]
+        if texts != [key_text(key) for key in other.keys]:
+            return old if _refill(old, fresh, dry=dry) else fresh
+        children, moved = list(taken.children), list[int]()
+        for at, (text, child, new_child) in enumerate(zip(texts, taken.children, other.children, strict=True)):
+            if child is not new_child:
+                below = prefix + ("~rank*" if type(old) is PerRank else text)
+                children[at] = yield settle(child, new_child, below, below + "/")
+                if children[at] is not child:
+                    moved.append(at)
+        if not moved:
+            return old
+        if _can_change(old):
+            for at in moved if not dry else ():
+                _put(old, taken.keys[at], children[at])
+            return old
+        if _can_be_replaced(old) and all(is_value(leaf) for _, leaf in flatten(old, namespace=namespace)[1]):
+            return _rebuilt(old, taken.keys, children, namespace)
+        stuck.extend((prefix + ("~rank*" if type(old) is PerRank else texts[at]), children[at]) for at in moved)
+        return old
+
+    settled = run(settle(tree, new, "", ""))
+    if settled is not tree:
+        stuck.append(("", settled))
     return stuck
 
 
-def _put(container: Any, key: Any, value: object) -> bool:
+def _refill(old: Any, fresh: Any, *, dry: bool) -> bool:
+    """Gives a list or deque the whole content of another one; False for any other container."""
+    if type(old) is not type(fresh) or not isinstance(old, (list, collections.deque)):
+        return False
+    if not dry:
+        old.clear()
+        old.extend(fresh)
+    return True
+
+
+def _can_change(container: Any) -> bool:
+    if isinstance(container, (dict, list, collections.deque)):
+        return True
+    return type(container) is not PerRank and _is_frozen(container) is False
+
+
+def _is_frozen(container: Any) -> bool | None:
+    """Whether a dataclass is frozen; None for what is none."""
+    parameters: Any = getattr(type(container), "__dataclass_params__", None)
+    return parameters.frozen if parameters is not None else None
+
+
+def _can_be_replaced(container: Any) -> bool:
+    """Whether an equal container means the same: a tuple of any kind, a frozen dataclass."""
+    return isinstance(container, tuple) or _is_frozen(container) is True
+
+
+def _put(container: Any, key: Any, value: object) -> None:
     if isinstance(container, (dict, list, collections.deque)):
         container[key] = value  # pyright: ignore[reportUnknownMemberType]
-        return True
-    if dataclasses.is_dataclass(container) and type(container) is not PerRank:
-        parameters: Any = getattr(type(container), "__dataclass_params__", None)
-        if parameters is not None and not parameters.frozen:
-            setattr(container, key, value)
-            return True
-    return False
+    else:
+        setattr(container, key, value)

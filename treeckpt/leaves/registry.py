@@ -27,7 +27,9 @@ __all__ = [
     "check_cast",
     "check_library",
     "decode",
+    "encodable",
     "encode",
+    "is_value",
     "library_of",
     "like_of",
     "mark_written",
@@ -165,6 +167,11 @@ def encodable(leaf: object) -> bool:
     except TreeError:
         return False
     return True
+
+
+def is_value(leaf: object) -> bool:
+    """Whether the leaf is a Python value, and not `...`, an array, or an object of an unknown kind."""
+    return leaf is not ... and (type(leaf) in _PLAIN_VALUES or encodable(leaf))
 
 
 def _foreign_spec(shape: tuple[int, ...], dtype: Any, path: str) -> ArraySpec:

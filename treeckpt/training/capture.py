@@ -83,6 +83,8 @@ def ties_of(entries: Sequence[Entry]) -> dict[int, Any]:
 
 def states_of(given: Any, act: Any) -> Any:
     """What `act` makes of an object, or of each in a list or dict."""
+    if is_stateful(given):  # whatever else its class is
+        return act(given)
     if isinstance(given, Mapping):
         return {key: act(one) for key, one in given.items()}
     if isinstance(given, (list, tuple)):

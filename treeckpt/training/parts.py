@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..core.errors import MismatchError
+from ..core.sequences import differing
 from ..core.structure import any_rank, key_text
 from ..core.tree import flatten
+from ..leaves.registry import is_value
 from ..stateful import expand, holds_stateful, is_stateful
 from .sources import Source
 
@@ -50,10 +52,23 @@ def compare_extra(extra: Any, source: Source, *, rank: int) -> tuple[list[str], 
     What `...` stands for is not asked for, nor is what an object keeps whose state has no arrays: it judges it itself.
     """
     tree: dict[str, Any] = {"extra": extra}
-    expanded = expand(tree, rank=rank)
-    _, leaves = flatten(tree if expanded is None else expanded.target(), rank=rank)
+    found = expand(tree, rank=rank, mappings=True)
+    tree = tree if found is None else found.target()
+    _, leaves = flatten(tree, rank=rank)
+    sequences = differing(
+        tree,
+        source.structure,
+        is_value=is_value,
+        is_saved_value=lambda path: path in source.leaves and source.leaves[path] is None,
+        rank=rank,
+        source_rank=rank % source.world,
+    )
     asked = {any_rank(path, rank): leaf for path, leaf in leaves}
-    free = tuple(f"{path}/" for path, leaf in asked.items() if leaf is ...)
+    free = (*(f"{path}/" for path, leaf in asked.items() if leaf is ...), *(f"{path}/" for path in sequences))
     there = [path for path in source.leaves if path == "extra" or path.startswith("extra/")]
-    missing = [path for path, leaf in asked.items() if leaf is not ... and path not in source.leaves]
+    missing = [
+        path
+        for path, leaf in asked.items()
+        if leaf is not ... and path not in source.leaves and not path.startswith(free)
+    ]
     return missing, [path for path in there if path not in asked and not path.startswith(free)]

@@ -23,6 +23,7 @@ from ..io.comm import Comm, as_comm
 from ..io.relay import open_relay, together
 from ..ranks import Policy, policy_of
 from ..rules import Renaming, Transforms, as_rules, carried
+from ..stateful import is_stateful
 from ..steady import on_one_version
 from .capture import live_of, ties_of
 from .fitting import check_entry, settle_ties
@@ -264,7 +265,7 @@ class _Restore:
                 state = from_groups(state, live.groups, of.get(live.prefix, {}), path=path, same=is_same)
             self.last.append(lambda: one.load_state_dict(state))
 
-        if not isinstance(scheduler, (Mapping, list, tuple)):
+        if is_stateful(scheduler) or not isinstance(scheduler, (Mapping, list, tuple)):
             plan_one(scheduler, saved, "scheduler")
             return
         keys = list(scheduler) if isinstance(scheduler, Mapping) else list(range(len(scheduler)))

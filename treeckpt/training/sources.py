@@ -29,7 +29,7 @@ from ..leaves.dtensor import is_dtensor
 from ..leaves.registry import abstract_of, decode
 from ..lookup import Load, LoadOptions
 from ..ranks import Policy, load_own
-from ..stateful import expand
+from ..stateful import expand, expanded
 from ..ties import are_equal, identity_of
 from ..trees import moving
 from .values import is_same
@@ -276,8 +276,7 @@ class TreeSource:
     """A tree in memory, as `state` or `treeckpt.load` gives one."""
 
     def __init__(self, tree: Any, comm: Comm, options: Options) -> None:
-        expanded = expand(tree, rank=comm.rank)
-        self.tree = tree if expanded is None else expanded.tree
+        self.tree = expanded(tree, rank=comm.rank)
         self.comm, self.options = comm, options
         self.url, self.world, self.step, self.ruled = "tree", comm.size, None, ((), ())
         if options.rules or options.select is not None or options.exclude is not None:
@@ -320,16 +319,16 @@ class TreeSource:
 
     def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
         """Copies array by array; every check comes before the first."""
-        expanded = expand(target, rank=self.comm.rank)
-        return self._fill(target) if expanded is None else expanded.restore(lambda path: self.tree, self._fill)
+        found = expand(target, rank=self.comm.rank, mappings=True)
+        if found is None:
+            return self._fill(target)
+        filled, more = found.restore(lambda path: self.tree, self._fill)
+        return msgspec.structs.replace(filled, loaded=filled.loaded + more)
 
     def _fill(self, target: Any) -> Filled:
         rank = self.comm.rank
-        _, wanted = flatten(target, rank=rank)
-        pairs = ((path, leaf, any_rank(path, rank)) for path, leaf in wanted)
-        given = {path: self._leaves[name] for path, leaf, name in pairs if leaf is not ... and name in self._leaves}
+        found = moving.matched(target, self.structure, self._leaves, lambda leaf, _: leaf, rank=rank)
         nbytes = moving.put_leaves(
-            target, wanted, given, lambda old, new, _: old if is_same(old, new) else new, rank=rank,
-            cast=self.options.cast,
-        )  # fmt: skip
-        return Filled(len(given), nbytes, 0)
+            target, found, lambda old, new, _: old if is_same(old, new) else new, rank=rank, cast=self.options.cast
+        )
+        return Filled(len(found.given), nbytes, 0)

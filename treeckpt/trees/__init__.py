@@ -9,6 +9,7 @@
 No function but `copy_into` changes its arguments, and none gives back memory of theirs where it does not say so. What
 they have in common:
 
+- An object with `state_dict` and `load_state_dict` stands for its state, as for `save`.
 - Containers come back as new ones of the same kind; Python values as equal ones, and a value of an unknown kind is
   refused (TreeError), as it can not be copied for sure.
 - 0-dim and empty arrays are arrays like others. What is not contiguous comes back dense, in C order; conjugate and
@@ -88,8 +89,8 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
         cast: converts dtypes instead of refusing them.
 
     Raises:
-        MismatchError: other leaves, shapes or dtypes; two arrays that differ for one place in memory; a
-            value in a tuple that would have to change; a target on the meta device, or with less memory than elements.
+        MismatchError: other leaves, shapes or dtypes; two arrays that differ for one place in memory; a value beside an
+            array in a tuple that would have to change; a target on the meta device, or with less memory than elements.
         TreeError: a source on the meta device.
         LayoutError: this rank does not hold all that a target takes.
     """

@@ -14,7 +14,9 @@ import msgspec
 from ..core.containers import PerRank, take
 from ..core.spec import ArraySpec
 from ..core.structure import key_text
+from ..core.walking import Walk, run
 from ..leaves.registry import abstract_of
+from ..stateful import expanded
 
 __all__ = ["Sameness", "same_structure"]
 
@@ -35,7 +37,8 @@ class Sameness(msgspec.Struct, frozen=True):
 def same_structure(found: Any, expected: Any, *, rank: int, namespace: str = "") -> Sameness:
     """Compares two trees; see `treeckpt.trees.same_structure`."""
     lines: list[str] = []
-    _compare(found, expected, "", lines, rank, namespace)
+    found, expected = (expanded(tree, rank=rank, namespace=namespace) for tree in (found, expected))
+    run(_compare(found, expected, "", lines, rank, namespace))
     return Sameness(tuple(lines))
 
 
@@ -51,7 +54,7 @@ def _is_plain(node: Any) -> bool:
     return node is None or isinstance(node, (bool, int, float, str, bytes))
 
 
-def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, namespace: str) -> None:
+def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, namespace: str) -> Walk[None]:
     ours, theirs = take(found, path, namespace, rank), take(expected, path, namespace, rank)
     if ours is None and theirs is None:
         return _compare_leaves(found, expected, path, lines, rank)
@@ -71,7 +74,7 @@ def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, 
         if key not in have or key not in wanted:
             lines.append(f"{below}: {'missing' if key in wanted else 'unexpected'}")
         else:
-            _compare(have[key], wanted[key], below, lines, rank, namespace)
+            yield _compare(have[key], wanted[key], below, lines, rank, namespace)
     return None
 
 

@@ -26,6 +26,7 @@ from ..faults import Fault, fault_of, raise_faults
 from ..leaves.base import Target
 from ..leaves.describe import SMALL, Brought, box_digests, bring, content_digests, piece_digests
 from ..leaves.registry import decode, library_of, new_array, resolve
+from ..stateful import expanded
 from .moving import fill
 from .packing import Bucket, Entry, bytes_of, pack, pack_entries, unpack
 from .wire import Wire
@@ -85,6 +86,7 @@ class _Gather:
 
         def brings() -> bytes:
             wire = self.wire
+            self.tree = expanded(self.tree, rank=wire.rank, namespace=self.namespace)
             self.brought = bring(self.tree, rank=wire.rank, members=wire.members, namespace=self.namespace)
             contents.update(content_digests(self.brought, every=False))
             groups.extend(piece_digests(self.brought, world=wire.size, every=False))

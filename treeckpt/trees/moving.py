@@ -16,13 +16,28 @@ import numpy as np
 from ..core.dtypes import dtype_of
 from ..core.errors import LayoutError, MismatchError
 from ..core.region import Region, intersect, subtract
+from ..core.sequences import differing
 from ..core.spec import ArraySpec
+from ..core.structure import Structure, any_rank
 from ..core.tree import flatten, graft, replace_leaves
 from ..leaves.base import HostArray, Piece, Source, Target, TargetPiece
 from ..leaves.overlaps import first_difference, is_equal, pairs_of, same_places, shared
-from ..leaves.registry import abstract_of, decode, encode, library_of, like_of, mark_written, source_of, target_of
+from ..leaves.registry import (
+    abstract_of,
+    decode,
+    encode,
+    is_value,
+    library_of,
+    like_of,
+    mark_written,
+    resolve,
+    source_of,
+    target_of,
+)
+from ..stateful import expand, expanded
 
 __all__ = [
+    "Matched",
     "are_equal",
     "check_dtype",
     "check_held",
@@ -31,6 +46,7 @@ __all__ = [
     "distribute_local",
     "empty_like",
     "fill",
+    "matched",
     "put_leaves",
 ]
 
@@ -56,6 +72,7 @@ def _is_same(old: object, new: object, path: str) -> bool:
 
 def distribute_local(tree: Any, like: Any, *, rank: int, device: str | None, namespace: str) -> Any:
     """`treeckpt.trees.distribute` where every rank has the tree."""
+    tree, like = (expanded(one, rank=rank, namespace=namespace) for one in (tree, like))
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     made: dict[tuple[int, int], object] = {}
 
@@ -90,6 +107,7 @@ def _placed(leaf: object, given: object, path: str, rank: int, device: str | Non
 
 def empty_like(tree: Any, *, rank: int, device: str | None, namespace: str) -> Any:
     """See `treeckpt.trees.empty_like`."""
+    tree = expanded(tree, rank=rank, namespace=namespace)
     made: dict[int, Any] = {}
 
     def new(path: str, leaf: object) -> object:
@@ -168,24 +186,83 @@ class _Copy(msgspec.Struct, frozen=True):
 
 def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) -> None:
     """See `treeckpt.trees.copy_into`."""
-    given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
-    _, before = flatten(into, rank=rank, namespace=namespace)
-    _check_paths(given, [path for path, _ in before])
-    put_leaves(
+    tree = expanded(tree, rank=rank, namespace=namespace)
+    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
+    given = {any_rank(path, rank): leaf for path, leaf in leaves}
+
+    def fill(target: Any) -> int:
+        found = matched(target, structure, given, copied_value, rank=rank, namespace=namespace)
+        _check_paths(found, given, rank)
+        return put_leaves(
+            target,
+            found,
+            lambda old, value, path: old if _is_same(old, value, path) else copied_value(value, path),
+            rank=rank,
+            cast=cast,
+            namespace=namespace,
+        )
+
+    found = expand(into, rank=rank, namespace=namespace, mappings=True)
+    if found is None:
+        fill(into)
+    else:
+        found.restore(lambda _: tree, fill)
+
+
+class Matched(msgspec.Struct, frozen=True):
+    """The leaves of a tree, and what they take."""
+
+    before: list[tuple[str, object]]
+    given: dict[str, object]
+    """By the same paths; those that are not in it stay."""
+    whole: frozenset[int]
+    """The ids of sequences of values that are leaves here, as they take the whole content of others."""
+    taken: frozenset[str]
+    """The leaves of the other tree that they take, with `~rank*` for the rank."""
+
+
+def matched(
+    into: Any,
+    saved: Structure,
+    given: Mapping[str, object],
+    copied: Callable[[object, str], object],
+    *,
+    rank: int,
+    namespace: str = "",
+) -> Matched:
+    """Matches the leaves of a tree with those of another one.
+
+    Args:
+        saved, given: the other tree's structure and leaves, with `~rank*` for the rank.
+        copied: makes the value that a sequence takes of a leaf.
+    """
+    sequences = differing(
         into,
-        before,
-        given,
-        lambda old, value, path: old if _is_same(old, value, path) else copied_value(value, path),
+        saved,
+        is_value=is_value,
+        is_saved_value=lambda path: path in given and is_value(given[path]),
         rank=rank,
-        cast=cast,
+        source_rank=rank,
         namespace=namespace,
     )
+    whole = frozenset(id(one.here) for one in sequences.values())
+    _, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
+    found: dict[str, object] = {}
+    for path, leaf in before:
+        name = any_rank(path, rank)
+        if leaf is not ... and name in given:
+            found[path] = given[name]
+        elif id(leaf) in whole and name in sequences:
+            one = sequences[name]
+            leaves = iter([copied(given[below], below) for below in one.paths])
+            found[path] = one.content(leaves, resolve=resolve, namespace=namespace)
+    taken = frozenset(path for one in sequences.values() for path in one.paths)
+    return Matched(before, found, whole, taken)
 
 
 def put_leaves(
     into: Any,
-    before: Sequence[tuple[str, object]],
-    given: Mapping[str, object],
+    found: Matched,
     value: Callable[[Any, Any, str], object],
     *,
     rank: int,
@@ -195,13 +272,13 @@ def put_leaves(
     """Copies arrays into those of a tree, and puts values; every check comes first.
 
     Args:
-        before: the leaves of `into`.
-        given: what they take; those that are not in it stay.
+        found: the leaves of `into`, and what they take.
         value: (old, new, path) -> the value to put, `old` itself where they are alike.
 
     Returns:
         bytes of the arrays that were filled.
     """
+    before, given = found.before, found.given
     new: list[object] = []
     copies: list[_Copy] = []
     for path, leaf in before:
@@ -222,14 +299,13 @@ def put_leaves(
         copies.append(_Copy(path, target, source, place))
     _check_ties(copies)
     copies = list({id(copy.target.leaf): copy for copy in copies}.values())
-    _put(into, before, new, copies, namespace)
+    _put(into, found, new, copies, namespace)
     return sum(copy.nbytes for copy in copies)
 
 
-def _put(
-    into: Any, before: Sequence[tuple[str, object]], new: list[object], copies: list[_Copy], namespace: str
-) -> None:
-    stuck = _stuck(into, before, new, namespace)
+def _put(into: Any, found: Matched, new: list[object], copies: list[_Copy], namespace: str) -> None:
+    filled = replace_leaves(into, iter(new), namespace=namespace, whole=found.whole)
+    stuck = graft(into, filled, is_value=is_value, namespace=namespace, dry=True)
     if stuck:
         raise MismatchError(
             stuck[0][0],
@@ -240,20 +316,14 @@ def _put(
     mark_written(copy.target.leaf for copy in copies)
     for copy in _apart(copies):
         copy.put(copy.target.pieces)
-    graft(into, replace_leaves(into, iter(new), namespace=namespace), namespace=namespace)
+    graft(into, filled, is_value=is_value, namespace=namespace)
 
 
-def _stuck(
-    into: Any, before: Sequence[tuple[str, object]], new: list[object], namespace: str
-) -> list[tuple[str, object]]:
-    """Values that would have to change inside a tuple: found on a copy of the containers."""
-    shadow = replace_leaves(into, iter([leaf for _, leaf in before]), namespace=namespace)
-    return graft(shadow, replace_leaves(into, iter(new), namespace=namespace), namespace=namespace)
-
-
-def _check_paths(given: dict[str, object], asked: list[str]) -> None:
-    missing = [path for path in asked if path not in given]
-    unexpected = sorted(given.keys() - set(asked))
+def _check_paths(found: Matched, given: Mapping[str, object], rank: int) -> None:
+    left = tuple(f"{any_rank(path, rank)}/" if path else "" for path, leaf in found.before if leaf is ...)
+    asked = {any_rank(path, rank) for path, _ in found.before} | found.taken
+    missing = [path for path, leaf in found.before if leaf is not ... and path not in found.given]
+    unexpected = sorted(path for path in given.keys() - asked if not path.startswith(left))
     if missing or unexpected:
         raise MismatchError(
             (missing or unexpected)[0],

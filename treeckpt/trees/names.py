@@ -14,6 +14,8 @@ from ..core.containers import PerRank, take
 from ..core.errors import MismatchError, TreeError
 from ..core.structure import key_text
 from ..core.tree import replace_leaves
+from ..core.walking import Walk, run
+from ..stateful import expanded
 
 __all__ = ["flatten_names", "unflatten_names"]
 
@@ -41,7 +43,7 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
     found: list[tuple[str, str, Any]] = []
     paths: dict[str, str] = {}
 
-    def walk(node: Any, steps: tuple[str, ...], path: str, own: bool) -> None:
+    def walk(node: Any, steps: tuple[str, ...], path: str, own: bool) -> Walk[None]:
         taken = take(node, path, namespace, 0)
         if taken is None:
             name = separator.join(steps)
@@ -54,13 +56,15 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
                 )
             found.append((name, path, PerRank(node) if own else node))
         elif type(node) is PerRank:
-            walk(node.value, steps, f"{path}/~rank*" if path else "~rank*", True)
+            yield walk(node.value, steps, f"{path}/~rank*" if path else "~rank*", True)
         else:
             for key, child in zip(taken.keys, taken.children, strict=True):
                 text = key_text(key, path)
-                walk(child, (*steps, key if isinstance(key, str) else text), f"{path}/{text}" if path else text, own)
+                yield walk(
+                    child, (*steps, key if isinstance(key, str) else text), f"{path}/{text}" if path else text, own
+                )
 
-    walk(tree, (), "", False)
+    run(walk(expanded(tree, namespace=namespace), (), "", False))
     return found
 
 
@@ -77,6 +81,7 @@ def unflatten_names(names: Mapping[str, Any], like: Any = None, *, separator: st
     """
     if like is None:
         return _nested(names, separator)
+    like = expanded(like, namespace=namespace)
     wanted = _named(like, separator, namespace)
     _check_names([name for name, _, _ in wanted], names)
     leaves = (_bare(names[name], leaf) for name, _, leaf in wanted)

@@ -17,6 +17,7 @@ from ..core.spec import ArraySpec
 from ..core.tree import flatten, replace_leaves
 from ..leaves.registry import abstract_of
 from ..leaves.sharded import Sharded, with_locals
+from ..stateful import expanded
 from .moving import copied_value
 
 __all__ = ["Memory", "offload"]
@@ -32,6 +33,7 @@ def offload(tree: Any, *, rank: int, memory: Memory, namespace: str) -> Any:
     if memory not in get_args(Memory):
         choices = ", ".join(map(repr, get_args(Memory)))
         raise TreeError("memory", expected=f"one of {choices}", found=f"{memory!r:.60}")
+    tree = expanded(tree, rank=rank, namespace=namespace)
     _, leaves = flatten(tree, rank=rank, namespace=namespace)
     specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]  # refuses what can not be copied
     parts = [_parts(leaf, path, rank) if spec else [] for (path, leaf), spec in zip(leaves, specs, strict=True)]

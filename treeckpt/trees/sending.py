@@ -20,6 +20,7 @@ from ..core.tree import flatten, replace_leaves, unflatten
 from ..leaves.base import Target
 from ..leaves.describe import Brought, bring
 from ..leaves.registry import decode, like_of, new_array, resolve
+from ..stateful import expanded
 from .gathering import tied, together
 from .packing import Bucket, Entry, bytes_of, pack, pack_entries, unpack
 from .wire import Transfer, Wire
@@ -42,6 +43,7 @@ def _whole(tree: Any, wire: Wire, namespace: str) -> Brought:
         LayoutError: a distributed array.
         TreeError: state of each rank's own.
     """
+    tree = expanded(tree, rank=wire.rank, namespace=namespace)
     brought = bring(tree, rank=wire.rank, members=wire.members, namespace=namespace)
     for leaf in brought.inventory.leaves:
         if leaf.per_rank is not None:
@@ -130,13 +132,15 @@ class _Distribute:
         self.here = wire.rank if wire.members is None else wire.members[wire.rank]
         self.targets: dict[str, Target] = {}
         self.brought: Brought | None = None
+        self.like: Any = None
         self.leaves: list[tuple[str, object]] = []
 
     def wishes(self, like: Any) -> list[list[_Wish]]:
         """What each rank wants, by rank; makes the arrays that this one wants."""
 
         def mine() -> bytes:
-            _, leaves = flatten(like, rank=self.wire.rank, namespace=self.namespace)
+            self.like = expanded(like, rank=self.wire.rank, namespace=self.namespace)
+            _, leaves = flatten(self.like, rank=self.wire.rank, namespace=self.namespace)
             self.leaves = leaves
             found: list[_Wish] = []
             for path, leaf in leaves:
@@ -217,7 +221,7 @@ class _Distribute:
 
         unpack(data, bucket, piece)
 
-    def result(self, like: Any, reply: _Reply) -> Any:
+    def result(self, reply: _Reply) -> Any:
         """The tree; leaves that are one object in like, and one array at the source, are one object again."""
         asked = dict(self.leaves)
         made: dict[str, Any] = {path: target.leaf for path, target in self.targets.items()}
@@ -230,7 +234,7 @@ class _Distribute:
             elif base is not None and asked.get(base) is leaf:
                 made[path] = made[base]
         leaves = iter([made[path] for path, _ in self.leaves])
-        return replace_leaves(like, leaves, namespace=self.namespace)
+        return replace_leaves(self.like, leaves, namespace=self.namespace)
 
 
 def _check_wish(wish: _Wish, brought: Brought, rank: int) -> None:
@@ -257,4 +261,4 @@ def distribute(tree: Any, like: Any, *, wire: Wire, source: int, device: str | N
     wishes = job.wishes(like)
     reply = job.reply(tree, wishes)
     job.move(wishes, limit)
-    return job.result(like, reply)
+    return job.result(reply)
