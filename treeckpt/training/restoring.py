@@ -1,4 +1,4 @@
-"""Putting a saved training state into live objects: what is looked at, in which order, and what is said of it.
+"""Putting a saved training state into live objects.
 
 First everything is compared and every small part is loaded, without a change to anything: names, shapes, groups,
 schedules, per-rank state. Then modules without memory get theirs, arrays are filled in place, and the optimizers,
@@ -295,7 +295,7 @@ class _Restore:
         target = self._target()
         take = self.comm.size != self.source.world
         filled = self.source.fill(target, take=take)
-        apply_optimizers(self.plans)
+        self.ignored += apply_optimizers(self.plans)
         for act in self.last:
             act()
         left = on_meta(self.model)
