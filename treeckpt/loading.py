@@ -25,6 +25,7 @@ from .io.comm import Comm, global_rank
 from .io.relay import Relay, open_relay, together
 from .io.store import Store
 from .leaves.base import Target
+from .leaves.overlaps import is_same_array
 from .leaves.registry import abstract_of, encode, library_of, like_of, resolve, target_of
 from .lookup import Load, LoadOptions, Make
 from .reports import LoadReport
@@ -131,9 +132,11 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
             if leaf is None:
                 job.missing.append(path)
         pairs.append((wanted, path, leaf))
+    tied = _tied_to(job, pairs) if job.missing else {}
+    job.missing = [path for path in job.missing if path not in tied]
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], Slot] = {}
-    return leaves, [
+    slots = [
         column_slot(job, wanted, path, leaf)
         if type(wanted) is Column
         else Slot(wanted)
@@ -141,6 +144,34 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
         else _slot(job, wanted, path, leaf, make, ties, views)
         for wanted, path, leaf in pairs
     ]
+    if tied and views:
+        slots = [slots[tied.get(path, number)] for number, (_, path, _) in enumerate(pairs)]
+    return leaves, slots
+
+
+def _tied_to(job: Load, pairs: Sequence[tuple[object, str, Leaf | None]]) -> dict[str, int]:
+    """The missing leaves that are one array with a leaf which was found, each with the number of that leaf."""
+    missing = set(job.missing)
+    lacking = [(wanted, path, _target(wanted, path, job)) for wanted, path, _ in pairs if path in missing]
+    lacking = [one for one in lacking if _is_array_like(one[0])]
+    shapes: set[Any] = {getattr(wanted, "shape", None) for wanted, _, _ in lacking}
+    found: dict[str, int] = {}
+    for number, (wanted, path, leaf) in enumerate(pairs):
+        if leaf is None or leaf.spec is None or getattr(wanted, "shape", None) not in shapes:
+            continue
+        other = _target(wanted, path, job)
+        for one, name, target in lacking:
+            if one is wanted or (target is not None and other is not None and is_same_array(target, other)):
+                found[name] = number
+    return found
+
+
+def _target(wanted: object, path: str, job: Load) -> Target | None:
+    """An array's memory; None for what has none."""
+    try:
+        return target_of(wanted, path, job.here)
+    except TreeckptError:
+        return None
 
 
 def _slot(

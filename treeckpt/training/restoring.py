@@ -24,7 +24,7 @@ from ..io.relay import open_relay, together
 from ..ranks import Policy, policy_of
 from ..rules import Renaming, Transforms, as_rules, carried
 from .capture import live_of, ties_of
-from .fitting import check_entry, settle_ties
+from .fitting import check_entry, settle_ties, without_ties
 from .modules import Entry, Modules, collect, materialise, on_meta, settle_shards
 from .names import Key, key_path, put_in
 from .opening import open_source
@@ -171,6 +171,7 @@ class _Restore:
             check_entry(entry, leaves[path], path, cast=self.cast)
             self.wanted.append(entry)
             paths[id(entry)] = path
+        self.missing = without_ties(self.missing, self.entries, self.wanted)
         self.wanted, left = settle_ties(self.wanted, paths, self.source.are_equal, strict=self.strict)
         self.ignored += left
         self.unexpected += [path for path in leaves if path.startswith("model/") and path not in asked]
