@@ -25,12 +25,11 @@ from .io.comm import Comm, global_rank
 from .io.relay import Relay, open_relay, together
 from .io.store import Store
 from .leaves.base import Target
-from .leaves.overlaps import is_same_array
 from .leaves.registry import abstract_of, encode, library_of, like_of, resolve, target_of
 from .lookup import Load, LoadOptions, Make
 from .reports import LoadReport
 from .tables import column_slot, find_column
-from .ties import Wanted, check_ties
+from .ties import Wanted, check_ties, tied_to
 
 __all__ = ["check_into_tree", "load_into_tree", "load_tree"]
 
@@ -60,7 +59,7 @@ def _as_saved(job: Load) -> Callable[[], object]:
     def build() -> object:
         for leaf in taken:
             if leaf.number not in made:
-                made[leaf.number] = Slot(_tied(leaf, made, job))
+                made[leaf.number] = Slot(_alias(leaf, made, job))
         structure = job.view.structure
         if job.view.ruled is None and any(leaf.ranks is not None for leaf in order):
             structure = _own_structure(structure, job)
@@ -79,7 +78,7 @@ def _array_as_saved(job: Load, leaf: Leaf, saved: ArraySpec) -> Slot:
     return job.array(leaf.path, leaf, spec, job.new, spec)
 
 
-def _tied(leaf: Leaf, made: dict[int, Slot], job: Load) -> Any:
+def _alias(leaf: Leaf, made: dict[int, Slot], job: Load) -> Any:
     record, spec = leaf.record, leaf.spec
     assert isinstance(record, AliasRecord) and spec is not None, "only ties are left"
     base, base_spec = made[record.of].leaf, job.index.entries[record.of].spec
@@ -132,7 +131,7 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
             if leaf is None:
                 job.missing.append(path)
         pairs.append((wanted, path, leaf))
-    tied = _tied_to(job, pairs) if job.missing else {}
+    tied = _tied(job, pairs) if job.missing else {}
     job.missing = [path for path in job.missing if path not in tied]
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], Slot] = {}
@@ -149,29 +148,11 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> tuple[list[tu
     return leaves, slots
 
 
-def _tied_to(job: Load, pairs: Sequence[tuple[object, str, Leaf | None]]) -> dict[str, int]:
+def _tied(job: Load, pairs: Sequence[tuple[object, str, Leaf | None]]) -> dict[str, int]:
     """The missing leaves that are one array with a leaf which was found, each with the number of that leaf."""
     missing = set(job.missing)
-    lacking = [(wanted, path, _target(wanted, path, job)) for wanted, path, _ in pairs if path in missing]
-    lacking = [one for one in lacking if _is_array_like(one[0])]
-    shapes: set[Any] = {getattr(wanted, "shape", None) for wanted, _, _ in lacking}
-    found: dict[str, int] = {}
-    for number, (wanted, path, leaf) in enumerate(pairs):
-        if leaf is None or leaf.spec is None or getattr(wanted, "shape", None) not in shapes:
-            continue
-        other = _target(wanted, path, job)
-        for one, name, target in lacking:
-            if one is wanted or (target is not None and other is not None and is_same_array(target, other)):
-                found[name] = number
-    return found
-
-
-def _target(wanted: object, path: str, job: Load) -> Target | None:
-    """An array's memory; None for what has none."""
-    try:
-        return target_of(wanted, path, job.here)
-    except TreeckptError:
-        return None
+    there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
+    return tied_to([(path, wanted) for wanted, path, _ in pairs if path in missing], there, job.here)
 
 
 def _slot(

@@ -1,26 +1,31 @@
-"""Would a load put two different arrays into one place of memory? The last to be read would win, and nobody know.
+"""Leaves of a target that share memory: two different arrays are never put into one place, where the last would win.
 
 Leaves of a target may be one tensor, or views of one. That is right where what was saved for them is one array too, by
-the index, or has the same bytes; these are then read to the side and compared, before anything is written.
+the index, or has the same bytes; these are then read to the side and compared, before anything is written. A leaf that
+the checkpoint lacks is not missing where it is one array with another that is filled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
-from .core.errors import MismatchError
+from .core.errors import MismatchError, TreeckptError
 from .core.records import AliasRecord, Leaf
 from .core.region import c_strides
 from .core.spec import ArraySpec
 from .core.views import MadeLeaf
 from .filling import Filling, Means
 from .leaves.base import Target, TargetPiece, Window
-from .leaves.overlaps import first_difference, is_equal, pairs_of, same_places, shared
+from .leaves.overlaps import first_difference, is_equal, is_same_array, pairs_of, same_places, shared
+from .leaves.registry import target_of
 from .lookup import Load
 
-__all__ = ["Wanted", "are_equal", "check_ties", "identity_of"]
+__all__ = ["Wanted", "are_equal", "check_ties", "identity_of", "tied_to"]
+
+T = TypeVar("T")
 
 
 class Wanted(msgspec.Struct, frozen=True, gc=False):
@@ -53,6 +58,33 @@ def check_ties(wanted: Sequence[Wanted]) -> None:
             found="others in the checkpoint",
             hint="Untie the two, or put `...` in the place of one to fill the other alone",
         )
+
+
+def tied_to(lacking: Sequence[tuple[str, Any]], there: Sequence[tuple[T, Any]], rank: int) -> dict[str, T]:
+    """The leaves that are lacking in a checkpoint and are one array with one that is there, each with that one.
+
+    Args:
+        lacking: (path, leaf).
+        there: (whatever tells it, leaf).
+    """
+    targets = [(path, leaf, _memory_of(leaf, path, rank)) for path, leaf in lacking if hasattr(leaf, "shape")]
+    shapes = {leaf.shape for _, leaf, _ in targets}
+    found: dict[str, T] = {}
+    for name, leaf in there:
+        if not shapes or getattr(leaf, "shape", None) not in shapes:
+            continue
+        memory = _memory_of(leaf, "", rank)
+        for path, other, target in targets:
+            if other is leaf or (target is not None and memory is not None and is_same_array(target, memory)):
+                found[path] = name
+    return found
+
+
+def _memory_of(leaf: object, path: str, rank: int) -> Target | None:
+    try:
+        return target_of(leaf, path, rank)
+    except TreeckptError:  # it has none
+        return None
 
 
 def are_equal(first: tuple[Load, str], second: tuple[Load, str], spec: ArraySpec) -> bool:

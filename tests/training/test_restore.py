@@ -262,8 +262,13 @@ def test_names_of_a_tensor_that_is_filled_under_another_are_not_missing(tmp_path
     weight = state[f"{kept}.weight"].clone()
     tc.save(tmp_path / "bare", state)
     tc.save(tmp_path / "model", {"model": state})
+    masks = {name: value for name, value in state.items() if "mask" in name}
+    tc.save(tmp_path / "other", masks)
+    tc.save(tmp_path / "other model", {"model": masks})
     for fill in (
         lambda one: tc.load_into(tmp_path / "bare", one),
+        lambda one: tc.load_into([tmp_path / "other", tmp_path / "bare"], one),
+        lambda one: training.restore([tmp_path / "other model", tmp_path / "model"], one, rng=False),
         lambda one: training.restore(tmp_path / "model", one, rng=False),
         lambda one: training.restore({"model": state}, one, rng=False),
         lambda one: one.load_state_dict(tc.load(tmp_path / "bare", like=one.state_dict())),
