@@ -535,3 +535,23 @@ def test_names_lose_nothing_where_like_is_given(tree: Any) -> None:
     assert back == tree and repr(back) == repr(tree)
     assert tc.trees.same_structure(back, tree)
     json.dumps(list(named))
+
+
+@pytest.mark.parametrize("memory", ["plain", "shared"])
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_a_table_is_offloaded_with_its_arrays(kind: str, memory: Any) -> None:
+    ids, rows = torch.tensor([5, 3, 9]), torch.arange(6.0).view(3, 2)
+    arrays = [ids, rows, rows.clone()] if kind == "torch" else [ids.numpy(), rows.numpy(), rows.clone().numpy()]
+    slots = {"embedding": arrays[1], "exp_avg": arrays[2]}
+    table = tc.KeyedTable(arrays[0], slots, scalars={"step": 7}, owned=(0, 16), buckets=32, fill={"exp_avg": 0})
+    found = tc.trees.offload({"table": table, "tied": arrays[1]}, memory=memory)
+    arrays[1][:] = -1
+    copy = found["table"]
+    assert type(copy.ids) is type(arrays[0]) and copy.ids.tolist() == [5, 3, 9]
+    assert copy.slots["embedding"].tolist() == [[0, 1], [2, 3], [4, 5]] == found["tied"].tolist()
+    assert (copy.scalars, copy.owned, copy.fill, copy.spec) == ({"step": 7}, (0, 16), {"exp_avg": 0}, table.spec)
+    store = tc.MemoryStore()
+    tc.save(store, tc.trees.offload({"emb": tc.KeyedTable(ids, {"w": rows.clone() + 1})}))
+    back = tc.load(store)["emb"]
+    order = np.argsort(np.asarray(back.ids)).tolist()
+    assert np.asarray(back.slots["w"])[order].tolist() == (rows + 1)[[1, 0, 2]].tolist()

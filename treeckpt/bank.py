@@ -25,6 +25,7 @@ from .loading import load_into_from, load_tree, sequences_of
 from .lookup import Load, LoadOptions, check_same
 from .reports import LoadReport
 from .rules import Renaming, Transforms, as_rules
+from .ties import tied_to
 
 __all__ = ["Bank", "From", "as_bank", "load_bank", "load_bank_into", "members_of", "refuse_rules"]
 
@@ -167,12 +168,19 @@ def globs_of(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _check_asked(
-    parts: Sequence[_Part], like: Any, wanted: Mapping[str, Any], comm: Comm, options: LoadOptions
+    parts: Sequence[_Part],
+    like: Any,
+    wanted: Mapping[str, Any],
+    comm: Comm,
+    options: LoadOptions,
+    *,
+    in_place: bool = False,
 ) -> tuple[list[str], list[str]]:
     """What is wanted that nobody gives, and what is given that nobody wants.
 
     Args:
         wanted: the leaves of like, by path.
+        in_place: what is one array with a leaf that is filled is filled, too.
 
     Raises:
         MismatchError: there is such, under `strict`.
@@ -200,6 +208,10 @@ def _check_asked(
             missing.append(path)
         else:
             filler.wins.add(path)
+    if missing and in_place:
+        filled = [(path, leaf) for part in parts for path in part.wins if (leaf := wanted.get(path)) is not None]
+        tied = tied_to([(path, wanted[path]) for path in missing], filled, here, in_place=True)
+        missing = [path for path in missing if path not in tied]
     below = (*given_whole, *(f"{path}/" if path else "" for path, leaf in wanted.items() if leaf is ...))
     extra = [p for p in given if p not in wanted and options.selects(p) and not p.startswith(below)]
     if options.strict:
@@ -245,7 +257,7 @@ def load_bank_into(bank: Bank, stores: Sequence[Store], tree: object, comm: Comm
     """Fills a tree in place; see `treeckpt.load_into`."""
     asked = _asked(tree, comm, options)
     parts = _settled(bank, stores, asked, comm, options)
-    missing, unexpected = _check_asked(parts, tree, asked, comm, options)
+    missing, unexpected = _check_asked(parts, tree, asked, comm, options, in_place=True)
     reports = load_into_from([(part.store, _options(part)) for part in parts], tree, comm)
     return _joined(reports, missing, unexpected)
 

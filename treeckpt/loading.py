@@ -32,7 +32,7 @@ from .leaves.registry import abstract_of, encode, is_value, library_of, like_of,
 from .lookup import Load, LoadOptions, Make
 from .reports import LoadReport
 from .tables import column_slot, find_column
-from .ties import Wanted, check_ties
+from .ties import Wanted, check_ties, tied_to
 
 __all__ = ["load_into_from", "load_into_tree", "load_tree", "sequences_of"]
 
@@ -62,7 +62,7 @@ def _as_saved(job: Load) -> Callable[[], object]:
     def build() -> object:
         for leaf in taken:
             if leaf.number not in made:
-                made[leaf.number] = Slot(_tied(leaf, made, job))
+                made[leaf.number] = Slot(_alias(leaf, made, job))
         structure = job.view.structure
         if job.view.ruled is None and any(leaf.ranks is not None for leaf in order):
             structure = _own_structure(structure, job)
@@ -81,7 +81,7 @@ def _array_as_saved(job: Load, leaf: Leaf, saved: ArraySpec) -> Slot:
     return job.array(leaf.path, leaf, spec, job.new, spec)
 
 
-def _tied(leaf: Leaf, made: dict[int, Slot], job: Load) -> Any:
+def _alias(leaf: Leaf, made: dict[int, Slot], job: Load) -> Any:
     record, spec = leaf.record, leaf.spec
     assert isinstance(record, AliasRecord) and spec is not None, "only ties are left"
     base, base_spec = made[record.of].leaf, job.index.entries[record.of].spec
@@ -154,6 +154,8 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
                 _check_container(job, wanted, path)
                 job.missing.append(path)
         pairs.append((wanted, path, leaf))
+    tied = _tied(job, pairs, in_place=not views) if job.missing else {}
+    job.missing = [path for path in job.missing if path not in tied]
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], Slot] = {}
     slots = [
@@ -164,6 +166,8 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
         else _slot(job, wanted, path, leaf, make, ties, views)
         for wanted, path, leaf in pairs
     ]
+    if tied and views:
+        slots = [slots[tied.get(path, number)] for number, (_, path, _) in enumerate(pairs)]
     return _Matched(leaves, slots, whole)
 
 
@@ -210,6 +214,14 @@ def _check_container(job: Load, wanted: object, path: str) -> None:
             found=f"a {type(wanted).__module__}.{type(wanted).__qualname__}, and leaves below it in the checkpoint",
             hint="Make it a dict or a list; a dict of a class of its own is filled where allow_pickle is not given",
         )
+
+
+def _tied(job: Load, pairs: Sequence[tuple[object, str, Leaf | None]], *, in_place: bool) -> dict[str, int]:
+    """The missing leaves that are one array with a leaf which was found, each with the number of that leaf."""
+    missing = set(job.missing)
+    there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
+    lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
+    return tied_to(lacking, there, job.here, in_place=in_place)
 
 
 def _slot(

@@ -1,26 +1,31 @@
-"""Would a load put two different arrays into one place of memory? The last to be read would win, and nobody know.
+"""Leaves of a target that share memory: two different arrays are never put into one place, where the last would win.
 
 Leaves of a target may be one tensor, or views of one. That is right where what was saved for them is one array too, by
-the index, or has the same bytes; these are then read to the side and compared, before anything is written.
+the index, or has the same bytes; these are then read to the side and compared, before anything is written. A leaf that
+the checkpoint lacks is not missing where it is one array with another that is filled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
-from .core.errors import MismatchError
+from .core.errors import MismatchError, TreeckptError
 from .core.records import AliasRecord, Leaf
 from .core.region import c_strides
 from .core.spec import ArraySpec
 from .core.views import MadeLeaf
 from .filling import Filling, Means
 from .leaves.base import Target, TargetPiece, Window
-from .leaves.overlaps import first_difference, is_equal, pairs_of, same_places, shared
+from .leaves.overlaps import first_difference, is_equal, pairs_of, place_of, same_places, shared
+from .leaves.registry import target_of
 from .lookup import Load
 
-__all__ = ["Wanted", "are_equal", "check_ties", "identity_of"]
+__all__ = ["Wanted", "are_equal", "check_ties", "identity_of", "tied_to"]
+
+T = TypeVar("T")
 
 
 class Wanted(msgspec.Struct, frozen=True, gc=False):
@@ -53,6 +58,38 @@ def check_ties(wanted: Sequence[Wanted]) -> None:
             found="others in the checkpoint",
             hint="Untie the two, or put `...` in the place of one to fill the other alone",
         )
+
+
+def tied_to(
+    lacking: Sequence[tuple[str, Any]], there: Sequence[tuple[T, Any]], rank: int, *, in_place: bool
+) -> dict[str, T]:
+    """The leaves that are lacking in a checkpoint and are one array with one that is there, each with that one.
+
+    Args:
+        lacking: (path, leaf).
+        there: (whatever tells it, leaf).
+        in_place: whether one object in both places is one array; as a pattern of new arrays it may stand for two.
+    """
+    shapes = {leaf.shape for _, leaf in lacking if hasattr(leaf, "shape")}
+    alike = [(name, leaf) for name, leaf in there if getattr(leaf, "shape", None) in shapes] if shapes else []
+    places = {place: (name, leaf) for name, leaf in alike if (place := _place_of(leaf, rank)) is not None}
+    objects = {id(leaf): name for name, leaf in alike} if in_place else {}
+    found: dict[str, T] = {}
+    for path, leaf in lacking:
+        if id(leaf) in objects:
+            found[path] = objects[id(leaf)]
+        elif (place := _place_of(leaf, rank)) in places and (in_place or places[place][1] is not leaf):
+            found[path] = places[place][0]
+    return found
+
+
+def _place_of(leaf: object, rank: int) -> object:
+    """Equal for leaves of which to fill one is to fill the other; None for one without memory."""
+    try:
+        target = target_of(leaf, "", rank)
+    except TreeckptError:
+        return None
+    return place_of(target) if target is not None else None
 
 
 def are_equal(first: tuple[Load, str], second: tuple[Load, str], spec: ArraySpec) -> bool:

@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 
 import treeckpt as tc
 from treeckpt import training
+from treeckpt.training.optimizers import unwrapped
 
+from ..training.odd_optimizers import KINDS
 from .layouts import bits, distribute, mesh_of
 from .registry import Case, Rank
 from .training_jobs import Job, Net, arrange, arrangements, close, get_losses, put_losses, train, whole_state
@@ -376,6 +378,30 @@ def pipeline_stages_are_parts_of_one_state(here: Rank) -> None:
     for name, parameter in whole.named_parameters():
         if name in part:
             assert bits(parameter) == bits(part[name])
+
+
+@case("four train")
+def state_dicts_of_an_optimizer_s_own_follow_every_arrangement(here: Rank) -> None:
+    for kind in ("by place beside what it wraps", "entries of its own", "no optimizer by its class"):
+
+        def make(name: str, seed: int, kind: str = kind) -> Job:
+            job = arrange(name, 4, seed=seed)
+            job.optimizer = KINDS[kind](job.optimizer.param_groups[0]["params"])
+            job.scheduler = torch.optim.lr_scheduler.ExponentialLR(unwrapped(job.optimizer)[-1], 0.9)
+            return job
+
+        names = ("plain", "fsdp", "fsdp tp", "ddp")
+        path = here.directory / "own state dicts" / kind
+        for name in names:
+            job = make(name, 0)
+            train(job, 0, 3)
+            tc.save(path / name, training.state(*job.given, scheduler=job.scheduler))
+            expected = train(job, 3, 3)
+        for source, target in [("fsdp", "plain"), ("plain", "fsdp tp"), ("fsdp tp", "fsdp"), ("fsdp", "ddp")]:
+            job = make(target, 4)
+            report = training.restore(path / source, *job.given, scheduler=job.scheduler)
+            assert (report.missing, report.unexpected, report.ignored) == ((), (), ())
+            close(train(job, 3, 3), expected, f"{kind}: {source} -> {target}")
 
 
 @case("two train")

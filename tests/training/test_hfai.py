@@ -95,6 +95,36 @@ def test_buffers_are_kept_non_persistent_ones_are_not_and_views_cost_what_they_s
     assert int(state["norm.num_batches_tracked"]) == 0
 
 
+def _with_empty_groups(seed: int, lr: float, names: tuple[str, ...] = ("first", "last")) -> Any:
+    model = net(seed)
+    optimizer = torch.optim.AdamW([{"params": []}, *({"params": getattr(model, name).parameters()} for name in names)])
+    optimizer.add_param_group({"params": [], "name": "later", "lr": lr / 2})
+    optimizer.param_groups[0].update(lr=lr, betas=(0.5, lr))
+    return model, optimizer
+
+
+def test_groups_without_parameters_keep_their_hyper_parameters(tmp_path: Path) -> None:
+    model, optimizer = _with_empty_groups(0, 0.25)
+    stepped(model, optimizer)
+    save(tmp_path / "c", model, optimizer)
+    assert same_tensors(load(tmp_path / "c")["optimizer"], optimizer.state_dict())
+    fresh, again = _with_empty_groups(1, 0.5)
+    again.load_state_dict(load(tmp_path / "c")["optimizer"])
+    again.step()
+    fresh, again = _with_empty_groups(1, 0.5, ("last", "first"))
+    load(tmp_path / "c", fresh, again)
+    assert [again.param_groups[i]["lr"] for i in (0, 3)] == [0.25, 0.125]
+    assert again.param_groups[0]["betas"] == (0.5, 0.25)
+
+
+def test_a_schedule_goes_on_for_groups_without_parameters(tmp_path: Path) -> None:
+    jobs = [_with_empty_groups(0, 0.25), _with_empty_groups(1, 0.5, ("last", "first"))]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in jobs]
+    tc.save(tmp_path / "c", tc.training.state(*jobs[0], scheduler=schedules[0]))
+    tc.training.restore(tmp_path / "c", *jobs[1], scheduler=schedules[1])
+    assert schedules[1].base_lrs == [0.25, 0.001, 0.001, 0.125]
+
+
 def test_ties_are_written_once_and_kept_as_state_dicts_keep_them(tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = nn.ModuleDict({"embedding": nn.Embedding(50, 8), "head": nn.Linear(8, 50, bias=False)})

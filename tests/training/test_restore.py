@@ -240,6 +240,61 @@ def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path) -> None:
         assert torch.equal(empty["head"].weight, whole["model"]["head.weight"])
 
 
+class Tied(nn.Module):
+    """Three names of one matrix, and of one buffer two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(20, 4)
+        self.encoder, self.head = nn.Embedding(20, 4), nn.Linear(4, 20, bias=False)
+        self.encoder.weight = self.head.weight = self.shared.weight
+        self.register_buffer("mask", torch.ones(3))
+        self.head.register_buffer("mask", self.mask)
+
+
+@pytest.mark.parametrize("kept", ["shared", "encoder", "head"])
+def test_names_of_a_tensor_that_is_filled_under_another_are_not_missing(tmp_path: Path, kept: str) -> None:
+    """As files of the hub have them."""
+    model = Tied()
+    names = {"shared", "encoder", "head"} - {kept}
+    state = {k: v + 1 for k, v in model.state_dict().items() if k.partition(".")[0] not in names or "mask" in k}
+    state.pop("head.mask" if kept == "shared" else "mask")
+    weight = state[f"{kept}.weight"].clone()
+    tc.save(tmp_path / "bare", state)
+    tc.save(tmp_path / "model", {"model": state})
+    masks = {name: value for name, value in state.items() if "mask" in name}
+    tc.save(tmp_path / "other", masks)
+    tc.save(tmp_path / "other model", {"model": masks})
+    for fill in (
+        lambda one: tc.load_into(tmp_path / "bare", one),
+        lambda one: tc.load_into([tmp_path / "other", tmp_path / "bare"], one),
+        lambda one: training.restore([tmp_path / "other model", tmp_path / "model"], one, rng=False),
+        lambda one: training.restore(tmp_path / "model", one, rng=False),
+        lambda one: training.restore({"model": state}, one, rng=False),
+        lambda one: one.load_state_dict(tc.load(tmp_path / "bare", like=one.state_dict())),
+    ):
+        fresh = Tied()
+        report = fill(fresh)
+        assert getattr(report, "missing", ()) in ((), []), "nothing is"
+        assert torch.equal(fresh.head.weight, weight) and fresh.head.weight is fresh.shared.weight
+        assert fresh.head.mask.tolist() == [2.0] * 3
+    with torch.device("meta"):
+        fresh = Tied()
+    training.restore(tmp_path / "model", fresh, rng=False)
+    assert torch.equal(fresh.encoder.weight, weight)
+
+
+def test_a_name_of_a_part_of_a_tensor_that_is_filled_is_missing(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    tc.save(tmp_path / "c", {"whole": whole + 1})
+    for part in (whole[:3], whole.view(2, 3), whole.clone()):
+        with pytest.raises(tc.MismatchError, match="missing in the checkpoint: part"):
+            tc.load_into(tmp_path / "c", {"whole": whole, "part": part})
+    numbers = np.zeros(6, np.float32)
+    tc.load_into(tmp_path / "c", {"whole": numbers, "part": numbers})
+    assert numbers.tolist() == [1, 2, 3, 4, 5, 6]
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -590,3 +645,12 @@ def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dt
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter, dtype=dtype)
     optimizer.step()
+
+
+def test_a_pattern_that_stands_for_two_arrays_does_not_hide_that_one_is_missing(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"a": torch.ones(6)})
+    for pattern in (torch.zeros(6), np.zeros(6, np.float32), tc.ArraySpec((6,), "float32")):
+        with pytest.raises(tc.MismatchError, match="missing in the checkpoint: b"):
+            tc.load(tmp_path / "c", {"a": pattern, "b": pattern})
+        found = tc.load(tmp_path / "c", {"a": pattern, "b": pattern}, strict=False)
+        assert found["b"] is pattern

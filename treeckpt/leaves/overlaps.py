@@ -17,7 +17,17 @@ from ..core.region import Region, flat_regions, tiles
 from ..core.spec import ArraySpec
 from .base import HostArray, HostMemory, Target, TargetPiece, Window, raw_dtype
 
-__all__ = ["Fill", "Stretch", "first_difference", "is_equal", "meeting", "pairs_of", "same_places", "shared"]
+__all__ = [
+    "Fill",
+    "Stretch",
+    "first_difference",
+    "is_equal",
+    "meeting",
+    "pairs_of",
+    "place_of",
+    "same_places",
+    "shared",
+]
 
 HARD = 1_000_000
 """Steps that numpy may take to find out whether two windows interleave; beyond, they are looked at as if they met."""
@@ -93,6 +103,12 @@ def pairs_of(targets: Sequence[Target]) -> Iterator[tuple[int, int]]:
 def same_places(first: Target, second: Target) -> bool:
     """Whether the same regions go to the same memory."""
     return _windows(first) == _windows(second)
+
+
+def place_of(target: Target) -> object:
+    """Equal for arrays of which to fill one is to fill the other: where all elements stand; None if unknown."""
+    found = tuple(_windows(target))
+    return (target.spec.shape, target.spec.dtype, found) if found and len(found) == len(target.pieces) else None
 
 
 def shared(targets: Sequence[Target], pair: tuple[int, int], limit: int) -> Iterator[Stretch]:

@@ -19,7 +19,7 @@ from ..stateful import is_stateful
 from .groups import labels_of
 from .modules import Entry, Modules, collect
 from .names import nested, tie_names
-from .optimizers import Live, Optimizers, groups_of, survey, trees_of
+from .optimizers import Live, Optimizers, groups_of, survey, trees_of, unwrapped
 from .rng import capture_rng
 from .schedules import to_groups
 
@@ -107,5 +107,11 @@ def _schedule(scheduler: Any, lives: Sequence[Live]) -> Any:
 
 
 def live_of(scheduler: Any, lives: Sequence[Live]) -> Live | None:
-    """The optimizer that a scheduler works on, if it is one of these."""
-    return next((live for live in lives if live.optimizer is getattr(scheduler, "optimizer", None)), None)
+    """The optimizer that a scheduler, or the one that it wraps, works on, if it is one of these."""
+    while scheduler is not None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        found = (live for live in lives if any(one is optimizer for one in unwrapped(live.optimizer)))
+        if (live := next(found, None)) is not None:
+            return live
+        scheduler = getattr(scheduler, "scheduler", None)
+    return None

@@ -1,4 +1,4 @@
-"""Does what was saved fit a model's tensors: in kind, shape and dtype, and where names here are one tensor?"""
+"""Whether what was saved fits a model's tensors: in kind, shape and dtype, and where names here are one tensor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ..core.errors import MismatchError
 from ..core.spec import ArraySpec
 from ..leaves.common import dtype_name
 from .modules import Entry
+from .names import key_path
 
-__all__ = ["check_entry", "settle_ties"]
+__all__ = ["check_entry", "settle_ties", "without_ties"]
 
 
 def check_entry(entry: Entry, spec: ArraySpec | None, path: str, *, cast: bool) -> None:
@@ -52,6 +53,13 @@ def check_entry(entry: Entry, spec: ArraySpec | None, path: str, *, cast: bool) 
             found=f"{spec.dtype} in the checkpoint",
             hint="Pass cast=True to convert",
         )
+
+
+def without_ties(missing: Sequence[str], entries: Sequence[Entry], filled: Sequence[Entry]) -> list[str]:
+    """The missing paths but those of tensors that are filled under another name."""
+    there = {id(entry.value) for entry in filled}
+    tied = {f"model/{key_path(entry.key)}" for entry in entries if entry.kind != "extra" and id(entry.value) in there}
+    return [path for path in missing if path not in tied]
 
 
 def settle_ties(

@@ -1,11 +1,12 @@
-"""Which hyper-parameters does each parameter train under, whatever groups an optimizer has them in?
+"""The hyper-parameters that each parameter trains under, whatever groups an optimizer has them in.
 
 An optimizer keeps groups of parameters by position. What is saved is `members`, label -> the group's parameters as
 keys, and `values`, label -> hyper-parameters; a label is the group's own `name`, or else its first parameter by name,
 so that it stays the same from step to step and ranks that hold different parameters put theirs side by side. A
 parameter that such ranks share (beside experts, say) may then stand under several labels. A live group takes each
 hyper-parameter that all of its parameters agree on: their order is free, and a group may be split or joined where that
-has one meaning. Nothing here knows torch.
+has one meaning. A group without parameters takes those of the saved one without parameters that has its name or its
+position. Nothing here knows torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ import msgspec
 from ..core.errors import MismatchError, TreeError
 from .names import Key, key_path
 
-__all__ = ["Group", "Labels", "agreed", "labels_by_member", "labels_of", "match_groups", "tree_of_groups"]
+__all__ = [
+    "Group",
+    "Labels",
+    "agreed",
+    "empty",
+    "label_of",
+    "labels_by_member",
+    "labels_of",
+    "match_groups",
+    "places_of",
+    "tree_of_groups",
+]
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -30,7 +42,27 @@ class Group(msgspec.Struct, frozen=True):
 
 Same = Callable[[Any, Any], bool]
 Labels = Mapping[str, Sequence[str]]
-"""Parameter -> the labels of its groups, as saved: one, or more where ranks that hold different parameters share it."""
+"""Parameter -> the labels of its groups, as saved: one, or more where ranks that hold different parameters share it.
+`empty 1` stands for the parameters of the group at that position, which has none."""
+
+
+def label_of(group: Group, position: int) -> str:
+    """What the group of an optimizer at a position is called."""
+    name = group.values.get("name")
+    if isinstance(name, str):
+        return name
+    return key_path(min(group.members)) if group.members else empty(position)
+
+
+def empty(position: int) -> str:
+    """What stands for the parameters of a group that has none."""
+    return f"empty {position}"
+
+
+def places_of(group: Group, position: int, of: Labels) -> list[tuple[Key, str]]:
+    """(parameter, label of its saved group), for all parameters of a group that were saved."""
+    members = group.members or ((empty(position),),)
+    return [(member, label) for member in members for label in of.get(key_path(member), ())]
 
 
 def labels_of(groups: Sequence[Group]) -> list[str]:
@@ -41,9 +73,7 @@ def labels_of(groups: Sequence[Group]) -> list[str]:
     """
     labels: list[str] = []
     for position, group in enumerate(groups):
-        name = group.values.get("name")
-        first = key_path(min(group.members)) if group.members else f"empty {position}"
-        label = name if isinstance(name, str) else first
+        label = label_of(group, position)
         if label in labels:
             raise TreeError(
                 f"param_groups/{position}",
@@ -109,8 +139,8 @@ def match_groups(
         MismatchError: parameters of one live group were saved with different values, or only some with a value.
     """
     taken: list[dict[str, Any]] = []
-    for group in groups:
-        places = [(member, label) for member in group.members for label in of.get(key_path(member), ())]
+    for position, group in enumerate(groups):
+        places = places_of(group, position, of)
         members, labels = [member for member, _ in places], [label for _, label in places]
         found: dict[str, Any] = {}
         names = dict.fromkeys(name for label in dict.fromkeys(labels) for name in values[label])

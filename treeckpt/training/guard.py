@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..pending import Pending
+from .optimizers import unwrapped
 
 __all__ = ["Guard", "guard"]
 
@@ -54,12 +55,13 @@ def guard(optimizer: Any, pending: Pending) -> Guard:
     Call it after each `save_async` with `staging="lazy"`; an optimizer keeps one guard for all of them.
 
     Args:
-        optimizer: a `torch.optim.Optimizer`.
+        optimizer: a `torch.optim.Optimizer`, or what wraps one.
         pending: what `save_async` gave.
 
     Returns:
         the optimizer's guard; its `remove` lets steps go on without waiting.
     """
+    optimizer = unwrapped(optimizer)[-1]
     hooks: Iterable[Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     found = next((hook for hook in hooks if isinstance(hook, Guard)), None) or Guard()
     found.add(optimizer, pending)

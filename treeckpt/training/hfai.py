@@ -26,9 +26,10 @@ from ..reports import SaveReport
 from .capture import state, ties_of
 from .groups import labels_by_member
 from .modules import collect
-from .names import key_path, parse_key
+from .names import get_in, key_path, parse_key
 from .optimizers import survey
 from .restoring import restore
+from .state_dicts import BESIDE, Numbering, join, standard
 
 __all__ = ["load", "save"]
 
@@ -173,22 +174,25 @@ def _plain(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbered(moments: dict[str, Any], groups: dict[str, Any], order: list[list[str]]) -> dict[str, Any]:
-    """An optimizer's state dict as torch numbers it."""
-    numbers: dict[str, int] = {}
-    for name in (name for group in order for name in group):
-        numbers[name] = len(numbers)
-    of, by_group = labels_by_member(groups["members"]), []
-    for group in order:
-        values = groups["values"][of[group[0]][0]] if group else {}
-        by_group.append({**values, "params": [numbers[name] for name in group]})
-    found: dict[int, Any] = {}
-    for name, number in numbers.items():
-        node: Any = moments
-        for step in parse_key(name):
-            node = node.get(step, {})
-        if node:
-            found[number] = {key: _detached(value) for key, value in node.items()}
-    return {"state": found, "param_groups": by_group}
+    """An optimizer's state dict as it was, its parameters numbered as torch does."""
+    members = [[parse_key(name) for name in group] for group in order]
+    labels = _labels(groups["members"], order)
+    numbering = Numbering(members, labels, {key: key[-1] for group in members for key in group})
+    forms = groups.get(BESIDE, {})
+    form = next(iter(forms.values())) if forms else standard(groups.get("shared"))
+    own = {key: {k: _detached(v) for k, v in get_in(moments, key, {}).items()} for key in numbering.keys}
+
+    def grouped(values: Mapping[str, Any] | None) -> list[Any]:
+        found = groups["values"] if values is None else values
+        return [found.get(label, {}) for label in labels]
+
+    return join(form, numbering, own, grouped, None)
+
+
+def _labels(members: Mapping[str, Mapping[str, None]], order: list[list[str]]) -> list[str]:
+    """The label of each group."""
+    of, without = labels_by_member(members), iter([label for label, names in members.items() if not names])
+    return [of[group[0]][0] if group else next(without, "") for group in order]
 
 
 def _detached(value: Any) -> Any:

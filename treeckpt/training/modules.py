@@ -20,7 +20,17 @@ from ..core.errors import TreeError
 from ..leaves.dtensor import is_dtensor
 from .names import Key, key_path, nested, strip_hops
 
-__all__ = ["Entry", "Modules", "collect", "materialise", "named", "on_meta", "settle_shards", "speakers"]
+__all__ = [
+    "Entry",
+    "Modules",
+    "collect",
+    "is_optimizer",
+    "materialise",
+    "named",
+    "on_meta",
+    "settle_shards",
+    "speakers",
+]
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
@@ -65,13 +75,18 @@ def named(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
     else:
         pairs = [((), given)]
     for key, part in pairs:
-        if not isinstance(part, kind):
+        if not isinstance(part, kind) and not (what == "optimizer" and is_optimizer(part)):
             raise TreeError(
                 "/".join((what, *key)),
                 expected=f"a {kind.__module__}.{kind.__qualname__}, a list of its parts, or a dict of several",
                 found=f"{type(part).__module__}.{type(part).__qualname__}",
             )
     return pairs
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether something has what an optimizer has; some wrappers are of no class of torch."""
+    return all(hasattr(value, name) for name in ("param_groups", "state_dict", "load_state_dict"))
 
 
 def collect(model: Modules) -> list[Entry]:

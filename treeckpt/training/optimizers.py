@@ -1,8 +1,11 @@
-"""What does an optimizer hold, by the names of its parameters?
+"""What an optimizer holds, by the names of its parameters.
 
-`survey` finds the names of an optimizer's parameters in the model, `tree_of` makes the two trees of it: `state`, by
+`survey` finds the names of an optimizer's parameters in the model, `trees_of` makes the two trees of it: `state`, by
 parameter and moment, and its groups. A parameter without state is there with none, so that it can be told from one
 that was never the optimizer's. LBFGS joins all its parameters into one vector: their order is stored with it.
+
+The state is that of `.state`; of an optimizer that changes `state_dict` or `load_state_dict`, by a method or a hook, as
+wrappers do, it is what `state_dict()` gives.
 """
 
 from __future__ import annotations
@@ -16,11 +19,23 @@ from torch import Tensor
 
 from ..core.errors import TreeError
 from ..leaves.dtensor import is_dtensor
-from .groups import Group, tree_of_groups
-from .modules import named
+from .groups import Group, label_of, tree_of_groups
+from .modules import is_optimizer, named
 from .names import Key, key_path, put_in
+from .state_dicts import BESIDE, Numbering, has_own_forms, split, standard
+from .values import is_same
 
-__all__ = ["Live", "Optimizers", "groups_of", "is_lbfgs", "prefixes", "survey", "trees_of"]
+__all__ = [
+    "Live",
+    "Optimizers",
+    "groups_of",
+    "is_lbfgs",
+    "is_plain",
+    "prefixes",
+    "survey",
+    "trees_of",
+    "unwrapped",
+]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
@@ -34,8 +49,33 @@ class Live(msgspec.Struct):
     stateful: Any
     """What has the state: another optimizer where this one is split over ranks."""
     groups: tuple[Group, ...]
-    parameters: dict[Key, Tensor]
-    """Those whose state is here, in the order of the groups."""
+    numbering: Numbering
+    """The parameters whose state is here, in the order of the groups."""
+    own: dict[Key, Mapping[Any, Any]]
+    """The state of each parameter."""
+    shared: dict[Any, Any]
+    """State that belongs to no parameter."""
+    form: Any = None
+    """The rest of what `state_dict` gives, where the optimizer is to be asked; None for those of torch."""
+
+    @property
+    def parameters(self) -> Mapping[Key, Tensor]:
+        """Those whose state is here, in the order of the groups."""
+        return self.numbering.parameters
+
+    @property
+    def maker(self) -> Any:
+        """What makes the state of parameters: the innermost optimizer, where others add nothing; None where they do."""
+        inner = unwrapped(self.stateful)[-1]
+        if self.form is not None and has_own_forms(self.form):
+            return None
+        theirs = {id(p) for group in inner.param_groups for p in group["params"]}
+        return inner if theirs == set(map(id, self.parameters.values())) else None
+
+    @property
+    def label(self) -> str:
+        """Tells an optimizer from others of the same prefix, which have other parameters."""
+        return self.numbering.labels[0] if self.numbering.labels else ""
 
 
 def survey(optimizer: Optimizers | None, ties: Mapping[int, tuple[Key, ...]]) -> list[Live]:
@@ -49,23 +89,71 @@ def survey(optimizer: Optimizers | None, ties: Mapping[int, tuple[Key, ...]]) ->
     """
     if optimizer is None:
         return []
-    return [_survey_one(prefix, one, ties) for prefix, one in named(optimizer, torch.optim.Optimizer, "optimizer")]
+    lives: list[Live] = []
+    for prefix, one in named(optimizer, torch.optim.Optimizer, "optimizer"):
+        lives.append(_survey_one(prefix, one, ties, len(groups_of(lives, prefix))))
+    return lives
 
 
-def _survey_one(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> Live:
-    groups: list[Group] = []
-    for position, group in enumerate(optimizer.param_groups):
-        members = tuple(_name_of(p, ties, f"param_groups/{position}") for p in group["params"])
-        values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append(Group(members, values))
-    inner = optimizer
-    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        inner = optimizer.optim  # of the parameters that fell to this rank
-    mine = [p for group in inner.param_groups for p in group["params"]]
-    parameters = {_name_of(p, ties, "param_groups"): p for p in mine}
-    live = Live(prefix, optimizer, inner, tuple(groups), parameters)
+def _survey_one(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]], before: int) -> Live:
+    stateful = next((one.optim for one in unwrapped(optimizer) if is_split(one)), optimizer)
+    members = [
+        tuple(_name_of(p, ties, f"param_groups/{position}") for p in group["params"])
+        for position, group in enumerate(optimizer.param_groups)
+    ]
+    names = [tuple(_name_of(p, ties, "param_groups") for p in group["params"]) for group in stateful.param_groups]
+    mine = [p for group in stateful.param_groups for p in group["params"]]
+    parameters = dict(zip((key for group in names for key in group), mine, strict=True))
+    groups = [Group(keys, _values(group)) for keys, group in zip(members, optimizer.param_groups, strict=True)]
+    labels = [label_of(group, position) for position, group in enumerate(groups, before)]
+    numbering = Numbering(names, labels, parameters)
+    form, shared = None, {}
+    if is_plain(stateful):
+        own = {key: stateful.state.get(parameter, {}) for key, parameter in parameters.items()}
+        shared = {key: value for key, value in stateful.state.items() if not isinstance(key, Tensor)}
+    else:
+        found = split(stateful.state_dict(), numbering)
+        form, own, shared = found.form, found.own, found.shared or {}
+        if found.values is not None and stateful is optimizer:
+            groups = [Group(keys, values) for keys, values in zip(members, found.values, strict=True)]
+    live = Live(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, form)
     _check(live)
     return live
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def is_plain(optimizer: Any) -> bool:
+    """Whether all that an optimizer keeps stands in `.state` and `.param_groups`, as torch's own methods say."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or _METHODS & vars(optimizer).keys():
+        return False
+    kind, base = type(optimizer), torch.optim.Optimizer
+    return all(getattr(kind, name) is getattr(base, name) for name in _METHODS) and not any(
+        getattr(optimizer, name, None) for name in _HOOKS
+    )
+
+
+_METHODS = {"state_dict", "load_state_dict"}
+_HOOKS = tuple(f"_optimizer_{method}_{when}_hooks" for method in sorted(_METHODS) for when in ("pre", "post"))
+
+
+def unwrapped(optimizer: Any) -> list[Any]:
+    """An optimizer, that which it wraps, and so on to the innermost."""
+    found = [optimizer]
+    while not is_plain(found[-1]):
+        attributes = getattr(found[-1], "__dict__", {}).values()
+        inner = next((one for one in attributes if is_optimizer(one) and one not in found), None)
+        if inner is None:
+            break
+        found.append(inner)
+    return found
+
+
+def is_split(optimizer: object) -> bool:
+    """Whether an optimizer leaves the parameters of each rank to another one."""
+    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
 
 
 def _name_of(parameter: Tensor, ties: Mapping[int, tuple[Key, ...]], where: str) -> Key:
@@ -83,7 +171,7 @@ def _name_of(parameter: Tensor, ties: Mapping[int, tuple[Key, ...]], where: str)
 
 def _check(live: Live) -> None:
     known = {id(parameter) for parameter in live.parameters.values()}
-    for key in live.stateful.state:
+    for key in live.stateful.state if live.form is None else ():
         if isinstance(key, Tensor) and id(key) not in known:
             raise TreeError(
                 "optimizer",
@@ -92,7 +180,7 @@ def _check(live: Live) -> None:
                 hint="Remove it from optimizer.state, or add the parameter to a group",
             )
     for key, parameter in live.parameters.items():
-        for name, moment in live.stateful.state.get(parameter, {}).items():
+        for name, moment in live.own[key].items():
             if _is_local_part(moment, parameter):
                 raise TreeError(
                     key_path(("optimizer", *live.prefix, *key, str(name))),
@@ -119,7 +207,7 @@ def _is_local_part(moment: object, parameter: Any) -> bool:
 
 def is_lbfgs(optimizer: object) -> bool:
     """Whether an optimizer keeps one state for the vector of all its parameters."""
-    return isinstance(optimizer, torch.optim.LBFGS)
+    return isinstance(unwrapped(optimizer)[-1], torch.optim.LBFGS)
 
 
 def prefixes(lives: Sequence[Live]) -> list[Key]:
@@ -137,22 +225,12 @@ def trees_of(lives: Sequence[Live]) -> tuple[dict[str, Any], dict[str, Any]]:
     state: dict[str, Any] = {}
     groups: dict[str, Any] = {}
     for live in lives:
-        for key, parameter in live.parameters.items():
-            put_in(state, (*live.prefix, *key), dict(live.stateful.state.get(parameter, {})))
+        for key, own in live.own.items():
+            put_in(state, (*live.prefix, *key), dict(own))
     for prefix in prefixes(lives):
-        tree: dict[str, Any] = tree_of_groups(groups_of(lives, prefix))
-        shared = {
-            key: value
-            for live in lives
-            if live.prefix == prefix
-            for key, value in live.stateful.state.items()
-            if not isinstance(key, Tensor)
-        }
-        if shared:
-            tree["shared"] = shared
-        order = [
-            key_path(k) for live in lives if live.prefix == prefix and is_lbfgs(live.stateful) for k in live.parameters
-        ]
+        parts = [live for live in lives if live.prefix == prefix]
+        tree: dict[str, Any] = {**tree_of_groups(groups_of(lives, prefix)), **_beside(parts)}
+        order = [key_path(key) for live in parts if is_lbfgs(live.stateful) for key in live.parameters]
         if order:
             tree["order"] = order
         if prefix:
@@ -160,3 +238,15 @@ def trees_of(lives: Sequence[Live]) -> tuple[dict[str, Any], dict[str, Any]]:
         else:
             groups = tree
     return state, groups
+
+
+def _beside(parts: Sequence[Live]) -> dict[str, Any]:
+    """What the parts of an optimizer keep that belongs to no parameter: `shared` where all agree, else by part."""
+    forms = {live.label: live.form for live in parts if live.form is not None and not _is_standard(live)}
+    if not forms and all(is_same(parts[0].shared, live.shared) for live in parts):
+        return {"shared": parts[0].shared} if parts[0].shared else {}
+    return {BESIDE: {live.label: forms.get(live.label, standard(live.shared)) for live in parts}}
+
+
+def _is_standard(live: Live) -> bool:
+    return live.form == standard(live.shared)

@@ -1,4 +1,4 @@
-"""How does saved optimizer state meet the live optimizers: which parameter takes what, and which differences are there?
+"""What each live optimizer takes of the saved state, and which differences there are.
 
 Parameters are matched by name, through any of the names that a tied one has. A parameter that trains here must be
 known to the checkpoint; one that is frozen here need not. Nothing is changed before `apply_optimizers`.
@@ -13,13 +13,15 @@ import msgspec
 from torch import Tensor
 
 from ..core.errors import MismatchError
-from ..core.structure import Structure, key_text, paths_of
+from ..core.structure import DictNode, Structure, key_text, paths_of
+from ..core.tree import flatten
 from ..leaves.common import dtype_name
-from .groups import Group, Labels, labels_by_member, match_groups
+from .groups import Group, Labels, agreed, empty, label_of, labels_by_member, match_groups, places_of
 from .moments import Place, build_state, expected_moments
 from .names import Key, get_in, key_path, parse_key
-from .optimizers import Live, groups_of, is_lbfgs, prefixes
+from .optimizers import Live, groups_of, is_lbfgs, prefixes, unwrapped
 from .sources import Source, children_of, descend
+from .state_dicts import BESIDE, BY_GROUP, exact, join, shared_of, split, standard
 from .values import is_same, taken
 
 __all__ = ["Differences", "OptimizerPlan", "apply_optimizers", "plan_optimizers"]
@@ -46,8 +48,10 @@ class OptimizerPlan(msgspec.Struct):
     """By live parameter: the path and the structure of its saved state."""
     places: dict[Key, Place]
     """By live parameter: how it was saved."""
-    shared: dict[Any, Any]
-    """State that belongs to no parameter."""
+    form: Any
+    """As saved: what `state_dict` is to have beside the state of parameters."""
+    keep: tuple[str, ...]
+    """Hyper-parameters that stay as they are."""
     moments: dict[Key, dict[Any, Any]] = {}
     """Once built: the state of each live parameter, to be filled."""
 
@@ -60,11 +64,10 @@ class OptimizerPlan(msgspec.Struct):
             group = flags.get(key, {})
             counts = bool(group.get("capturable") or group.get("fused"))
             place = msgspec.structs.replace(self.places[key], counts_on_device=counts)
-            here = self.live.stateful.state.get(parameter, {})
             built = build_state(
                 parameter,
                 structure,
-                here,
+                self.live.own[key],
                 path=path,
                 leaves=source.leaves,
                 value=source.value,
@@ -130,7 +133,10 @@ class _Matcher:
         self.tied = {keys[0]: [key_path(key) for key in keys] for keys in ties.values()}
         self.saved_of = labels_by_member(saved_groups["members"])
         self.values: dict[str, dict[str, Any]] = saved_groups["values"]
-        self.order, self.shared = saved_groups.get("order"), saved_groups.get("shared", {})
+        self.members, self.order = saved_groups["members"], saved_groups.get("order")
+        self.shared, self.forms = saved_groups.get("shared", {}), saved_groups.get(BESIDE, {})
+        self.position = 0
+        """Of the next live group among those of all parts."""
         self.path = key_path(("param_groups", *prefix))
         self.saved_keys = _keys_in(descend(source.structure, ("optimizer", *prefix)), self.saved_of)
         self.used: set[str] = set()
@@ -142,14 +148,41 @@ class _Matcher:
         for key in (member for group in live.groups for member in group.members):
             if (name := self._saved_name(key)) is not None:
                 of[key_path(key)] = self.saved_of[name]
+        for here, group in enumerate(live.groups):
+            label = label_of(group, self.position + here)
+            if not group.members and self.members.get(label, True) == {}:
+                of[empty(here)] = [label]
+        self.position += len(live.groups)
         values = match_groups(live.groups, of, self.values, path=self.path, same=is_same, keep=keep)
-        for group, found in zip(live.groups, values, strict=True):
-            self._compare_values(group, found, of, keep)
-        plan = OptimizerPlan(self.prefix, live, of, values, {}, {}, self.shared)
+        for position, (group, found) in enumerate(zip(live.groups, values, strict=True)):
+            if places_of(group, position, of):
+                self._compare_values(group, found, keep)
+        plan = OptimizerPlan(self.prefix, live, of, values, {}, {}, self._form_of(live, of), keep)
         for key, parameter in live.parameters.items():
             self._plan_parameter(plan, key, parameter)
         self._check_order(live)
         return plan
+
+    def _form_of(self, live: Live, of: Labels) -> Any:
+        """What the live optimizer's state dict is to have beside the state of parameters.
+
+        Raises:
+            MismatchError: its parameters were trained by several optimizers, of which it differed.
+        """
+        named = dict.fromkeys(label for labels in of.values() for label in labels if label in self.forms)
+        labels = list(named or self.forms)
+        path = f"{self.path}/{BESIDE}"
+        found = [self.forms[label] for label in labels] or [standard(self.shared)]
+        form = agreed([(label,) for label in labels] or [("",)], found, path, is_same)
+        if not isinstance(form, dict) or not isinstance(live.form, dict | None):
+            return form
+        if live.form is None:
+            more = [key for key in form if key not in standard()]
+            self.differences.unexpected += [f"{path}/{key_text(key)}" for key in more]
+            return form
+        lacking = [key for key in live.form if key not in form]
+        self.differences.missing += [f"{path}/{key_text(key)}" for key in lacking]
+        return {**{key: live.form[key] for key in lacking}, **form}
 
     def _saved_name(self, key: Key) -> str | None:
         """The name, of all that a parameter has here, under which the checkpoint's optimizer knew it."""
@@ -166,14 +199,13 @@ class _Matcher:
     def _state_path(self, name: str) -> str:
         return f"{key_path(('optimizer', *self.prefix))}/{name}"
 
-    def _compare_values(self, group: Group, found: Mapping[str, Any], of: Labels, keep: tuple[str, ...]) -> None:
-        """Notes hyper-parameters that the checkpoint lacks; a group of new parameters is not at issue here."""
-        if any(key_path(member) in of for member in group.members):
-            lacking = [name for name in group.values if name not in found and name not in (*keep, "name")]
-            self.differences.missing += [f"{self.path}/values/{name}" for name in lacking]
+    def _compare_values(self, group: Group, found: Mapping[str, Any], keep: tuple[str, ...]) -> None:
+        """Notes hyper-parameters that the checkpoint lacks."""
+        lacking = [name for name in group.values if name not in found and name not in (*keep, "name")]
+        self.differences.missing += [f"{self.path}/values/{name}" for name in lacking]
 
     def _plan_parameter(self, plan: OptimizerPlan, key: Key, parameter: Tensor) -> None:
-        here = plan.live.stateful.state.get(parameter, {})
+        here = plan.live.own[key]
         name = self._saved_name(key)
         path = self._state_path(name or key_path(key))
         if name is None or name not in self.saved_keys:
@@ -181,6 +213,8 @@ class _Matcher:
                 self.differences.missing.append(path)
             return
         structure = self.saved_keys[name]
+        if plan.live.form is None:  # what another kind of optimizer kept has no place here
+            structure = _without(structure, BESIDE)
         self.used.update(_leaves_below(path, structure))
         plan.saved[key] = (path, structure)
         plan.places[key] = self._place_of(f"model/{name}", parameter)
@@ -197,9 +231,10 @@ class _Matcher:
         return Place(spec.device is not None, was_spread=self.source.is_spread(path), dtypes=dtypes)
 
     def _expected(self, plan: OptimizerPlan, key: Key, parameter: Tensor) -> frozenset[Any]:
+        optimizer = plan.live.maker
         for group, found in zip(plan.live.groups, plan.values, strict=True):
-            if key in group.members:
-                return expected_moments(plan.live.stateful, {**group.values, **found}, parameter)
+            if optimizer is not None and key in group.members:
+                return expected_moments(optimizer, {**group.values, **found}, parameter)
         return frozenset()
 
     def _check_order(self, live: Live) -> None:
@@ -227,6 +262,14 @@ class _Matcher:
                 self.differences.unexpected.append(path)
 
 
+def _without(node: Structure, key: str) -> Structure:
+    """A structure without one of its children."""
+    if not isinstance(node, DictNode):
+        return node
+    kept = [number for number, name in enumerate(children_of(node)) if name != key]
+    return DictNode(tuple(node.keys[n] for n in kept), tuple(node.children[n] for n in kept))
+
+
 def _leaves_below(path: str, structure: Structure) -> list[str]:
     return [f"{path}/{below}" if below else path for below, _ in paths_of(structure)] if structure is not None else []
 
@@ -247,15 +290,64 @@ def _keys_in(node: Structure, names: Labels) -> dict[str, Structure]:
     return found
 
 
-def apply_optimizers(plans: Sequence[OptimizerPlan]) -> None:
-    """Gives the optimizers their state and their groups the saved hyper-parameters."""
+def apply_optimizers(plans: Sequence[OptimizerPlan]) -> list[str]:
+    """Gives the optimizers their state and their groups the saved hyper-parameters; returns what they did not take."""
+    left: list[str] = []
     for plan in plans:
-        state = plan.live.stateful.state
-        for key, moments in plan.moments.items():
-            parameter = plan.live.parameters[key]
-            if moments or parameter in state:
-                state[parameter] = {**state.get(parameter, {}), **moments}
-        state.update(plan.shared)
-        for group, values in zip(plan.live.optimizer.param_groups, plan.values, strict=True):
-            for name, value in values.items():
-                group[name] = taken(group.get(name), value)
+        if plan.live.form is None:
+            _apply_plain(plan)
+        else:
+            _hand_over(plan)
+            left += [key_path(("param_groups", *plan.prefix, BESIDE)) + f"/{path}" for path in _not_taken(plan)]
+    return left
+
+
+def _not_taken(plan: OptimizerPlan) -> list[str]:
+    """What the state dict of an optimizer does not have as it was given."""
+    live = plan.live
+    here = dict(flatten(split(live.stateful.state_dict(), live.numbering).form)[1])
+    given = [(path, leaf) for path, leaf in flatten(plan.form)[1] if f"/{BY_GROUP}/" not in path]
+    return [path for path, leaf in given if path not in here or not is_same(leaf, here[path])]
+
+
+def _apply_plain(plan: OptimizerPlan) -> None:
+    optimizer = plan.live.stateful
+    for key, moments in plan.moments.items():
+        parameter = plan.live.parameters[key]
+        if moments or parameter in optimizer.state:
+            optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **moments}
+    optimizer.state.update(shared_of(plan.form, plan.live.numbering, plan.live.shared))
+    for group, values in zip(plan.live.optimizer.param_groups, plan.values, strict=True):
+        for name, value in values.items():
+            group[name] = taken(group.get(name), value)
+    if not type(optimizer).__setstate__.__module__.startswith("torch.optim."):
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def _hand_over(plan: OptimizerPlan) -> None:
+    """Has an optimizer take its state by its own `load_state_dict`."""
+    live = plan.live
+    own = {key: {**here, **plan.moments.get(key, {})} for key, here in live.own.items()}
+    ours = [{**group.values, **values} for group, values in zip(live.groups, plan.values, strict=True)]
+
+    def grouped(values: Mapping[str, Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+        if values is None:
+            return ours
+        path = key_path(("param_groups", *plan.prefix))
+        found = match_groups(live.groups, plan.of, values, path=path, same=is_same, keep=plan.keep)
+        return [{**group.values, **mine} for group, mine in zip(live.groups, found, strict=True)]
+
+    before = [dict(group) for group in live.stateful.param_groups]
+    live.stateful.load_state_dict(join(plan.form, live.numbering, own, grouped, live.form))
+    for group, held in zip(live.stateful.param_groups, before, strict=True):
+        group.update({name: taken(value, group[name]) for name, value in held.items() if _is_held(name, value, group)})
+    for one in unwrapped(live.stateful):
+        state = getattr(one, "state", {})
+        for key, parameter in live.parameters.items():
+            if parameter in state:
+                state[parameter] = exact(state[parameter], own[key])
+
+
+def _is_held(name: str, value: object, group: Mapping[str, Any]) -> bool:
+    """Whether compiled code may hold a tensor of a group, which is to stay the object that it is."""
+    return isinstance(value, Tensor) and name in group

@@ -1,4 +1,4 @@
-"""What a restore put in place, and what it did not."""
+"""What a restore put in place, and what it left out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
     """What stands on the meta device still, as it is not saved: buffers that are not persistent, or what was missing.
     Give it memory and values before the model runs."""
     ignored: tuple[str, ...]
-    """In the checkpoint, and of no use here: moments of frozen parameters, generators of devices that are not here."""
+    """In the checkpoint, and of no use here: moments of frozen parameters, generators of devices that are not here, and
+    what an optimizer's `load_state_dict` does not take."""
     loader: Any = None
     """The loader's state, if `loader` cannot take it itself."""
     extra: Any = None

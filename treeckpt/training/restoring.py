@@ -1,4 +1,4 @@
-"""Putting a saved training state into live objects: what is looked at, in which order, and what is said of it.
+"""Putting a saved training state into live objects.
 
 First everything is compared and every small part is loaded, without a change to anything: names, shapes, groups,
 schedules, per-rank state. Then modules without memory get theirs, arrays are filled in place, and the optimizers,
@@ -26,7 +26,7 @@ from ..rules import Renaming, Transforms, as_rules, carried
 from ..stateful import is_stateful
 from ..steady import on_one_version
 from .capture import live_of, ties_of
-from .fitting import check_entry, settle_ties
+from .fitting import check_entry, settle_ties, without_ties
 from .modules import Entry, Modules, collect, materialise, on_meta, settle_shards
 from .names import Key, key_path, put_in
 from .opening import is_stored, open_source, stores_of
@@ -181,6 +181,7 @@ class _Restore:
             check_entry(entry, leaves[path], path, cast=self.cast)
             self.wanted.append(entry)
             paths[id(entry)] = path
+        self.missing = without_ties(self.missing, self.entries, self.wanted)
         self.wanted, left = settle_ties(self.wanted, paths, self.source.are_equal, strict=self.strict)
         self.ignored += left
         self.unexpected += [path for path in leaves if path.startswith("model/") and path not in asked]
@@ -305,7 +306,7 @@ class _Restore:
         target = self._target()
         take = self.comm.size != self.source.world
         filled = self.source.fill(target, take=take)
-        apply_optimizers(self.plans)
+        self.ignored += apply_optimizers(self.plans)
         for act in self.last:
             act()
         left = on_meta(self.model)

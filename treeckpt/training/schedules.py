@@ -1,4 +1,4 @@
-"""How does a scheduler's state fit an optimizer whose groups stand in another order, or are split otherwise?
+"""The state of a scheduler for an optimizer whose groups stand in another order, or are split otherwise.
 
 torch's schedulers keep lists with one entry per group of their optimizer. Such a list becomes
 `{"by_group": {label: entry}}` with the labels of `training.groups`, and comes back as a list in the order of the live
@@ -11,15 +11,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.errors import MismatchError
-from .groups import Group, Labels, Same, agreed
-from .names import key_path
+from .groups import Group, Labels, Same, agreed, places_of
 
 __all__ = ["PER_GROUP", "from_groups", "to_groups"]
 
 PER_GROUP = frozenset(
-    ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums", "_last_momentum")
+    (
+        "base_lrs",
+        "_last_lr",
+        "min_lrs",
+        "max_lrs",
+        "lr_lambdas",
+        "base_momentums",
+        "max_momentums",
+        "_last_momentum",
+        "base_values",
+    )
 )
-"""The entries of torch's schedulers that have one value per group."""
+"""The entries of torch's and timm's schedulers that have one value per group."""
 
 _MARK = "by_group"
 
@@ -53,12 +62,12 @@ def from_groups(state: Any, groups: Sequence[Group], of: Labels, *, path: str, s
     if type(state) is not dict:
         return state
     if set(state) == {_MARK}:
-        return [_entry(group, state[_MARK], of, path, same) for group in groups]
+        return [_entry(group, position, state[_MARK], of, path, same) for position, group in enumerate(groups)]
     return {k: from_groups(value, groups, of, path=f"{path}/{k}", same=same) for k, value in state.items()}
 
 
-def _entry(group: Group, entries: Mapping[str, Any], of: Labels, path: str, same: Same) -> Any:
-    places = [(member, label) for member in group.members for label in of.get(key_path(member), ()) if label in entries]
+def _entry(group: Group, position: int, entries: Mapping[str, Any], of: Labels, path: str, same: Same) -> Any:
+    places = [(member, label) for member, label in places_of(group, position, of) if label in entries]
     if not places:
         raise MismatchError(
             path,

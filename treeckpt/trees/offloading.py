@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core.errors import TreeError
 from ..core.spec import ArraySpec
+from ..core.table import Column
 from ..core.tree import flatten, replace_leaves
 from ..leaves.registry import abstract_of
 from ..leaves.sharded import Sharded, with_locals
@@ -34,7 +35,9 @@ def offload(tree: Any, *, rank: int, memory: Memory, namespace: str) -> Any:
         choices = ", ".join(map(repr, get_args(Memory)))
         raise TreeError("memory", expected=f"one of {choices}", found=f"{memory!r:.60}")
     tree = expanded(tree, rank=rank, namespace=namespace)
-    _, leaves = flatten(tree, rank=rank, namespace=namespace)
+    _, found = flatten(tree, rank=rank, namespace=namespace)
+    # a table takes its arrays; where its buckets begin is made anew
+    leaves = [(path, leaf.array if isinstance(leaf, Column) else leaf) for path, leaf in found]
     specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]  # refuses what can not be copied
     parts = [_parts(leaf, path, rank) if spec else [] for (path, leaf), spec in zip(leaves, specs, strict=True)]
     plain = {_key(array): array for arrays in parts for array in arrays}
