@@ -16,10 +16,12 @@ import msgspec
 from .core.errors import CheckpointNotFound, TreeckptError
 from .core.rules import Rule
 from .core.structure import any_rank, paths_of
+from .core.table import Column
 from .core.tree import flatten, unflatten
 from .core.union import merge
 from .io.comm import Comm, global_rank
 from .io.store import Store
+from .joining import ids_beside, no_plain_rows
 from .leaves.registry import abstract_of, resolve
 from .loading import load_into_from, load_tree, sequences_of
 from .lookup import Load, LoadOptions, check_same
@@ -85,6 +87,8 @@ class _Part(msgspec.Struct):
     job: Load
     """Which only looks."""
     wins: set[str]
+    joined: dict[str, Load]
+    """As `LoadOptions` has it."""
 
 
 def members_of(bank: Bank, given: Iterable[_Given], look: Callable[[From, _Given], _Seen]) -> list[_Seen]:
@@ -142,7 +146,9 @@ def _settled(
         own = msgspec.structs.replace(
             options, select=globs_of(source.select), exclude=globs_of(source.exclude), rules=rules
         )
-        return _Part(store, msgspec.structs.replace(options, rules=rules, strict=False), Load(store, comm, own), set())
+        return _Part(
+            store, msgspec.structs.replace(options, rules=rules, strict=False), Load(store, comm, own), set(), {}
+        )
 
     parts = members_of(bank, stores, look)
 
@@ -202,6 +208,8 @@ def _check_asked(
             or any(p.job.view.is_kept(path) for p in parts)
         ):
             continue
+        if type(leaf) is Column and leaf.name in leaf.view.table.fill:
+            continue
         spec = abstract_of(leaf, path, here)
         filler = next((part for part in reversed(parts) if part.job.view.filled(path, spec) is not None), None)
         if filler is None:
@@ -220,7 +228,32 @@ def _check_asked(
 
 
 def _options(part: _Part) -> LoadOptions:
-    return msgspec.structs.replace(part.options, only=frozenset(part.wins))
+    return msgspec.structs.replace(part.options, only=frozenset(part.wins), joined=part.joined)
+
+
+def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> None:
+    """Has slots that are given to the ids of another checkpoint joined to them, id by id.
+
+    With `like` whoever gives the ids of a table loads all of it; without, each its own slots.
+
+    Raises:
+        MismatchError: `like` wants plain arrays, which tell nothing of ids.
+    """
+    givers = {path: part for part in parts for path in part.wins}
+    for path, giver in givers.items():
+        ids = ids_beside(path)
+        home = givers.get(ids) if ids is not None else None
+        if ids is None or home is None or home is giver:
+            continue
+        if home.job.view.by_path[ids][0].number not in home.job.index.tables:
+            continue
+        if asked is None:
+            giver.joined[ids] = home.job
+            continue
+        if path in asked and asked[path] is not ... and type(asked[path]) is not Column:
+            raise no_plain_rows(path, asked[path], giver.job.filling.store.url)
+        giver.wins.discard(path)
+        home.joined[path] = giver.job
 
 
 def load_bank(
@@ -231,6 +264,7 @@ def load_bank(
     parts = _settled(bank, stores, asked, comm, options)
     reports: list[LoadReport] = []
     if like is None:
+        _join_tables(parts, None)
         trees: list[object] = []
         for part in parts:
             tree, report = load_tree(part.store, None, comm, _options(part))
@@ -238,6 +272,7 @@ def load_bank(
             reports.append(report)
         return _merged(trees, comm, options), _joined(reports, [], [])
     missing, unexpected = _check_asked(parts, like, asked, comm, options)
+    _join_tables(parts, asked)
     for part in parts:
         like, report = load_tree(part.store, like, comm, _options(part))
         reports.append(report)
@@ -258,6 +293,7 @@ def load_bank_into(bank: Bank, stores: Sequence[Store], tree: object, comm: Comm
     asked = _asked(tree, comm, options)
     parts = _settled(bank, stores, asked, comm, options)
     missing, unexpected = _check_asked(parts, tree, asked, comm, options, in_place=True)
+    _join_tables(parts, asked)
     reports = load_into_from([(part.store, _options(part)) for part in parts], tree, comm)
     return _joined(reports, missing, unexpected)
 

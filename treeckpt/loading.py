@@ -31,7 +31,7 @@ from .leaves.base import Target
 from .leaves.registry import abstract_of, encode, is_value, library_of, like_of, resolve, target_of
 from .lookup import Load, LoadOptions, Make
 from .reports import LoadReport
-from .tables import column_slot, find_column
+from .tables import column_slot, find_column, refuse_plain, slot_as_saved
 from .ties import Wanted, check_ties, tied_to
 
 __all__ = ["load_into_from", "load_into_tree", "load_tree", "sequences_of"]
@@ -50,8 +50,12 @@ def _as_saved(job: Load) -> Callable[[], object]:
     made: dict[int, Slot] = {}
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
-    whole = {leaf.number for leaf in taken}
-    for leaf in taken:
+    joined: dict[str, Slot] = {}
+    if job.index.tables and (job.view.ruled is not None or job.options.joined):
+        joined = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
+    plain = [leaf for leaf in taken if leaf.path not in joined]
+    whole = {leaf.number for leaf in plain}
+    for leaf in plain:
         if leaf.number in made:
             continue  # a second name for it
         if leaf.spec is None:
@@ -60,14 +64,14 @@ def _as_saved(job: Load) -> Callable[[], object]:
             made[leaf.number] = _array_as_saved(job, leaf, leaf.spec)
 
     def build() -> object:
-        for leaf in taken:
+        for leaf in plain:
             if leaf.number not in made:
                 made[leaf.number] = Slot(_alias(leaf, made, job))
         structure = job.view.structure
         if job.view.ruled is None and any(leaf.ranks is not None for leaf in order):
             structure = _own_structure(structure, job)
-        names = {leaf.path for leaf in taken}
-        leaves = iter([made[leaf.number].leaf if leaf.path in names else ... for leaf in order])
+        found = {leaf.path: made[leaf.number].leaf for leaf in plain} | {path: s.leaf for path, s in joined.items()}
+        leaves = iter([found.get(leaf.path, ...) for leaf in order])
         return unflatten(structure, leaves, resolve=resolve, rank=job.rank, namespace=job.options.namespace)
 
     return build
@@ -238,6 +242,8 @@ def _slot(
         if isinstance(wanted, ArraySpec) or (_is_array_like(wanted) and make(wanted, path) is not None):
             raise MismatchError(path, expected="an array", found=f"the value {value!r:.60} in the checkpoint")
         return Slot(value)
+    if job.view.ruled is not None and job.index.tables:
+        refuse_plain(job, leaf, path, wanted)
     record = leaf.record
     base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
     # leaves that are one object in like, and one array in the checkpoint, stay one object

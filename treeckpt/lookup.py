@@ -6,7 +6,7 @@ any memory is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -57,6 +57,9 @@ class LoadOptions(msgspec.Struct, frozen=True):
     """Paths to load, of those that are selected."""
     bad: tuple[BadBytes, ...] | None = None
     """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
+    joined: Mapping[str, Load] = {}
+    """Columns of tables that another checkpoint gives, by path, and the load that sees it: with `like` slots of tables
+    whose ids come from here, without it the ids of tables that get slots from here."""
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -178,7 +181,7 @@ class Load:
     def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Make, wanted: object) -> Slot:
         """Wants an array: as a view of what is read where that is possible, else in the target that `make` makes."""
         self.loaded += 1
-        self._claim(path, leaf)
+        self.claim(path, leaf)
         if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
             if spec is not leaf.spec:
                 self.check(path, leaf, spec)
@@ -198,11 +201,9 @@ class Load:
         self.check(path, leaf, target.spec)
         return self.filling.want(path, leaf, target)
 
-    def _claim(self, path: str, leaf: Leaf) -> None:
-        if not isinstance(leaf, MadeLeaf):
-            self.filling.claim(path, leaf)
-            return
-        for source in leaf.sources.values():
+    def claim(self, path: str, leaf: Leaf) -> None:
+        """Counts what the index says an array takes, once, before memory is allocated by its word."""
+        for source in leaf.sources.values() if isinstance(leaf, MadeLeaf) else (leaf,):
             if source.number not in self._claimed:
                 self._claimed.add(source.number)
                 self.filling.claim(path, source)

@@ -4,6 +4,10 @@ Rows are saved in the order of their buckets, so where the table that is wanted 
 rows are one range, and two numbers of `offsets` say which. Where it is parted otherwise (another function, another
 number of buckets), all ids are read, and of every slot the rows that are wanted are picked while it streams by.
 
+Rows of a slot that come from another table than the ids, by rules or from another checkpoint, are joined to these by
+the ids of the table that they were saved with. An id that this table lacks is filled where the target says with what,
+and else refused.
+
 Nothing of a table is left half loaded: a slot that is not in the checkpoint, or not selected, is filled where the
 target says with what, and else refused, for its old rows are not those of the new ids.
 """
@@ -24,7 +28,21 @@ from .core.region import Region
 from .core.spec import ArraySpec, TableSpec
 from .core.structure import TABLE_KEYS
 from .core.table import Column
-from .filling import Filling, Means, Slot
+from .filling import Slot
+from .joining import (
+    Into,
+    Join,
+    Rows,
+    all_rows,
+    filling_of,
+    ids_beside,
+    ids_of,
+    ids_to_join,
+    join,
+    no_plain_rows,
+    read_now,
+    run_now,
+)
 from .leaves.base import Box, Target, TargetPiece, raw_dtype
 from .leaves.registry import abstract_of, library_of, source_of
 from .leaves.table import Picked, check_order, read_ids
@@ -32,21 +50,9 @@ from .leaves.table import Picked, check_order, read_ids
 if TYPE_CHECKING:
     from .lookup import Load
 
-__all__ = ["column_slot", "find_column"]
+__all__ = ["column_slot", "find_column", "refuse_plain", "slot_as_saved"]
 
 OFFSETS = TABLE_KEYS[1]
-
-
-class Rows(msgspec.Struct, frozen=True):
-    """The rows that are wanted of a table."""
-
-    spec: TableSpec
-    saved: int
-    """Rows in the checkpoint."""
-    start: int
-    count: int
-    picked: np.ndarray | None = None
-    """Their numbers, where they are not `start:start + count`."""
 
 
 def find_column(job: Load, column: Column, path: str) -> Leaf | None:
@@ -57,6 +63,8 @@ def find_column(job: Load, column: Column, path: str) -> Leaf | None:
     """
     if column.kind == "offsets":
         return None
+    if (giver := job.options.joined.get(path)) is not None:
+        return giver.find(path)
     leaf = job.find(path) if job.selected(path) else None
     ids = _prefix(column, path) + TABLE_KEYS[0]
     if leaf is not None and not job.selected(ids):
@@ -90,12 +98,21 @@ def column_slot(job: Load, column: Column, path: str, leaf: Leaf | None) -> Slot
     ids = job.find(ids_path) if job.selected(ids_path) else None
     if column.kind == "offsets" or ids is None:
         return Slot(column)
+    table = column.view.table
     rows = column.view.rows
     if rows is None:
-        rows = column.view.rows = _find_rows(job, column, ids_path, ids)
+        rows = column.view.rows = _find_rows(job, table.spec, table.owned, ids_path, ids)
     wanted = _wanted(job, column, path)
     if leaf is None:
-        return Slot(_filled(job, column, wanted, rows, path))
+        return Slot(_filled(job, table.fill[column.name], wanted, rows.count, path).leaf)
+    giver = job.options.joined.get(path, job)
+    if column.kind == "slot" and (own := ids_to_join(giver, leaf, path, job, ids)) is not None:
+        found = column.view.joins.get((giver, own.number))
+        if found is None:
+            theirs = _find_rows(giver, table.spec, table.owned, ids_path, own)
+            found = join(ids_of(job, ids, ids_path, rows), ids_of(giver, own, ids_path, theirs), theirs)
+            column.view.joins[giver, own.number] = found
+        return _joined(job, giver, leaf, path, wanted, found, table.fill.get(column.name))
     whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
     slot = _picked(job, leaf, path, whole, rows) if rows.picked is not None else _range(job, leaf, path, whole, rows)
     if column.kind == "ids":
@@ -131,40 +148,30 @@ def _wanted(job: Load, column: Column, path: str) -> ArraySpec:
     return msgspec.structs.replace(spec, device=job.options.device or spec.device)
 
 
-def _find_rows(job: Load, column: Column, path: str, leaf: Leaf) -> Rows:
-    table, saved = column.view.table, job.index.tables.get(leaf.number)
+def _find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, leaf: Leaf) -> Rows:
+    saved = job.index.tables.get(leaf.number)
     if saved is None or leaf.spec is None or len(leaf.spec.shape) != 1:
         raise MismatchError(
             path, expected="a KeyedTable in the checkpoint", found="something else", hint="Load it as what it is"
         )
-    rows, (start, stop) = leaf.spec.shape[0], table.owned
-    if saved != table.spec:
-        picked = _scan(job, leaf, path, rows, table.spec, table.owned)
-        return Rows(table.spec, rows, 0, len(picked), picked)
+    rows, (start, stop) = leaf.spec.shape[0], owned
+    if saved != spec:
+        picked = _scan(job, leaf, path, rows, spec, owned)
+        return Rows(spec, rows, 0, len(picked), picked)
     if (start, stop) == (0, saved.buckets):
         return Rows(saved, rows, 0, rows)
     if start == stop:
         return Rows(saved, rows, 0, 0)
     offsets_path = path[: -len(TABLE_KEYS[0])] + OFFSETS
-    offsets = job.find(offsets_path)
-    if offsets is None or offsets.spec is None or offsets.spec.shape != (saved.buckets,):
+    offsets = job.index.entries[leaf.number + 1]  # they stand behind the ids
+    if offsets.spec is None or offsets.spec.shape != (saved.buckets,):
         raise FormatError(offsets_path, expected=f"the first rows of {saved.buckets} buckets", found="none")
     firsts = np.empty(min(stop + 1, saved.buckets) - start, np.int64)
-    _read(job, offsets, offsets_path, Region((start,), firsts.shape), _Into(firsts))
+    read_now(job, offsets, offsets_path, Region((start,), firsts.shape), Into(firsts))
     low, high = int(firsts[0]), int(firsts[stop - start]) if stop < saved.buckets else rows
     if not 0 <= low <= high <= rows:
         raise FormatError(offsets_path, expected=f"rising numbers up to {rows}", found=f"{low}, {high}")
     return Rows(saved, rows, low, high - low)
-
-
-class _Into:
-    """Takes a stretch of a one-dimensional array."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array.view(raw_dtype(array.itemsize))
-
-    def write(self, box: Box, data: np.ndarray) -> None:
-        self._array[box] = data
 
 
 class _Chosen:
@@ -181,22 +188,8 @@ class _Chosen:
 def _scan(job: Load, leaf: Leaf, path: str, rows: int, spec: TableSpec, owned: tuple[int, int]) -> np.ndarray:
     """The numbers of the rows of a range of buckets, by a look at all ids."""
     chosen = _Chosen(rows, spec, owned)
-    _read(job, leaf, path, Region((0,), (rows,)), chosen)
+    read_now(job, leaf, path, Region((0,), (rows,)), chosen)
     return np.flatnonzero(chosen.mask)
-
-
-def _read(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> None:
-    """Reads a part of an array at once, before it is known what else to read."""
-    saved = leaf.spec
-    assert saved is not None, "arrays only are read"
-    if saved.dtype != "int64":
-        raise FormatError(path, expected="an array of int64", found=saved.dtype)
-    job.filling.claim(path, leaf)
-    before = Filling(job.filling.store, job.index, job.source_rank, job.recorder, whole=job.filling.whole)
-    before.want(path, leaf, Target(saved, None, (TargetPiece(region, into),)))
-    before.run(job.options.verify is not False, Means(job.options.memory))
-    job.filling.nbytes += before.nbytes
-    job.filling.read_nbytes += before.read_nbytes
 
 
 def _range(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> Slot:
@@ -222,17 +215,17 @@ def _picked(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> S
     return job.array(path, leaf, None, make, whole)
 
 
-def _filled(job: Load, column: Column, wanted: ArraySpec, rows: Rows, path: str) -> Any:
+def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) -> Target:
     """A slot of one number."""
-    spec = msgspec.structs.replace(wanted, shape=(rows.count, *wanted.shape[1:]))
+    spec = msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:]))
     target = job.new(spec, path)
-    number = np.array([column.view.table.fill[column.name]], np.float64).view(raw_dtype(8))
+    number = np.array([fill], np.float64).view(raw_dtype(8))
     cast: Callable[..., np.ndarray] = library_of(spec).cast
     element = cast(number, "float64", spec.dtype).view(raw_dtype(dtype_of(spec.dtype).itemsize))
     for piece in target.pieces:
         box = tuple(slice(0, n) for n in piece.region.shape)
         piece.data.write(box, np.broadcast_to(element, piece.region.shape))
-    return target.leaf
+    return target
 
 
 def _check(job: Load, slot: Slot, rows: Rows, column: Column, path: str) -> None:
@@ -248,3 +241,63 @@ def _check(job: Load, slot: Slot, rows: Rows, column: Column, path: str) -> None
             found=wrong,
             hint="The table was changed after it was saved",
         )
+
+
+# slots of another table than the ids ------------------------------------------------------------------------------
+def slot_as_saved(job: Load, leaf: Leaf) -> Slot | None:
+    """Wants a slot for a table whose ids come from another one; None for all other leaves."""
+    path, spec = leaf.path, leaf.spec
+    ids_path = ids_beside(path)
+    if ids_path is None or spec is None:
+        return None
+    home = job.options.joined.get(ids_path, job)
+    ids = home.find(ids_path) if home is not job or job.selected(ids_path) else None
+    if ids is None or ids.number not in home.index.tables:
+        return None
+    own = ids_to_join(job, leaf, path, home, ids)
+    if own is None:
+        return None
+    mine, theirs = (ids_of(x, one, ids_path, all_rows(x, one)) for x, one in ((home, ids), (job, own)))
+    wanted = spec if job.options.device == "original" else msgspec.structs.replace(spec, device=None)
+    return _joined(job, job, leaf, path, wanted, join(mine, theirs, all_rows(job, own)), None)
+
+
+def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
+    """Refuses to put a slot beside the ids of another table into plain arrays.
+
+    Raises:
+        MismatchError: the slot has ids of its own.
+    """
+    ids_path = ids_beside(path)
+    ids = job.find(ids_path) if ids_path is not None and job.selected(ids_path) else None
+    if ids is not None and ids.number in job.index.tables and ids_to_join(job, leaf, path, job, ids) is not None:
+        raise no_plain_rows(path, wanted, job.filling.store.url)
+
+
+def _joined(job: Load, giver: Load, leaf: Leaf, path: str, wanted: ArraySpec, found: Join, fill: float | None) -> Slot:
+    """Wants the rows of a slot where their ids stand in the table of `job`."""
+    assert leaf.spec is not None, "slots are arrays"
+    missing, count = found.missing, len(found.rows) + len(found.missing)
+    if len(missing) and fill is None:
+        raise MismatchError(
+            path,
+            expected=f"a row for each of the table's {count} ids",
+            found=f"none for {len(missing)} of them, as {missing[0]}, in the table of {giver.filling.store.url}",
+            hint=f"Pass like with a KeyedTable(..., fill={{{path.rpartition('/')[2]!r}: 0.0}}), or leave the slot out",
+        )
+    whole = msgspec.structs.replace(wanted, shape=(leaf.spec.shape[0], *wanted.shape[1:]))
+    giver.check(path, leaf, whole)
+    if len(missing) and fill is not None:
+        own = _filled(job, fill, wanted, count, path)
+    else:
+        own = job.new(msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:])), path)
+    low, high = (int(found.rows[0]), int(found.rows[-1]) + 1) if len(found.rows) else (0, 0)
+    region = Region((low, *(0 for _ in whole.shape[1:])), (high - low, *whole.shape[1:]))
+    pieces = [TargetPiece(region, Picked(piece.data, found.rows - low, found.places)) for piece in own.pieces]
+    filling = job.filling if giver is job else filling_of(giver)
+    job.loaded += 1
+    giver.claim(path, leaf)
+    slot = filling.want(path, leaf, Target(whole, own.leaf, pieces))
+    if giver is not job:
+        job.filling.then(lambda: run_now(filling, job))
+    return slot

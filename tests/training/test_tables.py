@@ -95,3 +95,48 @@ def test_a_hash_table_that_lacks_a_slot_is_filled_where_that_is_asked_for(tmp_pa
     tc.load_into(tmp_path, {"table": tc.KeyedTable.of(fresh, fill={"exp_avg_sq": 0})})
     assert set(fresh.rows) == set(ids.tolist())
     assert torch.equal(fresh.slots["exp_avg_sq"], torch.zeros(len(ids), 8))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_moments_of_another_checkpoint_are_joined_to_the_ids_under_other_owners(tmp_path: Path, turned: bool) -> None:
+    """Between the two saves ids were evicted and others came: their moments are filled, or named where they are not."""
+    job = Job(2)
+    job.run(25)
+    save(job, tmp_path / "old")
+    before = job.tables()
+    job.run(45)
+    save(job, tmp_path / "new")
+    after = job.tables()
+    assert set(before) - set(after) and set(after) - set(before) and set(after) & set(before)
+    moments = ["extra/table/slots/exp_avg", "extra/table/slots/exp_avg_sq"]
+    bank = [tmp_path / "old", tc.From(tmp_path / "new", select=moments)]
+    if turned:
+        bank = [tmp_path / "new", tc.From(tmp_path / "old", exclude=moments)]
+
+    def restored(fill: dict[str, float]) -> tuple[list[Any], list[Job]]:
+        jobs = [Job(3) for _ in range(3)]
+
+        def act(comm: Any) -> None:
+            job = jobs[comm.rank]
+            extra = job.extra(comm.rank, fill=fill)
+            tc.training.restore(bank, job.model, job.optimizer, rng=False, extra=extra, comm=comm)
+
+        return errors_of(on_ranks(3, act)), jobs
+
+    errors, jobs = restored(dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0))
+    assert errors == [None] * 3
+    found = {number: row for rank, one in enumerate(jobs) for number, row in _of(one, rank).items()}
+    width = (len(next(iter(before.values()))) - 1) // 3
+    assert set(found) == set(before)
+    for number, row in found.items():
+        there = after.get(number, [0.0] * len(row))
+        assert row == before[number][:width] + there[width : 3 * width] + before[number][3 * width :]
+    errors, jobs = restored({})
+    assert all(isinstance(e, tc.MismatchError) and e.path.startswith("extra/table/slots/exp_avg") for e in errors)
+    assert not any(owner.rows for one in jobs for owner in one.owners)
+
+
+def _of(job: Job, rank: int) -> dict[int, list[float]]:
+    """The rows of one owner."""
+    job.owners = [job.owners[rank]]
+    return job.tables()

@@ -148,7 +148,7 @@ class BoundTable:
 class TableView:
     """One look at a table: what its columns have in common, as the order of the rows, is found out once."""
 
-    __slots__ = ("held", "rows", "table")
+    __slots__ = ("held", "joins", "rows", "table")
 
     def __init__(self, table: KeyedTable) -> None:
         self.table = table
@@ -156,6 +156,8 @@ class TableView:
         """Its rows and their order, once it is to be saved."""
         self.rows: Any = None
         """Which rows of a checkpoint are wanted, once that is known."""
+        self.joins: dict[Any, Any] = {}
+        """Where the rows of slots go that were saved with other ids, by where these come from."""
 
 
 class Column:

@@ -6,6 +6,7 @@ second table is ever made. Arrays may be of any library that has an adapter.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -187,15 +188,34 @@ def placed(sources: dict[str, Source], starts: dict[str, tuple[int, str]]) -> No
 
 
 class Picked:
-    """Takes rows as they are read, and puts those with the given numbers into an array of their own."""
+    """Takes rows as they are read, and puts those with the given numbers into an array of their own.
 
-    def __init__(self, inner: Writable, rows: np.ndarray) -> None:
-        self._inner, self._rows = inner, rows
+    Args:
+        rows: their numbers, rising.
+        places: the row of the array that each is to be; by default they follow each other.
+    """
+
+    def __init__(self, inner: Writable, rows: np.ndarray, places: np.ndarray | None = None) -> None:
+        self._inner, self._rows, self._places = inner, rows, places
 
     def write(self, box: Box, data: np.ndarray) -> None:
         low, high = np.searchsorted(self._rows, (box[0].start, box[0].stop)).tolist()
-        if low < high:
-            self._inner.write((slice(low, high), *box[1:]), data[self._rows[low:high] - box[0].start])
+        if low == high:
+            return
+        data = data[self._rows[low:high] - box[0].start]
+        if self._places is None:
+            self._inner.write((slice(low, high), *box[1:]), data)
+        elif isinstance(self._inner, (HostArray, HostMemory)):
+            self._inner.array[(self._places[low:high], *box[1:])] = data
+        else:
+            self._write_runs(self._places[low:high], box, data)
+
+    def _write_runs(self, places: np.ndarray, box: Box, data: np.ndarray) -> None:
+        """Writes rows whose places follow each other together."""
+        starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+        for start, stop in itertools.pairwise(starts):
+            first = int(places[start])
+            self._inner.write((slice(first, first + stop - start), *box[1:]), data[start:stop])
 
 
 def check_order(ids: np.ndarray, spec: TableSpec, owned: tuple[int, int]) -> str:

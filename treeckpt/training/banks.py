@@ -43,13 +43,18 @@ class BankSource:
             _globs(source, options.strict).check_used(lambda member=member: member.names, lambda: self.names)
         self._giver: dict[str, CheckpointSource] = {}
         given = [(member, _given(member, source)) for source, member in members]
+        beside: dict[CheckpointSource, list[str]] = {}
         winner = {_unit(path): member for member, paths in given for path in paths}
         for member, paths in given:
             own = {path for path in paths if winner[_unit(path)] is member}
             self._giver.update(dict.fromkeys(own, member))
-            member.add(*(Drop(path, optional=True) for path in member.leaves if path not in own))
+            # a table of which a part is taken stays a table
+            parts = tuple(table for table in member.tables if any(path.startswith(table) for path in own))
+            beside[member] = [path for path in member.leaves if path not in own and path.startswith(parts)]
+            kept = own.union(beside[member])
+            member.add(*(Drop(path, optional=True) for path in member.leaves if path not in kept))
         self.members = [member for member, _ in given if member.leaves]
-        self._bank = Bank([From(member.path, transforms=member.rules) for member in self.members])
+        self._bank = Bank([From(m.path, transforms=m.rules, exclude=beside[m] or None) for m in self.members])
         self.url = ", ".join(member.url for member in self.members)
         self.world = next((m.world for m in self.members if m.world != comm.size), comm.size)
         self.step = (self._giver_of("param_groups") or self.members[-1]).step

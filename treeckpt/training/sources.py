@@ -20,7 +20,7 @@ from ..core.layout import Layout, MeshLayout, Replicate
 from ..core.records import AliasRecord, ArrayRecord, ValueRecord
 from ..core.rules import Carried, Drop, Rule
 from ..core.spec import ArraySpec
-from ..core.structure import PerRankNode, Structure, any_rank, keys_of
+from ..core.structure import TABLE_KEYS, PerRankNode, Structure, any_rank, keys_of
 from ..core.tree import PerRank, flatten
 from ..core.views import MadeLeaf, View, plain_view, ruled_view
 from ..filling import Verify
@@ -182,6 +182,14 @@ class CheckpointSource:
     @property
     def structure(self) -> Structure:
         return self.view.structure
+
+    @property
+    def tables(self) -> list[str]:
+        """What the paths of each keyed table's leaves begin with."""
+        tables = self.index.tables
+        return [
+            path.removesuffix(TABLE_KEYS[0]) for path, found in self.view.by_path.items() if found[0].number in tables
+        ]
 
     def _view(self) -> View:
         if not self.rules:
