@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -325,6 +327,26 @@ def test_clocks_that_were_set_back_change_nothing(tmp_path: Path, monkeypatch: p
     assert made.steps() == [22, 23] and manager(tmp_path).latest() == 23
 
 
+# restarts ------------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_that_end_and_are_killed_leave_the_lineage_to_the_next(tmp_path: Path) -> None:
+    def job(text: str, code: int = 0) -> str:
+        begin = f"import os, numpy as np, treeckpt as tc; m = tc.Manager({str(tmp_path)!r}, keep=tc.policy.Last(4)); "
+        ended = subprocess.run([sys.executable, "-c", begin + text], capture_output=True, text=True, timeout=300)
+        assert ended.returncode == code, ended.stderr
+        return ended.stdout.strip()
+
+    save = "[m.save(s, {'step': s}) for s in (%s)]; m.close()"
+    job(save % "10, 20, 30, 40")
+    job("m.restore(step=20); os._exit(7)", 7)
+    assert job("print(m.latest())") == "40"
+    job("m.restore(step=20); m.save(21, {'step': 21}).result(); m.save(22, {'w': np.zeros(1 << 24)}); os._exit(7)", 7)
+    assert job("print(m.latest(), m.restore()['step'])") in ("21 21", "22 22")
+    job("m.restore(step=21); " + save % "22, 23")
+    assert job("print(m.latest(), m.steps())") == "23 [20, 21, 22, 23]"
+
+
 # saves that come to nothing ------------------------------------------------------------------------------------------
 
 
@@ -458,6 +480,7 @@ def test_the_command_line_and_notebooks_show_abandoned_branches(tmp_path: Path, 
     assert main(["ls", "--json", str(tmp_path)]) == 0
     found = msgspec.json.decode(capsys.readouterr().out)
     assert [one["abandoned"] for one in found] == [False] * 4 + [True] * 2
+    assert main(["show", str(tmp_path)]) == 2 and step_name(22) in capsys.readouterr().err, "the newest is offered"
     html = made._repr_html_()
     assert html.count("abandoned branch") == 2
     assert main(["gc", "--keep-last", "2", "--dry-run", str(tmp_path)]) == 0

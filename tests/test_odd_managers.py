@@ -202,3 +202,11 @@ def test_the_command_line_refuses_what_is_no_step(tmp_path: Path, capsys: pytest
             main(arguments)
         error = capsys.readouterr().err
         assert "a step" in error or "expected one argument" in error or "required" in error
+
+
+@pytest.mark.parametrize(
+    "options", [{"every": True}, {"every": "10"}, {"every": 0}, {"seconds": True}, {"seconds": "1"}]
+)
+def test_an_interval_that_is_no_number_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(tc.TreeckptError, match=f"{next(iter(options))}: expected a number"):
+        manager(tmp_path, **options)

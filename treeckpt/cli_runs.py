@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from .catalog import is_checkpoint, is_there
-from .core.files import MAX_STEP, step_name
+from .catalog import is_checkpoint, is_there, scan
+from .core.files import MAX_STEP, is_step_name, step_name
 from .core.policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 from .core.wording import bytes_text
 from .printing import fail, print_json, print_line, print_table
@@ -152,8 +152,8 @@ def no_checkpoint(options: argparse.Namespace) -> str:
     for path in (getattr(options, name, None) for name in ("checkpoint", "first", "second")):
         if path is None or is_checkpoint(path):
             continue
-        if found := Run(path).look():
-            newest = next((info for info in found if info.status == "complete"), found[0]).path
+        newest = next((info.path for info in scan(path) if info.status != "foreign" and is_step_name(info.name)), None)
+        if newest is not None:
             return f"{path}: a run, not a checkpoint. Name one that it has, as {newest}; treeckpt ls {path} lists all"
     return ""
 

@@ -17,6 +17,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable
+from numbers import Real
 from types import FrameType
 from typing import Any
 
@@ -63,7 +64,9 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, given, least in (("every", every, 1), ("seconds", seconds, 0)):
-            if given is not None and not given >= least:
+            if given is None:
+                continue
+            if isinstance(given, bool) or not isinstance(given, Real) or not given >= least:
                 hint = f"{name}=None saves at no interval"
                 raise TreeckptError(name, expected=f"a number, {least} or more", found=f"{given!r}", hint=hint)
         self._every, self._seconds, self._clock = every, seconds, clock

@@ -47,10 +47,10 @@ class CleanReport(msgspec.Struct, frozen=True):
     """What could not be removed, and why."""
     warnings: tuple[str, ...] = ()
     """What a person should know of the policies: a metric that no checkpoint has."""
-    abandoned: tuple[int, ...] = ()
-    """Steps, of those that stay, that are on abandoned branches: the newest checkpoint does not descend from them."""
     dry_run: bool = False
     """Whether nothing was removed: then `removed` is what would be."""
+    abandoned: tuple[int, ...] = ()
+    """Steps, of those that stay, that are on abandoned branches: the newest checkpoint does not descend from them."""
 
     @property
     def nbytes(self) -> int:

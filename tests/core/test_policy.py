@@ -135,3 +135,39 @@ def test_the_best_come_in_order_and_infinity_is_a_number():
     infos = [StepInfo(1, 0, {"a": math.inf}), StepInfo(2, 0, {"a": 3.0}), StepInfo(3, 0, {"a": 3.0}), StepInfo(4, 0)]
     assert [info.step for info in best_of(infos, Best("a"))] == [3, 2, 1]
     assert [info.step for info in best_of(infos, Best("a", mode="max"))] == [1, 3, 2]
+
+
+@st.composite
+def branched(draw):
+    """Checkpoints in any order of saving, some of them on abandoned branches."""
+    infos = draw(runs())
+    order = draw(st.permutations(range(len(infos))))
+    left = draw(st.lists(st.booleans(), min_size=len(infos), max_size=len(infos)))
+    return [
+        StepInfo(i.step, i.created_ns, i.metrics, i.pinned, 1000 + number, gone)
+        for i, number, gone in zip(infos, order, left, strict=True)
+    ]
+
+
+@given(branched(), st.lists(POLICIES, max_size=3), st.randoms())
+def test_with_branches_deciding_again_changes_nothing_and_the_newest_stays(infos, policies, order):
+    stays = kept(infos, policies)
+    rest = [info for info in infos if info.step in stays]
+    order.shuffle(rest)
+    assert kept(rest, policies) == stays
+    present = [info for info in infos if not info.abandoned] or infos
+    assert not infos or "newest" in stays[max(present, key=lambda info: info.sequence or 0).step]
+
+
+@given(branched(), st.integers(1, 12))
+def test_the_last_are_those_saved_last_and_abandoned_branches_come_behind(infos, count):
+    last = {step for step, why in kept(infos, [Last(count)]).items() if f"one of the last {count}" in why}
+    assert len(last) == min(count, len(infos))
+    dropped = [info for info in infos if info.step not in last]
+    assert all(one.age > other.age for one in infos if one.step in last for other in dropped)
+    assert not any(info.abandoned for info in infos if info.step in last) or all(info.abandoned for info in dropped)
+
+
+def test_of_equal_metrics_the_one_saved_later_is_the_best():
+    infos = [StepInfo(30, 0, {"loss": 1.0}, sequence=30, abandoned=True), StepInfo(21, 0, {"loss": 1.0}, sequence=31)]
+    assert [info.step for info in best_of(infos, Best("loss"))] == [21, 30]
