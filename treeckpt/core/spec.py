@@ -32,6 +32,7 @@ import numpy as np
 
 from .dtypes import name_of
 from .errors import FormatError, MismatchError, TreeError
+from .members import check_hashes, named_member, valued_member
 from .region import Region
 
 __all__ = [
@@ -336,6 +337,10 @@ _DECODERS: dict[str, Callable[..., object]] = {
 }
 
 
+_HASHED = {"set": 1, "frozenset": 1, "dict": 2, "OrderedDict": 2, "Counter": 2}
+"""Kinds with members or keys that are hashed: every one, or every second item."""
+
+
 def decode_value(
     value: Value,
     path: str,
@@ -367,12 +372,14 @@ def _decode(
         return _decode_enum(value, path, resolve, extra, depth)
     items = [_decode(item, path, resolve, extra, depth + 1) for item in value.items]
     try:
+        if value.kind in _HASHED:
+            check_hashes(items[::_HASHED[value.kind]], path)
         if (decode := _DECODERS.get(value.kind)) is not None:
             return decode(*items)
         if extra is not None:
             return extra(value)
         raise LookupError(value.kind)
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError, RuntimeError) as error:
         raise FormatError(path, expected="a value of a known kind", found=f"{value!r:.80} ({error!s:.200})") from error
 
 
@@ -386,7 +393,9 @@ def _decode_enum(
         kind = resolve(name) if resolve is not None else None
         if kind is None or not issubclass(kind, enum.Enum):
             raise LookupError(name)
-        return kind[member] if isinstance(member, str) else kind(_decode(inner, path, resolve, extra, depth + 1))
+        if isinstance(member, str):
+            return named_member(kind, member)
+        return valued_member(kind, _decode(inner, path, resolve, extra, depth + 1))
     except (LookupError, ValueError, TypeError) as error:
         raise MismatchError(
             path,
