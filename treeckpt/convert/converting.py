@@ -16,6 +16,7 @@ from .. import api
 from ..core.dtypes import dtype_of
 from ..core.errors import CheckpointError, MismatchError
 from ..core.files import step_of
+from ..io.bucket import check_path
 from ..io.comm import as_comm
 from ..io.store import Store
 from ..leaves.lazy import Lazy
@@ -238,11 +239,14 @@ def _bytes(size: int | str, name: str) -> int:
 
 def _local(destination: AnyPath) -> Path:
     text = os.fspath(destination)
+    check_path(text)
     scheme, separator, rest = text.partition("://")
     if separator and scheme != "file":
         raise CheckpointError(
             text, expected="a local path", found=f"{scheme}://", hint="Convert to a local path, and copy it there"
         )
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise CheckpointError("destination", expected="a path that is text", found=f"{text!r:.200}", hint="Rename it")
     return Path(rest if separator else text).absolute()
 
 

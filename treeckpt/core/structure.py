@@ -38,6 +38,7 @@ __all__ = [
     "TableNode",
     "TupleNode",
     "any_rank",
+    "check_unicode",
     "empty_places",
     "key_text",
     "keys_of",
@@ -178,7 +179,7 @@ def key_text(key: object, path: str = "") -> str:
         if text.isidentifier():  # most keys: no mark, no number, valid Unicode
             return text
         if not text.isascii():
-            _check_unicode(text, path)
+            check_unicode(text, path)
         if "~" in text or "/" in text:
             return text.replace("~", "~0").replace("/", "~1")
         return f"~s{text}" if not text or (text[0] in "-0123456789" and _NUMBER.fullmatch(text)) else text
@@ -204,7 +205,12 @@ def key_text(key: object, path: str = "") -> str:
     )
 
 
-def _check_unicode(text: str, path: str) -> None:
+def check_unicode(text: str, path: str) -> None:
+    """Refuses a name that no JSON can hold.
+
+    Raises:
+        TreeError: naming it.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..core.errors import CheckpointError, CheckpointExists, CorruptError
 from ..core.seals import check_text
-from .bucket import is_url, local_path
+from .bucket import check_path, is_url, local_path
 from .diskfile import LocalWriter, make_directory, sync_directory
 from .reader import LocalReader, Readers, open_regular
 
@@ -154,6 +154,7 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
     """
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
+        check_path(text)
         if is_url(text):
             from .objects import ObjectStore
 
@@ -178,10 +179,12 @@ class LocalStore:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory).absolute()
         self._readers = Readers()
+        # bytes that are no text are written out: what it is called goes into messages, which are text
+        self._url = os.fsencode(self._directory).decode("utf-8", "backslashreplace")
 
     @property
     def url(self) -> str:
-        return str(self._directory)
+        return self._url
 
     @property
     def directory(self) -> Path:
