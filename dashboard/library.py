@@ -25,7 +25,6 @@ from treeckpt.core.outline import Outline
 from treeckpt.core.policy import Policy
 from treeckpt.core.study import Study
 from treeckpt.core.wording import visible
-from treeckpt.io.bucket import check_path
 from treeckpt.io.runs import Entry, Folder, LocalFolder, RunStore, open_run
 
 from .cache import Cache
@@ -81,8 +80,6 @@ def _id(*parts: str) -> str:
 
 
 def _run(given: str | Path | RunStore) -> Run:
-    if isinstance(given, (str, Path)):
-        check_path(str(given))
     if not isinstance(given, (str, Path)) or "://" in str(given):
         store = open_run(given) if not isinstance(given, Path) else open_run(str(given))
         name = store.url.rstrip("/").rpartition("/")[2] or store.url

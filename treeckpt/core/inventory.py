@@ -281,8 +281,8 @@ def array_leaves(plenum: Plenum) -> list[tuple[int, ArrayLeaf]]:
         if leaf.spec is None or leaf.alias_of is not None:
             continue
         if len(leaf.spec.shape) > MAX_NDIM:
-            found = f"{len(leaf.spec.shape)}"
-            raise TreeError(leaf.path, expected=f"arrays of at most {MAX_NDIM} dimensions", found=found)
+            ndim = len(leaf.spec.shape)
+            raise TreeError(leaf.path, expected=f"arrays of at most {MAX_NDIM} dimensions", found=f"{ndim}")
         dtype = dtype_of(leaf.spec.dtype)
         layout = leaf.layout or replicated(leaf.per_rank or ())
         align = dtype.itemsize // dtype.parts

@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 
 from .errors import FormatError
 
-__all__ = ["check_hashes", "named_member", "valued_member"]
+__all__ = ["HASHED", "check_hashes", "named_member", "valued_member"]
 
 MAX_ALIKE = 64
 """Members of one hash; -1 and -2 have one, and so have tuples of them."""
+HASHED = {"set": 1, "frozenset": 1, "dict": 2, "OrderedDict": 2, "Counter": 2}
+"""Kinds of values whose items are hashed: every one, or every second."""
 
 Members = TypeVar("Members", bound="list[Any]")
 

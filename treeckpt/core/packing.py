@@ -334,7 +334,9 @@ def _group(group: Runs, own: int, world: int, name: str) -> np.ndarray:
     """
     check_runs(group, path=name, low=0, high=world)
     if length_of(group) > MAX_NUMBERS or own > MAX_OWN:
-        raise FormatError(name, expected=f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_OWN} in all", found=f"{own}")
+        raise FormatError(
+            name, expected=f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_OWN} in all", found=f"{own}"
+        )
     return decode_runs(group)
 
 

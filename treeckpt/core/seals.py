@@ -40,9 +40,7 @@ def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str
         state.update(part)  # pyright: ignore[reportArgumentType] (a memoryview is a buffer)
     actual = f"{state.intdigest():016x}".encode()
     if stored != actual:
-        raise CorruptError(
-            name, expected=f"seal {stored!r}", found=f"{actual!r} for bytes 0:{len(data)}", hint=hint
-        )
+        raise CorruptError(name, expected=f"seal {stored!r}", found=f"{actual!r} for bytes 0:{len(data)}", hint=hint)
 
 
 def check_text(part: bytes | bytearray, at: int, name: str) -> None:

@@ -32,7 +32,7 @@ import numpy as np
 
 from .dtypes import name_of
 from .errors import FormatError, MismatchError, TreeError
-from .members import check_hashes, named_member, valued_member
+from .members import HASHED, check_hashes, named_member, valued_member
 from .region import Region
 
 __all__ = [
@@ -281,10 +281,6 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _scalar(name: str, data: str) -> object:
-    return np.frombuffer(_bytes(data), _dtype(name))[0]
-
-
 def _dtype(name: str) -> np.dtype[Any]:
     if _DTYPE.fullmatch(name) is None:
         raise ValueError(name)
@@ -330,15 +326,11 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "PureWindowsPath": _path(windows=True, pure=True),
     "PosixPath": _path(windows=False, pure=False),
     "WindowsPath": _path(windows=True, pure=False),
-    "numpy": _scalar,
+    "numpy": lambda name, data: np.frombuffer(_bytes(data), _dtype(name))[0],
     "numpy.str": np.str_,
     "numpy.bytes": lambda text: np.bytes_(_bytes(text)),
     "numpy.dtype": _dtype,
 }
-
-
-_HASHED = {"set": 1, "frozenset": 1, "dict": 2, "OrderedDict": 2, "Counter": 2}
-"""Kinds with members or keys that are hashed: every one, or every second item."""
 
 
 def decode_value(
@@ -372,8 +364,8 @@ def _decode(
         return _decode_enum(value, path, resolve, extra, depth)
     items = [_decode(item, path, resolve, extra, depth + 1) for item in value.items]
     try:
-        if value.kind in _HASHED:
-            check_hashes(items[::_HASHED[value.kind]], path)
+        if value.kind in HASHED:
+            check_hashes(items[:: HASHED[value.kind]], path)
         if (decode := _DECODERS.get(value.kind)) is not None:
             return decode(*items)
         if extra is not None:

@@ -200,7 +200,8 @@ def _class_of(
     if isinstance(node, CustomNode):
         return kind
     if isinstance(node, NamedTupleNode):
-        fields = kind._fields if issubclass(kind, tuple) and optree.is_namedtuple_class(kind) else None
+        known = issubclass(kind, tuple) and optree.is_namedtuple_class(kind)
+        fields: Any = getattr(kind, "_fields") if known else None  # noqa: B009 (pyright takes it for a plain tuple)
     elif isinstance(node, StructSequenceNode):
         known = issubclass(kind, tuple) and optree.is_structseq_class(kind)
         items, hidden = struct_sequence_fields(kind) if known else ((), ())

@@ -300,7 +300,9 @@ def _dress(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
         FormatError: it is to have gradients, and its dtype can have none.
     """
     if spec.requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise FormatError(spec.kind, expected="a dtype that can have gradients", found=f"{spec.dtype} with requires_grad")
+        raise FormatError(
+            spec.kind, expected="a dtype that can have gradients", found=f"{spec.dtype} with requires_grad"
+        )
     if spec.kind == "parameter":
         return Parameter(tensor, requires_grad=spec.requires_grad)
     if spec.kind == "buffer":
