@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,7 +145,9 @@ def _safetensors(path: Path) -> None:
 def _dcp(path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(_plain(), checkpoint_id=path / "d", no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(_plain(), checkpoint_id=path / "d", no_dist=True)
 
 
 def _golden(name: str) -> Callable[[Path], None]:

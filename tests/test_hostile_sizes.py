@@ -102,6 +102,14 @@ def test_an_index_of_65536_ranks_is_read_without_its_shards(tmp_path: Path) -> N
         tc.verify(tmp_path / "c")
 
 
+def test_an_index_with_a_hole_is_made_again_from_the_shards(tmp_path: Path) -> None:
+    save(tmp_path / "c")
+    CASES["an index with a hole"](tmp_path / "c")
+    report = tc.verify(tmp_path / "c", repair=True)
+    assert report.ok and report.repairs
+    assert tc.load(tmp_path / "c", per_rank="take")["step"] == 7
+
+
 def test_small_views_that_repeat_their_bytes_are_converted(tmp_path: Path) -> None:
     array = np.arange(12.0)
     tree = {"a": array, "rows": np.broadcast_to(array, (500, 12))}

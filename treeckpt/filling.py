@@ -145,7 +145,7 @@ class Filling:
                 open_shard(self.store, self.index, file, found)  # says what is wrong with it
         return CorruptError(
             f"{path}: {self.store.url}",
-            expected=f"shards that hold {self._claimed} bytes of arrays, as the index says, {self._chunks} chunks in them",
+            expected=f"shards that hold {self._claimed} bytes of arrays in {self._chunks} chunks, as the index says",
             found=f"{self._present} bytes in all shards",
             hint="The index is not that of these shards; try treeckpt verify --repair",
         )

@@ -72,7 +72,9 @@ def _repair_index(store: Store, repairs: list[Repair]) -> Index:
         # which save it was the index of may still be legible: a later one beside it may never have been committed
         try:
             found = _SAVE_ID.search(store.read(INDEX_NAME, limit=MAX_INDEX))
-        except (OSError, CorruptError):
+        except CorruptError:
+            if INDEX_NAME not in store.sizes():
+                raise  # no file at all: a directory, say
             found = None
         return _replace_index(store, found[1].decode() if found else None, repairs)
 
