@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from treeckpt.core.errors import TreeckptError
 from treeckpt.core.policy import Policy
+from treeckpt.io.bucket import check_path
 
 from . import routes, routes_contents, routes_reshard, routes_time, run_routes
 from .answers import describe, encoded
@@ -103,6 +104,7 @@ def _check_cache(cache: str | Path | None, runs: Sequence[str | Path]) -> None:
     """A run is never written to."""
     directory = Path(cache) if cache is not None else default_directory()
     for run in runs:
+        check_path(str(run))
         if "://" not in str(run) and directory.resolve().is_relative_to(Path(run).resolve()):
             raise ValueError(f"the cache {directory} would be inside the run {run}; give another one with --cache")
 

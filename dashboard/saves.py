@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from treeckpt.core.errors import LayoutError
 from treeckpt.core.extents import Extent, extents_in
 from treeckpt.core.outline import Outline
 from treeckpt.core.records import File, Index
@@ -22,6 +23,8 @@ from .queries import PAGE, short
 
 __all__ = ["file_page", "files_page", "strip_page"]
 
+MAX_EXTENTS = 1 << 18
+"""Chunks of one shard that are made for a page."""
 MAX_GROUPS = 7
 MAX_SEGMENTS = 2000
 
@@ -60,6 +63,13 @@ def _file_of(index: Index, number: int) -> File:
     return index.file_list[number]
 
 
+def _extents(index: Index, file: File) -> list[Extent]:
+    try:
+        return extents_in(index, file, most=MAX_EXTENTS)
+    except LayoutError as error:
+        raise Missing(f"This shard has more than {MAX_EXTENTS:,} chunks.") from error
+
+
 def file_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: int) -> FilePage:
     """One shard, with its extents from `start` on.
 
@@ -68,7 +78,7 @@ def file_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
     """
     index = outline.index
     file = _file_of(index, number)
-    extents = extents_in(index, file)
+    extents = _extents(index, file)
     rows = [
         ExtentRow(e.leaf, short(index.entries[e.leaf].path), region_text(e.region), e.start, e.stop)
         for e in extents[start : start + PAGE]
@@ -89,7 +99,7 @@ def strip_page(outline: Outline, number: int) -> StripPage:
     names = _group_names(outline)
     groups = ["header", *dict.fromkeys(names.values()), "other parts", "padding"]
     where = {name: at for at, name in enumerate(groups)}
-    extents = extents_in(index, file)
+    extents = _extents(index, file)
     segments = _joined(
         [(e, where.get(names.get(index.entries[e.leaf].path.partition("/")[0], ""), len(groups) - 2)) for e in extents]
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 import treeckpt as tc
 from treeckpt.core.index import INDEX_NAME
-from treeckpt.core.shard import sealed
+from treeckpt.core.seals import sealed
 from treeckpt.io.comm import Comm, thread_comms
 from treeckpt.io.store import Store, Writer
 

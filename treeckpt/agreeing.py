@@ -45,6 +45,7 @@ from .core.index import INDEX_NAME
 from .core.inventory import Plenum, digest_of
 from .core.region import Region
 from .core.spec import Value, encode_value
+from .core.structure import check_unicode
 from .faults import Fault, fault_of, ours, raise_faults, silent_faults
 from .io.codec import read_index
 from .io.comm import Comm, members_of
@@ -178,6 +179,8 @@ class _Agreement:
         if self.standing.running:
             return None
         try:
+            for key in metadata:
+                check_unicode(key, "custom_metadata")
             self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
             expanded = expand(tree, rank=self.comm.rank, namespace=self.options.namespace)
             self.brought = bring(

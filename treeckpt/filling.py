@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 
 from .composing import only_chunk, pieces_of
-from .core.chunks import BoxChunks, WholeChunk
+from .core.check import ENTRY, FREE
+from .core.chunks import BoxChunks, WholeChunk, count_chunks
 from .core.dtypes import dtype_of
-from .core.errors import CorruptError, FormatError
+from .core.errors import CorruptError, FormatError, MismatchError
 from .core.plan import Block, Chunk, Copy, Run, Want, cuts, plan_load, plan_runs
 from .core.records import AliasRecord, ArrayRecord, Index, Leaf, LeafRecord
 from .core.region import Region, intersect, overlapping
@@ -38,6 +39,12 @@ __all__ = ["Filling", "Means", "Slot", "Verify"]
 Verify = bool | Literal["first", "stream"]
 SMALL = 64 << 10
 """Bytes up to which each rank reads an array itself, rather than be handed it by another."""
+
+
+VIEWS = 64 << 20
+"""Bytes that views may take as arrays of their own, whatever files there are."""
+TIMES = 16
+"""Times the bytes of all files that they may take beyond those."""
 
 
 class Means(msgspec.Struct, frozen=True):
@@ -87,7 +94,7 @@ class Filling:
         """Whether shards that are cut short are refused, even where what is wanted is there."""
         self.store, self.index, self.source_rank, self.recorder = store, index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
-        self._claimed = self._present = 0
+        self._claimed = self._chunks = self._views = self._present = 0
         self._sizes: dict[str, int] | None = None
         self._landings: list[_Landing] = []
         self._wants: list[Want] = []
@@ -109,15 +116,33 @@ class Filling:
         Raises:
             CorruptError: more than all the shards that are there.
         """
-        spec = leaf.spec
-        if spec is None or type(leaf.record) is AliasRecord:
+        spec, record = leaf.spec, leaf.record
+        if spec is None or type(record) is AliasRecord:
             return
         if self._sizes is None:
             self._sizes = self.store.sizes()
             self._present = sum(self._sizes.get(file.name, 0) for file in self.index.file_list)
         self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-        if self._claimed > self._present:
+        if type(record) is ArrayRecord and type(record.chunks) is not WholeChunk:
+            self._chunks += count_chunks(record.chunks)
+        if self._claimed > self._present or (self._chunks - FREE) * ENTRY > self._present:
             raise self._short(path, self._sizes)
+
+    def claim_view(self, path: str, spec: ArraySpec) -> None:
+        """The same of a view without its array, which takes memory of its own: it may show bytes over and over.
+
+        Raises:
+            MismatchError: it takes far more than all the shards that are there.
+        """
+        self._views += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+        most = VIEWS + TIMES * sum(self.store.sizes().values()) if self._views > VIEWS else VIEWS
+        if self._views > most:
+            raise MismatchError(
+                f"{path}: {self.store.url}",
+                expected=f"views that take at most {most} bytes",
+                found=f"{self._views} bytes for shape {spec.shape}",
+                hint="Load the array that it is a view of too: then it takes no memory of its own",
+            )
 
     def _short(self, path: str, sizes: dict[str, int]) -> CorruptError:
         for file in self.index.file_list:
@@ -125,7 +150,7 @@ class Filling:
                 open_shard(self.store, self.index, file, found)  # says what is wrong with it
         return CorruptError(
             f"{path}: {self.store.url}",
-            expected=f"shards that hold {self._claimed} bytes of arrays, as the index says",
+            expected=f"shards that hold {self._claimed} bytes of arrays in {self._chunks} chunks, as the index says",
             found=f"{self._present} bytes in all shards",
             hint="The index is not that of these shards; try treeckpt verify --repair",
         )

@@ -15,6 +15,7 @@ import secrets
 
 import msgspec
 
+from .core.check import check_there
 from .core.damage import BadBytes
 from .core.errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError, TreeckptError
 from .core.events import timings_name
@@ -41,6 +42,7 @@ def repair_store(store: Store) -> VerifyReport:
     """See `treeckpt.verify`."""
     repairs: list[Repair] = []
     index = _repair_index(store, repairs)
+    check_there(index, store.sizes(), store.url)
     for file in index.file_list:
         _repair_shard(store, index, file, repairs)
     report = verify_store(store)
@@ -68,7 +70,12 @@ def _repair_index(store: Store, repairs: list[Repair]) -> Index:
         return index
     except (CorruptError, FormatError):
         # which save it was the index of may still be legible: a later one beside it may never have been committed
-        found = _SAVE_ID.search(store.read(INDEX_NAME, limit=MAX_INDEX))
+        try:
+            found = _SAVE_ID.search(store.read(INDEX_NAME, limit=MAX_INDEX))
+        except CorruptError:
+            if INDEX_NAME not in store.sizes():
+                raise  # no file at all: a directory, say
+            found = None
         return _replace_index(store, found[1].decode() if found else None, repairs)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from .answers import pool
+from .core.check import check_there
 from .core.damage import BadBytes
 from .core.errors import MismatchError
 from .io.codec import read_index
@@ -33,6 +34,7 @@ def survey(store: Store, comm: Comm) -> tuple[BadBytes, ...]:
 
     def own() -> list[BadBytes]:
         index, sizes = read_index(store), store.sizes()
+        check_there(index, sizes, store.url)
         files = index.file_list[comm.rank :: comm.size]
         return [bad for file in files for bad in survey_shard(store, index, file, sizes.get(file.name))]
 

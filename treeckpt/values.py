@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
+from .core.check import check_there
 from .core.diff import Diff, comparable, diff
 from .core.dtypes import dtype_of
 from .core.elements import as_numbers
@@ -93,6 +94,8 @@ def value_changes(a: Side, b: Side, found: Diff | None = None, *, exact: bool = 
         found: the difference of the indexes, if it is known.
         exact: reads what checksums cannot tell, and measures every difference; otherwise the verdict may be "unknown".
     """
+    for side in (a, b):
+        check_there(side.index, side.store.sizes(), side.store.url)
     for x, y in comparable(a.index, b.index, found or diff(a.index, b.index)):
         verdict = verdict_of(a, x, b, y)
         delta = delta_of(a, x, b, y) if exact and verdict != "equal" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .core.check import check_there
 from .core.damage import BadBytes, damaged_leaves
 from .core.errors import CheckpointError, CheckpointExists, TreeckptError
 from .core.events import timings_name
@@ -29,6 +30,7 @@ def verify_store(store: Store) -> VerifyReport:
     problems: list[Problem] = []
     headers: list[tuple[int, ShardHeader]] = []
     nbytes, sizes = 0, store.sizes()
+    check_there(index, sizes, store.url)
     for file in index.file_list:
         opened = open_for_survey(store, index, file, sizes.get(file.name), keep=True)
         bad = [opened] if isinstance(opened, BadBytes) else survey_opened(store, opened, sizes[file.name])

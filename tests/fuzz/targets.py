@@ -34,7 +34,8 @@ from treeckpt.core.extents import extents_in, locate_chunks
 from treeckpt.core.index import INDEX_NAME, decode_index
 from treeckpt.core.outline import Outline
 from treeckpt.core.progress import Progress, decode_progress, encode_progress
-from treeckpt.core.shard import decode_header, header_nbytes, sealed
+from treeckpt.core.seals import sealed
+from treeckpt.core.shard import decode_header, header_nbytes
 from treeckpt.core.spec import Value
 from treeckpt.core.structure import Structure, paths_of, tables_of
 from treeckpt.leaves.registry import decode

@@ -16,6 +16,7 @@ from .. import api
 from ..core.dtypes import dtype_of
 from ..core.errors import CheckpointError, MismatchError
 from ..core.files import step_of
+from ..io.bucket import check_path
 from ..io.comm import as_comm
 from ..io.store import Store
 from ..leaves.lazy import Lazy
@@ -24,6 +25,7 @@ from .casting import cast_floats
 from .checksums import Storages
 from .contents import NODES, Contents, Finding, lower, named, tree_of
 from .files import Addresses
+from .growth import check_growth, own_nbytes
 from .holding import NOTHING, Held, hold_dcp, hold_safetensors, hold_torch, refuse_losses
 from .output import Output, check_free, run_output
 from .sources import SOURCES, detect, open_source
@@ -142,7 +144,8 @@ def convert(
         comm: as in `save`; "alone" writes in this process without talking.
 
     Raises:
-        CheckpointNotFound, FormatError, CorruptError: the state of the source.
+        CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it that would be written as
+            far more bytes than it has.
         TreeError: what cannot be read without running code, or what the format cannot hold.
         MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
         CheckpointExists: there is something at the destination.
@@ -156,12 +159,14 @@ def convert(
         held, plan = _PLANS[options.to](_cast(chosen, options, storages), options)
         if not (dry_run or lossy):
             refuse_losses(held.contents, options.to)
+        output = plan() if options.to != "treeckpt" else None
+        check_growth(chosen, own_nbytes(held.contents) if output is None else output.nbytes)
         if not dry_run:
             storages.check(_read_of(chosen, held, options), comm, os.fspath(destination))
-        if options.to == "treeckpt":
+        if output is None:
             names, written = ((), 0) if dry_run else _save(held, destination, options, overwrite, step, comm)
         else:
-            names, written = _write(plan(), destination, options, overwrite, comm, dry_run=dry_run)
+            names, written = _write(output, destination, options, overwrite, comm, dry_run=dry_run)
         assert dry_run or not storages.owing(), "what is converted is read as a whole"
     ways = chosen.label, os.fspath(destination), kind, options.to
     return _report(ways, held.contents, names, written, dry_run, time.perf_counter() - begin)
@@ -234,11 +239,14 @@ def _bytes(size: int | str, name: str) -> int:
 
 def _local(destination: AnyPath) -> Path:
     text = os.fspath(destination)
+    check_path(text)
     scheme, separator, rest = text.partition("://")
     if separator and scheme != "file":
         raise CheckpointError(
             text, expected="a local path", found=f"{scheme}://", hint="Convert to a local path, and copy it there"
         )
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise CheckpointError("destination", expected="a path that is text", found=f"{text!r:.200}", hint="Rename it")
     return Path(rest if separator else text).absolute()
 
 

@@ -65,7 +65,7 @@ class _Check:
 def _torch_has(dtype: str) -> bool:
     import torch
 
-    return isinstance(getattr(torch, dtype, None), torch.dtype)
+    return isinstance(vars(torch).get(dtype), torch.dtype)
 
 
 def _array(check: _Check, path: str, lazy: Lazy, *, kinds: bool) -> Lazy | None:

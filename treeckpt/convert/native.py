@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..core.check import check_there
 from ..core.chunks import BoxChunks
 from ..core.dtypes import dtype_of
 from ..core.errors import FormatError, TreeckptError
@@ -136,6 +137,7 @@ def read_native(store: Store, addresses: Addresses, refused: list[Refused] | Non
         MismatchError: a value whose class is not in this program, or which is pickled; noted in `refused` if given.
     """
     index = read_index(store)
+    check_there(index, store.sizes(), store.url)
     checkpoint = _Checkpoint(store, index, addresses, refused)
     structure, leaves, findings = spread_ranks(index.structure, checkpoint.leaf)
     metadata = {

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from ..core.dtypes import dtype_of
 from ..core.errors import CheckpointNotFound, FormatError
 from ..core.index import INDEX_NAME
-from ..core.shard import parse_shard_name
+from ..core.shard import MAX_NBYTES, MAX_NDIM, parse_shard_name, reach_of
 from ..io.store import Store, open_store
 from ..leaves.lazy import Lazy
 from . import dcp, hfai, paddle, safetensors
@@ -104,10 +105,22 @@ def open_source(
 
 
 def _all_lazy(contents: Contents) -> Contents:
-    """The same with arrays that are in memory as those are that are not."""
+    """The same with arrays that are in memory as those are that are not.
+
+    Raises:
+        FormatError: an array has more dimensions, or bytes, than any library takes.
+    """
     made: dict[int, Lazy] = {}
 
     def lazy(at: str, leaf: Any) -> Any:
+        if isinstance(leaf, Lazy):
+            shape, itemsize = leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize
+            if len(shape) > MAX_NDIM or reach_of(shape, itemsize) >= MAX_NBYTES:
+                raise FormatError(
+                    f"{at}: {contents.label}",
+                    expected=f"an array of at most {MAX_NDIM} dimensions and {MAX_NBYTES - 1} bytes",
+                    found=f"{len(shape)} dimensions, {shape!r:.80}",
+                )
         if not isinstance(leaf, np.ndarray):
             return leaf
         return made.setdefault(id(leaf), memory_array(leaf))

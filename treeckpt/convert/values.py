@@ -294,7 +294,7 @@ class _Settling:
         if module == "torch":
             import torch
 
-            found = getattr(torch, name, None) if name.isidentifier() else None
+            found = vars(torch).get(name)
             if isinstance(found, (torch.dtype, torch.layout)):
                 return found
         return self._refuse(path, f"the class or function {node.text.replace(' ', '.')}")

@@ -1,8 +1,8 @@
 """Whether an index holds together: checks on a decoded one, before anything is expanded or allocated by its word.
 
 Every number that a reader uses as a size, a position or a rank is bounded here, columns by their runs alone. What is
-not
-checked: that listed boxes leave no gap (the save did), and that the files are as the table says (opening them does).
+not checked: that listed boxes leave no gap (the save did), and that the files are as the table says (opening them
+does). `check_there` compares how much an index lists with the files that are there, before that is expanded.
 """
 
 from __future__ import annotations
@@ -13,17 +13,27 @@ import numpy as np
 
 from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
 from .dtypes import dtype_of
-from .errors import FormatError, TreeckptError
+from .errors import CorruptError, FormatError, TreeckptError
 from .layout import BoxLayout, Layout, StridedShard, check_placements
 from .records import AliasRecord, ArrayRecord, Index, PerRankArrays, PerRankValues, ValueRecord
 from .runs import Runs, check_rising, check_runs, decode_runs, length_of
-from .shard import MAX_HEADER, MAX_NBYTES, MAX_NDIM, MAX_WORLD, SAVE_ID
+from .shard import MAX_HEADER, MAX_NBYTES, MAX_NDIM, MAX_WORLD, SAVE_ID, reach_of
 from .spec import ArraySpec
 
-__all__ = ["check_index"]
+__all__ = ["ENTRY", "FREE", "check_index", "check_there", "is_long"]
 
 MAX_FILES = 1 << 20
 """Rows of the table of files: they are expanded when the checkpoint is read."""
+ENTRY = 48
+"""Bytes that each chunk takes in the header of its shard, at least."""
+FREE = 1 << 15
+"""Chunks that may be made whatever files there are."""
+FREE_FILES = 1 << 10
+"""The same of files that are looked at."""
+LONG = 1 << 17
+"""Files, or chunks of one array, up to which an index is read without a look at the files."""
+MAX_TIES = 1 << 22
+"""Ranks of ties that are compared with those of their arrays one by one."""
 
 
 def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
@@ -44,7 +54,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     for spec in index.specs:
         _check_spec(spec, name)
     for layout in index.layouts:
-        _check_layout(layout, index.world, name)
+        _check_layout(layout, index, name)
     try:
         paths = index.paths
     except TreeckptError as error:
@@ -55,6 +65,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     if len({path for path, _ in paths}) != len(paths) and len(set(paths)) != len(paths):
         raise FormatError(name, expected="a path of its own for each leaf", found="two leaves that share one")
     groups = [ranks for _, ranks in paths]
+    ties = _Ties()
     fits: set[tuple[int, int]] = set()  # most leaves repeat a few pairs of spec and layout
     grids: dict[object, int] = {}  # and a few ways of being cut
     for (path, ranks), record in zip(paths, index.leaves, strict=True):
@@ -68,7 +79,39 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
         elif type(record) is not ValueRecord or ranks is not None:
             _check_record(index, path, ranks, record, manifest)
             if isinstance(record, AliasRecord):
-                _check_alias(index, path, groups, ranks, record)
+                _check_alias(index, path, groups, ranks, record, ties)
+
+
+def is_long(index: Index, nbytes: int) -> bool:
+    """Whether an index of so many bytes lists more files, or chunks of one array, than it is believed to have."""
+    return max(index.listed.files, index.listed.most) > max(LONG, nbytes)
+
+
+def check_there(index: Index, sizes: dict[str, int], name: str) -> None:
+    """Refuses an index that lists far more than the files of the checkpoint can hold, before any of it is expanded.
+
+    Args:
+        sizes: of the files that are there, in bytes.
+        name: the checkpoint, for errors.
+
+    Raises:
+        CorruptError: more shards, or chunks, than there are.
+    """
+    listed, there = index.listed, sum(sizes.values())
+    if listed.files > max(FREE_FILES, 2 * len(sizes)):
+        raise CorruptError(
+            name,
+            expected=f"{listed.files} shards, as the index says",
+            found=f"{len(sizes)} files",
+            hint="Copy the other shards here too; if there are none, the index is not that of these shards",
+        )
+    if (listed.total - FREE) * ENTRY > there:
+        raise CorruptError(
+            name,
+            expected=f"shards that hold {listed.total} chunks, as the index says",
+            found=f"{there} bytes in all files",
+            hint="The index is not that of these shards; try treeckpt verify --repair",
+        )
 
 
 def _check_files(index: Index, name: str, manifest: bool) -> None:
@@ -93,13 +136,14 @@ def _check_files(index: Index, name: str, manifest: bool) -> None:
 
 
 def _check_spec(spec: ArraySpec, name: str) -> None:
-    itemsize = dtype_of(spec.dtype).itemsize
     legal = len(spec.shape) <= MAX_NDIM and min(spec.shape, default=0) >= 0
-    if not legal or math.prod(spec.shape) * itemsize >= MAX_NBYTES or max(spec.shape, default=0) >= MAX_NBYTES:
+    if not legal or reach_of(spec.shape, dtype_of(spec.dtype).itemsize) >= MAX_NBYTES:
         raise FormatError(name, expected="a shape", found=f"{spec.shape!r:.80}")
+    if spec.regions is not None:
+        raise FormatError(name, expected="a spec of a whole array", found=f"regions {spec.regions!r:.80}")
 
 
-def _check_layout(layout: Layout, world: int, name: str) -> None:
+def _check_layout(layout: Layout, index: Index, name: str) -> None:
     if isinstance(layout, BoxLayout):
         raise FormatError(name, expected="meshes and placements", found="listed pieces")
     mesh = layout.mesh
@@ -107,6 +151,9 @@ def _check_layout(layout: Layout, world: int, name: str) -> None:
         raise FormatError(name, expected="a mesh", found=f"shape {mesh.shape!r:.80}")
     if mesh.names and len(mesh.names) != len(mesh.shape):
         raise FormatError(name, expected=f"{len(mesh.shape)} names of mesh dimensions", found=f"{mesh.names!r:.80}")
+    world, most = index.world, min(index.world, max(LONG, length_of(index.files.rank)))  # every rank has a file
+    if math.prod(mesh.shape) > most:
+        raise FormatError(name, expected=f"a mesh of at most {most} ranks", found=f"shape {mesh.shape!r:.80}")
     check_runs(mesh.ranks, length=math.prod(mesh.shape), path=name, low=0, high=world)
     for placement in layout.placements:
         if isinstance(placement, StridedShard) and placement.factor > max(world, 1 << 16):
@@ -204,14 +251,16 @@ def _check_boxes(index: Index, path: str, boxes: BoxChunks, shape: tuple[int, ..
     check_runs(boxes.start, length=rows, path=path, low=0, high=MAX_NBYTES)
 
 
-def _check_alias(index: Index, path: str, groups: list[Runs | None], ranks: Runs | None, record: AliasRecord) -> None:
+def _check_alias(
+    index: Index, path: str, groups: list[Runs | None], ranks: Runs | None, record: AliasRecord, ties: _Ties
+) -> None:
     base = index.leaves[record.of] if 0 <= record.of < len(index.leaves) else None
     if not isinstance(base, (ArrayRecord, PerRankArrays)) or not 0 <= base.spec < len(index.specs):
         raise FormatError(path, expected="an alias of an array", found=f"of leaf {record.of}")
-    if isinstance(base, PerRankArrays) and not _within(ranks, groups[record.of]):
+    if isinstance(base, PerRankArrays) and not ties.within(ranks, groups[record.of]):
         raise FormatError(path, expected="an alias among the same ranks", found=f"of leaf {record.of}")
     spec, other = index.specs[record.spec], index.specs[base.spec]
-    fits = spec.dtype == other.dtype
+    fits = spec.dtype == other.dtype and (spec.kind == "numpy") == (other.kind == "numpy")
     if record.view is None:
         fits = fits and spec.shape == other.shape
     else:
@@ -224,7 +273,14 @@ def _check_alias(index: Index, path: str, groups: list[Runs | None], ranks: Runs
         raise FormatError(path, expected=f"a view inside shape {other.shape}", found=f"{record!r:.120}")
 
 
-def _within(ranks: Runs | None, group: Runs | None) -> bool:
-    if ranks is None or group is None:
-        return False
-    return ranks == group or bool(np.isin(decode_runs(ranks), decode_runs(group)).all())
+class _Ties:
+    """Compares the ranks of ties with those of their arrays; nearly always they are the same."""
+
+    def __init__(self) -> None:
+        self._compared = 0
+
+    def within(self, ranks: Runs | None, group: Runs | None) -> bool:
+        if ranks is None or group is None or ranks == group:
+            return ranks is not None and group is not None
+        self._compared += length_of(ranks) + length_of(group)
+        return self._compared <= MAX_TIES and bool(np.isin(decode_runs(ranks), decode_runs(group)).all())

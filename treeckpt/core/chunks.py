@@ -16,9 +16,19 @@ import numpy as np
 from .assign import Boxes, Grid, grid_of
 from .plan import Chunk, Placed, PlacedWhole
 from .region import Region
-from .runs import Runs, decode_runs, encode_runs, value_at
+from .runs import Runs, decode_runs, encode_runs, length_of, value_at
 
-__all__ = ["BoxChunks", "Chunks", "GridChunks", "NoChunks", "WholeChunk", "chunks_in", "encode_boxes", "encode_chunks"]
+__all__ = [
+    "BoxChunks",
+    "Chunks",
+    "GridChunks",
+    "NoChunks",
+    "WholeChunk",
+    "chunks_in",
+    "count_chunks",
+    "encode_boxes",
+    "encode_chunks",
+]
 
 
 class WholeChunk(msgspec.Struct, frozen=True, tag="w", array_like=True, gc=False):
@@ -61,6 +71,15 @@ def chunks_in(chunks: Chunks, shape: tuple[int, ...], region: Region | None = No
     if isinstance(chunks, BoxChunks):
         return _box_chunks(chunks, region)
     return []
+
+
+def count_chunks(chunks: Chunks) -> int:
+    """How many chunks an array has, without making them."""
+    if isinstance(chunks, WholeChunk):
+        return 1
+    if isinstance(chunks, GridChunks):
+        return math.prod(length_of(cut) - 1 for cut in chunks.cuts)
+    return length_of(chunks.rank) if isinstance(chunks, BoxChunks) else 0
 
 
 def _grid_chunks(chunks: GridChunks, region: Region | None) -> Iterator[Chunk]:

@@ -51,6 +51,7 @@ __all__ = [
     "PerRank",
     "Taken",
     "is_common_leaf",
+    "is_plain_dataclass",
     "keeps_state",
     "made_of",
     "registered",
@@ -229,16 +230,18 @@ def take(tree: Any, path: str, namespace: str, rank: int) -> Taken | None:
             return _take_fields(tree, path, kind._fields, NamedTupleNode)
         if optree.is_structseq(tree):
             return _take_struct_sequence(tree)
-    if _is_plain_dataclass(kind):
+    if is_plain_dataclass(kind):
         return _take_fields(tree, path, [f.name for f in dataclasses.fields(kind)], DataclassNode)
     return None
 
 
 @lru_cache(maxsize=1024)
-def _is_plain_dataclass(kind: type) -> bool:
+def is_plain_dataclass(kind: type) -> bool:
     """Whether fields are all there is to an instance: not so if it is a dict too, or an enum, or says it is a leaf."""
     others = (enum.Enum, type, BaseException, dict, list, tuple, set, frozenset, str, bytes, int, float)
-    return dataclasses.is_dataclass(kind) and not issubclass(kind, others) and "__treeckpt_leaf__" not in kind.__dict__
+    known: Any = [type.__getattribute__(base, "__dict__") for base in type.__getattribute__(kind, "__mro__")]
+    made = any("__dataclass_fields__" in names for names in known)  # a metaclass may answer anything to hasattr
+    return made and not issubclass(kind, others) and "__treeckpt_leaf__" not in known[0]
 
 
 def made_of(kind: type, fields: Sequence[str], children: Sequence[object]) -> object:

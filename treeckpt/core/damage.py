@@ -56,10 +56,9 @@ def damaged_leaves(index: Index, bad: Iterable[BadBytes], *, rank: int | None = 
     Args:
         rank: whose state counts under `PerRank`; None for that of all ranks.
     """
-    files = {file.name: file for file in index.file_list}
     found: dict[int, list[Damaged]] = {}
     for part in bad:
-        file = files[part.file]
+        file = index.file_names[part.file]
         for number in dict.fromkeys(leaves_in(index, file, part.start, part.stop)):
             leaf = index.entries[number]
             if leaf.ranks is None or rank in (None, file.rank):

@@ -13,13 +13,16 @@ import msgspec
 
 from .errors import FormatError
 from .runs import Runs, check_runs, length_of
-from .shard import MAX_NBYTES, MAX_WORLD, SAVE_ID, check_seal, sealed
+from .seals import check_seal, sealed
+from .shard import MAX_NBYTES, MAX_WORLD, SAVE_ID
 
 __all__ = ["BLOCKING", "Host", "Span", "Timings", "decode_timings", "encode_timings", "timings_name"]
 
 VERSION = 1
 BLOCKING = "blocking"
 """The span of a save in the background that lasts until the call returned. It lies across the phases and is none."""
+LARGE = 1 << 18
+"""Ranks up to which timings may leave some out."""
 MAX_TIME = 1 << 62
 """Nanoseconds; differences of two times fit an int64."""
 
@@ -116,3 +119,5 @@ def _check_timings(timings: Timings, name: str) -> None:
         if not 0 <= span.rank < timings.world or not in_time or not 0 <= span.nbytes < MAX_NBYTES:
             raise FormatError(name, expected="spans of time of its ranks", found=f"{span!r:.120}")
         counts[span.rank] = before + 1
+    if timings.world > max(LARGE, len(timings.spans)):
+        raise FormatError(name, expected="spans of every rank", found=f"{len(timings.spans)} of {timings.world} ranks")

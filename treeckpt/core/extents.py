@@ -5,13 +5,12 @@ Columns are compared as vectors, so that one rank's file among thousands is foun
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import numpy as np
 
-from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk
+from .chunks import BoxChunks, GridChunks, WholeChunk, count_chunks
 from .dtypes import dtype_of
+from .errors import LayoutError
 from .layout import MeshLayout, held_by, mesh_ranks
 from .records import AliasRecord, ArrayRecord, File, Index, Leaf, PerRankArrays
 from .region import Region
@@ -64,11 +63,15 @@ def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> lis
     return found
 
 
-def extents_in(index: Index, file: File, *, empty: bool = False) -> list[Extent]:
+def extents_in(index: Index, file: File, *, empty: bool = False, most: int | None = None) -> list[Extent]:
     """What a shard holds, by offset.
 
     Args:
         empty: also arrays without elements.
+        most: extents, about, beyond which it is given up.
+
+    Raises:
+        LayoutError: there are more than `most`.
     """
     found: list[Extent] = []
     shift = file.header - file.stream
@@ -81,6 +84,8 @@ def extents_in(index: Index, file: File, *, empty: bool = False) -> list[Extent]
             stop = start + region.size * itemsize
             if low <= start and stop <= high and (empty or start < stop):
                 found.append(Extent(leaf.number, region, start + shift, stop + shift))
+        if most is not None and len(found) > most:
+            raise LayoutError(file.name, expected=f"a shard of at most {most} chunks", found="more")
     found.sort(key=lambda extent: extent.start)
     return found
 
@@ -127,15 +132,7 @@ def chunk_count(leaf: Leaf) -> int:
     """How many chunks a leaf has, without making them."""
     if isinstance(leaf.record, PerRankArrays):
         return length_of(leaf.ranks or ())
-    return _count(leaf.record.chunks) if isinstance(leaf.record, ArrayRecord) else 0
-
-
-def _count(chunks: Chunks) -> int:
-    if isinstance(chunks, WholeChunk):
-        return 1
-    if isinstance(chunks, GridChunks):
-        return math.prod(length_of(cut) - 1 for cut in chunks.cuts)
-    return length_of(chunks.rank) if isinstance(chunks, BoxChunks) else 0
+    return count_chunks(leaf.record.chunks) if isinstance(leaf.record, ArrayRecord) else 0
 
 
 def layout_of(index: Index, leaf: Leaf) -> MeshLayout | None:

@@ -22,7 +22,8 @@ from .plan import Placed
 from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArrays, file_table
 from .region import Region
 from .runs import decode_runs, encode_runs
-from .shard import ShardHeader, check_seal, sealed
+from .seals import check_seal, sealed
+from .shard import ShardHeader
 
 __all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_manifest", "rebuild"]
 
@@ -151,6 +152,13 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
             hint="The index cannot be rebuilt",
         )
     index = _decode_body(manifest.encode(), name, manifest=True)
+    if index.world > len(headers):
+        raise CorruptError(
+            name,
+            expected=f"shards of all {index.world} ranks",
+            found=f"{len(headers)} shards",
+            hint="The save never finished, or shards were lost",
+        )
     entries: dict[str, list[_Found]] = {}
     met: set[tuple[int, int]] = set()
     for _, header in headers:

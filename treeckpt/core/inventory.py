@@ -16,12 +16,13 @@ import xxhash
 
 from .assign import ArrayLeaf, held_twice
 from .dtypes import dtype_of
-from .errors import LayoutError, MismatchError
+from .errors import LayoutError, MismatchError, TreeError
 from .layout import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated
 from .records import View
 from .region import Region, intersect
 from .rows import Claim, row_starts
 from .runs import Runs, decode_runs, encode_runs
+from .shard import MAX_NDIM
 from .spec import ArraySpec
 from .structure import Structure, paths_of
 from .union import merge, widen_ranks
@@ -280,6 +281,9 @@ def array_leaves(plenum: Plenum) -> list[tuple[int, ArrayLeaf]]:
     for number, leaf in enumerate(plenum.leaves):
         if leaf.spec is None or leaf.alias_of is not None:
             continue
+        if len(leaf.spec.shape) > MAX_NDIM:
+            ndim = len(leaf.spec.shape)
+            raise TreeError(leaf.path, expected=f"arrays of at most {MAX_NDIM} dimensions", found=f"{ndim}")
         dtype = dtype_of(leaf.spec.dtype)
         layout = leaf.layout or replicated(leaf.per_rank or ())
         align = dtype.itemsize // dtype.parts

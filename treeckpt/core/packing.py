@@ -35,6 +35,8 @@ __all__ = ["Packed", "pack", "unpack"]
 
 MAX_NUMBERS = 1 << 17
 """Offsets of all boxes together, at most, in a small document; they are made when the index is read."""
+MAX_OWN = 1 << 20
+"""Ranks of all leaves under `PerRank`, together."""
 EACH = 2
 """As many for each byte of a larger one: an uneven range takes eight bytes and more, and is a few boxes."""
 FEW_LEAVES = 16
@@ -300,13 +302,15 @@ def _implied(index: Index, leaves: list[Any], cuts: Sequence[_Cut], entries: _En
     by_number = {cut.number: i for i, cut in enumerate(cuts)}
     columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     listed: list[np.ndarray] = []
+    own = 0
     for number, (_, group) in enumerate(index.paths):
         i, record = by_number.get(number), leaves[number]
         if i is not None:
             ranks, spec = entries.ranks[i], cuts[i].spec
             sizes = entries.boxes[i][1].prod(1)
         elif isinstance(record, PerRankArrays) and group is not None and 0 <= record.spec < len(index.specs):
-            ranks, spec = _group(group, index.world, name), index.specs[record.spec]
+            own += length_of(group)
+            ranks, spec = _group(group, own, index.world, name), index.specs[record.spec]
             sizes = np.full(len(ranks), math.prod(spec.shape))
         elif isinstance(record, (ArrayRecord, PerRankArrays)):
             raise FormatError(name, expected="where each range starts, beside arrays that are listed", found="nothing")
@@ -322,10 +326,17 @@ def _implied(index: Index, leaves: list[Any], cuts: Sequence[_Cut], entries: _En
     return starts_of(ranks, classes, nbytes)[np.concatenate(listed)]
 
 
-def _group(group: Runs, world: int, name: str) -> np.ndarray:
+def _group(group: Runs, own: int, world: int, name: str) -> np.ndarray:
+    """The ranks of a leaf of their own.
+
+    Args:
+        own: how many ranks this leaf and those before have, together.
+    """
     check_runs(group, path=name, low=0, high=world)
-    if length_of(group) > MAX_NUMBERS:
-        raise FormatError(name, expected=f"at most {MAX_NUMBERS} ranks", found=f"{length_of(group)}")
+    if length_of(group) > MAX_NUMBERS or own > MAX_OWN:
+        raise FormatError(
+            name, expected=f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_OWN} in all", found=f"{own}"
+        )
     return decode_runs(group)
 
 

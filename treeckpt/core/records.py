@@ -14,7 +14,7 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from .chunks import Chunks, chunks_in
+from .chunks import Chunks, WholeChunk, chunks_in, count_chunks
 from .dtypes import dtype_of
 from .errors import FormatError, MismatchError
 from .layout import Layout
@@ -22,7 +22,7 @@ from .lineage import Lineage
 from .markup import el, facts, joined, table
 from .plan import Chunk
 from .region import Region
-from .runs import Runs, decode_runs, encode_runs, value_at
+from .runs import Runs, decode_runs, encode_runs, length_of, value_at
 from .shard import shard_name
 from .spec import ArraySpec, TableSpec, Value
 from .structure import Structure, paths_of, tables_of
@@ -36,6 +36,7 @@ __all__ = [
     "Index",
     "Leaf",
     "LeafRecord",
+    "Listed",
     "PerRankArrays",
     "PerRankValues",
     "ValueRecord",
@@ -128,6 +129,16 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     """None for values."""
 
 
+class Listed(msgspec.Struct, frozen=True):
+    """How much an index lists, counted without expanding it: a run of a few bytes can stand for millions."""
+
+    files: int
+    most: int
+    """Chunks of one array, or ranks with a leaf of their own, at most."""
+    total: int
+    """The same of all leaves; arrays in one chunk and values, which take bytes of the index each, are left out."""
+
+
 class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, omit_defaults=True):
     """All that is known of a checkpoint without opening a shard."""
 
@@ -165,9 +176,29 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     def by_path(self) -> dict[str, tuple[Leaf, ...]]:
         """Leaves by path; several only under `PerRank`, one for each group of ranks."""
         found: dict[str, tuple[Leaf, ...]] = {}
+        groups: dict[str, list[Leaf]] = {}
         for leaf in self.entries:
-            found[leaf.path] = (leaf,) if leaf.ranks is None else (*found.get(leaf.path, ()), leaf)
+            found[leaf.path] = (leaf,)
+            if leaf.ranks is not None:
+                groups.setdefault(leaf.path, []).append(leaf)
+        found.update((path, tuple(leaves)) for path, leaves in groups.items())
         return found
+
+    @cached_property
+    def listed(self) -> Listed:
+        """How much is listed here."""
+        most = total = 0
+        for record, (_, ranks) in zip(self.leaves, self.paths, strict=True):
+            if ranks is None:
+                if type(record) is not ArrayRecord or type(record.chunks) is WholeChunk:
+                    continue
+                count = count_chunks(record.chunks)
+            elif type(record) is PerRankValues:
+                continue
+            else:
+                count = length_of(ranks)
+            most, total = max(most, count), total + count
+        return Listed(length_of(self.files.rank), most, total)
 
     @cached_property
     def tables(self) -> dict[int, TableSpec]:
@@ -188,6 +219,11 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
             File(shard_name(self.save_id, rank, self.world, part), rank, part, stream, nbytes, header)
             for rank, part, stream, nbytes, header in zip(*columns, strict=True)
         )
+
+    @cached_property
+    def file_names(self) -> dict[str, File]:
+        """Every shard by its name."""
+        return {file.name: file for file in self.file_list}
 
     @cached_property
     def _files_by_rank(self) -> dict[int, list[File]]:

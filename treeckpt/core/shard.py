@@ -23,13 +23,13 @@ import xxhash
 from .dtypes import dtype_of
 from .errors import CorruptError, FormatError, TreeckptError
 from .region import Region
+from .seals import check_seal, sealed
 
 __all__ = [
     "BLOCK",
     "Entry",
     "ShardHeader",
     "block_count",
-    "check_seal",
     "decode_header",
     "encode_header",
     "hash_block",
@@ -37,8 +37,8 @@ __all__ = [
     "hashes_at",
     "header_nbytes",
     "parse_shard_name",
+    "reach_of",
     "seal_at",
-    "sealed",
     "shard_name",
     "with_hashes",
 ]
@@ -55,7 +55,6 @@ MAX_WORLD = 1 << 24
 MAX_NBYTES = 1 << 62
 """More bytes than any array or rank has: sums of two such numbers fit an int64."""
 SAVE_ID = re.compile(r"[0-9a-f]{16}")
-_RESTORE = "The file was changed after it was written; restore it from a copy"
 _SEAL = b'"seal":"'
 _HASHES = b'"hashes":"'
 _ZEROS = b"0" * 16
@@ -132,6 +131,11 @@ def parse_shard_name(name: str) -> tuple[str, int, int, int] | None:
     return (match[4], int(match[1]), int(match[3]), int(match[2] or 0)) if match else None
 
 
+def reach_of(shape: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of an array, with dimensions of no elements taken as 1: no array library has more than 63 bits for that."""
+    return math.prod([max(n, 1) for n in shape]) * itemsize
+
+
 def block_count(nbytes: int, block: int = BLOCK) -> int:
     """How many checksums a data area of `nbytes` has."""
     return -(-nbytes // block)
@@ -150,32 +154,6 @@ def hash_parts(parts: Sequence[memoryview]) -> int:
     for part in parts:
         state.update(part)  # pyright: ignore[reportArgumentType] (a memoryview is a buffer)
     return state.intdigest()
-
-
-def sealed(document: bytes) -> bytes:
-    """The JSON document with its first `"seal":"0000000000000000"` filled in."""
-    at = document.index(_SEAL) + len(_SEAL)
-    digest = f"{xxhash.xxh3_64_intdigest(document):016x}".encode()
-    return document[:at] + digest + document[at + 16 :]
-
-
-def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str = _RESTORE) -> None:
-    """Refuses a document whose seal is not its checksum.
-
-    Raises:
-        CorruptError: naming the file.
-    """
-    data = bytes(document)
-    at = data.find(_SEAL, 0, 256) + len(_SEAL)
-    stored = data[at : at + 16]
-    actual = f"{xxhash.xxh3_64_intdigest(data[:at] + _ZEROS + data[at + 16 :]):016x}".encode()
-    if at < len(_SEAL) or stored != actual:
-        raise CorruptError(
-            name,
-            expected=f"seal {stored[:16]!r}" if at >= len(_SEAL) else "a sealed document",
-            found=f"{actual!r} for bytes 0:{len(data)}",
-            hint=hint,
-        )
 
 
 def _entry_name(entry: Entry, whole: bool) -> str:
@@ -284,7 +262,7 @@ def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: b
     """
     check_seal(data, name)
     try:
-        metadata = msgspec.json.decode(bytes(data[8:]), type=_Front).metadata
+        metadata = msgspec.json.decode(memoryview(data)[8:], type=_Front).metadata
         if metadata.format != "treeckpt" or metadata.version != str(VERSION):
             raise FormatError(
                 name,
@@ -344,7 +322,7 @@ def _decode_entry(name: str, tensor: _Tensor, shape: tuple[int, ...] | None, log
         raise ValueError(f"{name[:80]!r} has shape {shape}, offset {region.offset}")
     if any(n < 0 for n in (*region.offset, *local)) or not region.within(Region.whole(shape)):
         raise ValueError(f"{name[:80]!r} lies outside of its shape {shape}")
-    if math.prod(shape) * dtype.itemsize >= MAX_NBYTES:
+    if reach_of(shape, dtype.itemsize) >= MAX_NBYTES:
         raise ValueError(f"{name[:80]!r} is larger than any array")
     if stop - start != math.prod(local) * dtype.itemsize:
         raise ValueError(f"{name[:80]!r} has {stop - start} bytes for shape {local} of {dtype.name}")

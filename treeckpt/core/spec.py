@@ -31,6 +31,7 @@ import numpy as np
 
 from .dtypes import dtype_of_text, dtype_text, name_of
 from .errors import FormatError, MismatchError, TreeError
+from .members import HASHED, check_hashes, named_member, valued_member
 from .region import Region
 
 __all__ = [
@@ -271,10 +272,6 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _scalar(name: str, data: str) -> object:
-    return np.frombuffer(_bytes(data), dtype_of_text(name))[0]
-
-
 def _path(windows: bool, pure: bool) -> Callable[..., pathlib.PurePath]:
     """A path of this machine's own flavour comes back concrete, one of the other flavour pure."""
     flavour = pathlib.PureWindowsPath if windows else pathlib.PurePosixPath
@@ -314,7 +311,7 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "PureWindowsPath": _path(windows=True, pure=True),
     "PosixPath": _path(windows=False, pure=False),
     "WindowsPath": _path(windows=True, pure=False),
-    "numpy": _scalar,
+    "numpy": lambda name, data: np.frombuffer(_bytes(data), dtype_of_text(name))[0],
     "numpy.str": np.str_,
     "numpy.bytes": lambda text: np.bytes_(_bytes(text)),
     "numpy.dtype": dtype_of_text,
@@ -352,6 +349,8 @@ def _decode(
         return _decode_enum(value, path, resolve, extra, depth)
     items = [_decode(item, path, resolve, extra, depth + 1) for item in value.items]
     try:
+        if value.kind in HASHED:
+            check_hashes(items[:: HASHED[value.kind]], path)
         if (decode := _DECODERS.get(value.kind)) is not None:
             return decode(*items)
         if extra is not None:
@@ -359,7 +358,7 @@ def _decode(
         raise LookupError(value.kind)
     except MismatchError as error:  # of a dtype that this program lacks
         raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError, RuntimeError) as error:
         raise FormatError(path, expected="a value of a known kind", found=f"{value!r:.80} ({error!s:.200})") from error
 
 
@@ -373,7 +372,9 @@ def _decode_enum(
         kind = resolve(name) if resolve is not None else None
         if kind is None or not issubclass(kind, enum.Enum):
             raise LookupError(name)
-        return kind[member] if isinstance(member, str) else kind(_decode(inner, path, resolve, extra, depth + 1))
+        if isinstance(member, str):
+            return named_member(kind, member)
+        return valued_member(kind, _decode(inner, path, resolve, extra, depth + 1))
     except (LookupError, ValueError, TypeError) as error:
         raise MismatchError(
             path,

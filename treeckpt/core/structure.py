@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from .errors import FormatError, TreeError
+from .members import check_hashes
 from .runs import Runs, check_runs
 from .spec import TableSpec, Typed, Value, decode_value, type_name
 
@@ -37,6 +38,7 @@ __all__ = [
     "TableNode",
     "TupleNode",
     "any_rank",
+    "check_unicode",
     "empty_places",
     "key_text",
     "keys_of",
@@ -159,6 +161,9 @@ Structure = Node | None
 
 TABLE_KEYS = ("ids", "offsets", "slots", "scalars")
 """The keys of a table's children."""
+MAX_TEXT = 1 << 24
+"""Characters of all paths together, and as many more for each leaf as `EACH` says: a name stands in all below it."""
+EACH = 1024
 _FEW = 16
 """Keys of a node that may well be repeated."""
 _NUMBER = re.compile(r"-?[0-9]+")
@@ -176,7 +181,7 @@ def key_text(key: object, path: str = "") -> str:
         if text.isidentifier():  # most keys: no mark, no number, valid Unicode
             return text
         if not text.isascii():
-            _check_unicode(text, path)
+            check_unicode(text, path)
         if "~" in text or "/" in text:
             return text.replace("~", "~0").replace("/", "~1")
         return f"~s{text}" if not text or (text[0] in "-0123456789" and _NUMBER.fullmatch(text)) else text
@@ -202,7 +207,12 @@ def key_text(key: object, path: str = "") -> str:
     )
 
 
-def _check_unicode(text: str, path: str) -> None:
+def check_unicode(text: str, path: str) -> None:
+    """Refuses a name that no JSON can hold.
+
+    Raises:
+        TreeError: naming it.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -236,7 +246,8 @@ def _unescape(step: str) -> str:
 def keys_of(node: Node, path: str) -> Sequence[object]:
     """The keys of a node's children: dict keys, field names or positions."""
     if isinstance(node, (DictNode, OrderedDictNode, DefaultDictNode, CustomNode)):
-        return [decode_value(key, path) if type(key) is Typed else key for key in node.keys]
+        keys = [decode_value(key, path) if type(key) is Typed else key for key in node.keys]
+        return check_hashes(keys, path) if any(type(key) is Typed for key in node.keys) else keys
     if isinstance(node, (NamedTupleNode, StructSequenceNode, DataclassNode)):
         return node.fields
     if isinstance(node, TableNode):
@@ -271,15 +282,19 @@ class KeyTexts:
 def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
     """Each leaf's path, in order; under a `PerRank`, with the ranks it stands for and `~rank*` in place of the rank."""
     found: list[tuple[str, Runs | None]] = []
-    texts = KeyTexts()
+    texts, nchars = KeyTexts(), 0
 
     def walk(node: Structure, path: str, ranks: Runs | None, depth: int) -> None:
+        nonlocal nchars
         if node is None:
             found.append((path, ranks))
             return
         if depth > MAX_DEPTH:
             raise FormatError(path[:200], expected=f"at most {MAX_DEPTH} levels", found="a deeper structure")
         prefix = path + "/" if depth else ""
+        nchars += len(prefix) * len(node.children)
+        if nchars > MAX_TEXT + EACH * len(found):
+            raise FormatError(path[:200], expected="names of a usual length", found=f"paths of {nchars} characters")
         if isinstance(node, PerRankNode):
             if len(node.ranks) != len(node.children):
                 raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
@@ -288,8 +303,8 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
                 walk(child, prefix + "~rank*", group, depth + 1)
             return
         steps, children = texts.of(node, path), node.children
-        if isinstance(node, TableNode):
-            _check_table(node, path)
+        if isinstance(node, (TableNode, DequeNode)):
+            _check_node(node, path)
         if len(steps) != len(children):
             raise FormatError(path, expected=f"{len(steps)} children", found=f"{len(children)}")
         if children.count(None) == len(children):  # nearly all there is: spared the calls
@@ -345,7 +360,11 @@ def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
     return found
 
 
-def _check_table(node: TableNode, path: str) -> None:
+def _check_node(node: TableNode | DequeNode, path: str) -> None:
+    if isinstance(node, DequeNode):
+        if node.maxlen is not None and not len(node.children) <= node.maxlen < 1 << 63:
+            raise FormatError(path, expected=f"a deque of {len(node.children)} or more", found=f"maxlen {node.maxlen}")
+        return
     legal = [child if child is None else type(child) for child in node.children] == [None, None, DictNode, DictNode]
     if not legal or not 0 < node.table.buckets < 1 << 32:
         raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=f"{node!r:.80}")

@@ -22,6 +22,7 @@ from .containers import (
     FACTORIES,
     PerRank,
     is_common_leaf,
+    is_plain_dataclass,
     made_of,
     registered,
     struct_sequence_fields,
@@ -177,10 +178,13 @@ def _assemble(
     if isinstance(node, CustomNode):
         return _assemble_custom(node, kind, children, path, namespace)
     if isinstance(node, NamedTupleNode):
-        return kind._make(children)
+        return tuple.__new__(kind, children)  # as `_make` of a namedtuple does, whatever a subclass makes of that
     if isinstance(node, StructSequenceNode):
         return struct_sequence_of(kind, children)
-    return made_of(kind, node.fields, children)
+    try:
+        return made_of(kind, node.fields, children)
+    except (TypeError, AttributeError) as error:  # an abstract class, say
+        raise _no_class(path, node.cls, f"{error}"[:200]) from error
 
 
 def _assemble_custom(node: CustomNode, kind: type, children: list[Any], path: str, namespace: str) -> object:
@@ -204,12 +208,14 @@ def _class_of(
     if isinstance(node, CustomNode):
         return kind
     if isinstance(node, NamedTupleNode):
-        fields = kind._fields if optree.is_namedtuple_class(kind) else None
+        known = issubclass(kind, tuple) and optree.is_namedtuple_class(kind)
+        fields: Any = getattr(kind, "_fields") if known else None  # noqa: B009 (pyright takes it for a plain tuple)
     elif isinstance(node, StructSequenceNode):
-        items, hidden = struct_sequence_fields(kind) if optree.is_structseq_class(kind) else ((), ())
+        known = issubclass(kind, tuple) and optree.is_structseq_class(kind)
+        items, hidden = struct_sequence_fields(kind) if known else ((), ())
         fields = items if items == node.fields else (*items, *hidden) or None  # items alone: an older checkpoint
     else:
-        fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else None
+        fields = [f.name for f in dataclasses.fields(kind)] if is_plain_dataclass(kind) else None
     if fields is None or tuple(fields) != node.fields:
         raise _no_class(path, f"{node.cls} with fields {', '.join(node.fields)}", f"{fields}")
     return kind

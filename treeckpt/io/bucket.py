@@ -6,6 +6,7 @@ two a URL takes is decided here, and neither library is imported before a URL as
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard
@@ -20,6 +21,7 @@ __all__ = [
     "Found",
     "Listing",
     "Tag",
+    "check_path",
     "is_url",
     "local_path",
     "missing_extra",
@@ -132,14 +134,33 @@ def local_path(path: str) -> str:
     """The path that a file:// URL names; a path as it is.
 
     Raises:
-        CheckpointError: an empty one, which the system takes for the current directory.
+        CheckpointError: an empty one, which the system takes for the current directory, or one that no file can have.
     """
+    check_path(path)
     for scheme in _LOCAL:
         path = path.removeprefix(scheme)
     if not path:
         hint = "Pass '.' for the current directory"
         raise CheckpointError("path", expected="a path, a URL or a store", found="an empty one", hint=hint)
     return path
+
+
+def check_path(path: str) -> None:
+    """Refuses a path or URL that no system takes.
+
+    Raises:
+        CheckpointError: it holds a zero, or characters that no file name is made of.
+    """
+    try:
+        if is_url(path):
+            path.encode()  # no file system's bytes stand in a URL
+        if "\0" not in os.fsencode(path).decode("utf-8", "surrogateescape"):
+            return
+        found = "a zero in"
+    except UnicodeEncodeError:
+        found = "half of a pair of code points in"
+    hint = "Look for where the path comes from"
+    raise CheckpointError("path", expected="a path that a file can have", found=f"{found} {path!r:.200}", hint=hint)
 
 
 def split_url(url: str) -> tuple[str, str]:

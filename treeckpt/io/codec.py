@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..core.check import check_there, is_long
 from ..core.errors import CheckpointError, CheckpointNotFound, CorruptError
 from ..core.events import Timings, decode_timings, timings_name
 from ..core.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
@@ -19,7 +20,7 @@ def read_index(store: Store) -> Index:
 
     Raises:
         CheckpointNotFound: there is none; says whether shards are there.
-        CorruptError, FormatError: it is not as it was written.
+        CorruptError, FormatError: it is not as it was written, or lists far more than the files there can hold.
     """
     label = f"{store.url}/{INDEX_NAME}"
     try:
@@ -36,7 +37,10 @@ def read_index(store: Store) -> Index:
         ) from error
     except OSError as error:
         raise unreadable(error, label, kind=CorruptError) from error
-    return decode_index(data, label)
+    index = decode_index(data, label)
+    if is_long(index, len(data)):
+        check_there(index, store.sizes(), store.url)
+    return index
 
 
 def read_timings(store: Store, save_id: str) -> Timings | None:
@@ -96,8 +100,7 @@ def _rebuild(store: Store, names: list[str], whole: bool) -> Index:
     sizes = store.sizes()
     headers = [read_header(store, name, file_size=sizes.get(name)) for name in names]
     index = rebuild(headers, store.url)
-    present = {header.rank for _, header in headers}
-    missing = [rank for rank in range(index.world) if rank not in present]
+    missing = sorted(set(range(index.world)) - {header.rank for _, header in headers})
     if missing:
         raise CorruptError(
             store.url,

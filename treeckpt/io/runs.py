@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from .bucket import is_url, local_path
+from .bucket import check_path, is_url, local_path
 from .diskfile import sync_directory
 from .refusals import unreadable
 from .store import LocalStore, MemoryStore, Store, Writer
@@ -134,6 +134,7 @@ def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
     if not isinstance(run, (str, os.PathLike)):
         return run
     text = os.fspath(run)
+    check_path(text)
     if is_url(text):
         from .objects import ObjectRun
 
@@ -148,6 +149,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
         StoreError: as `open_run`.
     """
     text = os.fspath(path)
+    check_path(text)
     if is_url(text):
         from .objects import ObjectFolder, ObjectStore
 

@@ -10,10 +10,11 @@ import msgspec
 from ..core.damage import leaves_in
 from ..core.errors import CheckpointError, CorruptError
 from ..core.records import File, Index
+from ..core.seals import check_text
 from ..core.shard import ShardHeader, block_count, decode_header, hash_block, hash_parts, header_nbytes
 from .buffers import PAGE, aligned_buffer
 from .record import Recorder
-from .store import Lending, Store
+from .store import TEXT, Lending, Store
 
 __all__ = [
     "Opened",
@@ -56,19 +57,33 @@ def read_header(
     Raises:
         CorruptError, FormatError: naming the file.
     """
-    data = _header_data(store, name, file_size)
+    data = _header_data(store, name, file_size, None)
     return len(data), decode_header(data, f"{store.url}/{name}", entries=entries)
 
 
-def _header_data(store: Store, name: str, file_size: int | None) -> bytearray:
+def _header_data(store: Store, name: str, file_size: int | None, wanted: int | None) -> bytearray:
+    """The header of a shard.
+
+    Args:
+        wanted: its bytes by the index, if there is one.
+    """
     label = f"{store.url}/{name}"
     prefix = bytearray(8)
     store.read_into(name, 0, memoryview(prefix))
     size = header_nbytes(prefix, label)
     if size > (actual := store.sizes().get(name, 0) if file_size is None else file_size):
         raise CorruptError(label, expected=f"a header of {size} bytes", found=f"a file of {actual}")
-    data = bytearray(size)
+    if wanted not in (None, size):
+        raise CorruptError(label, expected=f"a header of {wanted} bytes", found=f"one of {size}", hint=_RESTORE)
+    data = bytearray(min(size, TEXT))
     store.read_into(name, 0, memoryview(data))
+    if size > TEXT:
+        check_text(data[8:], 8, label)
+    for at in range(TEXT, size, TEXT):
+        part = bytearray(min(size - at, TEXT))
+        store.read_into(name, at, memoryview(part))
+        check_text(part, at, label)
+        data += part
     return data
 
 
@@ -99,7 +114,7 @@ def open_shard(
             hint=_RESTORE,
         )
     try:
-        data = _header_data(store, file.name, size)
+        data = _header_data(store, file.name, size, file.header)
         header = decode_header(data, f"{store.url}/{file.name}", entries=False)
     except CheckpointError as error:
         raise type(error)(

@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ..core.errors import CheckpointError, CheckpointExists, CorruptError
-from .bucket import is_url, local_path
+from ..core.seals import check_text
+from .bucket import check_path, is_url, local_path
 from .diskfile import LocalWriter, make_directory, sync_directory
 from .owners import this_process
 from .reader import LocalReader, Readers, open_regular
 
-__all__ = ["Lending", "LocalStore", "MemoryStore", "Store", "Swapping", "Writer", "open_store"]
+__all__ = ["TEXT", "Lending", "LocalStore", "MemoryStore", "Store", "Swapping", "Writer", "open_store"]
 
+TEXT = 32 << 20
+"""Bytes of a text that are read at a time: a larger one is looked at before the rest is read."""
 
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 """Maps without a descriptor each, where Python can do without."""
@@ -68,7 +71,10 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, *, limit: int) -> bytes:
-        """A whole small file. Raises CorruptError past `limit`, FileNotFoundError where there is none."""
+        """A whole small file of text. Raises CorruptError past `limit`, FileNotFoundError where there is none.
+
+        A large one with zeros in it, as a sparse file has, is refused as soon as these are met.
+        """
         ...
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
@@ -149,6 +155,7 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
     """
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
+        check_path(text)
         if is_url(text):
             from .objects import ObjectStore
 
@@ -173,10 +180,12 @@ class LocalStore:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory).absolute()
         self._readers = Readers()
+        # bytes that are no text are written out: what it is called goes into messages, which are text
+        self._url = os.fsencode(self._directory).decode("utf-8", "backslashreplace")
 
     @property
     def url(self) -> str:
-        return str(self._directory)
+        return self._url
 
     @property
     def directory(self) -> Path:
@@ -199,11 +208,16 @@ class LocalStore:
 
     def read(self, name: str, *, limit: int) -> bytes:
         with open(open_regular(self._directory / name), "rb") as file:
-            # read(n) allocates n bytes at once, and the limit is far above what files have
-            data = file.read(min(os.fstat(file.fileno()).st_size, limit) + 1)
-        if len(data) > limit:
-            raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found="more")
-        return data
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found=f"{size}")
+            # read(n) allocates n bytes at once, and a sparse file takes none
+            parts, at = [file.read(min(size, TEXT) + 1)], 0
+            while size > TEXT and parts[-1]:
+                check_text(parts[-1], at, f"{self.url}/{name}")
+                at += len(parts[-1])
+                parts.append(file.read(TEXT))
+        return b"".join(parts)
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         with self._reader(name) as reader:

@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -318,15 +319,20 @@ def _unpickle(typed: Typed, path: str, allow_pickle: bool) -> object:
 
 
 def resolve(name: str) -> type:
-    """The class `module:qualname`, if its module is imported already; nothing is imported by a file's word.
+    """The class `module:qualname`, if its module is imported already; nothing is imported or called by a file's word.
+
+    Only what stands in the module's own dict, or in that of a class, is found: an attribute that a module or a
+    metaclass makes when it is asked for is not.
 
     Raises:
         LookupError: no such class here.
     """
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
+    known: Any = object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}
     for part in qualname.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type):
-        raise LookupError(name)
+        found = known.get(part)
+        if not issubclass(type(found), type):
+            raise LookupError(name)
+        known = type.__getattribute__(found, "__dict__")
     return found

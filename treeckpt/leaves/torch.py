@@ -61,7 +61,7 @@ def torch_dtype(name: str, path: str = "") -> torch.dtype:
     Raises:
         MismatchError: this torch has none.
     """
-    dtype = getattr(torch, name, None)
+    dtype = vars(torch).get(name)  # getattr imports what torch loads late
     if not isinstance(dtype, torch.dtype):
         raise MismatchError(
             path, expected="a dtype that torch has", found=name, hint="Load it as a numpy array, with like="
@@ -299,7 +299,15 @@ def _devices() -> list[str]:
 
 
 def _dress(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
-    """The tensor as the kind that the spec says. Its memory is filled later, which autograd does not see."""
+    """The tensor as the kind that the spec says. Its memory is filled later, which autograd does not see.
+
+    Raises:
+        FormatError: it is to have gradients, and its dtype can have none.
+    """
+    if spec.requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise FormatError(
+            spec.kind, expected="a dtype that can have gradients", found=f"{spec.dtype} with requires_grad"
+        )
     if spec.kind == "parameter":
         return Parameter(tensor, requires_grad=spec.requires_grad)
     if spec.kind == "buffer":
@@ -359,7 +367,7 @@ def decode(value: Typed) -> Any:
     if kind == "device":
         return torch.device(*items)  # pyright: ignore[reportCallIssue, reportArgumentType]
     classes = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-    found = getattr(torch, str(items[0]), None)
+    found = vars(torch).get(str(items[0]))
     if kind not in classes or not isinstance(found, classes[kind]):
         raise LookupError(value.kind)
     return found
