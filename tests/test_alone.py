@@ -121,6 +121,15 @@ def test_loads_take_the_launchers_word_for_which_rank_this_is(tmp_path: Path, mo
     assert tc.load(tmp_path / "one", on_corrupt="skip", comm="alone")["own"].value == 7
 
 
+def test_trees_are_not_taken_for_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    for call in (tc.trees.gather, tc.trees.broadcast):
+        with pytest.raises(tc.RankError, match=r'group: .*WORLD_SIZE=4.*group="alone"'):
+            call({"w": np.arange(5)})
+        assert call({"w": np.arange(5)}, group="alone")["w"].tolist() == list(range(5))
+
+
 def test_another_word_than_alone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(tc.TreeckptError, match=r"comm: expected .*\"alone\".*found 'solo'"):
         tc.save(tmp_path / "c", TREE, comm="solo")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.world import LONG, errors_of, on_ranks
-from treeckpt.core.assign import ArrayLeaf, held_twice
+from treeckpt.core.assign import held_twice
 from treeckpt.core.layout import BoxLayout, Mesh, MeshLayout, Replicate, Shard, among, held_by
 from treeckpt.core.region import Region
 from treeckpt.core.runs import encode_runs
@@ -287,7 +287,7 @@ def test_every_element_that_pieces_share_is_compared(data: st.DataObject) -> Non
     sides = st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 4), st.integers(1, 5))
     boxes = [Region((r, c), (min(h, 4 - r), min(w, 5 - c))) for r, h, c, w in data.draw(st.lists(sides, max_size=6))]
     boxes.append(Region.whole(shape))  # so that there is no gap
-    found = held_twice(ArrayLeaf("w", shape, 4, BoxLayout(tuple(enumerate(boxes)))))
+    found = held_twice(shape, BoxLayout(tuple(enumerate(boxes))))
     seen, written = np.zeros(shape, int), np.zeros(shape, int)
     for box in found:
         assert sum(box.within(region) for region in boxes) >= 2

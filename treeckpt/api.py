@@ -221,8 +221,7 @@ def load(
         read: "once" has what several ranks of a host want read by one and handed on; every rank has to call.
         memory: bytes of buffers beyond what is loaded, at most; smaller ones make smaller reads (1 MiB is the least).
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
-        comm: this process's rank and the size of its world, as for `save`, or as a launcher says where no process group
-            is up; ranks talk only to salvage, or to read "once".
+        comm: this rank, and of how many, as for `save` or by the launcher; they talk to salvage or to read "once" only.
         on_report: gets the `LoadReport`.
 
     Raises:

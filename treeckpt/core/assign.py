@@ -213,20 +213,18 @@ def _disjoint(regions: list[Region]) -> Iterator[tuple[Region, list[Region]]]:
         yield region, rest
 
 
-def held_twice(leaf: ArrayLeaf) -> list[Region]:
-    """Boxes of an array with listed pieces that several pieces hold: whole pieces, or where they overlap in part.
+def held_twice(shape: tuple[int, ...], layout: BoxLayout) -> list[Region]:
+    """Boxes of an array that several of its listed pieces hold: whole pieces, or where they overlap in part.
 
     For each piece that overlaps an earlier one, with every element that both hold, there is a box that lies inside of
     it and inside of the first piece that has the element.
     """
-    if not isinstance(leaf.layout, BoxLayout) or leaf.per_rank is not None:
-        return []
-    held = [region for _, region in leaf.layout.pieces if region.size]
-    if sum(region.size for region in held) <= math.prod(leaf.shape):
+    held = [region for _, region in layout.pieces if region.size]
+    if sum(region.size for region in held) <= math.prod(shape):
         return []  # they are apart, or leave a gap, which is refused
     found = {region for region, count in collections.Counter(held).items() if count > 1}
     distinct = sorted(set(held))
-    if sum(region.size for region in distinct) > math.prod(leaf.shape):
+    if sum(region.size for region in distinct) > math.prod(shape):
         active: list[tuple[Region, list[Region]]] = []
         for region, rest in _disjoint(distinct):
             active = [(r, own) for r, own in active if not r.shape or r.stop[0] > region.offset[0]]

@@ -293,11 +293,12 @@ def array_leaves(plenum: Plenum) -> list[tuple[int, ArrayLeaf]]:
 
 def contested(plenum: Plenum) -> list[tuple[str, Region, int]]:
     """What several pieces of arrays with listed pieces hold: path, box and its bytes."""
-    return [
-        (leaf.path, region, region.size * leaf.itemsize)
-        for _, leaf in array_leaves(plenum)
-        for region in held_twice(leaf)
-    ]
+    found: list[tuple[str, Region, int]] = []
+    for leaf in plenum.leaves:
+        if leaf.spec is not None and leaf.alias_of is None and isinstance(leaf.layout, BoxLayout):
+            itemsize = dtype_of(leaf.spec.dtype).itemsize
+            found += [(leaf.path, box, box.size * itemsize) for box in held_twice(leaf.spec.shape, leaf.layout)]
+    return found
 
 
 _MARK = "\0"

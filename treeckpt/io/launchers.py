@@ -93,13 +93,17 @@ class Unconnected:
         pass
 
 
-def unconnected(place: Launched) -> RankError:
-    """What to raise where ranks would have to talk."""
+def unconnected(place: Launched, name: str = "comm") -> RankError:
+    """What to raise where ranks would have to talk.
+
+    Args:
+        name: of the argument that would say how.
+    """
     return RankError(
-        "comm",
+        name,
         ranks={place.rank: "it cannot reach the others"},
         expected=f"a way to reach the other ranks, of {place.size}",
-        found=f"{place.said}, but no process group of torch.distributed, and no comm",
-        hint="Call dist.init_process_group first, or pass comm=; a process that is to do this by itself, whatever the "
-        'others do, passes comm="alone"',
+        found=f"{place.said}, but no process group of torch.distributed, and no {name}",
+        hint=f"Call dist.init_process_group first, or pass {name}=; a process that is to do this by itself, whatever "
+        f'the others do, passes {name}="alone"',
     )

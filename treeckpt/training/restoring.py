@@ -83,11 +83,10 @@ def restore(
         strict: all that is here must be in the checkpoint, and the reverse for the parts that are asked for.
         partial: this rank's model is a part of what was saved (a pipeline stage): the rest is not unexpected.
         keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",).
-        cast, verify, read, allow_pickle: as for `treeckpt.load_into`; fresh moments are cast as their parameters are.
+        cast, verify, read, allow_pickle, comm: as for `treeckpt.load_into`; fresh moments are cast as parameters are.
         world_changed: what becomes of each rank's own state in a world of another size: "error", "take" (modulo the
             old world), `merge(states, rank, world)`; or one each for "rng", "loader", "buffers", "extra" (no merge).
         device: where plain tensors on the meta device go, by default torch's default device.
-        comm: as for `treeckpt.load`.
 
     Raises:
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.

@@ -115,7 +115,7 @@ def gather(
         ranks: who gets the arrays, counted within the group; None is all. The others get an `ArraySpec` in the place of
             each array (a target for `load` or `distribute`), and the values.
         device: where the arrays go; by default to the host.
-        group: a process group of torch.distributed; by default the default one.
+        group: a process group of torch.distributed; by default the default one. "alone" is this process only.
         bucket_bytes: how much travels in one message.
 
     Raises:

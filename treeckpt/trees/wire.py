@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..io.comm import check_group
+from ..io.launchers import launched, unconnected
 
 __all__ = ["SoloWire", "TorchWire", "Wire", "wire_of"]
 
@@ -110,14 +111,18 @@ class TorchWire:
 
 
 def wire_of(group: Any) -> Wire:
-    """The wire of a process group; None is the default group, or nobody where there is none.
+    """The wire of a process group; None is the default group, or nobody where there is none; "alone" is nobody.
 
     Raises:
-        RankError: this rank is not part of the group.
+        RankError: this rank is not part of the group, or there is none although a launcher has started other ranks.
         TreeckptError: it is none.
     """
+    if isinstance(group, str) and group == "alone":
+        return SoloWire()
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
+        if group is None and (place := launched()) is not None:
+            raise unconnected(place, "group")
         return SoloWire()
     if group is None:
         group = dist.group.WORLD
