@@ -26,6 +26,7 @@ from .core.index import INDEX_NAME
 from .core.policy import Policy, StepInfo
 from .core.retention import Cleaning, FileFact, FolderFact, Left, Removal, Times, plan_cleaning
 from .io.codec import read_index
+from .io.foreign import describe_foreign
 from .io.leases import LEASE, has_readers
 from .io.runs import Folder, RunStore, open_run
 
@@ -131,7 +132,8 @@ class Run:
         if info.status == "complete":
             return info
         kind = CheckpointError if info.status == "corrupt" else CheckpointNotFound
-        raise kind(info.path, expected="a complete checkpoint", found=info.error or info.status)
+        found, hint = describe_foreign(info.path) or (info.error or info.status, "")
+        raise kind(info.path, expected="a complete checkpoint", found=found, hint=hint)
 
     # pins ----------------------------------------------------------------------------------------------------
 
