@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from .core.containers import is_common_leaf, take
-from .core.errors import MismatchError
+from .core.errors import MismatchError, TreeError
 from .core.structure import MAX_DEPTH, any_rank, key_text, rank_key
 from .core.tree import PerRank, flatten, graft, replace_leaves
 
@@ -44,10 +44,14 @@ def holds_stateful(tree: Any, namespace: str = "", depth: int = 0) -> bool:
         children = tree
     elif is_common_leaf(kind):
         return False
-    elif (taken := take(tree, "", namespace, 0)) is not None:
-        children = taken.children
     else:
-        return is_stateful(tree)
+        try:
+            taken = take(tree, "", namespace, 0)
+        except TreeError:
+            return True  # flattening says where
+        if taken is None:
+            return is_stateful(tree)
+        children = taken.children
     return any(holds_stateful(child, namespace, depth + 1) for child in children if not is_common_leaf(type(child)))
 
 
