@@ -13,6 +13,7 @@ from . import api
 from .catalog import CheckpointInfo
 from .core.errors import CheckpointNotFound, TreeckptError
 from .core.policy import Best, best_of
+from .io.foreign import describe_foreign
 from .run import Run, step_info
 
 __all__ = ["Finder"]
@@ -81,6 +82,9 @@ class Finder:
         if step is not None:
             return self._run.checkpoint(step)
         found = self.newest(without=tried)
+        if found is None and (foreign := describe_foreign(self._run.url)) is not None:
+            expected = "a run of checkpoints of treeckpt"
+            raise CheckpointNotFound(self._run.url, expected=expected, found=foreign[0], hint=foreign[1])
         if found is None:
             raise CheckpointNotFound(
                 self._run.url,

@@ -27,6 +27,7 @@ from .core.index import INDEX_NAME
 from .core.lineage import Mark
 from .core.policy import Policy, StepInfo
 from .core.retention import Cleaning, FolderFact, Left, Removal, plan_cleaning
+from .io.foreign import describe_foreign
 from .io.leases import has_readers
 from .io.runs import Folder, RunStore, open_folder, open_run
 from .leftovers import GRACE, committed, file_facts, plan_of, remove_leftovers, times
@@ -143,7 +144,8 @@ class Run:
         if info.status == "complete":
             return info
         kind = CheckpointError if info.status == "corrupt" else CheckpointNotFound
-        raise kind(info.path, expected="a complete checkpoint", found=info.error or info.status)
+        found, hint = describe_foreign(info.path) or (info.error or info.status, "")
+        raise kind(info.path, expected="a complete checkpoint", found=found, hint=hint)
 
     # pins ----------------------------------------------------------------------------------------------------
 

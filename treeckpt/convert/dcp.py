@@ -13,6 +13,7 @@ from ..core.errors import CorruptError, FormatError
 from ..core.region import Region
 from ..core.spec import ArraySpec
 from ..core.structure import MAX_DEPTH
+from ..io.foreign import DCP_METADATA
 from ..io.store import Store
 from ..leaves.lazy import Lazy
 from .checksums import Storages
@@ -24,7 +25,7 @@ from .values import PLAIN, Refused, dtype_named
 
 __all__ = ["METADATA", "read_dcp"]
 
-METADATA = ".metadata"
+METADATA = DCP_METADATA
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"
 KEPT = 4096

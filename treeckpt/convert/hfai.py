@@ -6,7 +6,6 @@ beside it. What comes out is what hfai.checkpoint.load gives, but for `__version
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..core.dtypes import dtype_of
 from ..core.errors import CheckpointNotFound, CorruptError, FormatError
 from ..core.region import Region
 from ..core.spec import ArraySpec
+from ..io.foreign import HFAI_PART
 from ..io.store import Store
 from ..leaves.lazy import Lazy
 from .checksums import Storages
@@ -27,7 +27,7 @@ from .values import Refused
 
 __all__ = ["PART", "read_hfai"]
 
-PART = re.compile(r"PART_([0-9]{3,})\.pt")
+PART = HFAI_PART
 VERSION = "2.0.0"
 
 

@@ -8,7 +8,6 @@ metadata says.
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from ..core.errors import CheckpointNotFound, CorruptError, FormatError
 from ..core.region import Region, byte_runs, flat_regions
 from ..core.spec import ArraySpec
 from ..core.structure import MAX_DEPTH
+from ..io.foreign import PADDLE_METADATA
 from ..io.store import Store
 from ..leaves.base import raw_dtype
 from ..leaves.lazy import Lazy
@@ -30,7 +30,7 @@ from .values import PLAIN, settle
 
 __all__ = ["METADATA", "read_paddle"]
 
-METADATA = re.compile(r"[0-9]+\.metadata")
+METADATA = PADDLE_METADATA
 _MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
 
 

@@ -16,13 +16,14 @@ import msgspec
 from ..core.dtypes import dtype_of
 from ..core.errors import CorruptError, FormatError, TreeckptError
 from ..core.spec import ArraySpec
+from ..io.foreign import SAFETENSORS_INDEX
 from ..io.store import Store
 from ..leaves.lazy import Lazy
 from .files import Addresses, Window, flat_array, store_window
 
 __all__ = ["INDEX", "TAGS", "encode_header", "read_safetensors", "read_sharded"]
 
-INDEX = ".safetensors.index.json"
+INDEX = SAFETENSORS_INDEX
 MAX_HEADER = 100 << 20
 """Bytes; safetensors' own limit."""
 TAGS = {

@@ -15,6 +15,7 @@ from ..core.dtypes import dtype_of
 from ..core.errors import CheckpointNotFound, FormatError
 from ..core.index import INDEX_NAME
 from ..core.shard import MAX_NBYTES, MAX_NDIM, parse_shard_name, reach_of
+from ..io.foreign import HEAD, format_of_head, format_of_names
 from ..io.store import Store, open_store
 from ..leaves.lazy import Lazy
 from . import dcp, hfai, paddle, safetensors
@@ -49,28 +50,19 @@ def detect(path: str | os.PathLike[str] | Store) -> str:
     names = store.sizes()
     if INDEX_NAME in names or any(parse_shard_name(name) for name in names):
         return "treeckpt"
-    if dcp.METADATA in names:
-        return "dcp"
-    if any(hfai.PART.fullmatch(name) for name in names):
-        return "hfai"
-    if any(paddle.METADATA.fullmatch(name) for name in names):
-        return "paddle"
-    if any(name.endswith((".safetensors", safetensors.INDEX)) for name in names):
-        return "safetensors"
+    if (found := format_of_names(names)) is not None:
+        return found
     raise FormatError(store.url, expected="a checkpoint", found=f"{sorted(names)[:5] or 'no files'}", hint=_HINT)
 
 
 def _of_file(path: Path) -> str:
-    if paddle.METADATA.fullmatch(path.name):
-        return "paddle"
     head = file_window(path)
     with contextlib.closing(head.store):
-        first = head.read(0, min(head.size, 9)).tobytes()
-    if first[:4] == b"PK\3\4":
-        return "torch"
-    if first[8:] == b"{":
-        return "safetensors"
-    old = first[:1] == b"\x80"
+        first = head.read(0, min(head.size, HEAD)).tobytes()
+    found = format_of_head(path.name, first)
+    old = found == "pickle"
+    if found is not None and not old:
+        return found
     raise FormatError(
         str(path),
         expected="a file of torch.save or safetensors",

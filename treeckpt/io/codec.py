@@ -8,6 +8,7 @@ from ..core.events import Timings, decode_timings, timings_name
 from ..core.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ..core.records import Index
 from ..core.shard import parse_shard_name
+from .foreign import describe_foreign
 from .refusals import unreadable
 from .shards import read_header
 from .store import Store
@@ -27,6 +28,10 @@ def read_index(store: Store) -> Index:
         data = store.read(INDEX_NAME, limit=MAX_INDEX)
     except (FileNotFoundError, NotADirectoryError) as error:
         shards = sum(parse_shard_name(name) is not None for name in store.sizes())
+        foreign = None if shards else describe_foreign(store.url)
+        if foreign is not None:
+            expected = f"a checkpoint of treeckpt ({INDEX_NAME})"
+            raise CheckpointNotFound(store.url, expected=expected, found=foreign[0], hint=foreign[1]) from error
         raise CheckpointNotFound(
             store.url,
             expected=f"a checkpoint ({INDEX_NAME})",

@@ -1,0 +1,79 @@
+"""Which other program's checkpoint is at a path? Told by names of files and by first bytes; nothing else is read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = [
+    "DCP_METADATA",
+    "HEAD",
+    "HFAI_PART",
+    "PADDLE_METADATA",
+    "SAFETENSORS_INDEX",
+    "describe_foreign",
+    "format_of_head",
+    "format_of_names",
+]
+
+DCP_METADATA = ".metadata"
+HFAI_PART = re.compile(r"PART_([0-9]{3,})\.pt")
+PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
+SAFETENSORS_INDEX = ".safetensors.index.json"
+HEAD = 9
+"""First bytes of a file that tell its format."""
+_TEXTS = {
+    "torch": "a file of torch.save",
+    "dcp": "a directory of torch.distributed.checkpoint",
+    "hfai": "a directory of hfai.checkpoint",
+    "paddle": "a checkpoint of Paddle",
+    "safetensors": "a safetensors file, or a directory of such",
+    "pickle": "a bare pickle, as torch before 1.6 wrote it",
+}
+
+
+def format_of_names(names: Iterable[str]) -> str | None:
+    """The format of a directory with files of these names: "dcp", "hfai", "paddle", "safetensors", or None."""
+    names = set(names)
+    if DCP_METADATA in names:
+        return "dcp"
+    if any(map(HFAI_PART.fullmatch, names)):
+        return "hfai"
+    if any(map(PADDLE_METADATA.fullmatch, names)):
+        return "paddle"
+    if any(name.endswith((".safetensors", SAFETENSORS_INDEX)) for name in names):
+        return "safetensors"
+    return None
+
+
+def format_of_head(name: str, head: bytes) -> str | None:
+    """The format of a file, by its name and its first bytes: "torch", "paddle", "safetensors", "pickle", or None."""
+    if PADDLE_METADATA.fullmatch(name):
+        return "paddle"
+    if head[:4] == b"PK\3\4":
+        return "torch"
+    if head[8:HEAD] == b"{":
+        return "safetensors"
+    return "pickle" if head[:1] == b"\x80" else None
+
+
+def describe_foreign(url: str) -> tuple[str, str] | None:
+    """What other program's checkpoint is at a local path, and how to load it; None where there is no such."""
+    path = Path(url)
+    try:
+        if "://" in url:
+            return None
+        if path.is_dir():
+            kind = format_of_names(os.listdir(path))
+        else:
+            with open(path, "rb") as file:
+                kind = format_of_head(path.name, file.read(HEAD))
+    except OSError:
+        return None
+    if kind is None:
+        return None
+    if kind == "pickle":
+        return _TEXTS[kind], "Load it with torch, in a place where its code may run, and save it anew"
+    return _TEXTS[kind], f"Convert it first: tc.convert.convert({url!r}, 'NEW'), then load 'NEW'"
