@@ -97,10 +97,12 @@ def named(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
 
 
 def _is_state_dict(given: Any) -> bool:
-    """Whether something is the state dict of a module or an optimizer."""
+    """Whether something is the state dict of a module or an optimizer, or holds one."""
     if not isinstance(given, Mapping) or isinstance(given, nn.Module):
         return False
-    return {"state", "param_groups"} <= set(given) or any(isinstance(part, Tensor) for part in given.values())
+    if {"state", "param_groups"} <= set(given):
+        return True
+    return any(isinstance(part, Tensor) or _is_state_dict(part) for part in given.values())
 
 
 def _state_dict_error(path: str, noun: str) -> TreeError:
@@ -197,7 +199,7 @@ def hidden(model: Modules, entries: Sequence[Entry]) -> list[Entry]:
             if id(parameter) not in there:
                 name = strip_hops(raw, hops)
                 parent, _, last = name.rpartition(".")
-                module = modules[parent] if parent in modules else root
+                module: Any = modules.get(parent, root)
                 found.append(Entry((*prefix, name), "parameter", parameter, module, last, root=root, raw=raw))
     return found
 

@@ -118,7 +118,11 @@ def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor
     A copy of the optimizer takes the step, with one parameter of as many dimensions and a single element.
     """
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS or kind is torch.optim.SparseAdam:
+    if (
+        not f"{kind.__module__}.".startswith("torch.optim.")
+        or kind is torch.optim.LBFGS
+        or kind is torch.optim.SparseAdam
+    ):
         return frozenset()
     tiny = torch.nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
     tiny.grad = torch.zeros_like(tiny)
