@@ -269,3 +269,17 @@ def test_a_box_of_any_strided_array_is_what_numpy_says(data: st.DataObject) -> N
     assert np.array_equal(found, whole[box.slices()])
     if box.size and all(steps):
         assert all(count <= max(1024, 2 * box.size) for count in reads), "little more than is wanted"
+
+
+def test_a_whole_module_is_refused_with_what_works(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    with pytest.raises(
+        tc.TreeError, match=r"Linear.*save plain values; of a module or optimizer, its state_dict"
+    ) as bad:
+        convert(tmp_path / "module.pt", tmp_path / "out")
+    assert "exclude" not in str(bad.value) and not (tmp_path / "out").exists()
+    torch.save({"model": torch.nn.Linear(2, 2), "epoch": 3}, tmp_path / "nested.pt")
+    with pytest.raises(tc.TreeError, match=r"^model: .*exclude='model'.*its state_dict"):
+        convert(tmp_path / "nested.pt", tmp_path / "out")
+    convert(tmp_path / "nested.pt", tmp_path / "out", exclude="model")
+    assert tc.load(tmp_path / "out") == {"epoch": 3}

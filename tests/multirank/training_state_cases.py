@@ -17,6 +17,8 @@ from treeckpt import training
 from treeckpt.training.optimizers import unwrapped
 
 from ..training.odd_optimizers import KINDS
+from ..training.test_state_dict_hooks import job as fused_job
+from ..training.test_state_dict_hooks import step as fused_step
 from .layouts import bits, distribute, mesh_of
 from .registry import Case, Rank
 from .training_jobs import Job, Net, arrange, arrangements, close, get_losses, put_losses, train, whole_state
@@ -402,6 +404,70 @@ def state_dicts_of_an_optimizer_s_own_follow_every_arrangement(here: Rank) -> No
             report = training.restore(path / source, *job.given, scheduler=job.scheduler)
             assert (report.missing, report.unexpected, report.ignored) == ((), (), ())
             close(train(job, 3, 3), expected, f"{kind}: {source} -> {target}")
+
+
+@case("two train")
+def parts_of_a_fused_matrix_are_saved_and_loaded_under_every_arrangement(here: Rank) -> None:
+    for turned in (False, True):
+        path = here.directory / f"fused {turned}"
+        plain, optimizer = fused_job(0, turned=turned)
+        fused_step(plain, optimizer)
+        tc.save(path / "plain", training.state(plain, optimizer))
+        sharded, again = fused_job(1, turned=turned, wrap=lambda model: fully_shard(model, mesh=mesh_of(2)))
+        training.restore(path / "plain", sharded, again)
+        tc.save(path / "fsdp", training.state(sharded, again))
+        last, renewed = fused_job(2, turned=turned)
+        training.restore(path / "fsdp", last, renewed)
+        assert bits(last[0].wqkv.weight) == bits(plain[0].wqkv.weight)
+        moment = renewed.state[last[0].wqkv.weight]["exp_avg"]
+        assert bits(moment) == bits(optimizer.state[plain[0].wqkv.weight]["exp_avg"])
+
+
+class _Rows(nn.Module):
+    """This rank's rows of a table, which its state dict has as a ShardedTensor of all rows, as torchrec does."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 2), fill + dist.get_rank()))
+        self.register_state_dict_post_hook(_to_sharded)
+        self.register_load_state_dict_pre_hook(_from_sharded)
+
+
+def _to_sharded(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    from torch.distributed._shard import sharded_tensor
+
+    local = sharded_tensor.Shard.from_tensor_and_offsets(
+        state[f"{prefix}weight"].detach(), [3 * dist.get_rank(), 0], dist.get_rank()
+    )
+    state[f"{prefix}weight"] = sharded_tensor.init_from_local_shards([local], 6, 2)
+
+
+def _from_sharded(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].local_shards()[0].tensor
+
+
+@case("two train")
+def a_model_whose_state_dict_has_sharded_tensors_is_saved_and_restored(here: Rank) -> None:
+    for buffers in ("replicated", "per_rank"):
+        tc.save(here.directory / buffers, training.state(nn.ModuleDict({"t": _Rows(5.0)}), buffers=buffers))
+        fresh = nn.ModuleDict({"t": _Rows(0.0)})
+        training.restore(here.directory / buffers, fresh)
+        assert fresh["t"].weight.tolist() == [[5.0 + here.rank] * 2] * 3
+    whole = nn.ModuleDict({"t": nn.Embedding(6, 2)})
+    training.restore(here.directory / "replicated", whole)
+    assert whole["t"].weight[:, 0].tolist() == [5.0] * 3 + [6.0] * 3
+    tc.save(here.directory / "whole", training.state(whole))
+    training.restore(here.directory / "whole", fresh := nn.ModuleDict({"t": _Rows(0.0)}))
+    assert fresh["t"].weight.tolist() == [[5.0 + here.rank] * 2] * 3
+    optimizer = torch.optim.Adagrad(fresh.parameters())
+    for p in fresh.parameters():
+        p.grad = torch.full_like(p, 1.0 + here.rank)
+    optimizer.step()
+    tc.save(here.directory / "adagrad", training.state(fresh, optimizer))
+    training.restore(here.directory / "adagrad", fresh, again := torch.optim.Adagrad(fresh.parameters()))
+    assert bits(again.state[fresh["t"].weight]["sum"]) == bits(optimizer.state[fresh["t"].weight]["sum"])
+    training.restore(here.directory / "adagrad", whole, again := torch.optim.Adagrad(whole.parameters()))
+    assert again.state[whole["t"].weight]["sum"][:, 0].tolist() == [1.0] * 3 + [4.0] * 3
 
 
 @case("two train")

@@ -269,3 +269,24 @@ def test_an_optimizer_for_each_parameter_is_as_good_as_one_for_all(tmp_path: Pat
     for p, q, optimizer in zip(model.parameters(), last.parameters(), optimizers, strict=True):
         found = next(each for each in again if q in each.state)
         assert same_tensors(found.state[q], optimizer.state[p]) and found.param_groups[0]["lr"] == 0.01
+
+
+def test_a_state_dict_in_the_place_of_a_module_or_an_optimizer_is_named(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    stepped(model, optimizer)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    training.save(tmp_path / "h", model, optimizer)
+    for given in (model.state_dict(), dict(model.state_dict()), [model.state_dict()], {"a": model.state_dict()}):
+        for act in (
+            lambda given: training.state(given),
+            lambda given: training.restore(tmp_path / "c", given),
+            lambda given: training.save(tmp_path / "new", given),
+            lambda given: training.load(tmp_path / "h", given),
+        ):
+            with pytest.raises(tc.TreeError, match=r"model\S*: .*Give the module, not its state_dict"):
+                act(given)
+    for state in (optimizer.state_dict(), {"a": optimizer.state_dict()}):
+        with pytest.raises(tc.TreeError, match=r"optimizer\S*: .*Give the optimizer, not its state_dict"):
+            training.state(model, state)  # pyright: ignore[reportArgumentType]
+    assert not (tmp_path / "new").exists()

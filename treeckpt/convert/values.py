@@ -308,12 +308,13 @@ class _Settling:
 
 def refusal(found: Refused, label: str) -> TreeError:
     """The error for what cannot be made."""
+    leave = f"Leave it out (exclude={found.path!r}, --exclude {found.path!r}), or have" if found.path else "Have"
     return TreeError(
         f"{found.path}: {label}",
         expected="tensors, arrays, containers and plain values",
         found=found.what[:200],
-        hint=f"{found.why}. Leave it out (exclude={found.path!r}, --exclude {found.path!r}), "
-        "or convert it to plain values with the program that wrote it",
+        hint=f"{found.why}. {leave} the program that wrote it save plain values; of a module or optimizer, "
+        "its state_dict()",
     )
 
 

@@ -17,7 +17,7 @@ from ..core.tree import PerRank
 from ..leaves.dtensor import is_dtensor
 from ..stateful import is_stateful
 from .groups import labels_of
-from .modules import Entry, Modules, collect
+from .modules import Entry, Modules, collect, hidden, shards_of
 from .names import nested, tie_names
 from .optimizers import Live, Optimizers, groups_of, survey, trees_of, unwrapped
 from .rng import capture_rng
@@ -55,7 +55,7 @@ def state(
         TreeError: an optimizer with parameters that are not the model's, or names that stand for two things.
     """
     entries = collect(model)
-    lives = survey(optimizer, ties_of(entries))
+    lives = survey(optimizer, ties_of(entries, model), shards_of(entries, hidden(model, entries)))
     kept = [entry for entry in entries if entry.owned or buffers == "per_rank"]
     tree: dict[str, Any] = {"model": nested((entry.key, _content(entry, buffers)) for entry in kept)}
     if lives:
@@ -76,9 +76,10 @@ def _content(entry: Entry, buffers: str) -> Any:
     return PerRank(entry.value) if own else entry.value
 
 
-def ties_of(entries: Sequence[Entry]) -> dict[int, Any]:
+def ties_of(entries: Sequence[Entry], model: Modules) -> dict[int, Any]:
     """The names of each parameter, by identity."""
-    return tie_names((entry.key, id(entry.value)) for entry in entries if isinstance(entry.value, nn.Parameter))
+    every = (*entries, *hidden(model, entries))
+    return tie_names((entry.key, id(entry.value)) for entry in every if isinstance(entry.value, nn.Parameter))
 
 
 def states_of(given: Any, act: Any) -> Any:

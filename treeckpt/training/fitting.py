@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from ..core.errors import MismatchError
 from ..core.spec import ArraySpec
 from ..leaves.common import dtype_name
-from .modules import Entry
+from .modules import Entry, takes_back
 from .names import key_path
 
 __all__ = ["check_entry", "settle_ties", "without_ties"]
@@ -30,12 +30,13 @@ def check_entry(entry: Entry, spec: ArraySpec | None, path: str, *, cast: bool) 
             found="a lazy one, which the first forward pass makes",
             hint="Run the model once before",
         )
-    if not entry.live:
+    if not entry.live and not takes_back(entry):
         raise MismatchError(
             path,
             expected="a parameter or buffer of the model",
             found="a tensor that a hook of state_dict made",
-            hint="Load it with treeckpt.load, and hand it to the model's load_state_dict",
+            hint="Give the module a hook that takes it back (register_load_state_dict_pre_hook), "
+            "or load it with treeckpt.load",
         )
     if spec is None:
         raise MismatchError(path, expected="a tensor", found="a value in the checkpoint")

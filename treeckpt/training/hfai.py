@@ -135,7 +135,7 @@ def _unwrapped(several: list[Any]) -> Any:
 
 def _order(models: Any, optimizers: Any) -> dict[str, list[list[str]]]:
     """By optimizer the names of the parameters of each group, in their order."""
-    lives = survey(optimizers, ties_of(collect(models)))
+    lives = survey(optimizers, ties_of(collect(models), models), {})
     return {live.prefix[0]: [[key_path(key) for key in group.members] for group in live.groups] for live in lives}
 
 

@@ -1,4 +1,4 @@
-"""What does a model hold, under which names, and how does a model without memory get some?
+"""What a model holds, under which names, and how a model without memory gets some.
 
 The content is what `state_dict` gives, hooks and `get_extra_state` included and non-persistent buffers not, under
 names without the steps of wrappers. A buffer that is no DTensor has a copy on every rank, and these may differ
@@ -8,6 +8,7 @@ names without the steps of wrappers. A buffer that is no DTensor has a copy on e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
-from ..core.errors import TreeError
+from ..core.errors import MismatchError, TreeError
 from ..leaves.dtensor import is_dtensor
 from .names import Key, key_path, nested, strip_hops
 
@@ -29,6 +30,7 @@ __all__ = [
     "named",
     "on_meta",
     "settle_shards",
+    "shards_of",
     "speakers",
 ]
 
@@ -50,7 +52,8 @@ class Entry(msgspec.Struct):
 
     key: Key
     kind: str
-    """"parameter", "buffer" or "extra" (what `get_extra_state` gave)."""
+    """"parameter", "buffer", "extra" (what `get_extra_state` gave) or "made" (a tensor that a hook of `state_dict` put
+    there)."""
     value: Any
     module: nn.Module
     """Where it is registered."""
@@ -59,7 +62,11 @@ class Entry(msgspec.Struct):
     owned: bool = True
     """Whether this rank is the one that saves it, where ranks may differ."""
     live: bool = True
-    """Whether filling it fills the model: a hook of `state_dict` may make tensors of its own."""
+    """Whether filling it fills the model: a hook of `state_dict` may make tensors of its own, which are handed to
+    `load_state_dict`."""
+    root: Any = None
+    raw: str = ""
+    """Its name in the state dict of the root."""
 
 
 def named(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
@@ -68,6 +75,9 @@ def named(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
     Raises:
         TreeError: something of another class.
     """
+    noun = "module" if what == "model" else what
+    if _is_state_dict(given):
+        raise _state_dict_error(what, noun)
     if isinstance(given, Mapping):
         pairs: list[tuple[Key, Any]] = [((str(name),), part) for name, part in given.items()]
     elif isinstance(given, Sequence):
@@ -75,6 +85,8 @@ def named(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
     else:
         pairs = [((), given)]
     for key, part in pairs:
+        if _is_state_dict(part):
+            raise _state_dict_error("/".join((what, *key)), noun)
         if not isinstance(part, kind) and not (what == "optimizer" and is_optimizer(part)):
             raise TreeError(
                 "/".join((what, *key)),
@@ -82,6 +94,21 @@ def named(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
                 found=f"{type(part).__module__}.{type(part).__qualname__}",
             )
     return pairs
+
+
+def _is_state_dict(given: Any) -> bool:
+    """Whether something is the state dict of a module or an optimizer, or holds one."""
+    if not isinstance(given, Mapping) or isinstance(given, nn.Module):
+        return False
+    if {"state", "param_groups"} <= set(given):
+        return True
+    return any(isinstance(part, Tensor) or _is_state_dict(part) for part in given.values())
+
+
+def _state_dict_error(path: str, noun: str) -> TreeError:
+    return TreeError(
+        path, expected=f"the {noun} itself", found="a state dict", hint=f"Give the {noun}, not its state_dict"
+    )
 
 
 def is_optimizer(value: object) -> bool:
@@ -105,26 +132,119 @@ def collect(model: Modules) -> list[Entry]:
 def _collect_one(root: nn.Module, prefix: Key) -> Iterator[Entry]:
     found = root.state_dict(keep_vars=True)  # first: FSDP2 shards parameters again that a forward has left whole
     hops, modules = _scan(root)
-    speaks, ours = speakers(root), [*root.parameters(), *root.buffers()]
-    identities = set(map(id, ours))
+    speaks, identities = speakers(root), set(map(id, (*root.parameters(), *root.buffers())))
+    held = _Held(root)
     for raw, value in found.items():
         name = strip_hops(raw, hops)
         parent, _, last = name.rpartition(".")
         module = modules.get(parent, root)
-        extra = last == _EXTRA_STATE_KEY_SUFFIX or not isinstance(value, Tensor)
-        kind = "extra" if extra else "parameter" if isinstance(value, nn.Parameter) else "buffer"
-        live = extra or id(value) in identities or any(_shares(value, one) for one in ours)
-        owned = kind != "buffer" or is_dtensor(value) or speaks.get(id(value), True)
-        yield Entry((*prefix, name), kind, value, module, last, owned, live)
+        if last == _EXTRA_STATE_KEY_SUFFIX or not isinstance(value, Tensor):
+            yield Entry((*prefix, name), "extra", value, module, last, root=root, raw=raw)
+        elif id(value) in identities:
+            kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+            owned = kind != "buffer" or is_dtensor(value) or speaks.get(id(value), True)
+            yield Entry((*prefix, name), kind, value, module, last, owned, root=root, raw=raw)
+        else:
+            kind, live = held.judge(value)
+            shown = value if is_sharded_tensor(value) else value.detach()
+            yield Entry((*prefix, name), kind, shown, module, last, True, live, root, raw)
 
 
-def _shares(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors show the same memory."""
-    return not is_lazy(b) and not a.is_meta and not b.is_meta and _address(a) == _address(b) != 0
+class _Held:
+    """The memory of a module's parameters and buffers."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+
+    @cached_property
+    def _addresses(self) -> tuple[set[int], set[int]]:
+        parts = self._root.parameters(), self._root.buffers()
+        parameters, buffers = ({a for one in part if not is_lazy(one) for a in _addresses(one)} for part in parts)
+        return parameters, buffers
+
+    def judge(self, tensor: Tensor) -> tuple[str, bool]:
+        """What a tensor that is none of these is, and whether all of it shows their memory."""
+        parameters, buffers = self._addresses
+        shown = set(_addresses(tensor))
+        if shown & buffers:
+            return "buffer", shown <= parameters | buffers
+        return "made", (bool(shown) or is_sharded_tensor(tensor)) and shown <= parameters
 
 
-def _address(tensor: Any) -> int:
-    return (tensor.to_local() if is_dtensor(tensor) else tensor).untyped_storage().data_ptr()
+def _addresses(tensor: Any) -> list[int]:
+    """Where the memory of this rank's part begins; nothing of what has none."""
+    if is_sharded_tensor(tensor):
+        return [address for shard in tensor.local_shards() for address in _addresses(shard.tensor)]
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    return [] if local.is_meta or not (address := local.untyped_storage().data_ptr()) else [address]
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether a tensor is torch.distributed's ShardedTensor, which has next to no operators."""
+    return type(value).__name__ == "ShardedTensor"
+
+
+def is_meta(value: Any) -> bool:
+    """Whether a tensor has no memory."""
+    return not is_sharded_tensor(value) and value.is_meta
+
+
+def hidden(model: Modules, entries: Sequence[Entry]) -> list[Entry]:
+    """The parameters that a hook of `state_dict` has left out, under their own names."""
+    there = {id(entry.value) for entry in entries}
+    found: list[Entry] = []
+    for prefix, root in named(model, nn.Module, "model"):
+        hops, modules = _scan(root)
+        for raw, parameter in root.named_parameters(remove_duplicate=False):
+            if id(parameter) not in there:
+                name = strip_hops(raw, hops)
+                parent, _, last = name.rpartition(".")
+                module: Any = modules.get(parent, root)
+                found.append(Entry((*prefix, name), "parameter", parameter, module, last, root=root, raw=raw))
+    return found
+
+
+def shards_of(entries: Sequence[Entry], left_out: Sequence[Entry]) -> dict[int, tuple[Any, Any]]:
+    """By identity of each parameter that is a shard of a ShardedTensor in the state dict: shape of that, and offset."""
+    shards = [shard for entry in entries if is_sharded_tensor(entry.value) for shard in entry.value.local_shards()]
+    wholes = [entry.value for entry in entries if is_sharded_tensor(entry.value) for _ in entry.value.local_shards()]
+    found: dict[int, tuple[Any, Any]] = {}
+    for whole, shard in zip(wholes, shards, strict=True):
+        for entry in left_out:
+            tensor = entry.value
+            if tensor.shape == shard.tensor.shape and _addresses(tensor) == _addresses(shard.tensor):
+                found[id(tensor)] = tuple(whole.metadata().size), tuple(shard.metadata.shard_offsets)
+    return found
+
+
+def load_made(entries: Sequence[Entry], filled: Sequence[Entry]) -> None:
+    """Has modules whose hooks of `state_dict` made tensors take them back, once these are filled.
+
+    Raises:
+        MismatchError: a module does not take what its own state dict has.
+    """
+    for root in {id(entry.root): entry.root for entry in filled if not entry.live}.values():
+        state = {entry.raw: entry.value for entry in entries if entry.root is root and entry.kind != "extra"}
+        left = root.load_state_dict(state, strict=False).unexpected_keys
+        if left:
+            raise MismatchError(
+                f"model/{left[0]}",
+                expected="a name that the model's load_state_dict takes, as its state_dict has it",
+                found=f"{len(left)} that it does not",
+                hint="Register a hook with register_load_state_dict_pre_hook that takes them back",
+            )
+
+
+def takes_back(entry: Entry) -> bool:
+    """Whether a module around an entry has code of its own for `load_state_dict`."""
+    base, root = nn.Module, entry.root
+    around = [root] + [m for name, m in root.named_modules() if entry.raw.startswith(f"{name}.")]
+    return any(
+        one._load_state_dict_pre_hooks
+        or type(one)._load_from_state_dict is not base._load_from_state_dict
+        or type(one).load_state_dict is not base.load_state_dict
+        for one in around
+    )
 
 
 def _scan(root: nn.Module) -> tuple[dict[str, list[str]], dict[str, nn.Module]]:
@@ -213,14 +333,14 @@ def materialise(entries: Sequence[Entry], device: str | torch.device | None) -> 
     touched: dict[int, nn.Module] = {}
     paths: list[str] = []
     for entry in entries:
-        if entry.kind == "extra" or not entry.value.is_meta:
+        if entry.kind == "extra" or not is_meta(entry.value):
             continue
         old = entry.value
         if id(old) not in made:
             where = old.device_mesh.device_type if is_dtensor(old) else device or torch.get_default_device()
             new = torch.empty_like(old, device=where)
             made[id(old)] = _swapped(old, new)
-        if entry.kind == "buffer":
+        if entry.kind == "buffer" and entry.name in entry.module._buffers:
             entry.module._buffers[entry.name] = made[id(old)]
         entry.value = made[id(old)]
         touched[id(entry.module)] = entry.module

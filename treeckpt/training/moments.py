@@ -1,4 +1,4 @@
-"""Which tensors does a fresh optimizer need before its state can be loaded into it, and which must not be missing?
+"""The tensors that a fresh optimizer needs before its state can be loaded into it, and those that must not be missing.
 
 Optimizers make their moments at the first step. Here they are made without one: as many as were saved, of the saved
 dtype, laid out as their parameter is. What torch's own optimizers would make is found by stepping a tiny copy, so that
@@ -35,6 +35,8 @@ class Place(msgspec.Struct, frozen=True):
     """Whether the optimizer counts steps on the device (capturable and fused ones do)."""
     was_spread: bool = False
     """Whether the parameter was distributed when it was saved."""
+    whole_shape: tuple[int, ...] = ()
+    """Of the array that the parameter is a part of, if it is one."""
     dtypes: tuple[str, str] = ("", "")
     """Of the parameter, as it was saved and as it is: a moment that had its dtype has it again."""
 
@@ -105,7 +107,7 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: Place, *, whole:
         dtype = torch_dtype(place.dtypes[1])
     if whole:
         return torch.empty(spec.shape, dtype=dtype, device=parameter.device)
-    if spec.shape == tuple(parameter.shape):
+    if spec.shape in (tuple(parameter.shape), place.whole_shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return parameter.detach().new_empty(spec.shape, dtype=dtype)  # of a DTensor, laid out as torch's optimizers do
 
@@ -116,7 +118,11 @@ def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor
     A copy of the optimizer takes the step, with one parameter of as many dimensions and a single element.
     """
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS or kind is torch.optim.SparseAdam:
+    if (
+        not f"{kind.__module__}.".startswith("torch.optim.")
+        or kind is torch.optim.LBFGS
+        or kind is torch.optim.SparseAdam
+    ):
         return frozenset()
     tiny = torch.nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
     tiny.grad = torch.zeros_like(tiny)

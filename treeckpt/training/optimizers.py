@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..core.errors import TreeError
 from ..leaves.dtensor import is_dtensor
+from ..leaves.sharded import Sharded
 from .groups import Group, label_of, tree_of_groups
 from .modules import is_optimizer, named
 from .names import Key, key_path, put_in
@@ -55,6 +56,8 @@ class Live(msgspec.Struct):
     """The state of each parameter."""
     shared: dict[Any, Any]
     """State that belongs to no parameter."""
+    shards: Mapping[int, tuple[Any, Any]]
+    """By identity of a parameter that is a part of an array: the shape of that, and where the part begins."""
     form: Any = None
     """The rest of what `state_dict` gives, where the optimizer is to be asked; None for those of torch."""
 
@@ -72,17 +75,28 @@ class Live(msgspec.Struct):
         theirs = {id(p) for group in inner.param_groups for p in group["params"]}
         return inner if theirs == set(map(id, self.parameters.values())) else None
 
+    def spread(self, key: Key, own: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The state of a parameter, where what has its shape is a part of an array if the parameter is."""
+        parameter = self.parameters[key]
+        if id(parameter) not in self.shards:
+            return dict(own)
+        found, at = parameter.shape, self.shards[id(parameter)]
+        return {k: Sharded(v, *at) if isinstance(v, Tensor) and v.shape == found else v for k, v in own.items()}
+
     @property
     def label(self) -> str:
         """Tells an optimizer from others of the same prefix, which have other parameters."""
         return self.numbering.labels[0] if self.numbering.labels else ""
 
 
-def survey(optimizer: Optimizers | None, ties: Mapping[int, tuple[Key, ...]]) -> list[Live]:
+def survey(
+    optimizer: Optimizers | None, ties: Mapping[int, tuple[Key, ...]], shards: Mapping[int, tuple[Any, Any]]
+) -> list[Live]:
     """The optimizers, with names for their parameters.
 
     Args:
         ties: the names of each parameter of the model, by identity.
+        shards: of parameters that are parts of arrays.
 
     Raises:
         TreeError: a parameter that is not the model's.
@@ -91,11 +105,11 @@ def survey(optimizer: Optimizers | None, ties: Mapping[int, tuple[Key, ...]]) ->
         return []
     lives: list[Live] = []
     for prefix, one in named(optimizer, torch.optim.Optimizer, "optimizer"):
-        lives.append(_survey_one(prefix, one, ties, len(groups_of(lives, prefix))))
+        lives.append(_survey_one(prefix, one, ties, shards, len(groups_of(lives, prefix))))
     return lives
 
 
-def _survey_one(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]], before: int) -> Live:
+def _survey_one(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]], shards: Any, before: int) -> Live:
     stateful = next((one.optim for one in unwrapped(optimizer) if is_split(one)), optimizer)
     members = [
         tuple(_name_of(p, ties, f"param_groups/{position}") for p in group["params"])
@@ -116,7 +130,7 @@ def _survey_one(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]]
         form, own, shared = found.form, found.own, found.shared or {}
         if found.values is not None and stateful is optimizer:
             groups = [Group(keys, values) for keys, values in zip(members, found.values, strict=True)]
-    live = Live(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, form)
+    live = Live(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, shards, form)
     _check(live)
     return live
 
@@ -226,7 +240,7 @@ def trees_of(lives: Sequence[Live]) -> tuple[dict[str, Any], dict[str, Any]]:
     groups: dict[str, Any] = {}
     for live in lives:
         for key, own in live.own.items():
-            put_in(state, (*live.prefix, *key), dict(own))
+            put_in(state, (*live.prefix, *key), live.spread(key, own))
     for prefix in prefixes(lives):
         parts = [live for live in lives if live.prefix == prefix]
         tree: dict[str, Any] = {**tree_of_groups(groups_of(lives, prefix)), **_beside(parts)}

@@ -63,7 +63,8 @@ class OptimizerPlan(msgspec.Struct):
             parameter = self.live.parameters[key]
             group = flags.get(key, {})
             counts = bool(group.get("capturable") or group.get("fused"))
-            place = msgspec.structs.replace(self.places[key], counts_on_device=counts)
+            whole, _ = self.live.shards.get(id(parameter), ((), ()))
+            place = msgspec.structs.replace(self.places[key], counts_on_device=counts, whole_shape=whole)
             built = build_state(
                 parameter,
                 structure,
@@ -74,7 +75,8 @@ class OptimizerPlan(msgspec.Struct):
                 is_spread=source.is_spread,
                 place=place,
             )
-            self.moments[key] = found[parse_key(path)[1:]] = built
+            self.moments[key] = built
+            found[parse_key(path)[1:]] = self.live.spread(key, built)
         return found
 
 

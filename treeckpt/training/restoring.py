@@ -27,7 +27,7 @@ from ..stateful import is_stateful
 from ..steady import on_one_version
 from .capture import live_of, ties_of
 from .fitting import check_entry, settle_ties, without_ties
-from .modules import Entry, Modules, collect, materialise, on_meta, settle_shards
+from .modules import Entry, Modules, collect, hidden, load_made, materialise, on_meta, settle_shards, shards_of
 from .names import Key, key_path, put_in
 from .opening import is_stored, open_source, stores_of
 from .optimizers import Live, Optimizers, survey
@@ -133,8 +133,9 @@ class _Restore:
         self.strict, self.partial, self.cast = strict, partial, cast
         self.world_changed: Policy | Mapping[str, Policy] = world_changed
         self.entries: list[Entry] = collect(model)
-        self.ties: dict[int, tuple[Key, ...]] = ties_of(self.entries)
-        self.lives: list[Live] = survey(optimizer, self.ties)
+        self.hidden: list[Entry] = hidden(model, self.entries)
+        self.ties: dict[int, tuple[Key, ...]] = ties_of(self.entries, model)
+        self.lives: list[Live] = survey(optimizer, self.ties, shards_of(self.entries, self.hidden))
         self.plans: list[OptimizerPlan] = []
         self.parts = children_of(source.structure)
         self.missing: list[str] = []
@@ -212,7 +213,8 @@ class _Restore:
         known = sorted({name for live in self.lives for group in live.groups for name in group.values})
         if unknown := [name for name in keep if name not in known]:
             raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=unknown[0])
-        frozen = (e for e in self.entries if e.kind == "parameter" and not e.value.requires_grad)
+        parameters = (entry for entry in (*self.entries, *self.hidden) if entry.kind == "parameter")
+        frozen = (entry for entry in parameters if not entry.value.requires_grad)
         names = frozenset(key_path(entry.key) for entry in frozen)
         self.plans, differences = plan_optimizers(self.lives, self.ties, self.source, keep=keep, frozen=names)
         left = tuple(f"{key_path(('optimizer', *live.prefix))}/{name}/" for live in self.lives for name in self.left)
@@ -299,12 +301,14 @@ class _Restore:
     # change ---------------------------------------------------------------------------------------------------------
 
     def run(self, device: str | torch.device | None) -> RestoreReport:
-        made = materialise(self.wanted, device)
+        roots = {id(entry.root) for entry in self.wanted if not entry.live}
+        made = materialise([*self.wanted, *(one for one in self.hidden if id(one.root) in roots)], device)
         if made:
             settle_shards(self.model)
         target = self._target()
         take = self.comm.size != self.source.world
         filled = self.source.fill(target, take=take)
+        load_made(self.entries, self.wanted)
         self.ignored += apply_optimizers(self.plans)
         for act in self.last:
             act()

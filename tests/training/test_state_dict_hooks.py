@@ -1,0 +1,149 @@
+"""Models whose `state_dict` hooks give parameters other names and shapes: saved under these, loaded by the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import treeckpt as tc
+from treeckpt import training
+
+from .jobs import same_tensors
+
+PARTS = ("wq", "wk", "wv")
+
+
+class Attention(nn.Module):
+    """One fused matrix, saved as three: as views of it, or as tensors of their own, turned."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.wqkv, self.turned = nn.Linear(4, 12, bias=False), turned
+        self.register_state_dict_post_hook(_part)
+        self.register_load_state_dict_pre_hook(_join)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wqkv(x)[:, :4]
+
+
+def _part(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, part in zip(PARTS, state.pop(f"{prefix}wqkv.weight").chunk(3), strict=True):
+        state[f"{prefix}{name}.weight"] = part.t().contiguous() if module.turned else part
+
+
+def _join(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    parts = [state.pop(f"{prefix}{name}.weight") for name in PARTS if f"{prefix}{name}.weight" in state]
+    if parts:
+        state[f"{prefix}wqkv.weight"] = torch.cat([part.t() if module.turned else part for part in parts])
+
+
+class Plain(nn.Module):
+    """The same, of three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv = (nn.Linear(4, 4, bias=False) for _ in PARTS)
+
+
+def job(seed: int, *, turned: bool, wrap: Any = lambda model: model) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = wrap(nn.Sequential(Attention(turned=turned), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2) -> list[float]:
+    losses = []
+    for number in range(count):
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(number))).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["views", "tensors of their own"])
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel, torch.compile], ids=["plain", "parallel", "compiled"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_training_goes_on_with_a_fused_matrix_that_is_saved_in_parts(tmp_path: Path, turned: bool, wrap: Any) -> None:
+    model, optimizer = job(0, turned=turned)
+    step(model, optimizer)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    paths = tc.inspect(tmp_path / "c").by_path
+    assert "model/0.wq.weight" in paths and "model/0.wqkv.weight" not in paths
+    assert "optimizer/0.wqkv.weight/exp_avg" in paths
+    tree = training.state(model, optimizer, buffers="per_rank")
+    copies = []
+    for source in (tmp_path / "c", tree):
+        fresh, again = job(1, turned=turned, wrap=wrap)
+        weight = next(fresh.parameters())
+        address = weight.data_ptr()
+        report = training.restore(source, fresh, again)
+        assert (report.missing, report.unexpected, report.ignored) == ((), (), ())
+        assert next(fresh.parameters()) is weight and weight.data_ptr() == address
+        assert same_tensors(again.state_dict(), optimizer.state_dict())
+        copies.append((fresh, again))
+    expected = step(model, optimizer)
+    for fresh, again in copies:
+        assert step(getattr(fresh, "module", getattr(fresh, "_orig_mod", fresh)), again) == expected
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["views", "tensors of their own"])
+def test_a_model_on_the_meta_device_takes_the_parts(tmp_path: Path, turned: bool) -> None:
+    model, optimizer = job(0, turned=turned)
+    step(model, optimizer)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    with torch.device("meta"):
+        fresh, again = job(1, turned=turned)
+    report = training.restore(tmp_path / "c", fresh, again)
+    assert not report.on_meta and not any(p.is_meta for p in fresh.parameters())
+    assert torch.equal(fresh[0].wqkv.weight, model[0].wqkv.weight)
+    assert step(fresh, again) == step(model, optimizer)
+
+
+def test_the_parts_are_those_of_a_model_that_has_them_apart(tmp_path: Path) -> None:
+    fused, apart = Attention(turned=False), Plain()
+    tc.save(tmp_path / "fused", training.state(fused, rng=False))
+    training.restore(tmp_path / "fused", apart, rng=False)
+    assert torch.equal(torch.cat([p.data for p in apart.parameters()]), fused.wqkv.weight)
+    tc.save(tmp_path / "apart", training.state(Plain(), rng=False))
+    training.restore(tmp_path / "apart", fused, rng=False)
+    assert torch.equal(fused.wqkv.weight[4:8], tc.load(tmp_path / "apart")["model"]["wk.weight"])
+
+
+def test_what_is_left_out_of_the_parts_stays(tmp_path: Path) -> None:
+    model, fresh = Attention(turned=True), Attention(turned=True)
+    tc.save(tmp_path / "c", training.state(model, rng=False))
+    before = fresh.wqkv.weight.detach().clone()
+    training.restore(tmp_path / "c", fresh, rng=False, select="model/wk*")
+    assert torch.equal(fresh.wqkv.weight[4:8], model.wqkv.weight[4:8])
+    assert torch.equal(fresh.wqkv.weight[:4], before[:4]) and torch.equal(fresh.wqkv.weight[8:], before[8:])
+
+
+def test_a_frozen_parameter_that_a_hook_renames_needs_no_state(tmp_path: Path) -> None:
+    model, optimizer = job(0, turned=True)
+    step(model, optimizer)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    fresh, _ = job(1, turned=True)
+    fresh[0].requires_grad_(False)
+    again = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad])
+    assert training.restore(tmp_path / "c", fresh, again).ignored == ("optimizer/0.wqkv.weight",)
+
+
+class Stubborn(nn.Linear):
+    """Gives a name that it does not take back."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_state_dict_post_hook(lambda m, state, *_: state.update(more=state["weight"] * 2))
+        self.register_load_state_dict_pre_hook(lambda *_: None)
+
+
+def test_a_name_that_the_model_does_not_take_back_is_named(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", training.state(Stubborn()))
+    with pytest.raises(tc.MismatchError, match=r"model/more: expected a name that the model's load_state_dict takes"):
+        training.restore(tmp_path / "c", Stubborn())
