@@ -19,13 +19,14 @@ import msgspec
 
 from treeckpt.catalog import Summary, summarize
 from treeckpt.core.nodes import flat_nodes
+from treeckpt.core.pieces import fold
 from treeckpt.core.records import Index, LeafRecord
 from treeckpt.core.runs import Runs
 from treeckpt.core.structure import Structure
 
 __all__ = ["LEAVES", "NAMES", "NODES", "SCHEMA", "StoredLeaf", "build_table"]
 
-SCHEMA = "2"
+SCHEMA = "3"
 """Of files of this form: other versions look elsewhere."""
 LEAVES = 64
 """Leaves of one row: what is decoded to show one of them."""
@@ -104,7 +105,7 @@ def _fill(connection: sqlite3.Connection, index: Index, tell: Callable[[int, int
 
 
 def _structure(structure: Structure) -> bytes:
-    return msgspec.json.encode(structure)
+    return msgspec.json.encode(fold(structure))
 
 
 def _blocks(items: Iterable[T], size: int) -> Iterator[tuple[int, list[T]]]:

@@ -17,13 +17,14 @@ from .check import check_index
 from .chunks import NoChunks, encode_chunks
 from .errors import CorruptError, FormatError, TreeckptError
 from .packing import pack, unpack
+from .pieces import Folded, fold
 from .plan import Placed
 from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArrays, file_table
 from .region import Region
 from .runs import decode_runs, encode_runs
 from .shard import ShardHeader, check_seal, sealed
 
-__all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_manifest", "rebuild"]
+__all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_manifest", "folded_index", "rebuild"]
 
 VERSION = 2
 """The newest; an index that version 1 can hold about as shortly is written as such, so that older programs read it."""
@@ -51,8 +52,9 @@ def encode_index(index: Index, *, packed: bool = True) -> bytes:
     Args:
         packed: in the form of version 2 where there is much to save, and that is much shorter.
     """
-    body, version = msgspec.json.encode(index), 1
-    short = pack(index) if packed and len(body) > SMALL else None
+    folded = folded_index(index)
+    body, version = msgspec.json.encode(folded), 1
+    short = pack(index) if packed and not folded.below and len(body) > SMALL else None
     if short is not None and len(short) < WORTH * len(body):
         body, version = short, 2
     return sealed(msgspec.json.encode(_Document(_ZEROS, "treeckpt", version, msgspec.Raw(body))))
@@ -85,6 +87,9 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
 def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool = False) -> Index:
     try:
         index = unpack(body, name) if packed else msgspec.json.decode(body, type=Index)
+        if index.below:
+            whole = Folded(index.structure, index.below).whole(name)
+            index = msgspec.structs.replace(index, structure=whole, below=())
         check_index(index, name, manifest=manifest)
         return index
     except TreeckptError:
@@ -96,7 +101,13 @@ def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool
 def encode_manifest(index: Index) -> str:
     """What the coordinator's shard carries: the index without chunks and files."""
     bare = tuple([_without_chunks(record) for record in index.leaves])
-    return msgspec.json.encode(msgspec.structs.replace(index, leaves=bare, files=FileTable())).decode()
+    return msgspec.json.encode(msgspec.structs.replace(folded_index(index), leaves=bare, files=FileTable())).decode()
+
+
+def folded_index(index: Index) -> Index:
+    """The index as it is written: deep parts of the structure stand apart."""
+    found = fold(index.structure)
+    return msgspec.structs.replace(index, structure=found.top, below=found.below) if found.below else index
 
 
 def _without_chunks(record: LeafRecord) -> LeafRecord:

@@ -127,7 +127,7 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     """None for values."""
 
 
-class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
+class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, omit_defaults=True):
     """All that is known of a checkpoint without opening a shard."""
 
     save_id: str
@@ -143,6 +143,8 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     files: FileTable
     metadata: dict[str, Value]
     """The user's own."""
+    below: tuple[Structure, ...] = ()
+    """In a file, deep parts of the structure, as `core.pieces` has them; empty once it is read."""
 
     @cached_property
     def paths(self) -> list[tuple[str, Runs | None]]:

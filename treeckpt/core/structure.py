@@ -18,6 +18,7 @@ import msgspec
 from .errors import FormatError, TreeError
 from .runs import Runs, check_runs
 from .spec import TableSpec, Typed, Value, decode_value, type_name
+from .walking import Walk, run
 
 __all__ = [
     "TABLE_KEYS",
@@ -46,7 +47,7 @@ __all__ = [
     "tables_of",
 ]
 
-MAX_DEPTH = 100
+MAX_DEPTH = 1000
 """Deeper trees are refused: the usual cause is a container that holds itself."""
 LEVELS = 100
 """Levels of containers that one document nests; what lies deeper stands in pieces of its own, see `core.pieces`."""
@@ -273,11 +274,11 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
     found: list[tuple[str, Runs | None]] = []
     texts = KeyTexts()
 
-    def walk(node: Structure, path: str, ranks: Runs | None, depth: int) -> None:
+    def walk(node: Structure, path: str, ranks: Runs | None, depth: int) -> Walk[None]:
         if node is None:
             found.append((path, ranks))
             return
-        if depth > MAX_DEPTH:
+        if depth == MAX_DEPTH:
             raise FormatError(path[:200], expected=f"at most {MAX_DEPTH} levels", found="a deeper structure")
         prefix = path + "/" if depth else ""
         if isinstance(node, PerRankNode):
@@ -285,7 +286,7 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
                 raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
             for group, child in zip(node.ranks, node.children, strict=True):
                 check_runs(group, path=path, low=0)
-                walk(child, prefix + "~rank*", group, depth + 1)
+                yield walk(child, prefix + "~rank*", group, depth + 1)
             return
         steps, children = texts.of(node, path), node.children
         if isinstance(node, TableNode):
@@ -296,9 +297,12 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
             found.extend([(prefix + step, ranks) for step in steps])
             return
         for step, child in zip(steps, children, strict=True):
-            walk(child, prefix + step, ranks, depth + 1)
+            if child is None:
+                found.append((prefix + step, ranks))
+            else:
+                yield walk(child, prefix + step, ranks, depth + 1)
 
-    walk(structure, "", None, 0)
+    run(walk(structure, "", None, 0))
     return found
 
 
@@ -307,7 +311,7 @@ def empty_places(structure: Structure) -> list[str]:
     found: list[str] = []
     texts = KeyTexts()
 
-    def walk(node: Structure, path: str, prefix: str) -> None:
+    def walk(node: Structure, path: str, prefix: str) -> Walk[None]:
         if node is None:
             return
         if not node.children:
@@ -316,9 +320,9 @@ def empty_places(structure: Structure) -> list[str]:
         steps = ["~rank*"] * len(node.children) if own else texts.of(node, path)
         for step, child in zip(steps, node.children, strict=True):
             if child is not None:
-                walk(child, prefix + step, prefix + step + "/")
+                yield walk(child, prefix + step, prefix + step + "/")
 
-    walk(structure, "", "")
+    run(walk(structure, "", ""))
     return found
 
 
@@ -326,7 +330,7 @@ def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
     """Each table, by the path of its ids, and its ranks as `paths_of` gives both."""
     found: dict[tuple[str, Runs | None], TableSpec] = {}
 
-    def walk(node: Node, path: str, ranks: Runs | None) -> None:
+    def walk(node: Node, path: str, ranks: Runs | None) -> Walk[None]:
         prefix = path + "/" if path else ""
         if isinstance(node, TableNode):
             found[prefix + TABLE_KEYS[0], ranks] = node.table
@@ -338,14 +342,15 @@ def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
             steps = [(key_text(key, path), ranks) for key in keys_of(node, path)]
         for (text, group), child in zip(steps, node.children, strict=True):
             if child is not None:
-                walk(child, prefix + text, group)
+                yield walk(child, prefix + text, group)
 
     if structure is not None:
-        walk(structure, "", None)
+        run(walk(structure, "", None))
     return found
 
 
 def _check_table(node: TableNode, path: str) -> None:
     legal = [child if child is None else type(child) for child in node.children] == [None, None, DictNode, DictNode]
     if not legal or not 0 < node.table.buckets < 1 << 32:
-        raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=f"{node!r:.80}")
+        kinds = ", ".join("a leaf" if child is None else type(child).__name__ for child in node.children[:8])
+        raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=kinds or "nothing")
