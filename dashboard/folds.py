@@ -19,6 +19,8 @@ MAX_CHILDREN = 5000
 """Children of a node beyond which nothing is folded."""
 MAX_LEAVES = 100
 """Leaves of a child up to which it is looked at leaf by leaf; larger ones are alike if their counts and bytes are."""
+MAX_DEPTH = 50
+"""Levels that are looked at; what is deeper is alike likewise."""
 SCAN = 100_000
 """Leaves that one request of a filtered search looks at."""
 
@@ -62,14 +64,14 @@ def folds_page(outline: Outline, name: str) -> FoldsPage:
     return FoldsPage(name, children, dtypes, [_fold_row(fold, rows) for fold in folds])
 
 
-def _kind(outline: Outline, row: Row) -> Hashable:
+def _kind(outline: Outline, row: Row, depth: int = 0) -> Hashable:
     """What a node is, apart from its name."""
     if row.kind == "leaf":
         return leaf_text(outline.index, outline.index.entries[row.first])
-    if row.leaves > MAX_LEAVES:
+    if row.leaves > MAX_LEAVES or depth > MAX_DEPTH:
         return row.kind, row.cls, row.children, row.leaves, row.nbytes
     inner = outline.children(row.node, count=MAX_LEAVES)
-    return row.kind, row.cls, tuple((child.key, _kind(outline, child)) for child in inner)
+    return row.kind, row.cls, tuple((child.key, _kind(outline, child, depth + 1)) for child in inner)
 
 
 def _fold_row(fold: Fold, rows: list[Row]) -> FoldRow:

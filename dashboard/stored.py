@@ -20,6 +20,7 @@ from treeckpt.catalog import Summary
 from treeckpt.core.errors import MismatchError
 from treeckpt.core.nodes import FlatNode
 from treeckpt.core.outline import Row
+from treeckpt.core.pieces import Folded
 from treeckpt.core.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
 from treeckpt.core.structure import Structure
 
@@ -145,7 +146,7 @@ class StoredIndex(Index, frozen=True, dict=True):
     @cached_property
     def structure(self) -> Structure:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tree's structure, decoded as a whole."""
-        return msgspec.json.decode(vars(self)["reader"].part("structure"), type=Structure)
+        return msgspec.json.decode(vars(self)["reader"].part("structure"), type=Folded).whole()
 
 
 class StoredOutline:

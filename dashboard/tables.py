@@ -19,6 +19,7 @@ import msgspec
 
 from treeckpt.catalog import Summary, summarize
 from treeckpt.core.nodes import flat_nodes
+from treeckpt.core.pieces import fold
 from treeckpt.core.records import Index, LeafRecord
 from treeckpt.core.runs import Runs
 from treeckpt.core.structure import Structure
@@ -104,7 +105,7 @@ def _fill(connection: sqlite3.Connection, index: Index, tell: Callable[[int, int
 
 
 def _structure(structure: Structure) -> bytes:
-    return msgspec.json.encode(structure)
+    return msgspec.json.encode(fold(structure))
 
 
 def _blocks(items: Iterable[T], size: int) -> Iterator[tuple[int, list[T]]]:

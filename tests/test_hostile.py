@@ -40,11 +40,15 @@ def _leaf(number: int, at: int, value: Any) -> Callable[[Any], None]:
     return lambda document: document["index"]["leaves"][number].__setitem__(at, value)
 
 
-def _nest(levels: int) -> Any:
-    node: Any = None
+def _nest(levels: int, node: Any = None) -> Any:
     for _ in range(levels):
         node = ["list", [node]]
     return node
+
+
+def _mark(number: int) -> Any:
+    """Stands for a piece of the structure that lies beside it."""
+    return ["custom", "", number, [], []]
 
 
 HUGE = 1 << 60
@@ -87,7 +91,16 @@ HOSTILE: dict[str, Callable[[Any], None]] = {
     "huge world": _field("world", HUGE),
     "negative world": _field("world", -2),
     "deep structure": _field("structure", _nest(400)),
-    "deeper than allowed": _field("structure", _nest(150)),
+    "deeper than others are": _field("structure", _nest(150)),
+    "deeper than allowed": lambda document: document["index"].update(
+        structure=_nest(100, _mark(0)), below=[_nest(100, _mark(n + 1)) for n in range(11)] + [_nest(2)]
+    ),
+    "endless pieces of a structure": lambda document: document["index"].update(
+        structure=_mark(0), below=[_nest(1, _mark(n + 1)) for n in range(20_000)] + [_nest(2)]
+    ),
+    "a piece of a structure in many places": lambda document: document["index"].update(
+        structure=["list", [_mark(0)] * 1000], below=[["list", [_mark(1)] * 1000], ["list", [None] * 1000]]
+    ),
     "other structure": _field("structure", ["list", [None]]),
     "leaf too few": lambda document: document["index"]["leaves"].pop(),
     "leaf too many": lambda document: document["index"]["leaves"].append(["v", 1]),

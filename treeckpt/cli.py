@@ -231,11 +231,13 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
 
 def _rows_below(outline: Outline, row: Row, depth: int) -> list[Row]:
     found: list[Row] = []
-    for child in outline.children(row.node, count=MAX_ROWS):
+    waiting = [(child, 1) for child in reversed(outline.children(row.node, count=MAX_ROWS))]
+    while waiting and len(found) < MAX_ROWS:
+        child, level = waiting.pop()
         found.append(child)
-        if depth > 1 and child.children and len(found) < MAX_ROWS:
-            found += _rows_below(outline, child, depth - 1)
-    return found[:MAX_ROWS]
+        if level < depth and child.children:
+            waiting += [(below, level + 1) for below in reversed(outline.children(child.node, count=MAX_ROWS))]
+    return found
 
 
 def _row_texts(index: Index, row: Row, level: int) -> tuple[str, str, str, str]:

@@ -22,6 +22,7 @@ from .core.spec import ArraySpec
 from .core.structure import PerRankNode, Structure, any_rank
 from .core.table import Column
 from .core.tree import flatten, graft, own_child, replace_leaves, unflatten
+from .core.walking import Walk, run
 from .filling import Means, Slot
 from .io.comm import Comm, global_rank
 from .io.refusals import unreadable
@@ -69,7 +70,7 @@ def _as_saved(job: Load) -> Callable[[], object]:
                 made[leaf.number] = Slot(_alias(leaf, made, job))
         structure = job.view.structure
         if job.view.ruled is None and any(leaf.ranks is not None for leaf in order):
-            structure = _own_structure(structure, job)
+            structure = run(_own_structure(structure, job))
         found = {leaf.path: made[leaf.number].leaf for leaf in plain} | {path: s.leaf for path, s in joined.items()}
         leaves = iter([found.get(leaf.path, ...) for leaf in order])
         return unflatten(structure, leaves, resolve=resolve, rank=job.rank, namespace=job.options.namespace)
@@ -102,15 +103,18 @@ def _alias(leaf: Leaf, made: dict[int, Slot], job: Load) -> Any:
     return library_of(spec).view(base, spec, offset, strides)
 
 
-def _own_structure(structure: Structure, job: Load) -> Structure:
+def _own_structure(structure: Structure, job: Load) -> Walk[Structure]:
     """The structure with each `PerRank` reduced to the subtree of the rank that is wanted, as this rank's own."""
     if structure is None:
         return None
     if isinstance(structure, PerRankNode):
         own = own_child(structure, job.source_rank, "")
         return PerRankNode((encode_runs([job.rank]),), (own,))
-    children = tuple(_own_structure(child, job) for child in structure.children)
-    return msgspec.structs.replace(structure, children=children)
+    children = list(structure.children)
+    for at, child in enumerate(children):
+        if child is not None:
+            children[at] = yield _own_structure(child, job)
+    return msgspec.structs.replace(structure, children=tuple(children))
 
 
 # with like -------------------------------------------------------------------------------------------------------

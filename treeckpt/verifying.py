@@ -8,7 +8,7 @@ from .core.check import check_there
 from .core.damage import BadBytes, damaged_leaves
 from .core.errors import CheckpointError, CheckpointExists, TreeckptError
 from .core.events import timings_name
-from .core.index import INDEX_NAME, encode_index, rebuild
+from .core.index import INDEX_NAME, encode_index, folded_index, rebuild
 from .core.records import Index
 from .core.shard import ShardHeader, decode_header
 from .io.codec import read_index, read_timings, rebuild_from_shards
@@ -61,7 +61,7 @@ def _problem(index: Index, bad: BadBytes) -> Problem:
 
 def _compare_index(index: Index, headers: Sequence[tuple[int, ShardHeader]], store: Store) -> list[Problem]:
     try:
-        same = rebuild(headers, store.url) == index
+        same = folded_index(rebuild(headers, store.url)) == folded_index(index)
     except CheckpointError as error:
         return [Problem(INDEX_NAME, str(error))]
     return [] if same else [Problem(INDEX_NAME, "it is not the index that the shards describe")]

@@ -34,6 +34,7 @@ from ..core.structure import (
     keys_of,
 )
 from ..core.tree import flatten, unflatten
+from ..core.walking import Walk, run
 from ..leaves.registry import resolve
 
 __all__ = [
@@ -166,7 +167,7 @@ def _kept(contents: Contents, keep: Callable[[str], bool]) -> Contents:
     if all(kept):
         return contents
     marks = iter(kept)
-    structure, whole = _pruned(contents.structure, marks)
+    structure, whole = run(_pruned(contents.structure, marks))
     leaves = tuple(leaf for leaf, mark in zip(contents.leaves, whole, strict=True) if mark)
     paths = {path for path, _ in leaves}
     findings = tuple(f for f in contents.findings if f.path in paths or keep(f.path))
@@ -176,14 +177,17 @@ def _kept(contents: Contents, keep: Callable[[str], bool]) -> Contents:
 _MAPPINGS = (DictNode, OrderedDictNode, DefaultDictNode)
 
 
-def _pruned(node: Structure, marks: Iterator[bool]) -> tuple[Structure, list[bool]]:
+def _pruned(node: Structure, marks: Iterator[bool]) -> Walk[tuple[Structure, list[bool]]]:
     """A structure without the leaves that are not marked, and which are kept after all.
 
     Entries of mappings go; other containers keep all their elements or go as a whole.
     """
     if node is None:
         return None, [next(marks)]
-    parts = [_pruned(child, marks) for child in node.children]
+    parts: list[tuple[Structure, list[bool]]] = []
+    for child in node.children:
+        part: tuple[Structure, list[bool]] = yield _pruned(child, marks)
+        parts.append(part)
     flags = [mark for _, part in parts for mark in part]
     if isinstance(node, _MAPPINGS):
         chosen = [(key, child) for key, (child, part) in zip(node.keys, parts, strict=True) if not part or any(part)]
@@ -240,11 +244,13 @@ def lower(contents: Contents, holds: frozenset[type]) -> Contents:
     findings: list[Finding] = []
     plain = ", ".join(name for kind, name in _PLAIN.items() if kind in holds)
 
-    def walk(node: Structure, path: str) -> Structure:
+    def walk(node: Structure, path: str) -> Walk[Structure]:
         if node is None:
             return None
-        keys = keys_of(node, path)
-        children = tuple(walk(c, _below(path, key)) for key, c in zip(keys, node.children, strict=True))
+        below: list[Structure] = []
+        for key, child in zip(keys_of(node, path), node.children, strict=True):
+            below.append(None if child is None else (yield walk(child, _below(path, key))))
+        children = tuple(below)
         if type(node) in holds and _is_known(node):
             return msgspec.structs.replace(node, children=children)
         made = _lowered(node, children)
@@ -252,7 +258,7 @@ def lower(contents: Contents, holds: frozenset[type]) -> Contents:
         findings.append(Finding(path, plain, found, f"a {_PLAIN[type(made)]}"))
         return made
 
-    structure = walk(contents.structure, "")
+    structure = run(walk(contents.structure, ""))
     return msgspec.structs.replace(contents, structure=structure, findings=(*contents.findings, *findings))
 
 
@@ -276,28 +282,34 @@ def spread_ranks(
     findings: list[Finding] = []
     counter = iter(range(1 << 62))
 
-    def walk(node: Structure, path: str, number: Callable[[], int], rank: int | None) -> Structure:
+    def walk(node: Structure, path: str, number: Callable[[], int], rank: int | None) -> Walk[Structure]:
         if node is None:
             leaves.append((path, leaf(number(), rank)[1]))
             return None
         if isinstance(node, PerRankNode):
-            return by_rank(node, path, number)
-        keys = keys_of(node, path)
-        children = tuple(walk(c, _below(path, k), number, rank) for k, c in zip(keys, node.children, strict=True))
-        return msgspec.structs.replace(node, children=children)
+            return (yield by_rank(node, path, number))
+        children: list[Structure] = []
+        for key, child in zip(keys_of(node, path), node.children, strict=True):
+            children.append((yield walk(child, _below(path, key), number, rank)))
+        return msgspec.structs.replace(node, children=tuple(children))
 
-    def by_rank(node: PerRankNode, path: str, number: Callable[[], int]) -> Structure:
+    def by_rank(node: PerRankNode, path: str, number: Callable[[], int]) -> Walk[Structure]:
         found: list[tuple[int, Structure]] = []
         for group, child in zip(node.ranks, node.children, strict=True):
             numbers = [number() for _ in range(_count(child))]
             for rank in decode_runs(group).tolist():
                 again = iter(numbers)
-                found.append((rank, walk(child, _below(path, rank), again.__next__, rank)))
+                found.append((rank, (yield walk(child, _below(path, rank), again.__next__, rank))))
         findings.append(Finding(path, "one tree", f"state of each of {len(found)} ranks' own", "a dict by rank"))
         return DictNode(tuple(rank for rank, _ in found), tuple(child for _, child in found))
 
-    return walk(structure, "", counter.__next__, None), leaves, findings
+    return run(walk(structure, "", counter.__next__, None)), leaves, findings
 
 
-def _count(node: Structure) -> int:
-    return 1 if node is None else sum(_count(child) for child in node.children)
+def _count(structure: Structure) -> int:
+    waiting, found = [structure], 0
+    while waiting:
+        node = waiting.pop()
+        found += node is None
+        waiting += node.children if node is not None else ()
+    return found

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..core.errors import TreeError
 from ..core.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, key_text, keys_of
+from ..core.walking import Walk, run
 from ..leaves.lazy import Lazy
 from ..leaves.registry import encodable
 from ..trees.names import flatten_names
@@ -137,7 +138,7 @@ def hold_dcp(contents: Contents) -> Held:
         )  # fmt: skip
     contents = lower(contents, frozenset((DictNode, ListNode, TupleNode)))
     check = _Check(f"{_WRITTEN}, {_TREE}, in dicts with text as keys")
-    _check_keys(contents.structure, "", check)
+    run(_check_keys(contents.structure, "", check))
     contents = _leaves(contents, check, kinds=False)
     ties = ties_of(contents)
     told = [Finding(path, "each array by itself", f"a tie of {tie.of}", "a copy") for path, tie in ties.items()]
@@ -145,7 +146,7 @@ def hold_dcp(contents: Contents) -> Held:
     return Held(msgspec.structs.replace(contents, findings=(*contents.findings, *told)), {})
 
 
-def _check_keys(node: Structure, path: str, check: _Check) -> None:
+def _check_keys(node: Structure, path: str, check: _Check) -> Walk[None]:
     if node is None:
         return
     for key, child in zip(keys_of(node, path), node.children, strict=True):
@@ -154,7 +155,7 @@ def _check_keys(node: Structure, path: str, check: _Check) -> None:
             check.note(below, f"a key of type {type(key).__name__}", "text")
         if isinstance(child, DictNode) and not child.children:
             check.note(below, "an empty dict", "nothing")
-        _check_keys(child, below, check)
+        yield _check_keys(child, below, check)
 
 
 def _names(contents: Contents) -> dict[str, str]:

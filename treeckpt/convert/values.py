@@ -20,6 +20,7 @@ from ..core.dtypes import dtype_of, numpy_dtype
 from ..core.errors import CorruptError, FormatError, TreeckptError, TreeError
 from ..core.spec import ArraySpec
 from ..core.structure import MAX_DEPTH, key_text
+from ..core.walking import Walk, run
 from ..leaves.lazy import Lazy
 from ..leaves.numpy import dtype_name
 from ..leaves.registry import encodable
@@ -216,7 +217,7 @@ def settle(read: Unpickled, label: str, refused: list[Refused] | None = None) ->
         TreeError: naming the path of what cannot be made.
         FormatError: more nodes than the pickle has parts: containers that hold one another over and over.
     """
-    return _Settling(label, max(NODES, 2 * read.steps), refused).settle(read.value, "", 0)
+    return run(_Settling(label, max(NODES, 2 * read.steps), refused).settle(read.value, "", 0))
 
 
 class _Settling:
@@ -224,7 +225,7 @@ class _Settling:
         self.label, self.left, self.refused = label, limit, refused
         self.made: dict[int, tuple[Any, Any]] = {}
 
-    def settle(self, node: Any, path: str, depth: int) -> Any:
+    def settle(self, node: Any, path: str, depth: int) -> Walk[Any]:
         self.left -= 1
         if self.left < 0 or depth > MAX_DEPTH:
             raise FormatError(
@@ -235,26 +236,27 @@ class _Settling:
             )
         kind = type(node)
         if kind in (dict, collections.OrderedDict, collections.defaultdict):
-            return self._mapping(node, path, depth)
+            return (yield self._mapping(node, path, depth))
         if kind in (list, collections.deque):
             for i, child in enumerate(node):
-                node[i] = self.settle(child, self._below(path, i), depth + 1)
+                node[i] = yield self.settle(child, self._below(path, i), depth + 1)
             return node
-        if kind is tuple:
-            return tuple([self.settle(child, self._below(path, i), depth + 1) for i, child in enumerate(node)])
-        if kind in (set, frozenset):
-            return kind([self.settle(item, path, depth + 1) for item in node])
+        if kind in (tuple, set, frozenset):
+            items: list[Any] = []
+            for i, child in enumerate(node):
+                items.append((yield self.settle(child, self._below(path, i) if kind is tuple else path, depth + 1)))
+            return kind(items)
         if isinstance(node, (Symbol, Opaque, Blob, Maker)):
             return self._once(node, path)
         return node if kind in _PLAIN or isinstance(node, (Lazy, np.ndarray)) else self._value_of_type(node, path)
 
-    def _mapping(self, node: Any, path: str, depth: int) -> Any:
+    def _mapping(self, node: Any, path: str, depth: int) -> Walk[Any]:
         try:
             steps = [(key, self._below(path, key)) for key in node]
         except TreeError as error:
             return self._refuse(path, f"a {type(node).__name__} with {error.found}", _HELD)
         for key, below in steps:
-            node[key] = self.settle(node[key], below, depth + 1)
+            node[key] = yield self.settle(node[key], below, depth + 1)
         return node
 
     def _below(self, path: str, key: object) -> str:

@@ -92,7 +92,7 @@ def build_index(
         step=step,
         created_ns=created_ns,
         world=plenum.world,
-        structure=plenum.structure,
+        structure=plenum.whole,
         specs=tuple(spec for spec in specs.numbers if isinstance(spec, ArraySpec)),
         layouts=tuple(cast(Layout, layout) for layout in layouts.numbers),
         leaves=tuple(records),

@@ -18,6 +18,7 @@ from .chunks import NoChunks, encode_chunks
 from .errors import CorruptError, FormatError, TreeckptError
 from .lineage import Lineage
 from .packing import pack, unpack
+from .pieces import Folded, fold
 from .plan import Placed
 from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArrays, file_table
 from .region import Region
@@ -25,7 +26,7 @@ from .runs import decode_runs, encode_runs
 from .seals import check_seal, sealed
 from .shard import ShardHeader
 
-__all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_manifest", "rebuild"]
+__all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_manifest", "folded_index", "rebuild"]
 
 VERSION = 2
 """The newest; an index that version 1 can hold about as shortly is written as such, so that older programs read it."""
@@ -57,8 +58,9 @@ def encode_index(index: Index, *, packed: bool = True) -> bytes:
         packed: in the form of version 2 where there is much to save, and that is much shorter.
     """
     index = _with_text(index)
-    body, version = msgspec.json.encode(index), 1
-    short = pack(index) if packed and len(body) > SMALL else None
+    folded = folded_index(index)
+    body, version = msgspec.json.encode(folded), 1
+    short = pack(index) if packed and not folded.below and len(body) > SMALL else None
     if short is not None and len(short) < WORTH * len(body):
         body, version = short, 2
     return sealed(msgspec.json.encode(_Document(_ZEROS, "treeckpt", version, msgspec.Raw(body))))
@@ -90,7 +92,11 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
 
 def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool = False) -> Index:
     try:
-        index = _with_lineage(unpack(body, name) if packed else msgspec.json.decode(body, type=Index))
+        index = unpack(body, name) if packed else msgspec.json.decode(body, type=Index)
+        if index.below:
+            whole = Folded(index.structure, index.below).whole(name)
+            index = msgspec.structs.replace(index, structure=whole, below=())
+        index = _with_lineage(index)
         check_index(index, name, manifest=manifest)
         return index
     except TreeckptError:
@@ -125,7 +131,15 @@ def _with_lineage(index: Index) -> Index:
 def encode_manifest(index: Index) -> str:
     """What the coordinator's shard carries: the index without chunks and files."""
     bare = tuple([_without_chunks(record) for record in index.leaves])
-    return msgspec.json.encode(msgspec.structs.replace(_with_text(index), leaves=bare, files=FileTable())).decode()
+    return msgspec.json.encode(
+        msgspec.structs.replace(folded_index(_with_text(index)), leaves=bare, files=FileTable())
+    ).decode()
+
+
+def folded_index(index: Index) -> Index:
+    """The index as it is written: deep parts of the structure stand apart."""
+    found = fold(index.structure)
+    return msgspec.structs.replace(index, structure=found.top, below=found.below) if found.below else index
 
 
 def _without_chunks(record: LeafRecord) -> LeafRecord:

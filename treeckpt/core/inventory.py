@@ -18,6 +18,7 @@ from .assign import ArrayLeaf, held_twice
 from .dtypes import dtype_of
 from .errors import LayoutError, MismatchError, TreeError
 from .layout import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated
+from .pieces import Folded, fold
 from .records import View
 from .region import Region, intersect
 from .rows import Claim, row_starts
@@ -64,6 +65,13 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
 
     structure: Structure
     leaves: tuple[LeafSpec, ...]
+    below: tuple[Structure, ...] = ()
+    """Deep parts of the structure, see `core.pieces`."""
+
+    @property
+    def whole(self) -> Structure:
+        """The structure with its deep parts in their places."""
+        return Folded(self.structure, self.below).whole()
 
 
 class RankClass(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +87,13 @@ class Plenum(msgspec.Struct, frozen=True, array_like=True):
     world: int
     structure: Structure
     leaves: tuple[LeafSpec, ...]
+    below: tuple[Structure, ...] = ()
+    """Deep parts of the structure, see `core.pieces`."""
+
+    @property
+    def whole(self) -> Structure:
+        """The structure with its deep parts in their places."""
+        return Folded(self.structure, self.below).whole()
 
 
 def digest_of(inventory: Inventory) -> bytes:
@@ -96,20 +111,21 @@ def unify(classes: Sequence[RankClass], world: int) -> Plenum:
     classes = _by_row(classes)
     if len(classes) == 1:
         only = classes[0].inventory
-        structure = widen_ranks(only.structure, classes[0].ranks)
+        structure = widen_ranks(only.whole, classes[0].ranks)
         leaves = [_resolved(leaf, classes[0].ranks) for leaf in only.leaves]
     else:
         kin = _kin(classes)
-        structure = widen_ranks(classes[0].inventory.structure, kin[0])
+        structure = widen_ranks(classes[0].inventory.whole, kin[0])
         for group, ranks in zip(classes[1:], kin[1:], strict=True):
-            structure = merge(structure, widen_ranks(group.inventory.structure, ranks))
+            structure = merge(structure, widen_ranks(group.inventory.whole, ranks))
         leaves = _joined(structure, classes, kin)
     checked: set[int] = set()
     for leaf in leaves:
         if id(leaf.layout) not in checked:  # most leaves share the very object
             checked.add(id(leaf.layout))
             _check_ranks(leaf, world)
-    return Plenum(world, structure, tuple(leaves))
+    folded = fold(structure)
+    return Plenum(world, folded.top, tuple(leaves), folded.below)
 
 
 def _by_row(classes: Sequence[RankClass]) -> Sequence[RankClass]:
@@ -134,7 +150,9 @@ def _by_row(classes: Sequence[RankClass]) -> Sequence[RankClass]:
         return LeafSpec(leaf.path, spec, BoxLayout(((mine.rank, region),)))
 
     return [
-        RankClass(group.ranks, Inventory(group.inventory.structure, tuple(map(by_row, group.inventory.leaves))))
+        RankClass(
+            group.ranks, msgspec.structs.replace(group.inventory, leaves=tuple(map(by_row, group.inventory.leaves)))
+        )
         for group in classes
     ]
 

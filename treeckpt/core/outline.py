@@ -21,6 +21,7 @@ from .layout import Layout, MeshLayout, Replicate
 from .records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays
 from .runs import length_of
 from .structure import Node, PerRankNode, Structure, key_text, keys_of
+from .walking import Walk, run
 
 __all__ = ["Outline", "Row", "held_nbytes", "leaf_nbytes"]
 
@@ -113,12 +114,18 @@ class Outline:
         """How many leaves a node of the structure has."""
         if node is None:
             return 1
-        children = node.children
-        if children.count(None) == len(children):  # nearly all there is: spared the calls
-            return len(children)
+        if node.children.count(None) == len(node.children):  # nearly all there is: spared the calls
+            return len(node.children)
+        found = self._counts.get(id(node))
+        return run(self._count(node)) if found is None else found
+
+    def _count(self, node: Node) -> Walk[int]:
         found = self._counts.get(id(node))
         if found is None:
-            found = self._counts[id(node)] = sum(map(self.count, children))
+            found = 0
+            for child in node.children:
+                found += 1 if child is None else (yield self._count(child))
+            self._counts[id(node)] = found
         return found
 
     def _open(self, node: Node, path: str) -> _Opened:

@@ -157,6 +157,8 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     """The user's own."""
     lineage: Lineage | None = None
     """Of a checkpoint that a manager has saved."""
+    below: tuple[Structure, ...] = ()
+    """In a file, deep parts of the structure, as `core.pieces` has them; empty once it is read."""
 
     @cached_property
     def paths(self) -> list[tuple[str, Runs | None]]:

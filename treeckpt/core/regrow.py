@@ -33,6 +33,7 @@ from .structure import (
     key_text,
     keys_of,
 )
+from .walking import Walk, run
 
 __all__ = ["empty_nodes", "regrow"]
 
@@ -56,7 +57,7 @@ def empty_nodes(structure: Structure) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     leaves = 0
 
-    def walk(node: Structure, path: str, prefix: str) -> None:
+    def walk(node: Structure, path: str, prefix: str) -> Walk[None]:
         nonlocal leaves
         if node is None:
             leaves += 1
@@ -65,9 +66,9 @@ def empty_nodes(structure: Structure) -> list[tuple[str, int]]:
             found.append((path, leaves))
         keys = [OWN] * len(node.children) if isinstance(node, PerRankNode) else map(key_text, keys_of(node, path))
         for key, child in zip(keys, node.children, strict=True):
-            walk(child, prefix + key, f"{prefix}{key}/")
+            yield walk(child, prefix + key, f"{prefix}{key}/")
 
-    walk(structure, "", "")
+    run(walk(structure, "", ""))
     return found
 
 
@@ -75,19 +76,19 @@ def _nodes(structure: Structure, rank: int | None) -> dict[Steps, Node]:
     """Every container by its path; of those under `PerRank` one rank's, or the first."""
     found: dict[Steps, Node] = {}
 
-    def walk(node: Structure, steps: Steps) -> None:
+    def walk(node: Structure, steps: Steps) -> Walk[None]:
         if node is None:
             return
         found[steps] = node
         if isinstance(node, PerRankNode):
             own = [c for g, c in zip(node.ranks, node.children, strict=True) if rank in decode_runs(g).tolist()]
             for child in (own or list(node.children))[:1]:
-                walk(child, (*steps, OWN))
+                yield walk(child, (*steps, OWN))
             return
         for key, child in zip(keys_of(node, "/".join(steps)), node.children, strict=True):
-            walk(child, (*steps, key_text(key)))
+            yield walk(child, (*steps, key_text(key)))
 
-    walk(structure, ())
+    run(walk(structure, ()))
     return found
 
 
@@ -112,7 +113,7 @@ def regrow(structure: Structure, names: Iterable[tuple[str, str]], *, source_ran
         old = tuple(before.split("/")) if before else ()
         _add(root, tuple(now.split("/")), old, nodes, is_node=bool(old) and old in nodes)
     root.was = ()
-    return _grown(root, (), nodes, rank)
+    return run(_grown(root, (), nodes, rank))
 
 
 def _add(root: _Twig, steps: Steps, old: Steps, nodes: dict[Steps, Node], *, is_node: bool) -> None:
@@ -147,7 +148,7 @@ def _origin(steps: Steps, old: Steps, depth: int, nodes: dict[Steps, Node]) -> S
     return old[:above] if moved else None
 
 
-def _grown(twig: _Twig, steps: Steps, nodes: dict[Steps, Node], rank: int) -> Node:
+def _grown(twig: _Twig, steps: Steps, nodes: dict[Steps, Node], rank: int) -> Walk[Node]:
     was = nodes.get(twig.was) if twig.was is not None else None
     texts = list(twig.children)
     if isinstance(was, (ListNode, TupleNode, DequeNode)):
@@ -155,8 +156,11 @@ def _grown(twig: _Twig, steps: Steps, nodes: dict[Steps, Node], rank: int) -> No
     elif isinstance(was, _FIELDS):
         known = [key_text(key) for key in keys_of(was, "")]
         texts = known if set(known) == set(texts) else texts
-    pairs = ((text, twig.children[text]) for text in texts)
-    children = tuple(None if child is None else _grown(child, (*steps, text), nodes, rank) for text, child in pairs)
+    grown: list[Structure] = []
+    for text in texts:
+        child = twig.children[text]
+        grown.append(None if child is None else (yield _grown(child, (*steps, text), nodes, rank)))
+    children = tuple(grown)
     if texts == [OWN]:
         return PerRankNode((encode_runs([rank]),), children)
     if isinstance(was, (ListNode, TupleNode, DequeNode)) and texts == [str(i) for i in range(len(texts))]:

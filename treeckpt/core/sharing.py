@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from .errors import FormatError
-from .structure import MAX_DEPTH, CustomNode, Node, PerRankNode, Structure
+from .structure import LEVELS, CustomNode, Node, PerRankNode, Structure
 
 __all__ = ["expand", "leaf_count", "share"]
 
@@ -28,7 +28,7 @@ def share(structure: Structure) -> tuple[Structure, tuple[Structure, ...]]:
     taken: dict[bytes, tuple[int, Structure]] = {}
     places = 0
 
-    def without(node: Structure) -> Structure:
+    def without(node: Structure) -> Structure:  # of a tree that is not folded, so no deeper than LEVELS
         nonlocal places
         if node is None or isinstance(node, PerRankNode):
             return node
@@ -64,7 +64,7 @@ def expand(structure: Structure, shared: tuple[Structure, ...], name: str) -> St
 
     def full(node: Structure, depth: int) -> Structure:
         nonlocal places
-        if node is None or depth > MAX_DEPTH:  # deeper ones are refused later
+        if node is None or depth > LEVELS:  # deeper ones are refused later
             return node
         if isinstance(node, CustomNode) and not node.cls:
             places += 1

@@ -19,6 +19,7 @@ from .errors import FormatError, TreeError
 from .members import check_hashes
 from .runs import Runs, check_runs
 from .spec import TableSpec, Typed, Value, decode_value, type_name
+from .walking import Walk, run
 
 __all__ = [
     "TABLE_KEYS",
@@ -48,7 +49,7 @@ __all__ = [
     "tables_of",
 ]
 
-MAX_DEPTH = 100
+MAX_DEPTH = 1000
 """Deeper trees are refused: the usual cause is a container that holds itself."""
 LEVELS = 100
 """Levels of containers that one document nests; what lies deeper stands in pieces of its own, see `core.pieces`."""
@@ -284,12 +285,12 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
     found: list[tuple[str, Runs | None]] = []
     texts, nchars = KeyTexts(), 0
 
-    def walk(node: Structure, path: str, ranks: Runs | None, depth: int) -> None:
+    def walk(node: Structure, path: str, ranks: Runs | None, depth: int) -> Walk[None]:
         nonlocal nchars
         if node is None:
             found.append((path, ranks))
             return
-        if depth > MAX_DEPTH:
+        if depth == MAX_DEPTH:
             raise FormatError(path[:200], expected=f"at most {MAX_DEPTH} levels", found="a deeper structure")
         prefix = path + "/" if depth else ""
         nchars += len(prefix) * len(node.children)
@@ -300,7 +301,7 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
                 raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
             for group, child in zip(node.ranks, node.children, strict=True):
                 check_runs(group, path=path, low=0)
-                walk(child, prefix + "~rank*", group, depth + 1)
+                yield walk(child, prefix + "~rank*", group, depth + 1)
             return
         steps, children = texts.of(node, path), node.children
         if isinstance(node, (TableNode, DequeNode)):
@@ -311,9 +312,12 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
             found.extend([(prefix + step, ranks) for step in steps])
             return
         for step, child in zip(steps, children, strict=True):
-            walk(child, prefix + step, ranks, depth + 1)
+            if child is None:
+                found.append((prefix + step, ranks))
+            else:
+                yield walk(child, prefix + step, ranks, depth + 1)
 
-    walk(structure, "", None, 0)
+    run(walk(structure, "", None, 0))
     return found
 
 
@@ -322,7 +326,7 @@ def empty_places(structure: Structure) -> list[str]:
     found: list[str] = []
     texts = KeyTexts()
 
-    def walk(node: Structure, path: str, prefix: str) -> None:
+    def walk(node: Structure, path: str, prefix: str) -> Walk[None]:
         if node is None:
             return
         if not node.children:
@@ -331,9 +335,9 @@ def empty_places(structure: Structure) -> list[str]:
         steps = ["~rank*"] * len(node.children) if own else texts.of(node, path)
         for step, child in zip(steps, node.children, strict=True):
             if child is not None:
-                walk(child, prefix + step, prefix + step + "/")
+                yield walk(child, prefix + step, prefix + step + "/")
 
-    walk(structure, "", "")
+    run(walk(structure, "", ""))
     return found
 
 
@@ -341,7 +345,7 @@ def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
     """Each table, by the path of its ids, and its ranks as `paths_of` gives both."""
     found: dict[tuple[str, Runs | None], TableSpec] = {}
 
-    def walk(node: Node, path: str, ranks: Runs | None) -> None:
+    def walk(node: Node, path: str, ranks: Runs | None) -> Walk[None]:
         prefix = path + "/" if path else ""
         if isinstance(node, TableNode):
             found[prefix + TABLE_KEYS[0], ranks] = node.table
@@ -353,10 +357,10 @@ def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
             steps = [(key_text(key, path), ranks) for key in keys_of(node, path)]
         for (text, group), child in zip(steps, node.children, strict=True):
             if child is not None:
-                walk(child, prefix + text, group)
+                yield walk(child, prefix + text, group)
 
     if structure is not None:
-        walk(structure, "", None)
+        run(walk(structure, "", None))
     return found
 
 
@@ -367,4 +371,5 @@ def _check_node(node: TableNode | DequeNode, path: str) -> None:
         return
     legal = [child if child is None else type(child) for child in node.children] == [None, None, DictNode, DictNode]
     if not legal or not 0 < node.table.buckets < 1 << 32:
-        raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=f"{node!r:.80}")
+        kinds = ", ".join("a leaf" if child is None else type(child).__name__ for child in node.children[:8])
+        raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=kinds or "nothing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .errors import MismatchError
+from .pieces import fold
 from .runs import Runs
 from .structure import (
     DefaultDictNode,
@@ -16,13 +17,14 @@ from .structure import (
     key_text,
     keys_of,
 )
+from .walking import Walk, run
 
 __all__ = ["merge", "widen_ranks"]
 
 _Mapping = DictNode | OrderedDictNode | DefaultDictNode
 
 
-def merge(a: Structure, b: Structure, path: str = "") -> Structure:
+def merge(a: Structure, b: Structure) -> Structure:
     """The structure of two ranks' trees together: pipeline stages hold parts of one tree.
 
     Mappings are joined key by key; everything else must agree.
@@ -30,12 +32,16 @@ def merge(a: Structure, b: Structure, path: str = "") -> Structure:
     Raises:
         MismatchError: naming the first place where the two contradict each other.
     """
+    return run(_merge(a, b, ""))
+
+
+def _merge(a: Structure, b: Structure, path: str) -> Walk[Structure]:
     if a is None and b is None:
         return None
     if isinstance(a, PerRankNode) and isinstance(b, PerRankNode):
         return _merge_ranks(a, b)
     if isinstance(a, _Mapping) and isinstance(b, _Mapping) and type(a) is type(b):
-        return _merge_mappings(a, b, path)
+        return (yield _merge_mappings(a, b, path))
     if a is None or b is None or not _same_node(a, b):
         raise MismatchError(
             path,
@@ -44,20 +50,22 @@ def merge(a: Structure, b: Structure, path: str = "") -> Structure:
             hint="Ranks may hold different keys of a dict; wrap what differs otherwise in PerRank",
         )
     keys = keys_of(a, path)
-    merged = tuple(merge(x, y, _below(path, key)) for key, x, y in zip(keys, a.children, b.children, strict=True))
-    return msgspec.structs.replace(a, children=merged)
+    merged: list[Structure] = []
+    for key, x, y in zip(keys, a.children, b.children, strict=True):
+        merged.append(x if x is None and y is None else (yield _merge(x, y, _below(path, key))))
+    return msgspec.structs.replace(a, children=tuple(merged))
 
 
-def _merge_mappings(a: _Mapping, b: _Mapping, path: str) -> Node:
+def _merge_mappings(a: _Mapping, b: _Mapping, path: str) -> Walk[Node]:
     if isinstance(a, DefaultDictNode) and isinstance(b, DefaultDictNode) and a.factory != b.factory:
         raise MismatchError(path, expected=f"the same default_factory on every rank: {a.factory}", found=f"{b.factory}")
     # by text: the keys 1 and True are equal, and not the same
     mine = {key_text(key, path): key for key in keys_of(a, path)}
     theirs = dict(zip((key_text(key, path) for key in keys_of(b, path)), b.children, strict=True))
-    children = [
-        merge(child, theirs[text], _below(path, key)) if text in theirs else child
-        for (text, key), child in zip(mine.items(), a.children, strict=True)
-    ]
+    children = list(a.children)
+    for at, (text, key) in enumerate(mine.items()):
+        if text in theirs:
+            children[at] = yield _merge(children[at], theirs[text], _below(path, key))
     more = [(k, c) for k, (text, c) in zip(b.keys, theirs.items(), strict=True) if text not in mine]
     keys, added = [key for key, _ in more], [child for _, child in more]
     return msgspec.structs.replace(a, keys=(*a.keys, *keys), children=(*children, *added))
@@ -79,8 +87,11 @@ def _below(path: str, key: object) -> str:
 
 def _merge_ranks(a: PerRankNode, b: PerRankNode) -> PerRankNode:
     """Groups of ranks side by side; the same group met again counts once."""
-    groups = dict.fromkeys(pair for node in (a, b) for pair in zip(node.ranks, node.children, strict=True))
-    return PerRankNode(tuple(ranks for ranks, _ in groups), tuple(child for _, child in groups))
+    groups: dict[tuple[Runs, bytes], Structure] = {}
+    for node in (a, b):
+        for ranks, child in zip(node.ranks, node.children, strict=True):
+            groups.setdefault((ranks, msgspec.json.encode(fold(child))), child)
+    return PerRankNode(tuple(ranks for ranks, _ in groups), tuple(groups.values()))
 
 
 def _node_name(node: Structure) -> str:
@@ -91,10 +102,21 @@ def _node_name(node: Structure) -> str:
 
 def widen_ranks(structure: Structure, ranks: Runs) -> Structure:
     """The structure when all of `ranks` have the same: each `PerRank` stands for all of them."""
-    if structure is None:
-        return None
-    if isinstance(structure, PerRankNode):
-        return PerRankNode((ranks,), tuple(widen_ranks(child, ranks) for child in structure.children))
-    children = tuple([None if child is None else widen_ranks(child, ranks) for child in structure.children])
-    # most trees hold no `PerRank`, and then nothing is made anew
-    return structure if children == structure.children else msgspec.structs.replace(structure, children=children)
+
+    def widen(node: Structure) -> Walk[Structure]:
+        if node is None:
+            return None
+        children, same = list(node.children), not isinstance(node, PerRankNode)
+        for at, child in enumerate(children):
+            # nodes of leaves alone stay, and are nearly all there is: spared a call
+            if child is not None and (
+                isinstance(child, PerRankNode) or child.children.count(None) < len(child.children)
+            ):
+                children[at] = yield widen(child)
+                same = same and children[at] is child
+        if isinstance(node, PerRankNode):
+            return PerRankNode((ranks,), tuple(children))
+        # most trees hold no `PerRank`, and then nothing is made anew
+        return node if same else msgspec.structs.replace(node, children=tuple(children))
+
+    return run(widen(structure))

@@ -13,6 +13,7 @@ import xxhash
 from ..core.dtypes import dtype_of
 from ..core.inventory import Inventory, LeafSpec, Plenum, piece_key
 from ..core.layout import BoxLayout, MeshLayout, Replicate, among
+from ..core.pieces import fold
 from ..core.records import View
 from ..core.region import Region, c_strides
 from ..core.spec import Value
@@ -91,7 +92,9 @@ def bring(
                 specs.append(LeafSpec(path, source.spec, None, first, per_rank=() if own else None))
             else:
                 specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None, rows=rows))
-    return Brought(Inventory(structure, tuple(_with_aliases(specs, sources))), sources, values, own_values)
+    folded = fold(structure)
+    inventory = Inventory(folded.top, tuple(_with_aliases(specs, sources)), folded.below)
+    return Brought(inventory, sources, values, own_values)
 
 
 def place_tables(brought: Brought, plenum: Plenum, rank: int) -> None:

@@ -16,6 +16,7 @@ from ..core.outline import Outline, Row, leaf_nbytes
 from ..core.records import AliasRecord, ArrayRecord, Index, Leaf
 from ..core.region import Region
 from ..core.study import Study
+from ..core.walking import Walk, run
 from ..core.wording import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text
 from ..showing import COLUMNS, checkpoint_rows, moment_text
 from .pictures import Box, lines, shard_map, treemap, waterfall
@@ -188,13 +189,13 @@ def _map(index: Index, leaf: Leaf) -> list[Html]:
 
 def _tree(outline: Outline) -> Html:
     left = [NODES]
-    rows = _nodes(outline, outline.row(), left, 0)
+    rows = run(_nodes(outline, outline.row(), left, 0))
     search = el("input", id="find", type="search", placeholder="Search paths", aria_label="Search paths", hidden="")
     more = el("p", f"The first {NODES:,} nodes of the tree.", class_="dim") if left[0] <= 0 else None
     return _section("Tree", search, el("div", *rows, id="tree"), more)
 
 
-def _nodes(outline: Outline, parent: Row, left: list[int], depth: int) -> list[Html]:
+def _nodes(outline: Outline, parent: Row, left: list[int], depth: int) -> Walk[list[Html]]:
     if parent.kind == "leaf":
         return [_leaf(outline.index, parent)]
     found: list[Html] = []
@@ -206,7 +207,7 @@ def _nodes(outline: Outline, parent: Row, left: list[int], depth: int) -> list[H
             found.append(_leaf(outline.index, row))
             continue
         size = el("span", f"{row.leaves:,} leaves, {bytes_text(row.nbytes)}", class_="size")
-        inner = _nodes(outline, row, left, depth + 1)
+        inner = yield _nodes(outline, row, left, depth + 1)
         found.append(
             el(
                 "details",

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..core.errors import MismatchError
 from ..core.structure import DictNode, Structure, key_text, paths_of
 from ..core.tree import flatten
+from ..core.walking import Walk, run
 from ..leaves.common import dtype_name
 from .groups import Group, Labels, agreed, empty, label_of, labels_by_member, match_groups, places_of
 from .moments import Place, build_state, expected_moments
@@ -280,15 +281,15 @@ def _keys_in(node: Structure, names: Labels) -> dict[str, Structure]:
     """The saved state of each parameter, by the path of its name."""
     found: dict[str, Structure] = {}
 
-    def walk(node: Structure, prefix: Key) -> None:
+    def walk(node: Structure, prefix: Key) -> Walk[None]:
         for key, child in children_of(node).items():
             here = (*prefix, str(key))
             if key_path(here) in names:
                 found[key_path(here)] = child
             else:
-                walk(child, here)
+                yield walk(child, here)
 
-    walk(node, ())
+    run(walk(node, ()))
     return found
 
 

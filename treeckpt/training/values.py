@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import TreeError
+from ..core.pieces import fold
 from ..core.tree import flatten
 from ..leaves.registry import encode
 
@@ -28,7 +29,7 @@ def is_same(a: Any, b: Any) -> bool:
         (first, left), (second, right) = flatten(a), flatten(b)
         if not left or left[0][1] is not a:  # containers
             pairs = zip(left, right, strict=False)
-            return first == second and all(is_same(x, y) for (_, x), (_, y) in pairs)
+            return fold(first) == fold(second) and all(is_same(x, y) for (_, x), (_, y) in pairs)
         return msgspec.json.encode(encode(a, "", allow_pickle=False)) == msgspec.json.encode(
             encode(b, "", allow_pickle=False)
         )

@@ -191,7 +191,7 @@ class _Gather:
         leaves = iter(made.values())
         if self.alike:
             return replace_leaves(self.tree, leaves, namespace=self.namespace)
-        return unflatten(plenum.structure, leaves, resolve=resolve, rank=self.wire.rank, namespace=self.namespace)
+        return unflatten(plenum.whole, leaves, resolve=resolve, rank=self.wire.rank, namespace=self.namespace)
 
     def _leaf(self, leaf: LeafSpec, made: dict[str, Any]) -> Any:
         if leaf.spec is None:

@@ -196,7 +196,13 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
         return put_leaves(
             target,
             found,
-            lambda old, value, path: old if _is_same(old, value, path) else copied_value(value, path),
+            lambda old, value, path: (
+                value
+                if id(old) in found.whole  # made of copies already
+                else old
+                if _is_same(old, value, path)
+                else copied_value(value, path)
+            ),
             rank=rank,
             cast=cast,
             namespace=namespace,

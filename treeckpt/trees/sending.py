@@ -104,7 +104,7 @@ def _built(plan: _Plan, targets: dict[str, Target], rank: int, namespace: str) -
         elif leaf.alias_of is not None:
             made[leaf.path] = tied(leaf, made[leaf.alias_of], targets[leaf.alias_of].spec)
     leaves = iter([made[leaf.path] for leaf in plan.inventory.leaves])
-    return unflatten(plan.inventory.structure, leaves, resolve=resolve, rank=rank, namespace=namespace)
+    return unflatten(plan.inventory.whole, leaves, resolve=resolve, rank=rank, namespace=namespace)
 
 
 # cut as each rank wants it --------------------------------------------------------------------------------------------
