@@ -3,6 +3,7 @@
 One middleware, in this order: the Host header must be one of a list, compared exactly (a page of another site that
 points its own name at this machine is refused); only GET and HEAD; a token, where one is demanded, from a cookie or an
 Authorization header. A token in the query is exchanged for the cookie once, so that it stays in no history or log.
+Of the requests that pass, `MAX_REQUESTS` are answered at a time; what is refused does not count.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ __all__ = ["HEADERS", "LOOPBACK_HOSTS", "Guard", "host_name"]
 
 PATIENCE = 60.0
 """Seconds that a client waits for an answer."""
+MAX_REQUESTS = 256
+"""That are answered at a time; more are told to come again."""
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 HEADERS = {
@@ -74,6 +77,7 @@ class Guard:
         # browsers share cookies between the ports of a host: two dashboards must not overwrite each other's
         self._cookie = "treeckpt_" + hashlib.sha256(b"treeckpt cookie " + (self._token or b"")).hexdigest()[:8]
         self._root_path = root_path
+        self._answering = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,11 +87,20 @@ class Guard:
             await self._app(scope, receive, send)
             return
         head = scope["method"] == "HEAD"
-        answer: ASGIApp = self._refusal(scope) or self._app
+        refusal, sender = self._refusal(scope), _Sender(send, head)
+        if refusal is None and self._answering >= MAX_REQUESTS:
+            refusal = PlainTextResponse("Too many requests at a time.\n", 503, {"Retry-After": "1"})
+        if refusal is not None:
+            await refusal(scope, receive, sender)
+            return
         inner: MutableMapping[str, Any] = {**scope, "method": "GET"} if head else {**scope}
         if scope["path"].startswith(self._root_path + "/"):  # a proxy that leaves its prefix on
             inner["path"] = scope["path"][len(self._root_path) :]
-        await _in_time(answer, inner, receive, _Sender(send, head))
+        self._answering += 1
+        try:
+            await _in_time(self._app, inner, receive, sender)
+        finally:
+            self._answering -= 1
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)

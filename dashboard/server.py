@@ -17,14 +17,13 @@ import uvicorn
 from treeckpt.core.errors import TreeckptError
 
 from .app import create_app
+from .connections import HEAD_SECONDS, protocol_of
 from .keeping import parse_keep
 from .security import LOOPBACK_HOSTS
 
 __all__ = ["ServeError", "is_loopback", "serve"]
 
 MIN_TOKEN = 12
-MAX_CLIENTS = 256
-"""Connections that are served at a time; more are told to come again."""
 MAX_HEAD = 32 << 10
 """Bytes of a request's head."""
 
@@ -52,6 +51,7 @@ def serve(
     allowed_hosts: Sequence[str] = (),
     cache: str | Path | None = None,
     keep: str = "",
+    head_seconds: float = HEAD_SECONDS,
     started: Callable[[str], None] | None = None,
 ) -> int:
     """Serves until interrupted; returns the exit code.
@@ -62,6 +62,7 @@ def serve(
         allowed_hosts: Host headers to answer beside the address's own.
         cache: the directory of the dashboard's own files; None takes the user's.
         keep: the policies that the runs are kept by, as `keeping` reads them.
+        head_seconds: in which a client has to send a request's head.
         started: gets the address to open, once connections are taken.
 
     Raises:
@@ -88,7 +89,8 @@ def serve(
         access_log=False,
         server_header=False,
         timeout_keep_alive=15,
-        limit_concurrency=MAX_CLIENTS,
+        http=protocol_of(head_seconds),
+        ws="none",
         h11_max_incomplete_event_size=MAX_HEAD,
         timeout_graceful_shutdown=3,
     )

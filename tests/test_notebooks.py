@@ -1,7 +1,8 @@
-"""Every notebook runs from top to bottom, and is committed without output."""
+"""Every notebook runs from top to bottom, twice from one directory, leaves no file, and is committed without output."""
 
 from __future__ import annotations
 
+import copy
 import pathlib
 
 import nbformat
@@ -16,11 +17,19 @@ def test_there_are_notebooks() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_the_notebook_runs_twice_and_leaves_no_file(
+    path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, temporary = tmp_path / "here", tmp_path / "temporary"
+    here.mkdir()
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(
-        notebook, timeout=300, startup_timeout=300, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    again = [nbformat.from_dict({**copy.deepcopy(cell), "id": f"again-{n}"}) for n, cell in enumerate(notebook.cells)]
+    notebook.cells += again
+    NotebookClient(notebook, timeout=300, startup_timeout=300, resources={"metadata": {"path": str(here)}}).execute()
+    assert not list(here.iterdir())
+    assert not [file for file in temporary.rglob("*") if file.suffix in {".json", ".safetensors", ".pt", ".py"}]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -121,8 +121,20 @@ def plan_of(folder: Folder, now_ns: int, grace: float = GRACE) -> Removal | Left
     return plan_leftovers(_fact_of(folder, now_ns), times(now_ns, grace))
 
 
-def list_leftovers(store: Store) -> tuple[Leftover, ...]:
-    """The files beside a checkpoint that belong neither to it nor to a save that is known to be alive."""
+def _has_others(names: Iterable[str], known: str) -> bool:
+    """Whether files of other saves than this one are among these names."""
+    kinds = [kind for name in names if (kind := kind_of(name)) is not None]
+    return any(kind.kind not in ("index", "pin", "lease") and (not known or kind.save_id != known) for kind in kinds)
+
+
+def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[Leftover, ...]:
+    """The files beside a checkpoint that belong neither to it nor to a save that is known to be alive.
+
+    Args:
+        names, known: as for `clear_leftovers`.
+    """
+    if not _has_others(names, known):
+        return ()
     now = time.time_ns()
     fact = _fact_of(folder_of(store), now)
     sizes = {file.name: file.nbytes for file in fact.files}
@@ -150,10 +162,9 @@ def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
         names: what is there.
         known: the save whose files are no reason to look any further.
     """
-    kinds = [kind for name in names if (kind := kind_of(name)) is not None]
-    if all(kind.kind in ("index", "pin", "lease") or (known and kind.save_id == known) for kind in kinds):
+    if not _has_others(names, known):
         return
-    with contextlib.suppress(TreeckptError, OSError):
+    with contextlib.suppress(Exception):
         folder = folder_of(store)
         found = plan_of(folder, time.time_ns())
         if isinstance(found, Removal):

@@ -47,9 +47,8 @@ def verify_store(store: Store) -> VerifyReport:
         read_timings(store, index.save_id)
     except (TreeckptError, OSError) as error:
         problems.append(Problem(timings_name(index.save_id), str(error)))
-    return VerifyReport(
-        store.url, len(index.file_list), nbytes, tuple(problems), recorder.seconds, leftovers=list_leftovers(store)
-    )
+    left = list_leftovers(store, sizes, known=index.save_id)
+    return VerifyReport(store.url, len(index.file_list), nbytes, tuple(problems), recorder.seconds, leftovers=left)
 
 
 def _problem(index: Index, bad: BadBytes) -> Problem:

@@ -366,7 +366,10 @@ def test_usage_of_bad_directories_and_of_single_checkpoints(serve, tmp_path):
     write_mixed_run(tmp_path / "run")
     client = serve(tmp_path / "run", tmp_path / "run" / "step_00000200")
     first, second = client.get("/api/v1/usage?keep=last:1").json()["runs"]
-    assert {row["name"] for row in first["rows"]} == {"step_00000100"} and first["problem"] is None
+    assert {row["name"] for row in first["rows"]} == {"step_00000100", "step_00000400"}, (
+        "what no policy keeps, and failed"
+    )
+    assert first["problem"] is None
     assert any("corrupt" in row["reason"] for row in first["left"])
     assert "by itself" in second["problem"] and client.get("/usage").status_code == 200
 

@@ -7,6 +7,7 @@ bytes are counted as they are written.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import threading
@@ -97,14 +98,13 @@ class ProgressNote:
         # what is in this process's memory goes with it
         at_once = first.rank == 0 and not isinstance(store, MemoryStore)
         self._at_once, self._soon = at_once and not far, at_once and far
-        self._renewer = threading.Thread(target=self._keep, name="treeckpt-progress", daemon=True)
 
     def begin(self) -> None:
         """The save begins to write."""
         if self._at_once:
             self._put()
         try:
-            self._renewer.start()
+            _thread.start_new_thread(self._keep, ())  # a Thread's start waits for the thread, which takes milliseconds
         except RuntimeError:  # no thread can be started, as when the interpreter ends
             self._stands.set()
 
@@ -157,9 +157,7 @@ class ProgressNote:
         """Removes the record."""
         self._ended.set()
         _held.discard(self._name)
-        if self._renewer.is_alive():
-            self._renewer.join()
-        with self._putting:
+        with self._putting:  # what is being put up now stands before it is removed
             up, self._up = self._up, False
         if up:
             with contextlib.suppress(Exception):
