@@ -230,14 +230,13 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
 
 
 def _rows_below(outline: Outline, row: Row, depth: int) -> list[Row]:
-    found: list[Row] = []
-    waiting = [(child, 1) for child in reversed(outline.children(row.node, count=MAX_ROWS))]
-    while waiting and len(found) < MAX_ROWS:
-        child, level = waiting.pop()
-        found.append(child)
-        if level < depth and child.children:
-            waiting += [(below, level + 1) for below in reversed(outline.children(child.node, count=MAX_ROWS))]
-    return found
+    found, waiting = list[Row](), [(row, 0)]
+    while waiting and len(found) <= MAX_ROWS:
+        node, level = waiting.pop()
+        found.append(node)
+        if level < max(depth, 1):
+            waiting += [(child, level + 1) for child in reversed(outline.children(node.node, count=MAX_ROWS))]
+    return found[1:]
 
 
 def _row_texts(index: Index, row: Row, level: int) -> tuple[str, str, str, str]:

@@ -32,6 +32,7 @@ from ..ranks import Policy, load_own
 from ..stateful import expand, expanded
 from ..ties import are_equal, identity_of
 from ..trees import moving
+from ..trees.matching import matched
 from .values import is_same
 
 __all__ = [
@@ -335,7 +336,7 @@ class TreeSource:
 
     def _fill(self, target: Any) -> Filled:
         rank = self.comm.rank
-        found = moving.matched(target, self.structure, self._leaves, lambda leaf, _: leaf, rank=rank)
+        found = matched(target, self.structure, self._leaves, lambda leaf, _: leaf, rank=rank)
         nbytes = moving.put_leaves(
             target, found, lambda old, new, _: old if is_same(old, new) else new, rank=rank, cast=self.options.cast
         )

@@ -16,9 +16,8 @@ import numpy as np
 from ..core.dtypes import dtype_of
 from ..core.errors import LayoutError, MismatchError
 from ..core.region import Region, intersect, subtract
-from ..core.sequences import differing
 from ..core.spec import ArraySpec
-from ..core.structure import Structure, any_rank
+from ..core.structure import any_rank
 from ..core.tree import flatten, graft, replace_leaves
 from ..leaves.base import HostArray, Piece, Source, Target, TargetPiece
 from ..leaves.overlaps import first_difference, is_equal, pairs_of, same_places, shared
@@ -30,14 +29,13 @@ from ..leaves.registry import (
     library_of,
     like_of,
     mark_written,
-    resolve,
     source_of,
     target_of,
 )
 from ..stateful import expand, expanded
+from .matching import Matched, matched
 
 __all__ = [
-    "Matched",
     "are_equal",
     "check_dtype",
     "check_held",
@@ -46,7 +44,6 @@ __all__ = [
     "distribute_local",
     "empty_like",
     "fill",
-    "matched",
     "put_leaves",
 ]
 
@@ -213,57 +210,6 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
         fill(into)
     else:
         found.restore(lambda _: tree, fill)
-
-
-class Matched(msgspec.Struct, frozen=True):
-    """The leaves of a tree, and what they take."""
-
-    before: list[tuple[str, object]]
-    given: dict[str, object]
-    """By the same paths; those that are not in it stay."""
-    whole: frozenset[int]
-    """The ids of sequences of values that are leaves here, as they take the whole content of others."""
-    taken: frozenset[str]
-    """The leaves of the other tree that they take, with `~rank*` for the rank."""
-
-
-def matched(
-    into: Any,
-    saved: Structure,
-    given: Mapping[str, object],
-    copied: Callable[[object, str], object],
-    *,
-    rank: int,
-    namespace: str = "",
-) -> Matched:
-    """Matches the leaves of a tree with those of another one.
-
-    Args:
-        saved, given: the other tree's structure and leaves, with `~rank*` for the rank.
-        copied: makes the value that a sequence takes of a leaf.
-    """
-    sequences = differing(
-        into,
-        saved,
-        is_value=is_value,
-        is_saved_value=lambda path: path in given and is_value(given[path]),
-        rank=rank,
-        source_rank=rank,
-        namespace=namespace,
-    )
-    whole = frozenset(id(one.here) for one in sequences.values())
-    _, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
-    found: dict[str, object] = {}
-    for path, leaf in before:
-        name = any_rank(path, rank)
-        if leaf is not ... and name in given:
-            found[path] = given[name]
-        elif id(leaf) in whole and name in sequences:
-            one = sequences[name]
-            leaves = iter([copied(given[below], below) for below in one.paths])
-            found[path] = one.content(leaves, resolve=resolve, namespace=namespace)
-    taken = frozenset(path for one in sequences.values() for path in one.paths)
-    return Matched(before, found, whole, taken)
 
 
 def put_leaves(
