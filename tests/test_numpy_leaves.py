@@ -233,3 +233,15 @@ def test_subclasses_are_refused_by_name() -> None:
         pass
 
     assert "Tagged" in refused(BASE.view(Tagged))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3)])
+def test_arrays_of_any_shape_are_cast(shape: tuple[int, ...]) -> None:
+    store = tc.MemoryStore()
+    saved = np.full(shape, 1.5, np.float32)
+    tc.save(store, {"a": saved})
+    target = np.zeros(shape, np.float64)
+    tc.load_into(store, {"a": target}, cast=True)
+    made = tc.load(store, {"a": np.zeros(shape, np.float16)}, cast=True)["a"]
+    assert target.shape == made.shape == shape and made.dtype == np.float16
+    assert np.array_equal(target, saved) and np.array_equal(made, saved)

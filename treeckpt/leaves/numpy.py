@@ -188,7 +188,7 @@ def mark_written(leaves: Sequence[np.ndarray]) -> None:
 def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
     """Elements of raw dtype, converted from one dtype to another as numpy and ml_dtypes do."""
     before, after = numpy_dtype(saved), numpy_dtype(wanted)
-    elements = np.ascontiguousarray(data).view(before)
+    elements = np.ascontiguousarray(data).view(before).reshape(data.shape)  # numpy makes a scalar one-dimensional
     try:
         if before.kind == "W":
             elements = elements.astype(np.complex128)
