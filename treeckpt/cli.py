@@ -88,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     cli_convert.add_convert(command)
     cli_views.add_commands(command)
     _add_dashboard(command("dashboard", _dashboard, "browse runs in a web browser", json=False))
-    command("demo", _no_demo, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
-    command("bench", _no_bench, "measure saves and loads beside the disk's limits and other libraries", json=False)
+    command("demo", _passed_on, "train on 4 ranks, save, load on 2 and on 1, and browse the run", json=False)
+    command("bench", _passed_on, "measure saves and loads beside the disk's limits and other libraries", json=False)
     return parser
 
 
@@ -383,18 +383,14 @@ def _demo(arguments: Sequence[str]) -> int:
     return demo.main(arguments)
 
 
-def _no_demo(options: argparse.Namespace) -> int:
-    raise AssertionError("main passes the demo's arguments on before it parses")
-
-
 def _bench(arguments: Sequence[str]) -> int:
     from . import bench
 
     return bench.main(arguments)
 
 
-def _no_bench(options: argparse.Namespace) -> int:
-    raise AssertionError("main passes the benchmark's arguments on before it parses")
+def _passed_on(options: argparse.Namespace) -> int:
+    raise AssertionError("main passes the arguments of the demo and the benchmark on before it parses")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from .claims import Claims
 from .composing import only_chunk, pieces_of
-from .core.check import ENTRY, FREE
-from .core.chunks import BoxChunks, WholeChunk, count_chunks
+from .core.chunks import BoxChunks, WholeChunk
 from .core.dtypes import dtype_of
-from .core.errors import CorruptError, FormatError, MismatchError
+from .core.errors import FormatError
 from .core.plan import Block, Chunk, Copy, Run, Want, cuts, plan_load, plan_runs
 from .core.records import AliasRecord, ArrayRecord, Index, Leaf, LeafRecord
 from .core.region import Region, intersect, overlapping
@@ -29,7 +29,7 @@ from .io.intake import STRETCH, Landed, Reading, list_landings, list_readings, r
 from .io.record import Recorder
 from .io.relay import Part, Relay, together
 from .io.residency import cache_room
-from .io.shards import Shards, open_shard
+from .io.shards import Shards
 from .io.store import Store
 from .leaves.base import HostArray, HostMemory, Target, TargetPiece, raw_dtype
 from .leaves.registry import check_library, library_of, mark_written
@@ -39,12 +39,6 @@ __all__ = ["Filling", "Means", "Slot", "Verify"]
 Verify = bool | Literal["first", "stream"]
 SMALL = 64 << 10
 """Bytes up to which each rank reads an array itself, rather than be handed it by another."""
-
-
-VIEWS = 64 << 20
-"""Bytes that views may take as arrays of their own, whatever files there are."""
-TIMES = 16
-"""Times the bytes of all files that they may take beyond those."""
 
 
 class Means(msgspec.Struct, frozen=True):
@@ -94,8 +88,7 @@ class Filling:
         """Whether shards that are cut short are refused, even where what is wanted is there."""
         self.store, self.index, self.source_rank, self.recorder = store, index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
-        self._claimed = self._chunks = self._views = self._present = 0
-        self._sizes: dict[str, int] | None = None
+        self.claims = Claims(store, index, whole=whole)
         self._landings: list[_Landing] = []
         self._wants: list[Want] = []
         self._pieces: list[TargetPiece] = []
@@ -109,51 +102,6 @@ class Filling:
         self.begun: list[Reading] = []
         """Whose bytes have reached their targets, or may have."""
         self._work: list[tuple[Sequence[int], list[Reading]]] = []
-
-    def claim(self, path: str, leaf: Leaf) -> None:
-        """Counts what the index says an array takes, before memory is allocated by its word.
-
-        Raises:
-            CorruptError: more than all the shards that are there.
-        """
-        spec, record = leaf.spec, leaf.record
-        if spec is None or type(record) is AliasRecord:
-            return
-        if self._sizes is None:
-            self._sizes = self.store.sizes()
-            self._present = sum(self._sizes.get(file.name, 0) for file in self.index.file_list)
-        self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-        if type(record) is ArrayRecord and type(record.chunks) is not WholeChunk:
-            self._chunks += count_chunks(record.chunks)
-        if self._claimed > self._present or (self._chunks - FREE) * ENTRY > self._present:
-            raise self._short(path, self._sizes)
-
-    def claim_view(self, path: str, spec: ArraySpec) -> None:
-        """The same of a view without its array, which takes memory of its own: it may show bytes over and over.
-
-        Raises:
-            MismatchError: it takes far more than all the shards that are there.
-        """
-        self._views += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-        most = VIEWS + TIMES * sum(self.store.sizes().values()) if self._views > VIEWS else VIEWS
-        if self._views > most:
-            raise MismatchError(
-                f"{path}: {self.store.url}",
-                expected=f"views that take at most {most} bytes",
-                found=f"{self._views} bytes for shape {spec.shape}",
-                hint="Load the array that it is a view of too: then it takes no memory of its own",
-            )
-
-    def _short(self, path: str, sizes: dict[str, int]) -> CorruptError:
-        for file in self.index.file_list:
-            if (found := sizes.get(file.name)) != file.header + file.nbytes and self.whole:
-                open_shard(self.store, self.index, file, found)  # says what is wrong with it
-        return CorruptError(
-            f"{path}: {self.store.url}",
-            expected=f"shards that hold {self._claimed} bytes of arrays in {self._chunks} chunks, as the index says",
-            found=f"{self._present} bytes in all shards",
-            hint="The index is not that of these shards; try treeckpt verify --repair",
-        )
 
     def land(self, path: str, leaf: Leaf, spec: ArraySpec) -> Slot | None:
         """Wants a whole array as a view of what is read; None if it does not lie in one chunk."""

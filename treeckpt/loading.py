@@ -83,7 +83,7 @@ def _array_as_saved(job: Load, leaf: Leaf, saved: ArraySpec) -> Slot:
     spec = saved if device == "original" else msgspec.structs.replace(saved, device=None) if saved.device else saved
 
     if isinstance(leaf.record, AliasRecord) and leaf.record.view is not None:
-        job.filling.claim_view(leaf.path, spec)
+        job.filling.claims.take_view(leaf.path, spec)
     # without torch new_array says so; a view would fail later, and less clearly
     return job.array(leaf.path, leaf, spec, job.new, spec)
 

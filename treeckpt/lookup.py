@@ -206,7 +206,7 @@ class Load:
         for source in leaf.sources.values() if isinstance(leaf, MadeLeaf) else (leaf,):
             if source.number not in self._claimed:
                 self._claimed.add(source.number)
-                self.filling.claim(path, source)
+                self.filling.claims.take(path, source)
 
     def new(self, spec: Any, path: str) -> Target:
         """A new array where the options put it."""

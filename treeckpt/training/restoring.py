@@ -96,10 +96,8 @@ def restore(
     def restore_version(given: Any) -> RestoreReport:
         with together(open_relay(comm, stores_of(given)) if read == "once" else None):
             rules = as_rules(rename, transforms)
-            chosen = Options(
-                cast, verify, allow_pickle, read, (carried(*rules),) if rules else (), globs_of(select),
-                globs_of(exclude), strict,
-            )  # fmt: skip
+            rules = (carried(*rules),) if rules else ()
+            chosen = Options(cast, verify, allow_pickle, read, rules, globs_of(select), globs_of(exclude), strict)
             found = open_source(given, comm, chosen)
             job = _Restore(found, comm, model, optimizer, strict, partial, cast, world_changed)
             chosen.chosen.check_used(lambda: [*found.names, *(f"model/{key_path(entry.key)}" for entry in job.entries)])
