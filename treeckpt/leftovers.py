@@ -25,6 +25,7 @@ from .io.owners import is_running
 from .io.progress import is_alive
 from .io.runs import Entry, Folder, LocalFolder
 from .io.store import LocalStore, Store
+from .io.versions import Version
 from .reports import Leftover
 
 __all__ = [
@@ -199,6 +200,7 @@ class _StoreFolder:
 
 def folder_of(store: Store) -> Folder:
     """A checkpoint's store as a directory."""
+    store = store.inner if isinstance(store, Version) else store
     if type(store) is LocalStore:
         return LocalFolder(store.directory)
     return ObjectFolder(store) if type(store) is ObjectStore else _StoreFolder(store)

@@ -23,7 +23,9 @@ class Version:
     """A store whose index is read once: all that is read through it is of one save, or fails."""
 
     def __init__(self, inner: Store) -> None:
-        self._inner, self._index = inner, None
+        self.inner = inner
+        """The store itself, whatever version it has."""
+        self._index: bytes | None = None
         self.url = inner.url
         self.prepare, self.sizes, self.map, self.close = inner.prepare, inner.sizes, inner.map, inner.close
         self.read_into, self.read_parts = inner.read_into, inner.read_parts
@@ -31,13 +33,11 @@ class Version:
         if isinstance(inner, Lending):
             self.lend = inner.lend
 
-    _index: bytes | None
-
     def read(self, name: str, *, limit: int) -> bytes:
         if name != INDEX_NAME:
-            return self._inner.read(name, limit=limit)
+            return self.inner.read(name, limit=limit)
         if self._index is None:
-            self._index = self._inner.read(name, limit=limit)
+            self._index = self.inner.read(name, limit=limit)
         return self._index
 
     def is_replaced(self) -> bool:
@@ -49,7 +49,7 @@ class Version:
         if self._index is None:
             return False
         try:
-            return self._inner.read(INDEX_NAME, limit=len(self._index)) != self._index
+            return self.inner.read(INDEX_NAME, limit=len(self._index)) != self._index
         except FileNotFoundError as error:
             raise CheckpointNotFound(
                 self.url,
@@ -63,4 +63,4 @@ class Version:
             return False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
