@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import sys
 import time
@@ -26,6 +27,8 @@ from treeckpt.core.index import INDEX_NAME
 
 __all__ = ["CASES", "REFUSED", "WAYS", "measure"]
 
+ADDRESSES = 8 << 30
+"""Bytes of address space: what is not bounded ends here rather than in the machine."""
 MANY = 1 << 20
 PRIME = (1 << 61) - 1
 """Python's hash of an integer is what it leaves when divided by this."""
@@ -285,4 +288,5 @@ def main(directory: Path, cases: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
     main(Path(sys.argv[1]), sys.argv[2:] or list(CASES))

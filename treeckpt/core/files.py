@@ -124,8 +124,9 @@ def as_step(step: Any) -> int:
     if number is None:
         raise TreeError("step", expected="an integer", found=f"{step!r:.60}", hint=_STEP_HINT)
     if not 0 <= number <= MAX_STEP:
+        expected = "a step, 0 or more" if number < 0 else f"a step, at most {MAX_STEP}"
         found = f"{number}" if abs(number) < 10**24 else "a number of more than 24 digits"
-        raise TreeError("step", expected=f"a step, 0 or more, up to {MAX_STEP}", found=found, hint=_STEP_HINT)
+        raise TreeError("step", expected=expected, found=found, hint=_STEP_HINT)
     return number
 
 
