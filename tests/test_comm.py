@@ -9,11 +9,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 import treeckpt as tc
-from tests.world import LONG, Patient, errors_of, on_ranks
+from tests.background import until
+from tests.world import LONG, Faulty, Patient, Switch, errors_of, on_ranks
 from treeckpt.io.comm import Comm, SoloComm, TorchComm, default_comm, thread_comms
 from treeckpt.io.rounds import Round
 
@@ -295,3 +297,43 @@ def test_one_rank_needs_nobody() -> None:
     comm = SoloComm()
     assert talk(comm) == [{0: b"0 of 0"}, b"a 0 [0]", {0: b"1 of 0"}, b"a 1 [0]"]
     assert isinstance(default_comm(), SoloComm)
+
+
+@pytest.mark.parametrize("how", ["launcher ends", "rank 0 is interrupted"])
+def test_what_ranks_have_written_is_known_to_be_left_over_where_rank_0_ends_without_a_word(
+    tmp_path: Path, how: str
+) -> None:
+    """As torchrun's agent serves the store: once that is killed no rank reaches another one."""
+    limit, path, taken = timedelta(seconds=LONG), tmp_path / "latest", threading.Event()
+    server = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)]
+    port = server[0].port
+    stores = [dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit) for _ in range(2)]
+    tree = {"whole": np.arange(64), "own": tc.PerRank(np.arange(8))}
+
+    def interrupt(name: str) -> None:
+        taken.wait(LONG)
+        raise KeyboardInterrupt
+
+    def leave(name: str) -> None:
+        assert until(lambda: any(path.glob("shard-00000-*"))), "rank 0 has begun to write"
+        if how == "launcher ends":
+            server.clear()
+
+    def act(comm: TorchComm) -> None:
+        switch = Switch(0, names=["commit"], act=leave) if comm.rank else Switch()
+        if comm.rank == 0 and how != "launcher ends":
+            switch = Switch(0, names=["commit"], act=interrupt)
+        try:
+            tc.save(Faulty(tc.LocalStore(path), switch), tree, comm=comm)
+        finally:
+            taken.set()
+
+    rank_timeout = LONG if how == "launcher ends" else 0.1
+    comms = [TorchComm(store, rank, 2, timeout=rank_timeout) for rank, store in enumerate(stores)]
+    first, second = errors_of(on_ranks(comms, act))
+    assert isinstance(first, tc.RankError if how == "launcher ends" else KeyboardInterrupt)
+    assert isinstance(second, tc.RankError)
+    assert any(path.glob("shard-00001-*")) and not any(path.glob("shard-00000-*"))
+    report = tc.save(path, tree, overwrite=True)
+    assert {shard.name for shard in path.glob("shard-*")} == set(report.files)
+    assert not any(path.glob("progress-*"))

@@ -6,7 +6,8 @@
    (`committing`).
 4. Everybody learns how it ended. Any failure makes every rank raise an error that names rank, path and cause; what the
    failed save wrote is deleted, and an earlier index stays valid. A rank that is not told the end deletes nothing. A
-   rank that is interrupted deletes what it wrote, if that cannot be committed any more.
+   rank that is interrupted deletes what it wrote, if that cannot be committed any more. A coordinator that is
+   interrupted, or can hear nobody, leaves timings that tell of the failure: so the files of the others are left over.
 
 `save_tree` does all of it in the caller's thread; `background` does steps 2 to 4 beside the training, with the same
 functions.
@@ -22,7 +23,8 @@ import msgspec
 from .agreeing import Agreed, Standing, agree
 from .agreement import Done, Verdict
 from .committing import IN_PLACE, Stream, remove, shard_names
-from .faults import raise_faults
+from .core.errors import RankError
+from .faults import fault_of, raise_faults
 from .io.comm import Comm
 from .io.record import Recorder
 from .io.store import Store
@@ -43,8 +45,15 @@ def complete(agreed: Agreed, store: Store, comm: Comm, recorder: Recorder, scrib
     talk, plans = agreed.talk, agreed.plans
     try:
         done = Done(wrote.fault, wrote.files, tuple(recorder.spans), socket.gethostname())
-        with recorder.span("gather"):
-            heard = talk.gather(msgspec.msgpack.encode(done))
+        try:
+            with recorder.span("gather"):
+                heard = talk.gather(msgspec.msgpack.encode(done))
+        except RankError as error:
+            if comm.rank == 0:  # it alone could commit: what all ranks have written is left over
+                failed = msgspec.structs.replace(done, fault=fault_of(error, 0))
+                scribe.judge({0: msgspec.msgpack.encode(failed)}, {})
+                remove(store, shard_names(agreed.facts, plans) if plans is not None else [])
+            raise
         verdict = scribe.judge(heard, talk.lost) if heard is not None else None
         ended = msgspec.msgpack.decode(talk.share(verdict, last=True), type=Verdict)
         if ended.faults and not ended.in_place and plans is not None:
@@ -75,7 +84,7 @@ def save_tree(
                 complete(agreed, store, comm, recorder, here, here.write(lambda plans: source_stream(agreed, plans)))
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C
-                here.withdraw()
+                here.withdraw(error)
             raise
     return report_of(agreed, store, recorder)
 

@@ -7,6 +7,7 @@ functions of `committing`.
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -127,10 +128,17 @@ class Here:
             with contextlib.suppress(Exception):  # the save has ended, one way or the other
                 clear_leftovers(self._store, self._store.sizes(), known=self._facts.save_id)
 
-    def withdraw(self) -> None:
-        """Removes what was written, unless the save is committed, or others may still commit it."""
+    def withdraw(self, error: BaseException) -> None:
+        """Removes what was written, unless the save is committed, or others may still commit it.
+
+        Args:
+            error: why: the coordinator leaves it in the timings for what other ranks have written.
+        """
         facts, plans = self._facts, self._plans
         self.end()
         if plans is None or (facts.rank and self._done) or may_be_in_place(self._store, facts.save_id):
             return
         remove(self._store, [*shard_names(facts, plans), *([timings_name(facts.save_id)] * (not facts.rank))])
+        if facts.world > 1 and not facts.rank:
+            done = Done(fault_of(error, facts.rank), (), (), socket.gethostname())
+            self.judge({0: msgspec.msgpack.encode(done)}, {})

@@ -70,9 +70,9 @@ def _gone(error: RuntimeError, server: int) -> RankError:
     return RankError(
         "ranks",
         ranks={server: f"its message store does not answer: {error!s:.200}"},
-        expected=f"torch.distributed's Store, which rank {server} usually serves",
-        hint=f"Look at what ended rank {server}. A save that was under way may be committed: look before saving there "
-        "again",
+        expected=f"torch.distributed's Store, which rank {server} or the launcher (torchrun) serves",
+        hint=f"Look at what ended rank {server}, or the launcher. A save that was under way may be committed: look "
+        "before saving there again",
     )
 
 
