@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from ..core.errors import MismatchError
@@ -124,9 +125,11 @@ class _Making:
             path = f"{at}/{key_text(key)}"
             if key in parameters and isinstance(child, DictNode):
                 mine = live.get(key) if isinstance(live, Mapping) else None
+                arrays = (p for below, _ in paths_of(child) if self._source.leaves[p := f"{path}/{below}"] is not None)
+                place = msgspec.structs.replace(self._place, was_spread=any(map(self._source.is_spread, arrays)))
                 found[key] = build_state(
                     parameters[key], child, mine or {}, path=path, leaves=self._source.leaves,
-                    value=self._source.value, is_spread=self._source.is_spread, place=self._place,
+                    value=self._source.value, is_spread=self._source.is_spread, place=place,
                 )  # fmt: skip
             else:
                 found[key] = self._as_saved(child, path)
