@@ -28,7 +28,7 @@ from .leaves.registry import is_value
 from .lookup import LoadOptions
 from .ranks import Policy, policy_of, states_of_all_ranks
 from .rules import as_rules
-from .stateful import AsSaved
+from .stateful import AsSaved, is_optimizer
 
 __all__ = ["Registered", "Registering"]
 
@@ -253,11 +253,8 @@ def _with_resumed(
     things: dict[str, Any], store: Store, names: _Selection, comm: Comm, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The things with optimizers that can take what was saved, whatever they have."""
-    torch = sys.modules.get("torch")
-    optimizers = torch and [
-        name
-        for name, thing in things.items()
-        if any(isinstance(x, torch.optim.Optimizer) for _, x in flatten(thing)[1])
+    optimizers = "torch" in sys.modules and [
+        name for name, thing in things.items() if any(is_optimizer(leaf) for _, leaf in flatten(thing)[1])
     ]
     if not optimizers or options.get("on_corrupt") == "skip":
         return things

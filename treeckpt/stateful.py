@@ -8,7 +8,7 @@ holds no arrays may have grown (a data loader's queue): its state is loaded as i
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from .core.structure import any_rank, key_text, rank_key
 from .core.tree import PerRank, flatten, graft, replace_leaves
 from .leaves.registry import is_value
 
-__all__ = ["AsSaved", "Expanded", "expand", "expanded", "holds_stateful", "is_stateful"]
+__all__ = ["AsSaved", "Expanded", "expand", "expanded", "hand_over", "holds_stateful", "is_optimizer", "is_stateful"]
 
 
 def is_stateful(value: object) -> bool:
@@ -69,6 +69,72 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
 
 class AsSaved:
     """An object that takes its state as it was saved, arrays too: nothing is filled in place."""
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether something has what an optimizer has; some wrappers are of no class of torch."""
+    names = "param_groups", "state_dict", "load_state_dict"
+    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
+
+
+def hand_over(owner: Any, state: Any) -> None:
+    """Has an object take its state. What an optimizer keeps of a parameter stays of the dtype that it is given in.
+
+    torch casts it to the dtype of the parameter, also in an optimizer that another one wraps.
+    """
+    owner.load_state_dict(state)
+    optimizers = _optimizers_in(owner)
+    for given in _states_in(state) if optimizers else ():
+        numbers = [number for group in given["param_groups"] for number in group["params"]]
+        for optimizer in optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            live = getattr(optimizer, "state", None)
+            if not isinstance(live, MutableMapping) or len(parameters) != len(numbers):
+                continue
+            for number, parameter in zip(numbers, parameters, strict=True):
+                mine, part = live.get(parameter), given["state"].get(number)
+                if isinstance(mine, dict) and isinstance(part, dict) and part.keys() <= mine.keys():
+                    live[parameter] = _exact(mine, part)
+
+
+def _optimizers_in(owner: object) -> list[Any]:
+    """An optimizer, and those that it wraps."""
+    found: list[Any] = []
+    waiting = [owner]
+    while waiting:
+        one = waiting.pop()
+        if is_optimizer(one) and all(one is not other for other in found):
+            found.append(one)
+            waiting += getattr(one, "__dict__", {}).values()
+    return found
+
+
+def _states_in(state: Any) -> Iterator[Mapping[str, Any]]:
+    """The state dicts of optimizers of torch in a state."""
+    waiting = [state]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (list, tuple)):
+            waiting += node
+        elif isinstance(node, dict):
+            groups, of = node.get("param_groups"), node.get("state")
+            if isinstance(of, dict) and isinstance(groups, list) and all("params" in group for group in groups):
+                yield node
+            waiting += (part for key, part in node.items() if key not in ("param_groups", "state"))
+
+
+def _exact(loaded: Any, given: Any) -> Any:
+    """What `load_state_dict` made of a part, with what it was given where it has cast that."""
+    if hasattr(given, "dtype") and hasattr(given, "shape"):
+        was_cast = type(loaded) is type(given) and loaded.shape == given.shape and loaded.dtype != given.dtype
+        return given.to(loaded.device) if was_cast and hasattr(given, "to") else loaded
+    if isinstance(given, Mapping) and isinstance(loaded, dict):
+        for key in loaded.keys() & given.keys():
+            loaded[key] = _exact(loaded[key], given[key])
+    elif type(given) in (list, tuple) and type(loaded) is type(given) and len(loaded) == len(given):
+        parts = [_exact(*pair) for pair in zip(loaded, given, strict=True)]
+        return parts if isinstance(given, list) else tuple(parts)
+    return loaded
 
 
 def _is_array(leaf: tuple[str, object]) -> bool:
@@ -158,9 +224,9 @@ class Expanded:
                 content: Any = found.inside.original
                 found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
             elif found.has_arrays:
-                found.owner.load_state_dict(found.state)
+                hand_over(found.owner, found.state)
             elif (size := self._size(found.state)) is not None:
-                found.owner.load_state_dict(found.state)
+                hand_over(found.owner, found.state)
                 loaded += size
         return loaded
 

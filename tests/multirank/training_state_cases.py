@@ -407,6 +407,44 @@ def state_dicts_of_an_optimizer_s_own_follow_every_arrangement(here: Rank) -> No
 
 
 @case("two train")
+def a_fresh_registered_optimizer_is_laid_out_as_the_one_that_was_saved(here: Rank) -> None:
+    for kind in ("other dtypes, nested", "by place beside what it wraps", "a rate that is a tensor, nested"):
+
+        def make(seed: int, kind: str = kind) -> tuple[nn.Module, Any, tc.Manager]:
+            torch.manual_seed(seed)
+            model = nn.Linear(6, 5)
+            fully_shard(model, mesh=mesh_of(2))
+            manager = tc.Manager(here.directory / "registered" / kind, background=False)
+            optimizer = KINDS[kind](model.parameters())
+            manager.register("model", model)
+            manager.register("optimizer", optimizer)
+            return model, optimizer, manager
+
+        def losses(model: nn.Module, optimizer: Any) -> list[float]:
+            torch.manual_seed(9)
+            return [float(optimizer.step(lambda: _backward(optimizer, model))) for _ in range(3)]
+
+        model, optimizer, manager = make(0)
+        losses(model, optimizer)
+        manager.save(1)
+        expected = [(type(leaf), leaf.dtype) for leaf in _tensors(optimizer)], losses(model, optimizer)
+        model, optimizer, manager = make(1)
+        manager.restore()
+        assert ([(type(leaf), leaf.dtype) for leaf in _tensors(optimizer)], losses(model, optimizer)) == expected
+
+
+def _backward(optimizer: Any, model: nn.Module) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(torch.randn(3, 6)).square().mean()
+    loss.backward()
+    return loss
+
+
+def _tensors(optimizer: Any) -> list[torch.Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(optimizer.state_dict()) if isinstance(x, torch.Tensor)]
+
+
+@case("two train")
 def parts_of_a_fused_matrix_are_saved_and_loaded_under_every_arrangement(here: Rank) -> None:
     for turned in (False, True):
         path = here.directory / f"fused {turned}"

@@ -171,6 +171,50 @@ class Master(torch.optim.SGD):
                 master.copy_(other)
 
 
+class Coarse(torch.optim.Optimizer):
+    """Moments of other dtypes than their parameters, which `Optimizer.load_state_dict` casts."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is not None
+        with torch.enable_grad():
+            loss = closure()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            if not state:
+                state["momentum"], state["steps"] = p.new_zeros(p.shape, dtype=torch.bfloat16), torch.zeros(1).long()
+            state["momentum"].mul_(0.9).add_(p.grad)
+            state["steps"] += 1
+            p.sub_(state["momentum"].to(p.dtype), alpha=0.05)
+        return loss
+
+
+class Nested:
+    """No optimizer by its class; the state dict of what it wraps stands inside its own."""
+
+    def __init__(self, base: Any) -> None:
+        self.optimizer, self.count = base, 0
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return self.optimizer.step(closure)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "base": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.count = state_dict["count"]
+        self.optimizer.load_state_dict(state_dict["base"])
+
+
 class Wrapper:
     """No optimizer by its class; all that it keeps is in the one that it wraps."""
 
@@ -209,6 +253,10 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "lists of tensors": Factored,
     "a list in their order": Master,
     "no optimizer by its class": lambda p: Wrapper(AdamW(p, lr=0.01)),
+    "other dtypes": Coarse,
+    "other dtypes, wrapped": lambda p: Slow(Coarse(p)),
+    "other dtypes, nested": lambda p: Nested(Slow(Coarse(p))),
+    "a rate that is a tensor, nested": lambda p: Nested(AdamW(p, lr=torch.tensor(0.01))),
     "a wrapper of a wrapper": lambda p: Wrapper(Lookahead(Counting(p))),
     "hooks": _hooked,
 }

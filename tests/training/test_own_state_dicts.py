@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,33 @@ def test_what_a_state_dict_has_comes_back_exactly(tmp_path: Path, kind: str, ste
     assert (report.missing, report.unexpected, report.ignored) == ((), (), ())
     assert same_tensors(again.state_dict(), expected_state)
     assert run(fresh, again, 3) == expected
+
+
+@pytest.mark.parametrize("how", ["load_into", "manager", "manager, fresh"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_comes_back_exactly_without_names_too(tmp_path: Path, kind: str, how: str) -> None:
+    def job(seed: int, steps: int) -> tuple[nn.Module, Any, tc.Manager]:
+        model = net(seed)
+        optimizer = KINDS[kind](model.parameters())
+        stepped(model, optimizer, steps)
+        manager = tc.Manager(tmp_path, background=False)
+        manager.register("model", model)
+        manager.register("optimizer", optimizer)
+        return model, optimizer, manager
+
+    model, optimizer, manager = job(0, 5)
+    manager.save(1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    torch.manual_seed(5)
+    expected = run(model, optimizer, 3)
+    model, again, manager = job(1, 0 if how == "manager, fresh" else 3)
+    if how == "load_into":
+        tc.load_into(manager.path(1), {"registered": {"model": model, "optimizer": again}})
+    else:
+        manager.restore()
+    assert same_tensors(again.state_dict(), saved)
+    torch.manual_seed(5)
+    assert run(model, again, 3) == expected
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lists of tensors"])

@@ -19,13 +19,13 @@ from torch.nn.parameter import is_lazy
 
 from ..core.errors import MismatchError, TreeError
 from ..leaves.dtensor import is_dtensor
+from ..stateful import is_optimizer
 from .names import Key, key_path, nested, strip_hops
 
 __all__ = [
     "Entry",
     "Modules",
     "collect",
-    "is_optimizer",
     "materialise",
     "named",
     "on_meta",
@@ -109,11 +109,6 @@ def _state_dict_error(path: str, noun: str) -> TreeError:
     return TreeError(
         path, expected=f"the {noun} itself", found="a state dict", hint=f"Give the {noun}, not its state_dict"
     )
-
-
-def is_optimizer(value: object) -> bool:
-    """Whether something has what an optimizer has; some wrappers are of no class of torch."""
-    return all(hasattr(value, name) for name in ("param_groups", "state_dict", "load_state_dict"))
 
 
 def collect(model: Modules) -> list[Entry]:

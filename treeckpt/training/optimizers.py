@@ -20,8 +20,9 @@ from torch import Tensor
 from ..core.errors import TreeError
 from ..leaves.dtensor import is_dtensor
 from ..leaves.sharded import Sharded
+from ..stateful import is_optimizer
 from .groups import Group, label_of, tree_of_groups
-from .modules import is_optimizer, named
+from .modules import named
 from .names import Key, key_path, put_in
 from .state_dicts import BESIDE, Numbering, has_own_forms, split, standard
 from .values import is_same

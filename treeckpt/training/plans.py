@@ -17,12 +17,13 @@ from ..core.structure import DictNode, Structure, key_text, paths_of
 from ..core.tree import flatten
 from ..core.walking import Walk, run
 from ..leaves.common import dtype_name
+from ..stateful import hand_over
 from .groups import Group, Labels, agreed, empty, label_of, labels_by_member, match_groups, places_of
 from .moments import Place, build_state, expected_moments
 from .names import Key, get_in, key_path, parse_key
-from .optimizers import Live, groups_of, is_lbfgs, prefixes, unwrapped
+from .optimizers import Live, groups_of, is_lbfgs, prefixes
 from .sources import Source, children_of, descend
-from .state_dicts import BESIDE, BY_GROUP, exact, join, shared_of, split, standard
+from .state_dicts import BESIDE, BY_GROUP, join, shared_of, split, standard
 from .values import is_same, taken
 
 __all__ = ["Differences", "OptimizerPlan", "apply_optimizers", "plan_optimizers"]
@@ -341,14 +342,9 @@ def _hand_over(plan: OptimizerPlan) -> None:
         return [{**group.values, **mine} for group, mine in zip(live.groups, found, strict=True)]
 
     before = [dict(group) for group in live.stateful.param_groups]
-    live.stateful.load_state_dict(join(plan.form, live.numbering, own, grouped, live.form))
+    hand_over(live.stateful, join(plan.form, live.numbering, own, grouped, live.form))
     for group, held in zip(live.stateful.param_groups, before, strict=True):
         group.update({name: taken(value, group[name]) for name, value in held.items() if _is_held(name, value, group)})
-    for one in unwrapped(live.stateful):
-        state = getattr(one, "state", {})
-        for key, parameter in live.parameters.items():
-            if parameter in state:
-                state[parameter] = exact(state[parameter], own[key])
 
 
 def _is_held(name: str, value: object, group: Mapping[str, Any]) -> bool:

@@ -6,16 +6,17 @@ as `restore` makes them: of the saved dtype, laid out as their parameter is. The
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+import msgspec
 from torch import Tensor
 
 from ..core.errors import MismatchError
-from ..core.structure import Structure, key_text, paths_of
+from ..core.structure import DictNode, Structure, key_text, paths_of
 from ..core.tree import flatten, replace_leaves, unflatten
 from ..leaves.registry import new_array, resolve
+from ..stateful import hand_over, is_optimizer
 from .moments import Place, build_state
 from .sources import Source, children_of, descend
 
@@ -34,13 +35,7 @@ class Resumed:
 
     def load_state_dict(self, state: Any) -> None:
         """Has the optimizer take the state; moments keep the dtype that was saved."""
-        self.optimizer.load_state_dict(state)
-        for number, parameter in enumerate(_parameters(self.optimizer)):
-            here: Any = self.optimizer.state.get(parameter, {})
-            for key, moment in (state["state"].get(number) or {}).items():
-                other = here.get(key)
-                if isinstance(moment, Tensor) and isinstance(other, Tensor) and other.dtype != moment.dtype:
-                    here[key] = moment
+        hand_over(self.optimizer, state)
 
 
 def with_resumed(thing: Any, keys: tuple[Any, ...], source: Source, selects: Callable[[str], bool]) -> Any:
@@ -57,8 +52,8 @@ def with_resumed(thing: Any, keys: tuple[Any, ...], source: Source, selects: Cal
     found: list[Any] = []
     for below, leaf in flatten(thing)[1]:
         at = f"{path}/{below}" if below else path
-        is_optimizer = isinstance(leaf, torch.optim.Optimizer)
-        found.append(_resumed(leaf, at, _node_at(source.structure, at), source, selects) if is_optimizer else leaf)
+        node = _node_at(source.structure, at)
+        found.append(_resumed(leaf, at, node, source, selects) if is_optimizer(leaf) else leaf)
     return replace_leaves(thing, iter(found)) if any(isinstance(leaf, Resumed) for leaf in found) else thing
 
 
@@ -72,10 +67,6 @@ def _node_at(node: Structure, path: str) -> Structure:
     for step in path.split("/"):
         node = next((child for key, child in children_of(node).items() if key_text(key) == step), None)
     return node
-
-
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _resumed(optimizer: Any, path: str, saved: Structure, source: Source, selects: Callable[[str], bool]) -> Any:
@@ -92,33 +83,71 @@ def _resumed(optimizer: Any, path: str, saved: Structure, source: Source, select
             found="a part",
             hint="Select the whole optimizer, or exclude it",
         )
-    _check_groups(live, path, saved, source)
+    return Resumed(optimizer, _Making(optimizer, source).state(saved, live, path))
 
-    def as_saved(node: Structure, at: str) -> Any:
+
+class _Making:
+    """The state to be filled of one optimizer."""
+
+    def __init__(self, optimizer: Any, source: Source) -> None:
+        groups: list[Any] = [group["params"] for group in optimizer.param_groups]
+        self._source = source
+        self._numbered: dict[Any, Tensor] = dict(enumerate(parameter for group in groups for parameter in group))
+        self._placed = {(i, j): parameter for i, group in enumerate(groups) for j, parameter in enumerate(group)}
+        counts = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+        self._place = Place(counts_on_device=counts)
+
+    def state(self, node: Structure, live: Any, at: str) -> Any:
+        """What `state_dict` gives, or a part of it: that of an optimizer that is wrapped may stand inside another.
+
+        Raises:
+            MismatchError: it is of other groups.
+        """
+        children = children_of(node)
+        if not isinstance(node, DictNode):
+            return self._as_saved(node, at)
+        if {"state", "param_groups"} <= children.keys() and _is_of_optimizer(live):
+            _check_groups(live, at, node)
+            own = self._moments(children["state"], live["state"], f"{at}/state", self._numbered)
+            return {
+                key: own if key == "state" else self._below(key, child, live, at) for key, child in children.items()
+            }
+        if children and all(type(key) is tuple and key in self._placed for key in children):
+            return self._moments(node, live, at, self._placed)
+        return {key: self._below(key, child, live, at) for key, child in children.items()}
+
+    def _below(self, key: Any, node: Structure, live: Any, at: str) -> Any:
+        return self.state(node, live.get(key) if isinstance(live, Mapping) else None, f"{at}/{key_text(key)}")
+
+    def _moments(self, node: Structure, live: Any, at: str, parameters: Mapping[Any, Tensor]) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for key, child in children_of(node).items():
+            path = f"{at}/{key_text(key)}"
+            if key in parameters and isinstance(child, DictNode):
+                mine = live.get(key) if isinstance(live, Mapping) else None
+                arrays = (p for below, _ in paths_of(child) if self._source.leaves[p := f"{path}/{below}"] is not None)
+                place = msgspec.structs.replace(self._place, was_spread=any(map(self._source.is_spread, arrays)))
+                found[key] = build_state(
+                    parameters[key], child, mine or {}, path=path, leaves=self._source.leaves,
+                    value=self._source.value, is_spread=self._source.is_spread, place=place,
+                )  # fmt: skip
+            else:
+                found[key] = self._as_saved(child, path)
+        return found
+
+    def _as_saved(self, node: Structure, at: str) -> Any:
         paths = [f"{at}/{p}" if p else at for p, _ in paths_of(node)]
-        specs = ((p, source.leaves[p]) for p in paths)
-        leaves = (source.value(p) if spec is None else new_array(spec, p, None).leaf for p, spec in specs)
+        specs = ((p, self._source.leaves[p]) for p in paths)
+        leaves = (self._source.value(p) if spec is None else new_array(spec, p, None).leaf for p, spec in specs)
         return unflatten(node, leaves, resolve=resolve)
 
-    parameters = _parameters(optimizer)
-    place = Place(counts_on_device=any(g.get("capturable") or g.get("fused") for g in optimizer.param_groups))
-    state = {key: as_saved(child, f"{path}/{key_text(key)}") for key, child in children_of(saved).items()
-             if key != "state"}  # fmt: skip
-    moments: dict[Any, Any] = {}
-    for number, child in children_of(descend(saved, ("state",))).items():
-        at = f"{path}/state/{key_text(number)}"
-        if type(number) is int and number < len(parameters) and child is not None:
-            mine = live["state"].get(number, {})
-            moments[number] = build_state(
-                parameters[number], child, mine, path=at, leaves=source.leaves, value=source.value,
-                is_spread=source.is_spread, place=place,
-            )  # fmt: skip
-        else:
-            moments[number] = as_saved(child, at)
-    return Resumed(optimizer, {"state": moments, **state})
+
+def _is_of_optimizer(live: Any) -> bool:
+    """Whether something is a state dict as torch's optimizers give it."""
+    return isinstance(live, Mapping) and isinstance(live.get("state"), Mapping) and "param_groups" in live
 
 
-def _check_groups(live: Any, path: str, saved: Structure, source: Source) -> None:
+def _check_groups(live: Any, path: str, saved: Structure) -> None:
     """Refuses a state of other groups, before anything changes.
 
     Raises:

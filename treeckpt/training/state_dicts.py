@@ -23,7 +23,6 @@ __all__ = [
     "BY_GROUP",
     "Numbering",
     "Split",
-    "exact",
     "has_own_forms",
     "join",
     "shared_of",
@@ -284,19 +283,3 @@ def _placed(saved: Tensor, live: Any) -> Tensor:
 
         return distribute_tensor(saved.to(live.device), live.device_mesh, live.placements, src_data_rank=None)
     return saved.detach().clone().to(live.device if isinstance(live, Tensor) else saved.device)
-
-
-def exact(loaded: Any, given: Any) -> Any:
-    """What `load_state_dict` made of a part, with what it was given where it has cast that."""
-    if isinstance(given, str):
-        return given
-    if isinstance(given, Tensor):
-        was_cast = isinstance(loaded, Tensor) and loaded.shape == given.shape and loaded.dtype != given.dtype
-        return given.to(loaded.device) if was_cast else loaded
-    if isinstance(given, Mapping) and isinstance(loaded, dict):
-        for key in loaded.keys() & given.keys():
-            loaded[key] = exact(loaded[key], given[key])
-    elif type(given) in (list, tuple) and type(loaded) is type(given) and len(loaded) == len(given):
-        parts = [exact(*pair) for pair in zip(loaded, given, strict=True)]
-        return parts if isinstance(given, list) else tuple(parts)
-    return loaded
