@@ -41,13 +41,18 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     pinned: bool = False
     saving: tuple[SaveUnderWay, ...] = ()
-    """Saves into this directory that have not ended."""
+    """Saves into this directory that have records there: those under way, and those that were killed."""
     lineage: Lineage | None = None
     """As its index records it."""
     sequence: int | None = None
     """Rises in the order in which the checkpoints of the run were saved; None where that was not asked."""
     abandoned: bool = False
     """Whether it is on a branch that the run has left: the newest checkpoint does not descend from it."""
+
+    @property
+    def under_way(self) -> tuple[SaveUnderWay, ...]:
+        """The saves into this directory that may still be committed."""
+        return tuple(save for save in self.saving if save.alive is not False)
 
     @property
     def state(self) -> str:
