@@ -56,7 +56,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> str:
-        """The status in words: also of the branch."""
+        """The status in words, with the branch."""
         return self.status + ", abandoned branch" * self.abandoned
 
 
@@ -69,7 +69,7 @@ def mark_of(info: CheckpointInfo) -> Mark | None:
 
 
 def arranged(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The directories of one run as they are listed: newest first, abandoned branches behind, then what is none."""
+    """The directories of one run as they are listed: newest first, then abandoned branches, then other directories."""
     found = [(info, mark_of(info)) for info in infos]
     order = Order(mark for _, mark in found if mark is not None)
     placed: list[tuple[CheckpointInfo, Position | None]] = []

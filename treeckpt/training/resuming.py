@@ -19,10 +19,10 @@ from ..leaves.registry import new_array, resolve
 from .moments import Place, build_state
 from .sources import Source, children_of, descend
 
-__all__ = ["Resumed", "with_resumed", "without_resumed"]
+__all__ = ["ResumedOptimizer", "with_resumed", "without_resumed"]
 
 
-class Resumed:
+class ResumedOptimizer:
     """An optimizer, with a state to be filled that has all leaves of the saved one."""
 
     def __init__(self, optimizer: Any, state: Any) -> None:
@@ -33,7 +33,7 @@ class Resumed:
         return self._state
 
     def load_state_dict(self, state: Any) -> None:
-        """Has the optimizer take the state; moments keep the dtype that was saved."""
+        """Loads the state into the optimizer; moments keep the dtype that was saved."""
         self.optimizer.load_state_dict(state)
         for number, parameter in enumerate(_parameters(self.optimizer)):
             here: Any = self.optimizer.state.get(parameter, {})
@@ -44,7 +44,7 @@ class Resumed:
 
 
 def with_resumed(thing: Any, keys: tuple[Any, ...], source: Source, selects: Callable[[str], bool]) -> Any:
-    """A registered thing with each of its optimizers that lacks something which was saved, or the reverse, `Resumed`.
+    """A registered thing; its optimizers that do not have the same arrays as the saved ones are `ResumedOptimizer`s.
 
     Args:
         keys: the keys that lead to where it was saved.
@@ -59,12 +59,12 @@ def with_resumed(thing: Any, keys: tuple[Any, ...], source: Source, selects: Cal
         at = f"{path}/{below}" if below else path
         is_optimizer = isinstance(leaf, torch.optim.Optimizer)
         found.append(_resumed(leaf, at, _node_at(source.structure, at), source, selects) if is_optimizer else leaf)
-    return replace_leaves(thing, iter(found)) if any(isinstance(leaf, Resumed) for leaf in found) else thing
+    return replace_leaves(thing, iter(found)) if any(isinstance(leaf, ResumedOptimizer) for leaf in found) else thing
 
 
 def without_resumed(filled: Any) -> Any:
-    """A tree with the optimizers themselves in the places of those that are `Resumed`."""
-    leaves = (leaf.optimizer if isinstance(leaf, Resumed) else leaf for _, leaf in flatten(filled)[1])
+    """A tree with the optimizers themselves in the places of those that are `ResumedOptimizer`."""
+    leaves = (leaf.optimizer if isinstance(leaf, ResumedOptimizer) else leaf for _, leaf in flatten(filled)[1])
     return replace_leaves(filled, leaves)
 
 
@@ -115,7 +115,7 @@ def _resumed(optimizer: Any, path: str, saved: Structure, source: Source, select
             )  # fmt: skip
         else:
             moments[number] = as_saved(child, at)
-    return Resumed(optimizer, {"state": moments, **state})
+    return ResumedOptimizer(optimizer, {"state": moments, **state})
 
 
 def _check_groups(live: Any, path: str, saved: Structure, source: Source) -> None:
