@@ -20,7 +20,7 @@ MAX_CHILDREN = 5000
 MAX_LEAVES = 100
 """Leaves of a child up to which it is looked at leaf by leaf; larger ones are alike if their counts and bytes are."""
 MAX_DEPTH = 50
-"""Levels that are looked at; what is deeper is alike likewise."""
+"""Levels that are compared; deeper nodes are alike if their counts and bytes are."""
 SCAN = 100_000
 """Leaves that one request of a filtered search looks at."""
 

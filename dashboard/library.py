@@ -176,6 +176,9 @@ class Library:
         if folder.modified_ns() is None:
             raise Missing("This checkpoint is gone.")
         info = catalog.look_anyway(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
+        listed = next((one for one in self.watches[run.id].infos if one.name == info.name), info)
+        if listed.save_id == info.save_id:  # its place among the others is known from the list alone
+            info = msgspec.structs.replace(info, sequence=listed.sequence, abandoned=listed.abandoned)
         return run, info
 
     def _find(self, checkpoint_id: str) -> None:

@@ -279,7 +279,7 @@ def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, st
     ):
         if value is not None:
             yield name, {}, value
-    saves = [save for info in infos for save in info.saving]
+    saves = [save for info in infos for save in info.under_way]
     yield "saves_under_way", {}, len(saves)
     yield "save_written_bytes", {}, sum(save.written for save in saves)
     yield "save_planned_bytes", {}, sum(save.planned for save in saves)

@@ -60,11 +60,12 @@ def status_of(info: CheckpointInfo) -> str:
     """complete, saving, partial, corrupt, foreign, or reading: its large index is read for the first time."""
     if isinstance(info, ReadingInfo):
         return "reading"
-    return "saving" if info.status == "partial" and info.saving else info.status
+    return "saving" if info.status == "partial" and info.under_way else info.status
 
 
 def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> CheckpointRow:
     """One directory of a run."""
+    under_way = info.under_way
     rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.status != "partial" else None
     return CheckpointRow(
         id=checkpoint_id,
@@ -83,8 +84,8 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         error=visible(info.error) if info.error else None,
         readable=info.leaves is not None,
         pinned=info.pinned,
-        saved=info.saving[-1].fraction if info.saving else None,
-        phase=info.saving[-1].phase if info.saving else None,
+        saved=under_way[-1].fraction if under_way else None,
+        phase=under_way[-1].phase if under_way else None,
         abandoned=info.abandoned,
         follows=info.lineage.follows or None if info.lineage is not None else None,
     )

@@ -118,7 +118,7 @@ def _summed(held: _Held[CheckpointInfo], policies: tuple[Policy, ...]) -> _Summe
         complete=statuses["complete"],
         nbytes=sum(info.nbytes or 0 for info in infos if info.status != "foreign"),
         newest=next((info.step for info in infos if info.status == "complete"), None),
-        saving=sum(len(info.saving) for info in infos),
+        saving=sum(len(info.under_way) for info in infos),
         statuses=dict(sorted(statuses.items())),
         reasons=reasons,
         gone=gone,

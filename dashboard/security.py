@@ -26,7 +26,7 @@ __all__ = ["HEADERS", "LOOPBACK_HOSTS", "Guard", "host_name"]
 PATIENCE = 60.0
 """Seconds that a client waits for an answer."""
 MAX_REQUESTS = 256
-"""That are answered at a time; more are told to come again."""
+"""Requests that are answered at a time; others get status 503."""
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 HEADERS = {

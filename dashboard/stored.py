@@ -18,9 +18,9 @@ import msgspec
 
 from treeckpt.catalog import Summary
 from treeckpt.core.errors import MismatchError
+from treeckpt.core.nesting import Folded
 from treeckpt.core.nodes import FlatNode
 from treeckpt.core.outline import Row
-from treeckpt.core.pieces import Folded
 from treeckpt.core.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
 from treeckpt.core.structure import Structure
 

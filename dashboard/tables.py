@@ -18,8 +18,8 @@ from typing import TypeVar
 import msgspec
 
 from treeckpt.catalog import Summary, summarize
+from treeckpt.core.nesting import fold
 from treeckpt.core.nodes import flat_nodes
-from treeckpt.core.pieces import fold
 from treeckpt.core.records import Index, LeafRecord
 from treeckpt.core.runs import Runs
 from treeckpt.core.structure import Structure

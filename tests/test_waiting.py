@@ -130,7 +130,7 @@ tc.save({str(tmp_path / "c")!r}, {{"step": 1}})
 def ending() -> Iterator[waiting.Ending]:
     """This process was told to end, and gives ranks up after half a second."""
     waiting.ENDING.listen(0.5)
-    waiting.ENDING.tell()
+    waiting.ENDING.signal()
     yield waiting.ENDING
     waiting.ENDING.leave(ended=True)
 
@@ -185,7 +185,7 @@ def test_a_signal_cuts_a_wait_short_that_has_begun() -> None:
                 tc.save(tc.MemoryStore(), TREE, comm=comm)
             else:
                 assert started.wait(LONG)
-                waiting.ENDING.tell()
+                waiting.ENDING.signal()
 
         [error, _] = errors_of(on_ranks(thread_comms(2, timeout=600.0), act))
         assert isinstance(error, tc.RankError) and 1 in error.ranks

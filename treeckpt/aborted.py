@@ -1,4 +1,4 @@
-"""What a fill that ended midway has left in its target, as the error says it.
+"""What a fill that failed has left in its target, for the text of the error.
 
 Which bytes had reached their arrays is known by the stretches of the shards that were read; an array with bytes in one
 of these may have changed, all others have not.
@@ -15,13 +15,13 @@ from .core.records import AliasRecord, File, Leaf
 from .core.views import MadeLeaf
 from .filling import Filling
 
-__all__ = ["tell_left"]
+__all__ = ["add_changed"]
 
 SHOWN = 5
 
 
-def tell_left(error: Exception, fillings: Sequence[Filling]) -> None:
-    """Has the error that ended a fill say what is in the target now."""
+def add_changed(error: Exception, fillings: Sequence[Filling]) -> None:
+    """Adds to the error of a fill which arrays of the target may have changed."""
     total, changed = sum(len(filling.asked) for filling in fillings), [p for f in fillings for p in changed_in(f)]
     if changed:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""

@@ -3,8 +3,8 @@
 Every rank says hello with digests: of its inventory (what it brings), of the contents that replicas must share, and of
 pieces that other ranks hold too. Equal inventories need no further talk: every rank computes the same global plan.
 Otherwise one rank of each kind sends its inventory, the coordinator joins them, and all get the result, which is kept
-for the next save. Where listed pieces hold the same elements, ranks then tell digests of these. A rank that is still
-saving in the background says so too, so that all ranks skip or refuse the new save, or none does.
+for the next save. Where listed pieces hold the same elements, ranks then exchange digests of these. A rank that is
+still saving in the background says so too, so that all ranks skip or refuse the new save, or none does.
 
 What comes of it is `Agreed`: facts, plans and the name of a conversation of this save's own, in which it is completed.
 """
@@ -20,8 +20,8 @@ import msgspec
 
 from .agreement import (
     Arguments,
+    BoxDigests,
     Ended,
-    Held,
     Hello,
     Joined,
     Terms,
@@ -88,7 +88,7 @@ class Agreed(msgspec.Struct, frozen=True):
     """On rank 0: gives the lineage."""
 
     def with_lineage(self) -> Agreed:
-        """The same with its lineage, for which rank 0 looks at the run: ranks do not wait for that to be agreed."""
+        """The same with its lineage: rank 0 reads the run after the agreement, so that no rank waits for that."""
         if self.follow is None or self.plans is None:
             return self
         facts = msgspec.structs.replace(self.facts, lineage=self.follow(self.facts.save_id))
@@ -137,7 +137,7 @@ class _Agreement:
         missed = self.round.join()
         if missed is not None:
             raise_faults(_decode(missed, type=Ended).faults, self.store.url, self.comm)
-        with self.round.signs():
+        with self.round.heartbeats():
             return self._reach(tree, metadata)
 
     def _reach(self, tree: object, metadata: Mapping[str, object]) -> Agreed | None:
@@ -269,24 +269,24 @@ class _Agreement:
         return tuple((path, box) for path, box, nbytes in found if every or nbytes <= SMALL)
 
     def _compare(self, boxes: _Boxes) -> None:
-        """Compares what listed pieces have in common; every rank tells what it has there."""
+        """Compares what listed pieces have in common, by digests from every rank."""
         assert self.brought is not None, "faults were raised before"
-        told = Held(None, [])
+        own = BoxDigests(None, [])
         try:
-            told.digests = box_digests(self.brought, boxes)
+            own.digests = box_digests(self.brought, boxes)
         except Exception as error:
-            told.fault = self._fault(error)
-        heard = self.round.gather(_encode(told))
-        word = self._compared(boxes, heard) if heard is not None else None
-        word = self._share(word, Ended, last=True, ends=self.options.rehearsal)
-        raise_faults(word.faults, self.store.url, self.comm, cause=self.error)
+            own.fault = self._fault(error)
+        messages = self.round.gather(_encode(own))
+        result = self._compared(boxes, messages) if messages is not None else None
+        result = self._share(result, Ended, last=True, ends=self.options.rehearsal)
+        raise_faults(result.faults, self.store.url, self.comm, cause=self.error)
 
-    def _compared(self, boxes: _Boxes, heard: dict[int, bytes]) -> Ended:
-        held = decode_each(heard, Held)
-        faults = [one.fault for one in held.values() if one.fault is not None] + silent_faults(self.round.lost)
+    def _compared(self, boxes: _Boxes, messages: dict[int, bytes]) -> Ended:
+        found = decode_each(messages, BoxDigests)
+        faults = [one.fault for one in found.values() if one.fault is not None] + silent_faults(self.round.lost)
         if not faults:
             try:
-                compare_boxes(boxes, held)
+                compare_boxes(boxes, found)
             except Exception as error:
                 faults = [self._fault(error, common=True)]
         return Ended(tuple(faults))

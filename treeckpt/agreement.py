@@ -18,10 +18,10 @@ from .faults import Fault
 
 __all__ = [
     "Arguments",
+    "BoxDigests",
     "Done",
     "Ended",
     "FileRow",
-    "Held",
     "Hello",
     "Joined",
     "Terms",
@@ -116,10 +116,10 @@ class Joined(Ended, array_like=True):
 
     plenum: Plenum | None
     boxes: tuple[tuple[str, Region], ...] = ()
-    """What several listed pieces of an array hold, and is to be compared: then one more word is exchanged."""
+    """What several listed pieces of an array hold, and ranks compare in one more exchange."""
 
 
-class Held(msgspec.Struct, array_like=True):
+class BoxDigests(msgspec.Struct, array_like=True):
     """What a rank has in the boxes that are compared."""
 
     fault: Fault | None
@@ -254,15 +254,15 @@ def compare(contents: Mapping[int, Mapping[str, bytes]]) -> None:
     check_apart([(first, path) for path, (first, _) in seen.items()])
 
 
-def compare_boxes(boxes: Sequence[tuple[str, Region]], told: Mapping[int, Held]) -> None:
+def compare_boxes(boxes: Sequence[tuple[str, Region]], found: Mapping[int, BoxDigests]) -> None:
     """Compares what pieces have in common.
 
     Raises:
         MismatchError: naming the box and the ranks.
     """
     seen: dict[int, tuple[int, bytes]] = {}
-    for rank, held in sorted(told.items()):
-        for number, content in held.digests:
+    for rank, own in sorted(found.items()):
+        for number, content in own.digests:
             first, expected = seen.setdefault(number, (rank, content))
             if content != expected:
                 path, box = boxes[number]

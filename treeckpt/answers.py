@@ -119,13 +119,13 @@ def _converse(
     Args:
         data: what this rank has to say beside.
         words: on rank 0 takes what each rank said, before `judge` is asked.
-        met: the ranks come from work that they began together; how long that takes is not worth a warning.
+        met: the ranks come from work that they began together, so that no wait is logged.
     """
     round_ = Round(comm, topic, met=met)
     missed = round_.join()
     if missed is not None:
         return _decode(missed, type=_Answer)
-    with round_.signs():
+    with round_.heartbeats():
         return _exchange(round_, fault, judge, data, words)
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from .background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
 from .bank import Bank, as_bank, globs_of, load_bank, load_bank_into
+from .consistent_reads import on_one_version
 from .core.files import as_step
 from .core.records import Index
 from .core.tree import flatten, replace_leaves
@@ -31,7 +32,6 @@ from .salvaging import salvaging
 from .save_options import Busy, SaveOptions, shard_limit
 from .saving import save_tree
 from .stateful import expand, expanded
-from .steady import on_one_version
 from .verifying import publish_rebuilt, verify_store
 
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]

@@ -170,7 +170,7 @@ def save_async_tree(
             complete(agreed, store, timed, recorder, here, Wrote(fault_of(agreed.error, comm.rank)))
             raise AssertionError("a save without plans fails")
         pending = Pending(store.url, limit=timed.timeout)
-        stack.enter_context(agreed.talk.signs())
+        stack.enter_context(agreed.talk.heartbeats())
         job = _Job(session, store, agreed, agreed.plans, timed, recorder, stack, pending, writer)
         try:
             if staging == "copy":

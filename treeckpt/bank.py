@@ -234,10 +234,10 @@ def _options(part: _Part) -> LoadOptions:
 def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> None:
     """Has slots that are given to the ids of another checkpoint joined to them, id by id.
 
-    With `like` whoever gives the ids of a table loads all of it; without, each its own slots.
+    With `like` the checkpoint that gives the ids of a table loads all of it; without, each loads its own slots.
 
     Raises:
-        MismatchError: `like` wants plain arrays, which tell nothing of ids.
+        MismatchError: `like` wants plain arrays, which have no ids.
     """
     givers = {path: part for part in parts for path in part.wins}
     for path, giver in givers.items():

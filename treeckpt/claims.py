@@ -34,7 +34,7 @@ class Claims:
         self._sizes: dict[str, int] | None = None
 
     def take(self, path: str, leaf: Leaf) -> None:
-        """Counts what the index says an array takes, before memory is allocated by its word.
+        """Counts what the index says an array takes, before memory is allocated for it.
 
         Raises:
             CorruptError: more than all the shards that are there.
@@ -52,7 +52,7 @@ class Claims:
             raise self._short(path, self._sizes)
 
     def take_view(self, path: str, spec: ArraySpec) -> None:
-        """The same of a view without its array, which takes memory of its own: it may show bytes over and over.
+        """The same of a view without its array, which takes memory of its own: it may repeat bytes any number of times.
 
         Raises:
             MismatchError: it takes far more than all the shards that are there.

@@ -55,7 +55,7 @@ def watch(pending: Pending) -> None:
 
 
 def unwatch(pending: Pending) -> None:
-    """Has the end of the interpreter not wait for a save: its loss has been told."""
+    """Keeps the end of the interpreter from waiting for a save: its loss has been reported."""
     with _STATE.lock:
         _STATE.pending.discard(pending)
 

@@ -289,7 +289,7 @@ class Filling:
         """Reads what was listed and puts it in place; each block is compared with its checksum on the way.
 
         Args:
-            in_place: targets exist already; autograd is told that they change.
+            in_place: targets exist already; their version counters for autograd rise.
         """
         if in_place:
             mark_written(self._targets)

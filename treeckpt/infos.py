@@ -41,7 +41,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     pinned: bool = False
     saving: tuple[SaveUnderWay, ...] = ()
-    """Saves into this directory that have not ended."""
+    """Saves into this directory that have records there: those under way, and those that were killed."""
     lineage: Lineage | None = None
     """As its index records it."""
     sequence: int | None = None
@@ -50,8 +50,13 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     """Whether it is on a branch that the run has left: the newest checkpoint does not descend from it."""
 
     @property
+    def under_way(self) -> tuple[SaveUnderWay, ...]:
+        """The saves into this directory that may still be committed."""
+        return tuple(save for save in self.saving if save.alive is not False)
+
+    @property
     def state(self) -> str:
-        """The status in words: also of the branch."""
+        """The status in words, with the branch."""
         return self.status + ", abandoned branch" * self.abandoned
 
 
@@ -64,7 +69,7 @@ def mark_of(info: CheckpointInfo) -> Mark | None:
 
 
 def arranged(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The directories of one run as they are listed: newest first, abandoned branches behind, then what is none."""
+    """The directories of one run as they are listed: newest first, then abandoned branches, then other directories."""
     found = [(info, mark_of(info)) for info in infos]
     order = Order(mark for _, mark in found if mark is not None)
     placed: list[tuple[CheckpointInfo, Position | None]] = []

@@ -1,7 +1,7 @@
 """Which rows of saved slots belong to which ids: slots that stand beside the ids of another table are joined to these.
 
-Rules and banks of checkpoints can put a slot beside ids that it was not saved with. Which ids its rows have, the table
-tells that it was saved in, whatever rules make of the rest of that one.
+Rules and banks of checkpoints can put a slot beside ids that it was not saved with. The ids of its rows are those of
+the table in which it was saved, whatever rules make of the rest of that table.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def ids_to_join(giver: Load, leaf: Leaf, path: str, home: Load, ids: Leaf) -> Le
     if moved or len(found) > 1 or (sources and not found):
         raise MismatchError(
             path,
-            expected="a slot of one KeyedTable, whose rows can be told by its ids",
+            expected="a slot of one KeyedTable, whose rows have ids",
             found=f"{', '.join(names[:4])}{', its rows moved by rules' if moved else ''}",
             hint="Load it under a path of its own, and build the table from there",
         )
@@ -162,7 +162,7 @@ def run_now(filling: Filling, job: Load) -> None:
 
 
 def no_plain_rows(path: str, wanted: Any, where: str) -> MismatchError:
-    """Says that plain arrays cannot be joined, for they tell nothing of ids."""
+    """The error for plain arrays, which have no ids to join rows by."""
     return MismatchError(
         path,
         expected=f"a KeyedTable in like, to join rows of {where} by id",

@@ -1,4 +1,4 @@
-"""What dead saves left in the directory of a checkpoint: found, told and removed, by the rules of `core.retention`.
+"""What dead saves left in the directory of a checkpoint: found, listed and removed, by the rules of `core.retention`.
 
 A save clears its path before it writes and, where the store cannot refuse to replace an index that is newer than the
 one it knows, once more when it has ended: of two that end at the same moment the one that ends last finds both ended,
@@ -75,7 +75,7 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
 
 
 def _evidence(store: Store, name: str, entry: Entry, now_ns: int) -> tuple[Owner | None, bool | None]:
-    """Whose a record or a lease is, and whether that process may still be at it; None where it does not say."""
+    """The owner of a record or a lease, and whether that process may still run; None where that is not known."""
     if (parsed := parse_progress_name(written_name(name))) is None:
         owner = owner_of(store, name)
         return owner, is_running(owner) if owner is not None else None
@@ -105,7 +105,7 @@ def committed(folder: Folder) -> str | None:
 
 
 def _fact_of(folder: Folder, now_ns: int) -> FolderFact:
-    """What a directory that is not looked at as one of a run has."""
+    """The files and state of a directory that is not part of a run."""
     files = file_facts(folder, now_ns, committed=None)
     status, save_id, problem = "complete", None, ""
     try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from .aborted import tell_left
+from .aborted import add_changed
 from .core.errors import MismatchError, TreeckptError
 from .core.records import AliasRecord, Leaf
 from .core.runs import encode_runs
@@ -305,10 +305,10 @@ def load_into_from(sources: Sequence[tuple[Store, LoadOptions]], tree: object, c
             filling.put(shards, means, in_place=True)
         except OSError as error:
             failed = unreadable(error, filling.store.url)
-            tell_left(failed, fillings)
+            add_changed(failed, fillings)
             raise failed from error
         except Exception as error:
-            tell_left(error, fillings)
+            add_changed(error, fillings)
             raise
     if new is not tree:
         graft(tree, new, is_value=is_value, namespace=options.namespace)

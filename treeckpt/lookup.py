@@ -202,7 +202,7 @@ class Load:
         return self.filling.want(path, leaf, target)
 
     def claim(self, path: str, leaf: Leaf) -> None:
-        """Counts what the index says an array takes, once, before memory is allocated by its word."""
+        """Counts what the index says an array takes, once, before memory is allocated for it."""
         for source in leaf.sources.values() if isinstance(leaf, MadeLeaf) else (leaf,):
             if source.number not in self._claimed:
                 self._claimed.add(source.number)

@@ -33,7 +33,7 @@ from .core.errors import TreeckptError
 from .core.files import as_step
 from .core.policy import Policy
 from .finding import Finder
-from .following import History
+from .history import History
 from .inflight import Flights, Sweeper
 from .io.channel import Channel
 from .io.comm import as_comm
@@ -231,7 +231,7 @@ class Manager(Registering):
     def latest(self, *, verify: bool = False) -> int | None:
         """The newest step that can be restored: the one saved last, not the highest. None where there is none.
 
-        What is passed over is logged. After a rollback the abandoned branch is looked at last.
+        What is passed over is logged. After a rollback the abandoned branch comes last.
 
         Args:
             verify: reads everything and compares checksums; otherwise the index and the sizes of files are checked.
@@ -341,7 +341,7 @@ class Manager(Registering):
         Args:
             exit: the exit code with which `save` ends the process, on every rank, once that checkpoint is durable;
                 None leaves that to the caller.
-            rank_timeout: seconds without a sign after which another rank is given up, once a signal is in.
+            rank_timeout: seconds without an answer of another rank after which waits for it end, from the signal on.
 
         Raises:
             TreeckptError: not called in the main thread.

@@ -5,7 +5,7 @@ for anybody, and at its n-th call already for call n + 1. Each rank finds that d
 n + 1, at the latest a moment after rank 0 has made its call n; where ranks train in step it is there already, and
 nobody waits. A signal handler only sets a flag: the next call on that rank posts it, the next call on rank 0 after that
 decides, and all ranks save at the call after: within two steps of the signal, and at the same step on every rank. Once
-the signal is in, a rank that gives no sign is given up after a few seconds (`io.waiting`): the launcher kills soon.
+the signal has come, waits for a rank without heartbeats end after a few seconds (`io.waiting`).
 
 Without `seconds` and without signals nothing is posted at all.
 """
@@ -131,7 +131,7 @@ class Pace:
 
     def _read(self) -> None:
         """Waits for the plan that covers this call; it is mostly there already."""
-        limit, pause, start, said = self._comm.timeout * 2 + 1, 0.0005, time.monotonic(), False
+        limit, pause, start, logged = self._comm.timeout * 2 + 1, 0.0005, time.monotonic(), False
         while True:
             data = self._comm.wait([self._key("plan")], 0)[0]
             if data is not None:
@@ -139,14 +139,14 @@ class Pace:
             if self._plan.decided >= self._calls:
                 return
             waited = time.monotonic() - start
-            if not said and waited > waiting.NOTICE:
-                waiting.say_waiting(self._comm.rank, [0], waiting.NOTICE, "should_save or step")
-                said = True
+            if not logged and waited > waiting.NOTICE:
+                waiting.log_waiting(self._comm.rank, [0], waiting.NOTICE, "should_save or step")
+                logged = True
             since = ENDING.since
             if waited > limit or (since is not None and time.monotonic() - max(start, since) > ENDING.limit):
                 raise RankError(
                     "ranks",
-                    ranks={0: waiting.silence(limit)},
+                    ranks={0: waiting.silence_text(limit)},
                     expected="rank 0's word on whether to save this step",
                     hint="Call should_save or step once a step, on every rank",
                 )
@@ -159,7 +159,7 @@ class Pace:
         """Handles signals from now on.
 
         Args:
-            rank_timeout: seconds without a sign after which another rank is given up, once a signal is in.
+            rank_timeout: seconds without a heartbeat of another rank after which waits for it end, from the signal on.
 
         Raises:
             TreeckptError: this is not the main thread.
@@ -171,7 +171,7 @@ class Pace:
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signal = number
-            ENDING.tell()
+            ENDING.signal()
 
         fresh = not self._handlers
         for number in signals:

@@ -53,7 +53,7 @@ class _Value(AsSaved):
         return self._get()
 
     def load_state_dict(self, state: Any) -> None:
-        """Has the value taken."""
+        """Sets the value."""
         self._set(state)
 
 
@@ -328,7 +328,7 @@ def _check_name(name: str, taken: Mapping[str, Any], what: str) -> None:
 
 
 class Registering:
-    """The part of a manager that is told what to save with every step."""
+    """The part of a manager that registers what to save with every step."""
 
     _registered: Registered
     _options: dict[str, Any]

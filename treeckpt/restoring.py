@@ -14,16 +14,16 @@ import msgspec
 
 from .answers import ask, tally
 from .bars import reading_bar
+from .consistent_reads import on_one_version
 from .core.errors import TreeckptError
 from .faults import raise_faults
 from .finding import Finder
-from .following import History
+from .history import History
 from .infos import CheckpointInfo, mark_of
 from .io.comm import Comm
 from .io.leases import hold_lease
 from .registering import Registered
 from .run import Run, step_info
-from .steady import on_one_version
 
 __all__ = ["Restorer"]
 
@@ -50,7 +50,7 @@ class Restorer:
         comm: for questions between ranks.
         load_comm: for the loads.
         registered: is given its state with every restore.
-        history: is told what was restored, on rank 0.
+        history: notes what was restored, on rank 0.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ def following(follow: Follow) -> Iterator[None]:
 
 
 class SaveOptions(msgspec.Struct, frozen=True):
-    """The knobs of a save; see `treeckpt.save`."""
+    """The options of a save; see `treeckpt.save`."""
 
     step: int | None = None
     overwrite: bool = False

@@ -5,9 +5,9 @@
 3. Every rank reports. If all did well the coordinator publishes timings and then the index, which is the commit
    (`committing`).
 4. Everybody learns how it ended. Any failure makes every rank raise an error that names rank, path and cause; what the
-   failed save wrote is deleted, and an earlier index stays valid. A rank that is not told the end deletes nothing. A
+   failed save wrote is deleted, and an earlier index stays valid. A rank that does not learn the end deletes nothing. A
    rank that is interrupted deletes what it wrote, if that cannot be committed any more. A coordinator that is
-   interrupted, or can hear nobody, leaves timings that tell of the failure: so the files of the others are left over.
+   interrupted, or can hear nobody, leaves timings that name the failure: so the files of the others are left over.
 
 `save_tree` does all of it in the caller's thread; `background` does steps 2 to 4 beside the training, with the same
 functions.
@@ -80,7 +80,7 @@ def save_tree(
         agreed = agreed.with_lineage()
         here = Here(store, agreed.facts, agreed.plans, recorder, error=agreed.error)
         try:
-            with agreed.talk.signs():
+            with agreed.talk.heartbeats():
                 complete(agreed, store, comm, recorder, here, here.write(lambda plans: source_stream(agreed, plans)))
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C

@@ -93,7 +93,7 @@ class Here:
         self._store, self._facts, self._plans, self._recorder, self._heard = store, facts, plans, recorder, heard
         self._note: ProgressNote | None = None
         self._done = False
-        """Whether all is written, which the others may have been told."""
+        """Whether all is written, which the others may know already."""
 
     def write(self, stream: Callable[[Plans], Stream]) -> Wrote:
         """Writes this rank's shards; a failure is for telling the others, so it is returned, not raised."""

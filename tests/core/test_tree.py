@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import Branch, Color, Frozen, Registered, Weight, keys, resolve, same, trees, values
 from treeckpt.core.errors import FormatError, MismatchError, TreeError
-from treeckpt.core.pieces import Folded, fold
+from treeckpt.core.nesting import Folded, fold
 from treeckpt.core.runs import encode_runs
 from treeckpt.core.structure import (
     MAX_DEPTH,

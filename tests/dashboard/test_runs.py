@@ -1,6 +1,10 @@
 """The pages of runs: filters, orders, cursors, why a checkpoint stays, what is new, and saves under way."""
 
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +16,7 @@ from tests.samples import START_NS, gpt_state, write_checkpoint, write_mixed_run
 from treeckpt.core.files import PIN_NAME
 from treeckpt.core.progress import Progress, encode_progress, progress_name
 from treeckpt.core.usage import Growth, days_until, growth_of
+from treeckpt.io.owners import this_process
 from treeckpt.io.runs import LocalRun, MemoryRun, changes_of
 from treeckpt_dashboard.keeping import KeepError, keep_text, parse_keep
 from treeckpt_dashboard.library import Library
@@ -296,6 +301,31 @@ def test_a_save_under_way_is_live_with_rate_eta_and_what_it_waits_for(serve, tmp
     assert 'data-busy="1"' in home and "being written" in home
 
 
+def test_a_save_that_was_killed_is_not_shown_as_being_written(serve, tmp_path):
+    [complete] = write_many(tmp_path / "run", 1).iterdir()
+    under_way(complete, [(500, "write")], world=1)
+    under_way(tmp_path / "run" / "step_00000007", [(500, "write")], world=1)
+    killed = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    started = int(Path(f"/proc/{killed.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    owner = msgspec.structs.replace(this_process(), pid=killed.pid, started=started)
+    for directory in (complete, tmp_path / "run" / "step_00000007"):
+        record = Progress(SAVE, 0, 1, 7, "write", 500, 1000, time.time_ns(), time.time_ns(), owner=owner)
+        (directory / progress_name(0, SAVE)).write_bytes(encode_progress(record))
+    client = serve(tmp_path / "run")
+    seen = page(client).json()["run"]
+    assert seen["saving"] == 2 and [row["saved"] for row in seen["checkpoints"]] == [0.5, 0.5]
+    killed.kill()
+    killed.wait()
+    client = serve(tmp_path / "run")
+    seen = page(client, "?keep=last:1").json()["run"]
+    assert seen["saving"] == 0 and seen["statuses"] == {"complete": 1, "partial": 1}
+    assert [(row["saved"], row["phase"]) for row in seen["checkpoints"]] == [(None, None)] * 2
+    assert "being written" not in client.get("/").text
+    assert client.get("/live").text.count("It was killed") == 2
+    metrics = client.get("/metrics").text
+    assert "saves_under_way{" in metrics and not re.search(r"saves_under_way\{[^}]*\} [1-9]", metrics)
+
+
 def test_a_save_that_fell_silent_is_said_to_hang(tmp_path):
     under_way(tmp_path / "run" / "step_00000007", [(500, "write"), (1000, "commit")], now=time.time_ns() - 10**12)
     [save] = live_page(Library([tmp_path / "run"]), Speeds(), 0, now_ns=time.time_ns()).saves
@@ -448,6 +478,10 @@ def test_abandoned_branches_are_shown_behind_the_lineage_with_what_follows_what(
     run_id = client.get("/api/v1/runs").json()["runs"][0]["id"]
     html = client.get(f"/runs/{run_id}").text
     assert html.count("abandoned branch") == 2 and "follows step 20" in html
+    for step, row in rows.items():
+        own = client.get(f"/api/v1/checkpoints/{row['id']}").json()["checkpoint"]
+        assert own["abandoned"] == row["abandoned"]
+        assert ("abandoned branch" in client.get(f"/checkpoints/{row['id']}").text) == (step in (30, 40))
     assert steps(page(client, "?sort=oldest")) == [30, 40, 10, 20, 21, 22]
 
 

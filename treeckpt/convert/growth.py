@@ -1,4 +1,4 @@
-"""How much larger than its source a conversion may be: views can show the same bytes over and over."""
+"""How much larger than its source a conversion may be: views can repeat the same bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_growth(source: Contents, nbytes: int) -> None:
         nbytes: to be written.
 
     Raises:
-        FormatError: naming the leaf that is blown up the most.
+        FormatError: naming the leaf with the most bytes.
     """
     if nbytes <= FREE:
         return

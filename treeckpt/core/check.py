@@ -29,9 +29,9 @@ ENTRY = 48
 FREE = 1 << 15
 """Chunks that may be made whatever files there are."""
 FREE_FILES = 1 << 10
-"""The same of files that are looked at."""
+"""The same of files that are read."""
 LONG = 1 << 17
-"""Files, or chunks of one array, up to which an index is read without a look at the files."""
+"""Files, or chunks of one array, up to which an index is read without the sizes of the files."""
 MAX_TIES = 1 << 22
 """Ranks of ties that are compared with those of their arrays one by one."""
 
@@ -83,7 +83,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
 
 
 def is_long(index: Index, nbytes: int) -> bool:
-    """Whether an index of so many bytes lists more files, or chunks of one array, than it is believed to have."""
+    """Whether an index of so many bytes lists more files, or chunks of one array, than are accepted unseen."""
     return max(index.listed.files, index.listed.most) > max(LONG, nbytes)
 
 

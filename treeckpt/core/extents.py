@@ -68,7 +68,7 @@ def extents_in(index: Index, file: File, *, empty: bool = False, most: int | Non
 
     Args:
         empty: also arrays without elements.
-        most: extents, about, beyond which it is given up.
+        most: extents, about, above which this is refused.
 
     Raises:
         LayoutError: there are more than `most`.

@@ -116,7 +116,7 @@ def as_step(step: Any) -> int:
         TreeError: it is none, below 0, or of more digits than the name of a directory holds.
     """
     try:
-        # bools of every library have an index, but nobody means them as a step
+        # bools of every library have an index, but are no steps
         is_bool = isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool")
         number = None if is_bool else operator.index(step)
     except TypeError:

@@ -17,8 +17,8 @@ from .check import check_index
 from .chunks import NoChunks, encode_chunks
 from .errors import CorruptError, FormatError, TreeckptError
 from .lineage import Lineage
+from .nesting import Folded, fold
 from .packing import pack, unpack
-from .pieces import Folded, fold
 from .plan import Placed
 from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArrays, file_table
 from .region import Region

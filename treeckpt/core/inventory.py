@@ -18,7 +18,7 @@ from .assign import ArrayLeaf, held_twice
 from .dtypes import dtype_of
 from .errors import LayoutError, MismatchError, TreeError
 from .layout import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated
-from .pieces import Folded, fold
+from .nesting import Folded, fold
 from .records import View
 from .region import Region, intersect
 from .rows import Claim, row_starts
@@ -66,7 +66,7 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
     structure: Structure
     leaves: tuple[LeafSpec, ...]
     below: tuple[Structure, ...] = ()
-    """Deep parts of the structure, see `core.pieces`."""
+    """Deep parts of the structure, see `core.nesting`."""
 
     @property
     def whole(self) -> Structure:
@@ -88,7 +88,7 @@ class Plenum(msgspec.Struct, frozen=True, array_like=True):
     structure: Structure
     leaves: tuple[LeafSpec, ...]
     below: tuple[Structure, ...] = ()
-    """Deep parts of the structure, see `core.pieces`."""
+    """Deep parts of the structure, see `core.nesting`."""
 
     @property
     def whole(self) -> Structure:

@@ -123,8 +123,8 @@ def _within(number: int, ranges: Ranges) -> bool:
 def lineage_of(marks: Collection[Mark], head: Mark | None, step: int) -> Lineage:
     """The lineage of a checkpoint that is about to be saved.
 
-    It follows `head`. Steps rise along a training, so where `head` is no earlier step, the training has gone back in a
-    way that nobody has told of: then the checkpoint follows the newest ancestor of `head` with a lower step.
+    It follows `head`. Steps rise along a training, so where `head` is no earlier step, the training has gone back by a
+    load that the manager has not seen: then the checkpoint follows the newest ancestor of `head` with a lower step.
 
     Args:
         marks: of all checkpoints on the disk; the one of `step` is replaced by the new one.

@@ -1,7 +1,7 @@
-"""Members of sets, keys of dicts and members of enums by a file's word: within a time that its size bounds, by no hook.
+"""Members of sets, keys of dicts and members of enums from a file: in time linear in its size, without calls to hooks.
 
-Objects of one hash make a set or dict compare each with all others. Who writes a file can choose numbers and tuples of
-them so; text and bytes are hashed with a secret.
+A set or dict compares each object with all others of the same hash. The writer of a file can choose numbers, and tuples
+of numbers, of one hash; text and bytes are hashed with a secret.
 """
 
 # Enums of the program, and what a file holds, have any type.

@@ -40,7 +40,7 @@ class Owner(msgspec.Struct, frozen=True):
     host: str
     pid: int
     boot: str = ""
-    """Names one boot of the host, and the processes that see each other there; empty where the system tells none."""
+    """Names one boot of the host, and the processes that see each other there; empty where the system gives none."""
     started: int = 0
     """When the process began, in ticks since the boot: another process may have the same number later."""
 

@@ -158,7 +158,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     lineage: Lineage | None = None
     """Of a checkpoint that a manager has saved."""
     below: tuple[Structure, ...] = ()
-    """In a file, deep parts of the structure, as `core.pieces` has them; empty once it is read."""
+    """In a file, deep parts of the structure, as `core.nesting` has them; empty once it is read."""
 
     @cached_property
     def paths(self) -> list[tuple[str, Runs | None]]:

@@ -8,9 +8,9 @@
 3. A deletion that was cut short has left its mark, and is finished at once.
 
 A save is alive while a process runs that keeps a record of it (`core.progress`). It is dead if that of its coordinator,
-which alone could commit it, has ended; or if the coordinator has taken its record away, and its timings tell that it
+which alone could commit it, has ended; or if the coordinator has taken its record away, and its timings record that it
 failed, or an index was published after all its shards: another save has replaced it. Timings alone keep nothing from
-being deleted; those that tell of a failure stay for the grace period, or until a later save is committed. A reader is
+being deleted; those that record a failure stay for the grace period, or until a later save is committed. A reader is
 alive while its process runs and renews its lease.
 
 Never touched: directories whose names are not those of steps, files that are not ours, checkpoints that are corrupt (a
@@ -50,8 +50,8 @@ class FileFact(msgspec.Struct, frozen=True):
     nbytes: int
     modified_ns: int
     alive: bool | None = None
-    """Of a record, a lease or a temporary file: whether its process may still be at it, where that is known. Of
-    timings: False where they tell that the save has failed."""
+    """Of a record, a lease or a temporary file: whether its process may still be running, where that is known. Of
+    timings: False where they record that the save has failed."""
 
 
 class FolderFact(msgspec.Struct, frozen=True):

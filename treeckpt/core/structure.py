@@ -52,7 +52,7 @@ __all__ = [
 MAX_DEPTH = 1000
 """Deeper trees are refused: the usual cause is a container that holds itself."""
 LEVELS = 100
-"""Levels of containers that one document nests; what lies deeper stands in pieces of its own, see `core.pieces`."""
+"""Levels of containers that one document nests; what lies deeper stands in pieces of its own, see `core.nesting`."""
 
 
 class DictNode(msgspec.Struct, frozen=True, tag="dict", array_like=True):

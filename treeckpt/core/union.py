@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .errors import MismatchError
-from .pieces import fold
+from .nesting import fold
 from .runs import Runs
 from .structure import (
     DefaultDictNode,

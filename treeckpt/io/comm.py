@@ -95,7 +95,7 @@ class TieredComm(Comm, Protocol):
 
 
 class SoloComm:
-    """One rank, alone: it has nobody to post to.
+    """One rank, alone: it sends nothing.
 
     Args:
         members: its rank in the default group, where there is one.
@@ -201,7 +201,7 @@ class TorchComm:
         self._lock, self._owner = threading.Lock(), os.getpid()
 
     def _check_owner(self) -> None:
-        """Refuses to speak for a rank in a process that was forked from it, over the same connection."""
+        """Refuses to send messages of a rank from a process that was forked from it: they share a connection."""
         if os.getpid() != self._owner:
             raise RankError(
                 "comm",

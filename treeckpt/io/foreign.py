@@ -1,4 +1,4 @@
-"""Which other program's checkpoint is at a path? Told by names of files and by first bytes; nothing else is read."""
+"""The format of another program's checkpoint at a path, by names of files and first bytes; nothing else is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HFAI_PART = re.compile(r"PART_([0-9]{3,})\.pt")
 PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
 SAFETENSORS_INDEX = ".safetensors.index.json"
 HEAD = 9
-"""First bytes of a file that tell its format."""
+"""First bytes of a file, enough for its format."""
 _TEXTS = {
     "torch": "a file of torch.save",
     "dcp": "a directory of torch.distributed.checkpoint",

@@ -199,7 +199,7 @@ def run_readings(
 
     Args:
         memory: bytes of buffers, at most, as long as one reading needs no more.
-        begin: is told of each reading before its first byte is put in place.
+        begin: is called with each reading before its first byte is put in place.
 
     Returns:
         Bytes read from data areas.
@@ -207,7 +207,7 @@ def run_readings(
     largest = max((reading.nbytes for reading in readings if reading.out is None), default=0)
     readers = max(1, min(READERS, memory // max(largest, 1)))
     ring = ring_of(readings, readers)
-    told = begin or (lambda _: None)
+    started = begin or (lambda _: None)
 
     def job(reading: Reading) -> None:
         parts = reading.parts() if reading.parts is not None else None
@@ -217,7 +217,7 @@ def run_readings(
                 straight = shards.read_parts(reading.stretch, parts)
             finally:
                 if straight:  # or it failed midway
-                    told(reading)
+                    started(reading)
             if straight:
                 return
         if reading.out is not None:
@@ -226,14 +226,14 @@ def run_readings(
         with shards.lent(reading.stretch, fetch=reading.shared) as lent:
             if lent is not None:
                 if reading.use is not None:
-                    told(reading)
+                    started(reading)
                     reading.use(lent)
                 return
         out = ring.get()
         try:
             shards.read(reading.stretch, out[: reading.nbytes], shared=reading.shared)
             if reading.use is not None:
-                told(reading)
+                started(reading)
                 reading.use(out[: reading.nbytes])
         finally:
             ring.put(out)

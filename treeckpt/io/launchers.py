@@ -1,7 +1,7 @@
 """Whether a launcher has started this process as one of several ranks, by its environment alone.
 
-torchrun, srun, mpirun and jax.distributed tell each process its number and how many there are. A process that knows of
-no comm would take itself for the only one, and all of them would write over each other.
+torchrun, srun, mpirun and jax.distributed give each process its number and how many there are. Processes without a comm
+would each save as the only one, and overwrite each other.
 """
 
 from __future__ import annotations

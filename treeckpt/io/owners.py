@@ -1,7 +1,7 @@
-"""Which process is this, and does another one still run? For files that say whose they are.
+"""The process that owns a file: this one, and whether another one still runs.
 
-The kernel knows it of the processes of this boot of this host that it shows to this process: a container may see
-others, and its numbers stand for others. Of all other processes nothing is known here but what they write.
+The kernel answers for processes of this boot of this host, in the process namespace of this process: in a container the
+same number is another process. Of all other processes only what they write is known here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _boot() -> str:
 
 
 def _stat(pid: int) -> tuple[bool, int]:
-    """Whether a process is a zombie of which no thread is left, and when it began; zeros where that is not told."""
+    """Whether a process is a zombie of which no thread is left, and when it began; zeros where that is not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0] in "ZX" and int(fields[17]) <= 1, int(fields[19])

@@ -27,7 +27,7 @@ from .comm import Comm
 from .intake import Reading, ring_of, run_readings
 from .shards import Shards
 from .versions import Replaced, Version
-from .waiting import noticing
+from .waiting import log_if_slow
 
 __all__ = ["Part", "Relay", "open_relay", "together"]
 
@@ -57,7 +57,7 @@ class Relay:
         """What this rank wants, by who else on the host wants it.
 
         Args:
-            save_id: of the checkpoint; ranks that have met another version of it share nothing.
+            save_id: of the checkpoint; ranks that have read another version of it share nothing.
             wants: those whose text (repr) is equal are the same bytes on all ranks.
         """
         seen: collections.Counter[str] = collections.Counter()
@@ -65,7 +65,7 @@ class Relay:
         for want in map(repr, wants):
             digests.append(xxhash.xxh3_64_intdigest(f"{save_id} {want} {seen[want]}".encode()))
             seen[want] += 1
-        with noticing(self._rank, "load with read='once'"):
+        with log_if_slow(self._rank, "load with read='once'"):
             told = self._tell((_host(), digests), None)
         here = {rank: mine for rank, (host, mine) in told.items() if host == _host()}
         holders: dict[int, list[int]] = {}
@@ -343,7 +343,7 @@ def open_relay(comm: Comm, stores: Sequence[Any] = ()) -> Relay | None:
     if comm.size == 1:
         return None
     if _MEMORY not in comm.memory:
-        with noticing(comm.rank, "load with read='once'"):
+        with log_if_slow(comm.rank, "load with read='once'"):
             comm.memory[_MEMORY] = Relay(_new_group(comm), comm.rank, comm.size)
     relay: Relay = comm.memory[_MEMORY]
     relay.versions = [store for store in stores if isinstance(store, Version)]

@@ -32,7 +32,7 @@ import msgspec
 from ..core.errors import RankError
 from .comm import Board, Comm, TieredComm
 from .tiers import bundle, children_of, leads, parent_of, unbundle
-from .waiting import ENDING, give_signs, say_waiting, silence, wait_for
+from .waiting import ENDING, log_waiting, send_heartbeats, silence_text, wait_for
 
 __all__ = ["Round"]
 
@@ -87,7 +87,7 @@ class Round:
     Args:
         topic: what the save is about: tells a rank that comes late whether it missed this very save.
         name: of a branch.
-        met: all ranks are known to be on their way here, so that no wait is worth a warning.
+        met: all ranks are known to make the same call, so that no wait is logged.
     """
 
     def __init__(self, comm: Comm, topic: str, *, name: str = "", met: bool = False) -> None:
@@ -143,8 +143,8 @@ class Round:
         """What the same ranks go on to say under a name that they have agreed on."""
         return Round(self._comm, self._topic, name=name)
 
-    def signs(self) -> contextlib.AbstractContextManager[None]:
-        """While the body runs, others that were told to end know that this rank is at it; only after `join`."""
+    def heartbeats(self) -> contextlib.AbstractContextManager[None]:
+        """Sends heartbeats of this rank while the body runs; only after `join`."""
         comm = self._comm
         if comm.size == 1:
             return contextlib.nullcontext()
@@ -153,7 +153,7 @@ class Round:
             ranks = ({self._leader} if comm.rank else set()) | ({comm.rank} if self._below else set())
             return [self._board(rank) for rank in ranks]
 
-        return give_signs(boards, self._key(comm.rank, "sign"))
+        return send_heartbeats(boards, self._key(comm.rank, "heartbeat"))
 
     def _key(self, rank: int | str, step: int | str = "") -> str:
         return f"{self._name or self._number}/{step or self._step}/{rank}"
@@ -198,7 +198,7 @@ class Round:
         heard = {self._comm.rank: data}
         for rank, message in zip(ranks, self._await(board, ranks), strict=True):
             if message is None:
-                self.lost[rank] = silence(self._comm.timeout)
+                self.lost[rank] = silence_text(self._comm.timeout)
             elif self._nonces.setdefault(rank, message[:8]) != message[:8]:
                 self.lost[rank] = "gave up on this save and began another"
             elif self._leads(rank):
@@ -216,13 +216,17 @@ class Round:
     def _await(self, board: Board, ranks: list[int]) -> list[bytes | None]:
         """One message of each; leaders that have come may themselves be waiting, as long, for those below them."""
         timeout = self._comm.timeout
-        signs = [self._key(rank, "sign") for rank in ranks]
+        heartbeats = [self._key(rank, "heartbeat") for rank in ranks]
 
-        def say(missing: Sequence[int], seconds: float) -> None:
-            say_waiting(self._comm.rank, [ranks[i] for i in missing], seconds, self._topic)
+        def log(missing: Sequence[int], seconds: float) -> None:
+            log_waiting(self._comm.rank, [ranks[i] for i in missing], seconds, self._topic)
 
-        late = None if self._met else say
-        found = wait_for(board, [self._key(rank) for rank in ranks], timeout, signs=signs, late=late) if ranks else []
+        late = None if self._met else log
+        found = (
+            wait_for(board, [self._key(rank) for rank in ranks], timeout, heartbeats=heartbeats, late=late)
+            if ranks
+            else []
+        )
         self._met = self._met or not self._comm.rank
         for _ in self._spans:
             slow = [i for i, rank in enumerate(ranks) if found[i] is None and self._leads(rank)]
@@ -231,7 +235,7 @@ class Round:
             if not slow:
                 break
             keys = [self._key(ranks[i]) for i in slow]
-            more = wait_for(board, keys, _patience(timeout), signs=[signs[i] for i in slow])
+            more = wait_for(board, keys, _patience(timeout), heartbeats=[heartbeats[i] for i in slow])
             for i, message in zip(slow, more, strict=True):
                 found[i] = message
         return found
@@ -285,23 +289,23 @@ class Round:
         self._withdraw()
         raise RankError(
             "ranks",
-            ranks={0: silence(limit)},
+            ranks={0: silence_text(limit)},
             expected="rank 0's word on how to go on",
             hint="Look at what rank 0 is doing. If this save was past its writes it may be committed after all: "
             "look before saving there again",
         )
 
     def _await_word(self, key: str, limit: float) -> bytes | None:
-        """The word as rank 0 posts it."""
+        """Rank 0's message, from its own board."""
 
-        def say(missing: Sequence[int], seconds: float) -> None:
+        def log(missing: Sequence[int], seconds: float) -> None:
             data = self._comm.wait([_STATE], 0)[0]
             if data is None or msgspec.msgpack.decode(data, type=_State).number < self._number:
-                say_waiting(self._comm.rank, [0], seconds, self._topic)  # else rank 0 waits itself, and says so
+                log_waiting(self._comm.rank, [0], seconds, self._topic)  # else rank 0 waits too, and logs it
 
-        signs, late = [self._key(0, "sign")], None if self._met else say
-        # rank 0 may itself be waiting for a rank that it will give up
-        return wait_for(self._comm, [key], limit, signs=signs, grace=2.2, late=late)[0]
+        heartbeats, late = [self._key(0, "heartbeat")], None if self._met else log
+        # rank 0 may itself be waiting for another rank, until that wait ends
+        return wait_for(self._comm, [key], limit, heartbeats=heartbeats, grace=2.2, late=late)[0]
 
     def _overhear(self, key: str, limit: float) -> bytes | None:
         """The word as this rank's leader hands it down; where that is silent or gone, as rank 0 posted it."""

@@ -29,7 +29,7 @@ from .reader import LocalReader, Readers, open_regular
 __all__ = ["TEXT", "Lending", "LocalStore", "MemoryStore", "Store", "Swapping", "Writer", "open_store"]
 
 TEXT = 32 << 20
-"""Bytes of a text that are read at a time: a larger one is looked at before the rest is read."""
+"""Bytes of a text that are read at a time: the first part of a larger one is checked before the rest is read."""
 
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 """Maps without a descriptor each, where Python can do without."""

@@ -1,9 +1,9 @@
-"""Waits for other ranks: with a word on stderr after a while, and cut short once this process was told to end.
+"""Waits for other ranks: logged when they are long, and cut short once a signal has told this process to end.
 
-A rank that calls alone (`if rank == 0: save(...)`) would wait for minutes without a line; so after `NOTICE` seconds it
-is logged who waits for whom. A signal that tells the process to end is followed by a kill a few seconds later; so from
-then on a rank that gives no sign for `ENDING.limit` seconds is given up. Ranks that are in the middle of a save give
-signs, numbers that they post again and again, as long as somebody listens for signals.
+A rank that calls alone (`if rank == 0: save(...)`) would wait for minutes without a line. So after `NOTICE` seconds the
+ranks that wait and the ranks that are missing are logged. A launcher kills a process a few seconds after the signal. So
+from the signal on, a wait for a rank that sends no heartbeat for `ENDING.limit` seconds ends. A heartbeat is a number
+under a key of the rank, which a thread raises during a save, as long as this process listens for signals.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from ..core.errors import RankError
 from .comm import Board
 
-__all__ = ["ENDING", "LIMIT", "Ending", "give_signs", "noticing", "say_waiting", "silence", "wait_for"]
+__all__ = ["ENDING", "LIMIT", "Ending", "log_if_slow", "log_waiting", "send_heartbeats", "silence_text", "wait_for"]
 
 NOTICE = 10.0
-"""Seconds after which a wait for ranks that have not called is mentioned."""
+"""Seconds after which a wait for ranks that have not called is logged."""
 LIMIT = 5.0
-"""Seconds without a sign after which a rank is given up, once this process was told to end."""
+"""Seconds without a heartbeat after which a wait for a rank ends, from the signal on."""
 _LOOK = 0.5
-"""Seconds between two looks at the signs of others, at most."""
+"""Seconds between two reads of the heartbeats of others, at most."""
 
 _log = logging.getLogger("treeckpt")
 
 
 class Ending:
-    """Whether this process was told to end. A signal concerns the whole process, so there is one of these."""
+    """Whether a signal has told this process to end. There is one for the process, as a signal is for all of it."""
 
     def __init__(self) -> None:
         self.limit = LIMIT
@@ -41,7 +41,7 @@ class Ending:
 
     @property
     def listening(self) -> bool:
-        """Whether signals are waited for: then ranks give signs during their saves."""
+        """Whether this process listens for signals: then it sends heartbeats during its saves."""
         return self._listeners > 0
 
     def listen(self, limit: float) -> None:
@@ -60,12 +60,12 @@ class Ending:
         if ended and not self._listeners:
             self.since = None
 
-    def tell(self) -> None:
-        """A signal is in. Safe in a signal handler: it takes no lock."""
+    def signal(self) -> None:
+        """Notes that a signal has come. Safe in a signal handler: it takes no lock."""
         self.since = time.monotonic() if self.since is None else self.since
 
     def cut(self, seconds: float) -> float:
-        """How long to wait where others may be given up at once."""
+        """A time limit of a wait, and at most `limit` from the signal on."""
         return seconds if self.since is None else min(seconds, self.limit)
 
 
@@ -77,15 +77,15 @@ def wait_for(
     keys: Sequence[str],
     timeout: float,
     *,
-    signs: Sequence[str],
+    heartbeats: Sequence[str],
     grace: float = 1.0,
     late: Callable[[Sequence[int], float], None] | None = None,
 ) -> list[bytes | None]:
-    """As `board.wait`; returns earlier once this process was told to end and a sender gives no sign.
+    """As `board.wait`; returns earlier if, after the signal, a sender sends no heartbeat.
 
     Args:
-        signs: for each key, under which key its sender gives signs.
-        grace: how many times `ENDING.limit` to wait for a sign.
+        heartbeats: for each key, the key of its sender's heartbeat.
+        grace: how many times `ENDING.limit` to wait for a heartbeat.
         late: is called once after `NOTICE` seconds, with the positions of what is missing and the seconds.
     """
     found: list[bytes | None] = [None] * len(keys)
@@ -100,7 +100,7 @@ def wait_for(
             found[i] = message
         missing = [i for i in missing if found[i] is None]
         if pause >= left or (
-            ENDING.since is not None and _silent(board, [signs[i] for i in missing], seen, start, grace)
+            ENDING.since is not None and _is_silent(board, [heartbeats[i] for i in missing], seen, start, grace)
         ):
             break
         if late is not None and missing and time.monotonic() >= notice:
@@ -109,30 +109,30 @@ def wait_for(
     return found
 
 
-def _silent(
-    board: Board, signs: Sequence[str], seen: dict[str, tuple[bytes | None, float]], start: float, grace: float
+def _is_silent(
+    board: Board, heartbeats: Sequence[str], seen: dict[str, tuple[bytes | None, float]], start: float, grace: float
 ) -> bool:
-    """Whether a sender has given no sign for too long.
+    """Whether a sender has sent no heartbeat for too long.
 
     Args:
-        seen: the last sign of each, and when it was seen first; filled here.
+        seen: the last heartbeat of each, and when it was seen first; filled here.
     """
     now, begin = time.monotonic(), max(start, ENDING.since or 0.0)
-    for key, sign in zip(signs, board.wait(signs, 0.0), strict=True) if signs else ():
-        if key not in seen or seen[key][0] != sign:
-            seen[key] = sign, begin if sign is None else now
-    return any(now - seen[key][1] > ENDING.limit * grace for key in signs)
+    for key, count in zip(heartbeats, board.wait(heartbeats, 0.0), strict=True) if heartbeats else ():
+        if key not in seen or seen[key][0] != count:
+            seen[key] = count, begin if count is None else now
+    return any(now - seen[key][1] > ENDING.limit * grace for key in heartbeats)
 
 
 @contextlib.contextmanager
-def give_signs(boards: Callable[[], Sequence[Board]], key: str) -> Iterator[None]:
-    """Gives signs of this rank while the body runs, if anybody listens for signals."""
+def send_heartbeats(boards: Callable[[], Sequence[Board]], key: str) -> Iterator[None]:
+    """Sends heartbeats of this rank while the body runs, if this process listens for signals."""
     if not ENDING.listening:
         yield
         return
     stop = threading.Event()
 
-    def beat() -> None:
+    def post() -> None:
         count = 0
         with contextlib.suppress(RankError):
             reached = boards()
@@ -143,7 +143,7 @@ def give_signs(boards: Callable[[], Sequence[Board]], key: str) -> Iterator[None
             for board in reached if count else ():
                 board.drop([key])
 
-    threading.Thread(target=beat, name="treeckpt-sign", daemon=True).start()
+    threading.Thread(target=post, name="treeckpt-heartbeat", daemon=True).start()
     try:
         yield
     finally:
@@ -151,9 +151,9 @@ def give_signs(boards: Callable[[], Sequence[Board]], key: str) -> Iterator[None
 
 
 @contextlib.contextmanager
-def noticing(rank: int, topic: str) -> Iterator[None]:
-    """Says that a collective call, which does not tell who is missing, takes long."""
-    timer = threading.Timer(NOTICE, say_waiting, (rank, (), NOTICE, topic))
+def log_if_slow(rank: int, topic: str) -> Iterator[None]:
+    """Logs that a collective call takes long. Which ranks are missing is not known there."""
+    timer = threading.Timer(NOTICE, log_waiting, (rank, (), NOTICE, topic))
     timer.daemon = True
     timer.start()
     try:
@@ -162,8 +162,8 @@ def noticing(rank: int, topic: str) -> Iterator[None]:
         timer.cancel()
 
 
-def say_waiting(rank: int, late: Sequence[int], seconds: float, topic: str) -> None:
-    """Logs who waits for whom; without any configuration of logging it stands on stderr.
+def log_waiting(rank: int, late: Sequence[int], seconds: float, topic: str) -> None:
+    """Logs a wait for other ranks: to stderr, unless logging is configured.
 
     Args:
         late: the ranks that are missing; none where they are not known.
@@ -176,8 +176,8 @@ def say_waiting(rank: int, late: Sequence[int], seconds: float, topic: str) -> N
     )
 
 
-def silence(seconds: float) -> str:
-    """What is said of a rank that did not answer."""
+def silence_text(seconds: float) -> str:
+    """How long a rank has not answered, for errors."""
     if ENDING.since is None:
         return f"silent for {seconds:g} s"
     return f"silent for {min(seconds, ENDING.limit):g} s after a signal told this process to end"

@@ -13,7 +13,7 @@ import xxhash
 from ..core.dtypes import dtype_of
 from ..core.inventory import Inventory, LeafSpec, Plenum, piece_key
 from ..core.layout import BoxLayout, MeshLayout, Replicate, among
-from ..core.pieces import fold
+from ..core.nesting import fold
 from ..core.records import View
 from ..core.region import Region, c_strides
 from ..core.spec import Value

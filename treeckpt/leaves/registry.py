@@ -319,7 +319,7 @@ def _unpickle(typed: Typed, path: str, allow_pickle: bool) -> object:
 
 
 def resolve(name: str) -> type:
-    """The class `module:qualname`, if its module is imported already; nothing is imported or called by a file's word.
+    """The class `module:qualname`, if its module is imported already; nothing is imported or called.
 
     Only what stands in the module's own dict, or in that of a class, is found: an attribute that a module or a
     metaclass makes when it is asked for is not.

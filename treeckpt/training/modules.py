@@ -128,7 +128,7 @@ def _collect_one(root: nn.Module, prefix: Key) -> Iterator[Entry]:
     found = root.state_dict(keep_vars=True)  # first: FSDP2 shards parameters again that a forward has left whole
     hops, modules = _scan(root)
     speaks, identities = speakers(root), set(map(id, (*root.parameters(), *root.buffers())))
-    held = _Held(root)
+    memory = _ModuleMemory(root)
     for raw, value in found.items():
         name = strip_hops(raw, hops)
         parent, _, last = name.rpartition(".")
@@ -140,12 +140,12 @@ def _collect_one(root: nn.Module, prefix: Key) -> Iterator[Entry]:
             owned = kind != "buffer" or is_dtensor(value) or speaks.get(id(value), True)
             yield Entry((*prefix, name), kind, value, module, last, owned, root=root, raw=raw)
         else:
-            kind, live = held.judge(value)
+            kind, live = memory.kind_of(value)
             shown = value if is_sharded_tensor(value) else value.detach()
             yield Entry((*prefix, name), kind, shown, module, last, True, live, root, raw)
 
 
-class _Held:
+class _ModuleMemory:
     """The memory of a module's parameters and buffers."""
 
     def __init__(self, root: nn.Module) -> None:
@@ -157,8 +157,8 @@ class _Held:
         parameters, buffers = ({a for one in part if not is_lazy(one) for a in _addresses(one)} for part in parts)
         return parameters, buffers
 
-    def judge(self, tensor: Tensor) -> tuple[str, bool]:
-        """What a tensor that is none of these is, and whether all of it shows their memory."""
+    def kind_of(self, tensor: Tensor) -> tuple[str, bool]:
+        """The kind of a tensor that is no parameter or buffer, and whether all of it is memory of these."""
         parameters, buffers = self._addresses
         shown = set(_addresses(tensor))
         if shown & buffers:

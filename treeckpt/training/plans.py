@@ -329,7 +329,7 @@ def _apply_plain(plan: OptimizerPlan) -> None:
 
 
 def _hand_over(plan: OptimizerPlan) -> None:
-    """Has an optimizer take its state by its own `load_state_dict`."""
+    """Loads an optimizer's state by its own `load_state_dict`."""
     live = plan.live
     own = {key: {**here, **plan.moments.get(key, {})} for key, here in live.own.items()}
     ours = [{**group.values, **values} for group, values in zip(live.groups, plan.values, strict=True)]

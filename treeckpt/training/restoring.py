@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from ..bank import globs_of
+from ..consistent_reads import on_one_version
 from ..core.errors import MismatchError
 from ..core.structure import PerRankNode
 from ..core.tree import PerRank
@@ -24,7 +25,6 @@ from ..io.relay import open_relay, together
 from ..ranks import Policy, policy_of
 from ..rules import Renaming, Transforms, as_rules, carried
 from ..stateful import is_stateful
-from ..steady import on_one_version
 from .capture import live_of, ties_of
 from .fitting import check_entry, settle_ties, without_ties
 from .modules import Entry, Modules, collect, hidden, load_made, materialise, on_meta, settle_shards, shards_of

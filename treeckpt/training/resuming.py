@@ -20,10 +20,10 @@ from ..stateful import hand_over, is_optimizer
 from .moments import Place, build_state
 from .sources import Source, children_of, descend
 
-__all__ = ["Resumed", "with_resumed", "without_resumed"]
+__all__ = ["ResumedOptimizer", "with_resumed", "without_resumed"]
 
 
-class Resumed:
+class ResumedOptimizer:
     """An optimizer, with a state to be filled that has all leaves of the saved one."""
 
     def __init__(self, optimizer: Any, state: Any) -> None:
@@ -34,12 +34,12 @@ class Resumed:
         return self._state
 
     def load_state_dict(self, state: Any) -> None:
-        """Has the optimizer take the state; moments keep the dtype that was saved."""
+        """Loads the state into the optimizer; moments keep the dtype that was saved."""
         hand_over(self.optimizer, state)
 
 
 def with_resumed(thing: Any, keys: tuple[Any, ...], source: Source, selects: Callable[[str], bool]) -> Any:
-    """A registered thing with each of its optimizers that lacks something which was saved, or the reverse, `Resumed`.
+    """A registered thing; its optimizers that do not have the same arrays as the saved ones are `ResumedOptimizer`s.
 
     Args:
         keys: the keys that lead to where it was saved.
@@ -54,12 +54,12 @@ def with_resumed(thing: Any, keys: tuple[Any, ...], source: Source, selects: Cal
         at = f"{path}/{below}" if below else path
         node = _node_at(source.structure, at)
         found.append(_resumed(leaf, at, node, source, selects) if is_optimizer(leaf) else leaf)
-    return replace_leaves(thing, iter(found)) if any(isinstance(leaf, Resumed) for leaf in found) else thing
+    return replace_leaves(thing, iter(found)) if any(isinstance(leaf, ResumedOptimizer) for leaf in found) else thing
 
 
 def without_resumed(filled: Any) -> Any:
-    """A tree with the optimizers themselves in the places of those that are `Resumed`."""
-    leaves = (leaf.optimizer if isinstance(leaf, Resumed) else leaf for _, leaf in flatten(filled)[1])
+    """A tree with the optimizers themselves in the places of those that are `ResumedOptimizer`."""
+    leaves = (leaf.optimizer if isinstance(leaf, ResumedOptimizer) else leaf for _, leaf in flatten(filled)[1])
     return replace_leaves(filled, leaves)
 
 
@@ -83,7 +83,7 @@ def _resumed(optimizer: Any, path: str, saved: Structure, source: Source, select
             found="a part",
             hint="Select the whole optimizer, or exclude it",
         )
-    return Resumed(optimizer, _Making(optimizer, source).state(saved, live, path))
+    return ResumedOptimizer(optimizer, _Making(optimizer, source).state(saved, live, path))
 
 
 class _Making:

@@ -22,7 +22,7 @@ __all__ = [
     "BESIDE",
     "BY_GROUP",
     "Numbering",
-    "Split",
+    "SplitState",
     "has_own_forms",
     "join",
     "shared_of",
@@ -63,7 +63,7 @@ class Numbering(msgspec.Struct):
         return dict(enumerate(self.keys))
 
 
-class Split(msgspec.Struct):
+class SplitState(msgspec.Struct):
     """A state dict in parts."""
 
     form: Any
@@ -107,11 +107,11 @@ def has_own_forms(form: Any) -> bool:
     return not (isinstance(state, dict) and state.get("at") == "") or any(map(_has_marks, beside))
 
 
-def split(found: Any, numbering: Numbering) -> Split:
+def split(found: Any, numbering: Numbering) -> SplitState:
     """A state dict as its form and what it has for each parameter; tensors stay the same objects."""
     job = _Splitter(numbering)
     form = job.walk(found, (), dict(enumerate(numbering.keys)))
-    return Split(form, job.own, job.values)
+    return SplitState(form, job.own, job.values)
 
 
 class _Splitter:
@@ -231,7 +231,7 @@ def join(form: Any, numbering: Numbering, own: Mapping[Key, Mapping[Any, Any]], 
     Args:
         own: by parameter, what the state dict is to have for it.
         grouped: gives the hyper-parameters of each group.
-        here: the form of the live optimizer, which tells where tensors go that belong to no parameter.
+        here: the form of the live optimizer: it decides where tensors of no parameter go.
     """
 
     def walk(node: Any, live: Any) -> Any:
@@ -256,7 +256,7 @@ def shared_of(form: Any, numbering: Numbering, here: Mapping[Any, Any]) -> dict[
     """What belongs to no parameter in the `state` of a form.
 
     Args:
-        here: what the live optimizer has of that, which tells where tensors go.
+        here: what the live optimizer has of that: it decides where tensors go.
     """
     return join(_rest_of(form) or {}, numbering, {}, lambda _: (), here)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import TreeError
-from ..core.pieces import fold
+from ..core.nesting import fold
 from ..core.tree import flatten
 from ..leaves.registry import encode
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import msgspec
 
-from ..agreement import Held, Told, clashing_of, compare, compare_boxes, digest, digests_of
+from ..agreement import BoxDigests, Told, clashing_of, compare, compare_boxes, digest, digests_of
 from ..core.assign import ArrayLeaf, assign, writes_of
 from ..core.errors import RankError, TreeError
 from ..core.inventory import LeafSpec, Plenum, RankClass, array_leaves, contested, digest_of, unify
@@ -108,10 +108,11 @@ class _Gather:
             plenum = self._join([one.inventory for one in heard], words)
         boxes = [(path, box) for path, box, nbytes in contested(plenum) if nbytes <= SMALL]
         if boxes:
-            own = together(
-                self.wire, "gather", lambda: msgspec.msgpack.encode(Held(None, box_digests(self.brought, boxes)))
+            messages = together(
+                self.wire, "gather", lambda: msgspec.msgpack.encode(BoxDigests(None, box_digests(self.brought, boxes)))
             )
-            compare_boxes(boxes, {rank: msgspec.msgpack.decode(word, type=Held) for rank, word in enumerate(own)})
+            digests = [msgspec.msgpack.decode(data, type=BoxDigests) for data in messages]
+            compare_boxes(boxes, dict(enumerate(digests)))
         return plenum
 
     def _join(self, digests: Sequence[bytes], heard: Sequence[bytes]) -> Plenum:

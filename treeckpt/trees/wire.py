@@ -111,7 +111,7 @@ class TorchWire:
 
 
 def wire_of(group: Any) -> Wire:
-    """The wire of a process group; None is the default group, or nobody where there is none; "alone" is nobody.
+    """The wire of a process group; None is the default group, or no group where there is none; "alone" is no group.
 
     Raises:
         RankError: this rank is not part of the group, or there is none although a launcher has started other ranks.

@@ -28,7 +28,7 @@ def on_one_version(
     """What `act` gives for a path, a store or a bank, from one version of each checkpoint.
 
     Args:
-        act: is given what stands for the path; called again where it failed, and a version was replaced meanwhile.
+        act: is called with a version of the path; again where it failed, and the version was replaced meanwhile.
         together: ranks read together, and learn together that a version was replaced.
         doubt: whether what was found may come of that too.
 

@@ -1,7 +1,7 @@
 """Structures of any depth in documents that nest a bounded number of levels.
 
 JSON and msgpack are read and written by calls within calls, of which there is a limit. What lies deeper than `LEVELS`
-levels stands beside the structure, in pieces that are no deeper themselves; a custom node without a class, which no
+levels is listed beside the structure, in pieces that are no deeper themselves; a custom node without a class, which no
 tree has, marks the place of each.
 """
 

@@ -2,7 +2,7 @@
 
 The manager notes what it restores and saves, in the order of the calls. What became of a save, the disk alone says: one
 that failed, was skipped or is gone is passed over. Rank 0 decides, when the save before has ended, and outside the
-caller's thread where the save is in the background: it looks at every checkpoint of the run.
+caller's thread where the save is in the background: it reads every index of the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class History:
         self._lock = threading.Lock()
 
     def restored(self, mark: Mark) -> None:
-        """Has the next save follow this checkpoint."""
+        """Notes that the next save follows this checkpoint."""
         with self._lock:
             self._notes = (_Note(mark, restored=True),)
 
