@@ -194,7 +194,7 @@ def _check_there(store: Store, index: Index) -> None:
                 store.url,
                 expected="the shards of all ranks in the memory of one process",
                 found=f"no {file.name} in that of rank 0",
-                hint='Ranks in processes of their own save to a directory or a URL, or each by itself with comm="alone"',
+                hint='Ranks in processes of their own save to a directory or URL, or each alone with comm="alone"',
             )
         if sizes.get(file.name) != file.header + file.nbytes:
             raise CheckpointError(
