@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import treeckpt as tc
-from tests.world import shards_of
+from tests.world import on_ranks, shards_of
 from treeckpt.core.files import step_name
 
 N = 1 << 18
@@ -96,3 +96,14 @@ def test_a_restore_that_finds_nothing_whole_says_what_the_target_holds(run: Path
         made.restore()
     with pytest.raises(tc.CorruptError, match="partly filled"):
         made.restore(step=2, into=target)
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (None, 1), (1, None)])
+def test_ranks_that_restore_different_steps_are_told(tmp_path: Path, steps: tuple[int | None, int | None]) -> None:
+    with tc.Manager(tmp_path, background=False) as manager:
+        manager.save(1, {"v": 1})
+        manager.save(2, {"v": 2})
+    found = on_ranks(2, lambda comm: tc.Manager(tmp_path, comm=comm).restore(step=steps[comm.rank]))
+    for outcome in found:
+        assert isinstance(outcome.error, tc.RankError) and "MismatchError" in str(outcome.error), outcome
+        assert f"step={steps[0]} on rank 0" in str(outcome.error) and f"step={steps[1]} on rank 1" in str(outcome.error)

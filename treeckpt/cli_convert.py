@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from .core.wording import bytes_text, seconds_text
+from .io.waiting import noticing
 from .printing import print_json, print_line
 
 __all__ = ["add_convert"]
@@ -91,7 +92,9 @@ def _ranks() -> Iterator[int]:
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    rank = int(os.environ.get("RANK", "0"))
+    with noticing(rank, "treeckpt convert; a process without WORLD_SIZE in its environment converts alone"):
+        dist.init_process_group("gloo")
     try:
         yield dist.get_rank()
     finally:

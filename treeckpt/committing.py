@@ -28,7 +28,7 @@ from .faults import fault_of, ours, silent_faults
 from .io.codec import read_index
 from .io.engine import SaveFile, entries_of, run_save
 from .io.record import Recorder
-from .io.store import Store, Swapping
+from .io.store import MemoryStore, Store, Swapping
 from .leaves.base import Piece
 from .plans import Plans
 
@@ -184,10 +184,18 @@ def _check_there(store: Store, index: Index) -> None:
 
     An object store is not asked: it has acknowledged each, and a listing is a request that costs.
     """
-    if isinstance(store, Swapping):
+    in_memory = isinstance(store, MemoryStore)
+    if isinstance(store, Swapping) and not in_memory:
         return
     sizes = store.sizes()
     for file in index.file_list:
+        if in_memory and file.name not in sizes:
+            raise CheckpointError(
+                store.url,
+                expected="the shards of all ranks in the memory of one process",
+                found=f"no {file.name} in that of rank 0",
+                hint='Ranks in processes of their own save to a directory or URL, or each alone with comm="alone"',
+            )
         if sizes.get(file.name) != file.header + file.nbytes:
             raise CheckpointError(
                 f"{store.url}/{file.name}",

@@ -15,7 +15,7 @@ import msgspec
 from .answers import ask, tally
 from .bars import reading_bar
 from .consistent_reads import on_one_version
-from .core.errors import TreeckptError
+from .core.errors import MismatchError, TreeckptError
 from .faults import raise_faults
 from .finding import Finder
 from .history import History
@@ -41,6 +41,8 @@ class _Choice(msgspec.Struct, array_like=True):
     step: int
     path: str
     nbytes: int | None
+    asked: int | None
+    """The step that rank 0 was asked for."""
 
 
 class Restorer:
@@ -75,7 +77,8 @@ class Restorer:
                     error.add_hint(_LEFT)
                 raise
             with hold_lease(self._run.folder(choice.step)) if self._comm.rank == 0 else contextlib.nullcontext():
-                result, error = self._load(choice, like, into, options)
+                differs = None if choice.asked == step else self._differs(choice.asked, step)
+                result, error = self._load(choice, like, into, options) if differs is None else (None, differs)
                 faults = tally(self._comm, f"{choice.path} restore", error)
             if not faults:
                 if self._chosen is not None and (mark := mark_of(self._chosen)) is not None:
@@ -83,7 +86,7 @@ class Restorer:
                 return result, choice.step
             kinds = {fault.kind for fault in faults}
             # where ranks read for each other, those that got nothing from the rank that found it say RankError
-            if step is not None or not (kinds & _BROKEN and kinds <= _BROKEN | {"RankError"}):
+            if choice.asked is not None or not (kinds & _BROKEN and kinds <= _BROKEN | {"RankError"}):
                 if tried and fills and isinstance(error, TreeckptError):
                     error.add_hint(_LEFT)
                 raise_faults(faults, choice.path, self._comm, cause=error, hint=_LEFT if fills else _NOTHING)
@@ -93,7 +96,15 @@ class Restorer:
 
     def _choose(self, step: int | None, tried: set[int]) -> _Choice:
         info = self._chosen = self._finder.choose(step, tried)
-        return _Choice(step_info(info).step, info.path, info.nbytes)
+        return _Choice(step_info(info).step, info.path, info.nbytes, step)
+
+    def _differs(self, asked: int | None, step: int | None) -> MismatchError:
+        return MismatchError(
+            self._run.url,
+            expected=f"the same step on every rank, as step={asked} on rank 0",
+            found=f"step={step} on rank {self._comm.rank}",
+            hint="Call restore with the same arguments on every rank",
+        )
 
     def _load(self, choice: _Choice, like: Any, into: Any, options: dict[str, Any]) -> tuple[Any, Exception | None]:
         store = self._run.folder(choice.step).store
