@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -269,3 +270,30 @@ def test_mappings_that_were_pickled_come_back_as_such(tmp_path: Path) -> None:
     tree = {"s": Settings(a=0)}
     tc.load_into(tmp_path / "c", tree, allow_pickle=True)
     assert tree["s"] == {"a": 1} and type(tree["s"]) is Settings
+
+
+class _Counter:
+    def __init__(self, count):
+        self.count = count
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fixed:
+    counter: object
+    rate: float
+
+
+@pytest.mark.parametrize("kind", [lambda counter, rate: (counter, rate), _Fixed], ids=["tuple", "frozen dataclass"])
+def test_a_value_beside_an_object_with_a_state_is_loaded_where_neither_stands_in_what_can_change(tmp_path, kind):
+    tc.save(tmp_path / "c", {"x": kind(_Counter(1), 0.5)})
+    counter = _Counter(7)
+    tree = {"x": kind(counter, 0.9)}
+    tc.load_into(tmp_path / "c", tree)
+    own, rate = tree["x"] if isinstance(tree["x"], tuple) else (tree["x"].counter, tree["x"].rate)
+    assert (own is counter, own.count, rate) == (True, 1, 0.5)

@@ -216,7 +216,8 @@ class Expanded:
         _, leaves = flatten(target, rank=self.rank, namespace=self.namespace, whole=whole)
         filled = iter([owners.get(path, leaf) for path, leaf in leaves])
         new = replace_leaves(target, filled, namespace=self.namespace, whole=whole)
-        graft(self.original, new, is_value=is_value, namespace=self.namespace)
+        objects = {id(found.owner) for found in self.found.values()}  # each stays, in a new tuple too
+        graft(self.original, new, is_value=lambda x: id(x) in objects or is_value(x), namespace=self.namespace)
         loaded = 0
         for found in self.found.values():
             if found.inside is not None:

@@ -190,3 +190,22 @@ def test_repeated_nodes_keep_their_own_keys():
     whole = DictNode(tuple("vwxyz"), tuple(DictNode(one, (None, None)) for one in keys))
     steps = ["v/1", "w/~b1", "x/~f1.0", "y/~s1", "z/1"]
     assert [path for path, _ in paths_of(whole)][::2] == steps
+
+
+def test_as_many_leaves_as_a_tree_has_may_stand_under_a_long_name():
+    keys = tuple(f"k{n}" for n in range(100_000))
+    structure = DictNode(("n" * 900,), (DictNode(keys, (None,) * len(keys)),))
+    assert len(paths_of(structure)) == len(keys)
+
+
+def test_names_that_take_more_text_than_is_read_back_are_refused_before_a_save():
+    def tree(leaves, levels):
+        below = dict.fromkeys((f"k{n}" for n in range(leaves)), 1)
+        for _ in range(levels):
+            below = {"level": below}
+        return below
+
+    structure, leaves = flatten(tree(5000, 900))
+    assert len(paths_of(structure)) == len(leaves)
+    with pytest.raises(TreeError, match="shorter names"):
+        flatten(tree(10_000, 900))

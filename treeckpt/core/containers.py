@@ -112,6 +112,10 @@ class Taken(msgspec.Struct):
     keys: Sequence[object]
     children: Sequence[object]
 
+    def holds_leaves(self) -> bool:
+        """Whether the children are all leaves for sure."""
+        return all(map(is_common_leaf, map(type, self.children)))
+
 
 def _take_dict(tree: Any, path: str) -> Taken:
     keys = list(tree)

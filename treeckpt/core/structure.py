@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import repeat
 
 import msgspec
 
@@ -22,7 +23,9 @@ from .spec import TableSpec, Typed, Value, decode_value, type_name
 from .walking import Walk, run
 
 __all__ = [
+    "MAX_TEXT",
     "TABLE_KEYS",
+    "USUAL",
     "CustomNode",
     "DataclassNode",
     "DefaultDictNode",
@@ -41,6 +44,7 @@ __all__ = [
     "any_rank",
     "check_unicode",
     "empty_places",
+    "extra_text",
     "key_text",
     "keys_of",
     "parse_path",
@@ -162,9 +166,10 @@ Structure = Node | None
 
 TABLE_KEYS = ("ids", "offsets", "slots", "scalars")
 """The keys of a table's children."""
-MAX_TEXT = 1 << 24
-"""Characters of all paths together, and as many more for each leaf as `EACH` says: a name stands in all below it."""
-EACH = 1024
+USUAL = 1024
+"""Characters that each path may have, however many there are."""
+MAX_TEXT = 1 << 25
+"""Characters of all paths together beyond these: a name stands in the paths of all that is below it."""
 _FEW = 16
 """Keys of a node that may well be repeated."""
 _NUMBER = re.compile(r"-?[0-9]+")
@@ -285,40 +290,52 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
     found: list[tuple[str, Runs | None]] = []
     texts, nchars = KeyTexts(), 0
 
-    def walk(node: Structure, path: str, ranks: Runs | None, depth: int) -> Walk[None]:
+    def enter(node: Node, path: str, ranks: Runs | None, depth: int) -> Sequence[str] | None:
+        """The steps to a node's children; None where they are all leaves, which are found then."""
         nonlocal nchars
-        if node is None:
-            found.append((path, ranks))
-            return
         if depth == MAX_DEPTH:
             raise FormatError(path[:200], expected=f"at most {MAX_DEPTH} levels", found="a deeper structure")
-        prefix = path + "/" if depth else ""
-        nchars += len(prefix) * len(node.children)
-        if nchars > MAX_TEXT + EACH * len(found):
+        children = node.children
+        nchars += extra_text(path, len(children))
+        if nchars > MAX_TEXT:
             raise FormatError(path[:200], expected="names of a usual length", found=f"paths of {nchars} characters")
         if isinstance(node, PerRankNode):
-            if len(node.ranks) != len(node.children):
+            if len(node.ranks) != len(children):
                 raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
-            for group, child in zip(node.ranks, node.children, strict=True):
+            for group in node.ranks:
                 check_runs(group, path=path, low=0)
-                yield walk(child, prefix + "~rank*", group, depth + 1)
-            return
-        steps, children = texts.of(node, path), node.children
+            return ["~rank*"] * len(children)
+        steps = texts.of(node, path)
         if isinstance(node, (TableNode, DequeNode)):
             _check_node(node, path)
         if len(steps) != len(children):
             raise FormatError(path, expected=f"{len(steps)} children", found=f"{len(children)}")
-        if children.count(None) == len(children):  # nearly all there is: spared the calls
-            found.extend([(prefix + step, ranks) for step in steps])
-            return
-        for step, child in zip(steps, children, strict=True):
-            if child is None:
-                found.append((prefix + step, ranks))
-            else:
-                yield walk(child, prefix + step, ranks, depth + 1)
+        if children.count(None) != len(children):
+            return steps
+        prefix = path + "/" if depth else ""
+        found.extend([(prefix + step, ranks) for step in steps])
+        return None
 
-    run(walk(structure, "", None, 0))
+    def walk(node: Node, steps: Sequence[str], path: str, ranks: Runs | None, depth: int) -> Walk[None]:
+        prefix = path + "/" if depth else ""
+        groups = node.ranks if isinstance(node, PerRankNode) else repeat(ranks)
+        for step, child, group in zip(steps, node.children, groups, strict=False):
+            below = prefix + step
+            if child is None:
+                found.append((below, group))
+            elif (inner := enter(child, below, group, depth + 1)) is not None:
+                yield walk(child, inner, below, group, depth + 1)
+
+    if structure is None:
+        found.append(("", None))
+    elif (steps := enter(structure, "", None, 0)) is not None:
+        run(walk(structure, steps, "", None, 0))
     return found
+
+
+def extra_text(path: str, count: int) -> int:
+    """The characters that paths below this one, to so many children, have beyond a usual length."""
+    return (len(path) - USUAL) * count if len(path) > USUAL else 0
 
 
 def empty_places(structure: Structure) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import optree
@@ -21,6 +22,7 @@ import optree
 from .containers import (
     FACTORIES,
     PerRank,
+    Taken,
     is_common_leaf,
     is_plain_dataclass,
     made_of,
@@ -35,6 +37,8 @@ from .spec import Resolver, decode_value
 from .structure import (
     LEVELS,
     MAX_DEPTH,
+    MAX_TEXT,
+    USUAL,
     CustomNode,
     DataclassNode,
     DefaultDictNode,
@@ -49,6 +53,7 @@ from .structure import (
     Structure,
     TableNode,
     TupleNode,
+    extra_text,
     key_text,
     keys_of,
     rank_key,
@@ -74,8 +79,11 @@ def flatten(
     """
     leaves: list[tuple[str, object]] = []
     above: list[int] = []
+    nchars = 0
 
-    def walk(node: object, path: str, prefix: str) -> Walk[Structure]:
+    def found_at(node: object, path: str) -> Taken | None:
+        """A container taken apart, None for a leaf."""
+        nonlocal nchars
         taken = None if id(node) in whole else take(node, path, namespace, rank)
         if taken is None:
             leaves.append((path, node))
@@ -87,6 +95,22 @@ def flatten(
                 found="a container that holds itself" if id(node) in above else "a deeper one",
                 hint="Look for a container that holds itself",
             )
+        if len(path) > USUAL and (nchars := nchars + extra_text(path, len(taken.keys))) > MAX_TEXT:
+            raise TreeError(
+                path[:200],
+                expected="names of a usual length",
+                found=f"paths of {nchars} characters",
+                hint="Give its parts shorter names: each stands in the paths of all below it",
+            )
+        return taken
+
+    def flat(node: object, taken: Taken, path: str) -> Structure:
+        """The structure of a container of leaves, spared a call of the walk."""
+        texts = [rank_key(rank)] if type(node) is PerRank else [key_text(key, path) for key in taken.keys]
+        leaves.extend(zip([f"{path}/{text}" for text in texts], taken.children, strict=True))
+        return taken.build((None,) * len(texts))
+
+    def walk(node: object, taken: Taken, path: str, prefix: str) -> Walk[Structure]:
         above.append(id(node))
         own = type(node) is PerRank
         children: list[Structure] = []
@@ -95,12 +119,17 @@ def flatten(
             if is_common_leaf(type(child)):  # nearly all there is: spared a call
                 leaves.append((below, child))
                 children.append(None)
+            elif (inner := found_at(child, below)) is None:
+                children.append(None)
+            elif inner.holds_leaves():
+                children.append(flat(child, inner, below))
             else:
-                children.append((yield walk(child, below, below + "/")))
+                children.append((yield walk(child, inner, below, below + "/")))
         above.pop()
         return taken.build(tuple(children))
 
-    return run(walk(tree, "", "")), leaves
+    top = found_at(tree, "")
+    return (None if top is None else run(walk(tree, top, "", ""))), leaves
 
 
 def unflatten(
@@ -127,8 +156,12 @@ def unflatten(
         for key, child in zip(keys, node.children, strict=True):
             if child is None:
                 children.append(next(leaves))
+                continue
+            below, count = prefix + key_text(key), len(child.children)
+            if child.children.count(None) == count and not isinstance(child, PerRankNode):  # spared a call
+                own = list(islice(leaves, count))
+                children.append(_assemble(child, keys_of(child, below), own, below, resolve, namespace))
             else:
-                below = prefix + key_text(key)
                 children.append((yield build(child, below, below + "/")))
         return _assemble(node, keys, children, path, resolve, namespace)
 
@@ -233,22 +266,23 @@ def _no_class(path: str, expected: str, found: str) -> MismatchError:
 def replace_leaves(
     tree: object, leaves: Iterator[object], *, namespace: str = "", whole: Container[int] = ()
 ) -> object:
-    """A tree with the same containers, of the same classes, and new leaves in the order of `flatten`.
+    """A tree with the same containers, of the same classes, and leaves in the order of `flatten`; `whole` as there."""
 
-    Args:
-        whole: as for `flatten`.
-    """
-
-    def build(node: Any) -> Walk[Any]:
-        taken = None if id(node) in whole else take(node, "", namespace, 0)
-        if taken is None:
-            return next(leaves)
+    def build(node: Any, taken: Taken) -> Walk[Any]:
         children = list(taken.children)
         for at, child in enumerate(children):
-            children[at] = next(leaves) if is_common_leaf(type(child)) else (yield build(child))
+            kind = type(child)
+            inner = None if is_common_leaf(kind) or id(child) in whole else take(child, "", namespace, 0)
+            if inner is None:
+                children[at] = next(leaves)
+            elif inner.holds_leaves():  # spared a call
+                children[at] = _rebuilt(child, inner.keys, list(islice(leaves, len(inner.keys))), namespace)
+            else:
+                children[at] = yield build(child, inner)
         return _rebuilt(node, taken.keys, children, namespace)
 
-    return run(build(tree))
+    top = None if id(tree) in whole else take(tree, "", namespace, 0)
+    return next(leaves) if top is None else run(build(tree, top))
 
 
 def _rebuilt(node: Any, keys: Sequence[object], children: list[Any], namespace: str) -> object:
@@ -310,7 +344,8 @@ def graft(
         for at, (text, child, new_child) in enumerate(zip(texts, taken.children, other.children, strict=True)):
             if child is not new_child:
                 below = prefix + ("~rank*" if type(old) is PerRank else text)
-                children[at] = yield settle(child, new_child, below, below + "/")
+                common = is_common_leaf(type(new_child))  # spared a call
+                children[at] = new_child if common else (yield settle(child, new_child, below, below + "/"))
                 if children[at] is not child:
                     moved.append(at)
         if not moved:
@@ -319,7 +354,7 @@ def graft(
             for at in moved if not dry else ():
                 _put(old, taken.keys[at], children[at])
             return old
-        if _can_be_replaced(old) and all(is_value(leaf) for _, leaf in flatten(old, namespace=namespace)[1]):
+        if _can_be_replaced(old) and all(x is ... or is_value(x) for _, x in flatten(old, namespace=namespace)[1]):
             return _rebuilt(old, taken.keys, children, namespace)
         stuck.extend((prefix + ("~rank*" if type(old) is PerRank else texts[at]), children[at]) for at in moved)
         return old
