@@ -130,7 +130,8 @@ def test_a_group_without_parameters_goes_on_wherever_it_stands(tmp_path: Path, p
     def job(seed: int, lr: float, place: int | None) -> Any:
         model = net(seed)
         groups: list[Any] = [{"params": getattr(model, name).parameters()} for name in ("first", "last")]
-        groups[place:place] = [{"params": [], "lr": lr}] if place is not None else []
+        if place is not None:
+            groups.insert(place, {"params": [], "lr": lr})
         optimizer = torch.optim.AdamW(groups)
         return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
