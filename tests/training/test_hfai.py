@@ -125,6 +125,26 @@ def test_a_schedule_goes_on_for_groups_without_parameters(tmp_path: Path) -> Non
     assert schedules[1].base_lrs == [0.25, 0.001, 0.001, 0.125]
 
 
+@pytest.mark.parametrize("place", [0, 1, 2, None])
+def test_a_group_without_parameters_goes_on_wherever_it_stands(tmp_path: Path, place: int | None) -> None:
+    def job(seed: int, lr: float, place: int | None) -> Any:
+        model = net(seed)
+        groups: list[Any] = [{"params": getattr(model, name).parameters()} for name in ("first", "last")]
+        if place is not None:
+            groups.insert(place, {"params": [], "lr": lr})
+        optimizer = torch.optim.AdamW(groups)
+        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    *saved, schedule = job(0, 0.25, 1)
+    tc.save(tmp_path / "c", tc.training.state(*saved, scheduler=schedule))
+    model, optimizer, again = job(1, 0.5, place)
+    report = tc.training.restore(tmp_path / "c", model, optimizer, scheduler=again)
+    if place is None:
+        assert report.ignored == ("param_groups/values/empty 1",)
+    else:
+        assert report.ignored == () and optimizer.param_groups[place]["lr"] == again.base_lrs[place] == 0.25
+
+
 def test_ties_are_written_once_and_kept_as_state_dicts_keep_them(tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = nn.ModuleDict({"embedding": nn.Embedding(50, 8), "head": nn.Linear(8, 50, bias=False)})

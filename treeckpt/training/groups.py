@@ -5,8 +5,9 @@ keys, and `values`, label -> hyper-parameters; a label is the group's own `name`
 so that it stays the same from step to step and ranks that hold different parameters put theirs side by side. A
 parameter that such ranks share (beside experts, say) may then stand under several labels. A live group takes each
 hyper-parameter that all of its parameters agree on: their order is free, and a group may be split or joined where that
-has one meaning. A group without parameters takes those of the saved one without parameters that has its name or its
-position. Nothing here knows torch.
+has one meaning. A group without parameters takes those of the saved one without parameters that has its name; of those
+without a name the first takes those of the first, and so on, or, where there are more or fewer than were saved, of
+that at its position. Nothing here knows torch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "Labels",
     "agreed",
     "empty",
+    "empty_groups",
     "label_of",
     "labels_by_member",
     "labels_of",
@@ -54,9 +56,25 @@ def label_of(group: Group, position: int) -> str:
     return key_path(min(group.members)) if group.members else empty(position)
 
 
-def empty(position: int) -> str:
+def empty(position: int | str) -> str:
     """What stands for the parameters of a group that has none."""
     return f"empty {position}"
+
+
+def empty_groups(groups: Sequence[Group], members: Mapping[str, Mapping[str, None]]) -> dict[int, str]:
+    """By position of each live group without parameters, the label of the saved one that it goes on with.
+
+    Args:
+        members: the saved groups.
+    """
+    labels = {i: label_of(group, i) for i, group in enumerate(groups) if not group.members}
+    saved = [label for label, names in members.items() if not names]
+    found = {i: label for i, label in labels.items() if label in saved}
+    free = [i for i, label in labels.items() if label == empty(i)]
+    numbers = [int(n) for n in (label.removeprefix(empty("")) for label in saved) if n.isdecimal()]
+    if len(free) == len(numbers):
+        found.update(zip(free, map(empty, sorted(numbers)), strict=True))
+    return found
 
 
 def places_of(group: Group, position: int, of: Labels) -> list[tuple[Key, str]]:

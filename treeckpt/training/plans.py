@@ -18,7 +18,7 @@ from ..core.tree import flatten
 from ..core.walking import Walk, run
 from ..leaves.common import dtype_name
 from ..stateful import hand_over
-from .groups import Group, Labels, agreed, empty, label_of, labels_by_member, match_groups, places_of
+from .groups import Group, Labels, agreed, empty, empty_groups, labels_by_member, match_groups, places_of
 from .moments import Place, build_state, expected_moments
 from .names import Key, get_in, key_path, parse_key
 from .optimizers import Live, groups_of, is_lbfgs, prefixes
@@ -113,7 +113,7 @@ def plan_optimizers(
                 hint="Give as many optimizers, under the same names, as when this was saved; or, for what "
                 "training.save has written, use training.load",
             )
-        matcher = _Matcher(source, prefix, ties, saved_groups, differences)
+        matcher = _Matcher(source, prefix, ties, saved_groups, differences, groups_of(lives, prefix))
         plans += [matcher.plan(live, keep) for live in lives if live.prefix == prefix]
         matcher.compare(groups_of(lives, prefix), frozen)
         used |= matcher.used
@@ -132,6 +132,7 @@ class _Matcher:
         ties: Mapping[int, tuple[Key, ...]],
         saved_groups: Mapping[str, Any],
         differences: Differences,
+        groups: Sequence[Group],
     ) -> None:
         self.source, self.prefix, self.differences = source, prefix, differences
         self.tied = {keys[0]: [key_path(key) for key in keys] for keys in ties.values()}
@@ -139,6 +140,7 @@ class _Matcher:
         self.values: dict[str, dict[str, Any]] = saved_groups["values"]
         self.members, self.order = saved_groups["members"], saved_groups.get("order")
         self.shared, self.forms = saved_groups.get("shared", {}), saved_groups.get(BESIDE, {})
+        self.empty = empty_groups(groups, self.members)
         self.position = 0
         """Of the next live group among those of all parts."""
         self.path = key_path(("param_groups", *prefix))
@@ -152,9 +154,8 @@ class _Matcher:
         for key in (member for group in live.groups for member in group.members):
             if (name := self._saved_name(key)) is not None:
                 of[key_path(key)] = self.saved_of[name]
-        for here, group in enumerate(live.groups):
-            label = label_of(group, self.position + here)
-            if not group.members and self.members.get(label, True) == {}:
+        for here in range(len(live.groups)):
+            if (label := self.empty.get(self.position + here)) is not None:
                 of[empty(here)] = [label]
         self.position += len(live.groups)
         values = match_groups(live.groups, of, self.values, path=self.path, same=is_same, keep=keep)
@@ -252,7 +253,9 @@ class _Matcher:
             )
 
     def compare(self, groups: Sequence[Group], frozen: frozenset[str]) -> None:
-        """Notes the parameters that only the checkpoint's optimizer has."""
+        """Notes the parameters and the groups without any that only the checkpoint's optimizer has."""
+        left = [label for label, names in self.members.items() if not names and label not in self.empty.values()]
+        self.differences.ignored += [f"{self.path}/values/{key_text(label)}" for label in left]
         known = {name for group in groups for member in group.members for name in self.tied[member]}
         for name in sorted(self.saved_of):
             path, structure = self._state_path(name), self.saved_keys.get(name)
