@@ -7,11 +7,14 @@ of these may have changed, all others have not.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from .core.errors import TreeckptError
 from .core.extents import extents_in
 from .core.records import AliasRecord, File, Leaf
+from .core.region import coalesce
 from .core.views import MadeLeaf
 from .filling import Filling
 
@@ -44,23 +47,13 @@ def changed_in(filling: Filling) -> list[str]:
         found.append((file.header + reading.stretch.low, file.header + reading.stretch.high))
     met: set[int] = set()
     for file, ranges in stretches.values():
-        starts, stops = map(list, zip(*_joined(ranges), strict=True))
+        starts, stops = np.array(sorted(ranges), np.int64).T
+        starts, stops = coalesce(starts, stops, 0)[0].T.tolist()
         for extent in extents_in(filling.index, file):
             at = bisect_right(stops, extent.start)
             if at < len(starts) and starts[at] < extent.stop:
                 met.add(extent.leaf)
     return [path for path, leaf in filling.asked if not met.isdisjoint(_numbers(leaf))]
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in rising order, with those that overlap as one."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return found
 
 
 def _numbers(leaf: Leaf) -> list[int]:

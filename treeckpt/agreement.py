@@ -219,9 +219,9 @@ def digests_of(groups: Sequence[Mapping[str, bytes]]) -> dict[bytes, bytes]:
     return {digest(list(group)): digest(list(group.values())) for group in groups}
 
 
-def digest(told: object) -> bytes:
+def digest(value: object) -> bytes:
     """16 bytes that are equal for what is equal as JSON."""
-    return xxhash.xxh3_128_digest(msgspec.json.encode(told))
+    return xxhash.xxh3_128_digest(msgspec.json.encode(value))
 
 
 def clashing_of(pieces: Mapping[int, Mapping[bytes, bytes]]) -> set[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -13,7 +12,6 @@ from typing import Any
 import msgspec
 
 from .. import api
-from ..core.dtypes import dtype_of
 from ..core.errors import CheckpointError, MismatchError
 from ..core.files import step_of
 from ..io.bucket import check_path
@@ -193,7 +191,7 @@ def _report(
     seconds: float,
 ) -> ConvertReport:
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, Lazy)]
-    nbytes = sum(math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize for leaf in arrays)
+    nbytes = sum(leaf.nbytes for leaf in arrays)
     notes, losses = (tuple(f for f in contents.findings if f.lost == lost) for lost in (False, True))
     gone = sum(finding.becomes == NOTHING for finding in losses)
     counts = len(contents.leaves) - gone, len(arrays), nbytes

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-from ..core.dtypes import dtype_of
 from ..core.errors import FormatError
 from ..leaves.lazy import Lazy
 from .contents import Contents
@@ -32,24 +29,20 @@ def check_growth(source: Contents, nbytes: int) -> None:
     arrays = [(path, leaf) for path, leaf in source.leaves if isinstance(leaf, Lazy)]
     held = _held(arrays)
     if nbytes > FREE + TIMES * held:
-        path, largest = max(arrays, key=lambda pair: _nbytes(pair[1]))
+        path, largest = max(arrays, key=lambda pair: pair[1].nbytes)
         raise FormatError(
             f"{path}: {source.label}",
             expected=f"at most {FREE + TIMES * held} bytes to write of arrays that take {held}",
-            found=f"{nbytes} bytes, of which {_nbytes(largest)} are a view that shows the same bytes over and over",
+            found=f"{nbytes} bytes, of which {largest.nbytes} are a view that shows the same bytes over and over",
             hint=f"Leave it out (exclude={path!r}, --exclude {path!r}), or save a copy of it in the place of the view",
         )
 
 
 def own_nbytes(contents: Contents) -> int:
     """Bytes of the arrays that are no ties or views of others among them."""
-    sizes = {path: _nbytes(leaf) for path, leaf in contents.leaves if isinstance(leaf, Lazy)}
+    sizes = {path: leaf.nbytes for path, leaf in contents.leaves if isinstance(leaf, Lazy)}
     total = sum(sizes.values())
     return total - sum(sizes[path] for path in ties_of(contents)) if total > FREE else total
-
-
-def _nbytes(leaf: Lazy) -> int:
-    return math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize
 
 
 def _held(arrays: list[tuple[str, Lazy]]) -> int:
@@ -58,4 +51,4 @@ def _held(arrays: list[tuple[str, Lazy]]) -> int:
     for start, nbytes in sorted((a.storage.address, a.storage.nbytes) for _, a in arrays if a.storage is not None):
         total += max(0, start + nbytes - max(start, reach))
         reach = max(reach, start + nbytes)
-    return total + sum(_nbytes(leaf) for _, leaf in arrays if leaf.storage is None)
+    return total + sum(leaf.nbytes for _, leaf in arrays if leaf.storage is None)

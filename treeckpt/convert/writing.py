@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,10 +23,6 @@ SHARE = 64 << 20
 """Bytes of a part, at most, where parts can be cut: so that ranks have alike to do."""
 Named = tuple[str, str, Lazy]
 """Name, path, array."""
-
-
-def _nbytes(lazy: Lazy) -> int:
-    return math.prod(lazy.spec.shape) * dtype_of(lazy.spec.dtype).itemsize
 
 
 def lay_out_torch(held: Held) -> Output:
@@ -59,7 +54,7 @@ def lay_out_safetensors(held: Held, *, directory: bool, max_shard_size: int) -> 
         tied = {held.names[p]: held.names[tie.of] for p, tie in held.ties.items() if homes[tie.of] == number}
         shard = sorted(shard, key=lambda named: -dtype_of(named[2].spec.dtype).itemsize)  # so that none is misaligned
         header, starts = encode_header([(name, lazy.spec) for name, _, lazy in shard], base | tied)
-        size = len(header) + sum(_nbytes(lazy) for _, _, lazy in shard)
+        size = len(header) + sum(lazy.nbytes for _, _, lazy in shard)
         files.append(OutputFile(_shard_name(number, len(shards)) if directory else "", size, ((0, header),)))
         for (_, path, lazy), start in zip(shard, starts, strict=True):
             parts += _cut(Part(number, start, path, lazy, Region.whole(lazy.spec.shape)))
@@ -73,11 +68,11 @@ def _shards(arrays: Sequence[Named], limit: int) -> list[list[Named]]:
     shards: list[list[Named]] = [[]]
     size = 0
     for named in arrays:
-        if shards[-1] and size + _nbytes(named[2]) > limit:
+        if shards[-1] and size + named[2].nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(named)
-        size += _nbytes(named[2])
+        size += named[2].nbytes
     return shards
 
 
@@ -86,7 +81,7 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _index(shards: Sequence[Sequence[Named]]) -> OutputFile:
-    total = sum(_nbytes(lazy) for shard in shards for _, _, lazy in shard)
+    total = sum(lazy.nbytes for shard in shards for _, _, lazy in shard)
     places = {name: _shard_name(i, len(shards)) for i, shard in enumerate(shards) for name, _, _ in shard}
     document: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": places}
     data = (json.dumps(document, indent=2) + "\n").encode()

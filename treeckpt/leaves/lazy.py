@@ -5,10 +5,12 @@ Such a leaf can be saved, by one rank or by many that bring the same, without ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
+from ..core.dtypes import dtype_of
 from ..core.region import Region
 from ..core.spec import ArraySpec
 from .base import Box, Piece, Source, Storage
@@ -32,6 +34,11 @@ class Lazy:
 
     def __repr__(self) -> str:
         return f"Lazy({self.spec.dtype}, {self.spec.shape})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its elements."""
+        return math.prod(self.spec.shape) * dtype_of(self.spec.dtype).itemsize
 
     def read(self, region: Region) -> np.ndarray:
         """The elements of a region, of raw dtype."""

@@ -141,7 +141,11 @@ class _Splitter:
             return None
         if [len(group["params"]) for group in groups] != list(map(len, members)):
             return None
-        pairs = [(n, k) for group, keys in zip(groups, members, strict=True) for n, k in _pairs(group["params"], keys)]
+        pairs = [
+            (n, k)
+            for group, keys in zip(groups, members, strict=True)
+            for n, k in zip(group["params"], keys, strict=True)
+        ]
         names = {key[-1]: key for key in self.numbering.keys}
         if any(isinstance(number, str) for number, _ in pairs):
             return {n: names[n] for n, _ in pairs} if all(n in names for n, _ in pairs) else None
@@ -215,10 +219,6 @@ class _Splitter:
                 self.own[key].setdefault(BESIDE, {})[".".join(at)] = part
             else:
                 self.own[key].update(part)
-
-
-def _pairs(first: Iterable[Any], second: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
-    return zip(first, second, strict=True)
 
 
 Grouped = Callable[[Mapping[str, Mapping[str, Any]] | None], Sequence[Mapping[str, Any]]]
