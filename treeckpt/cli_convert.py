@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from .core.wording import bytes_text, seconds_text
-from .io.waiting import noticing
+from .io.waiting import log_if_slow
 from .printing import print_json, print_line
 
 __all__ = ["add_convert"]
@@ -93,7 +93,7 @@ def _ranks() -> Iterator[int]:
     import torch.distributed as dist
 
     rank = int(os.environ.get("RANK", "0"))
-    with noticing(rank, "treeckpt convert; a process without WORLD_SIZE in its environment converts alone"):
+    with log_if_slow(rank, "treeckpt convert; a process without WORLD_SIZE in its environment converts alone"):
         dist.init_process_group("gloo")
     try:
         yield dist.get_rank()
