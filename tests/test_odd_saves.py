@@ -140,7 +140,7 @@ def test_a_save_whose_writers_cannot_all_be_started_writes_the_right_bytes(
 @pytest.mark.parametrize("step", [-1, np.int64(-5)])
 def test_a_step_below_0_is_refused_by_every_call(tmp_path: Path, step: Any) -> None:
     for save in (tc.save, tc.save_async):
-        with pytest.raises(tc.TreeError, match=f"step: expected a step, 0 or more, .*found {step}"):
+        with pytest.raises(tc.TreeError, match=f"step: expected a step, 0 or more, found {step}"):
             save(tmp_path / "a", TREE, step=step)
     with pytest.raises(tc.TreeError, match="0 or more"):
         tc.Manager(tmp_path).restore(step=step)
