@@ -201,16 +201,15 @@ def test_a_forked_process_borrows_nothing_from_the_file_of_its_parent(lender: Le
 
 
 def test_a_fork_gives_back_nothing_of_its_parents(file: Path, lender: Lender) -> None:
-    child = True
+    pid = -1
     try:
         with lender.lend(0, NBYTES):
             if not (pid := os.fork()):
                 return
-            child = False
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
             assert refused(file)
     finally:
-        if child:
+        if not pid:
             os._exit(0)
     assert not refused(file)
 
