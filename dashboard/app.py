@@ -14,9 +14,9 @@ from fastapi.responses import Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from treeckpt.core.errors import TreeckptError
-from treeckpt.core.policy import Policy
-from treeckpt.io.bucket import check_path
+from treeckpt.core.analysis.retention_policy import Policy
+from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.bucket import check_path
 
 from . import routes, routes_contents, routes_reshard, routes_time, run_routes
 from .answers import describe, encoded

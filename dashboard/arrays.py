@@ -7,14 +7,14 @@ import re
 
 import numpy as np
 
-from treeckpt.core.dtypes import dtype_of
-from treeckpt.core.extents import Located, chunk_count, holders_of, layout_of, locate_chunks
-from treeckpt.core.layout import MeshLayout, mesh_ranks
-from treeckpt.core.outline import Outline, leaf_nbytes
-from treeckpt.core.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
-from treeckpt.core.region import Region
-from treeckpt.core.runs import decode_runs
-from treeckpt.core.wording import layout_text, placement_text, region_text, value_text, value_type
+from treeckpt.core.analysis.outline import Outline, leaf_nbytes
+from treeckpt.core.format.byte_map import Located, chunk_count, holders_of, layout_of, locate_chunks
+from treeckpt.core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
+from treeckpt.core.sharding.dtypes import dtype_of
+from treeckpt.core.sharding.int_runs import decode_runs
+from treeckpt.core.sharding.placements import MeshLayout, mesh_ranks
+from treeckpt.core.sharding.region import Region
+from treeckpt.core.text import layout_text, placement_text, region_text, value_text, value_type
 
 from .library import Missing
 from .pages import CheckpointRow, ChunkRow, ChunksPage, Fact, LeafPage, MapPage, MeshPart, NodeRow

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from treeckpt.core.outline import Outline
-from treeckpt.core.treemap import By, treemap_of
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.treemap import By, treemap_of
 
 __all__ = ["TreemapPage", "treemap_page"]
 

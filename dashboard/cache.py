@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from treeckpt.catalog import FileCache, Summary, Took
-from treeckpt.io.runs import Entry
+from treeckpt.io.storage.run_store import Entry
+from treeckpt.runs.catalog import FileCache, Summary, Took
 
 from .tables import SCHEMA
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from treeckpt.core.errors import TreeckptError
-from treeckpt.core.outline import Outline
-from treeckpt.core.wording import visible
-from treeckpt.io.shards import open_shard, verify_shard
-from treeckpt.io.store import Store
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.text import visible
+from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.shard_reader import open_shard, verify_shard
+from treeckpt.io.storage.store import Store
 
 from .library import Missing
 

@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Literal
 
-from treeckpt.catalog import CheckpointInfo
-from treeckpt.core.diff import Added, Change, Differs, Moved, Removed, comparable, diff
-from treeckpt.core.errors import TreeckptError
-from treeckpt.core.extents import chunk_count
-from treeckpt.core.outline import leaf_nbytes
-from treeckpt.core.records import Index, Leaf
-from treeckpt.core.wording import visible
-from treeckpt.io.store import open_store
-from treeckpt.values import Side, delta_of, verdict_of
+from treeckpt.core.analysis.diff import Added, Change, Differs, Moved, Removed, comparable, diff
+from treeckpt.core.analysis.outline import leaf_nbytes
+from treeckpt.core.format.byte_map import chunk_count
+from treeckpt.core.format.records import Index, Leaf
+from treeckpt.core.text import visible
+from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.open import open_store
+from treeckpt.loading.compare import Side, delta_of, verdict_of
+from treeckpt.runs.catalog import CheckpointInfo
 
 from .library import Library, Missing
 from .pages import CheckpointRow

@@ -6,9 +6,9 @@ from collections.abc import Hashable
 
 import msgspec
 
-from treeckpt.core.diff import leaf_text
-from treeckpt.core.folding import Fold, folds_of
-from treeckpt.core.outline import Outline, Row, leaf_nbytes
+from treeckpt.core.analysis.diff import leaf_text
+from treeckpt.core.analysis.outline import Outline, Row, leaf_nbytes
+from treeckpt.core.analysis.repeated_blocks import Fold, folds_of
 
 from .pages import SearchPage
 from .queries import PAGE, leaf_row, search_page

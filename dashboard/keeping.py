@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from treeckpt.core.policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
+from treeckpt.core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 
 __all__ = ["KeepError", "keep_text", "parse_keep"]
 

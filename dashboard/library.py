@@ -15,17 +15,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from treeckpt import catalog
-from treeckpt.catalog import CheckpointInfo, FileCache
-from treeckpt.core.errors import CheckpointNotFound
-from treeckpt.core.events import Timings, timings_name
-from treeckpt.core.files import step_of
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.core.outline import Outline
-from treeckpt.core.policy import Policy
-from treeckpt.core.study import Study
-from treeckpt.core.wording import visible
-from treeckpt.io.runs import Entry, Folder, LocalFolder, RunStore, open_run
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.retention_policy import Policy
+from treeckpt.core.analysis.timing_report import Study
+from treeckpt.core.format.file_names import step_of
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.timings import Timings, timings_name
+from treeckpt.core.text import visible
+from treeckpt.errors import CheckpointNotFound
+from treeckpt.io.storage.open import open_run
+from treeckpt.io.storage.run_store import Entry, Folder, LocalFolder, RunStore
+from treeckpt.runs import catalog
+from treeckpt.runs.catalog import CheckpointInfo, FileCache
 
 from .cache import Cache
 from .reading import StillReading, TableReader, is_large

@@ -7,17 +7,17 @@ import shutil
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
-from treeckpt.catalog import CheckpointInfo
-from treeckpt.core.errors import TreeckptError
-from treeckpt.core.policy import All, Policy
-from treeckpt.core.progress import Progress
-from treeckpt.core.retention import Left, Removal
-from treeckpt.core.usage import days_until, growth_of
-from treeckpt.core.wording import visible
-from treeckpt.io.progress import read_progress
-from treeckpt.run import CleanReport
-from treeckpt.run import Run as CleaningRun
-from treeckpt.underway import STALLED, SaveUnderWay
+from treeckpt.core.analysis.deletion import Left, Removal
+from treeckpt.core.analysis.retention_policy import All, Policy
+from treeckpt.core.format.save_progress import Progress
+from treeckpt.core.text import visible
+from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.progress_file import read_progress
+from treeckpt.runs.active_saves import STALLED, SaveUnderWay
+from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.disk_growth import days_until, growth_of
+from treeckpt.runs.run import CleanReport
+from treeckpt.runs.run import Run as CleaningRun
 
 from .keeping import keep_text
 from .library import Library, Run

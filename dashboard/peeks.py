@@ -8,15 +8,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from treeckpt.core.dtypes import dtype_of
-from treeckpt.core.elements import element_texts, statistics_of
-from treeckpt.core.outline import Outline
-from treeckpt.core.records import AliasRecord, Leaf, PerRankArrays
-from treeckpt.core.region import Region
-from treeckpt.core.runs import decode_runs
-from treeckpt.core.wording import region_text
-from treeckpt.io.store import Store
-from treeckpt.peeking import MAX_NBYTES, Peek, peek
+from treeckpt.core.analysis.element_stats import element_texts, statistics_of
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.format.records import AliasRecord, Leaf, PerRankArrays
+from treeckpt.core.sharding.dtypes import dtype_of
+from treeckpt.core.sharding.int_runs import decode_runs
+from treeckpt.core.sharding.region import Region
+from treeckpt.core.text import region_text
+from treeckpt.io.storage.store import Store
+from treeckpt.loading.peek import MAX_NBYTES, Peek, peek
 
 from .arrays import leaf_of
 from .library import Missing

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from treeckpt.catalog import CheckpointInfo
-from treeckpt.core.diff import leaf_text
-from treeckpt.core.outline import Outline, Row, leaf_nbytes
-from treeckpt.core.records import Index, Leaf
-from treeckpt.core.wording import value_text, value_type, visible
+from treeckpt.core.analysis.diff import leaf_text
+from treeckpt.core.analysis.outline import Outline, Row, leaf_nbytes
+from treeckpt.core.format.records import Index, Leaf
+from treeckpt.core.text import value_text, value_type, visible
+from treeckpt.runs.catalog import CheckpointInfo
 
 from .library import Library, Missing, ReadingInfo, Run
 from .pages import (

@@ -22,11 +22,12 @@ from pathlib import Path
 
 import msgspec
 
-from treeckpt.core import errors
-from treeckpt.core.errors import CorruptError, TreeckptError
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.io import codec
-from treeckpt.io.runs import Entry, Folder, LocalFolder, open_run
+from treeckpt import errors
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.errors import CorruptError, TreeckptError
+from treeckpt.io.storage import metadata_files
+from treeckpt.io.storage.open import open_run
+from treeckpt.io.storage.run_store import Entry, Folder, LocalFolder
 
 from .cache import Cache, key_of
 from .stored import StoredOutline
@@ -204,7 +205,7 @@ class TableReader:
         with self._building:
             if (found := self._opened(key)) is None:
                 try:
-                    build_table(codec.read_index(folder.store), self._cache.table(key))
+                    build_table(metadata_files.read_index(folder.store), self._cache.table(key))
                 except TreeckptError as error:
                     self._fail(key, error)
                     raise
@@ -268,7 +269,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = open_run(run).folder(name) if run else LocalFolder(name)
         nbytes = folder.entries()[INDEX_NAME].nbytes
         tell(_Told("read", 0, nbytes))
-        index = codec.read_index(folder.store)
+        index = metadata_files.read_index(folder.store)
         build_table(index, Path(target), lambda done, total: tell(_Told("write", done, total)))
     except TreeckptError as error:
         tell(_Failed(type(error).__name__, error.path, error.expected, error.found, error.hint))

@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from treeckpt.core.wording import bytes_text, seconds_text, shape_text, visible
+from treeckpt.core.text import bytes_text, seconds_text, shape_text, visible
 
 __all__ = ["base_of", "render", "templates"]
 

@@ -6,11 +6,11 @@ import math
 
 import msgspec
 
-from treeckpt.core.errors import TreeckptError
-from treeckpt.core.layout import Mesh, MeshLayout
-from treeckpt.core.outline import Outline
-from treeckpt.core.records import Index
-from treeckpt.core.reshard import RankReads, Reshard, parse_mesh, parse_rules, plan_reshard
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.reshard_preview import RankReads, Reshard, parse_mesh, parse_rules, plan_reshard
+from treeckpt.core.format.records import Index
+from treeckpt.core.sharding.placements import Mesh, MeshLayout
+from treeckpt.errors import TreeckptError
 
 from .pages import CheckpointRow
 from .queries import PAGE

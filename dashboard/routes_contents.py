@@ -8,10 +8,10 @@ from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query, Request
 
-from treeckpt.core.errors import CheckpointError
-from treeckpt.core.outline import Outline
-from treeckpt.core.treemap import By
-from treeckpt.io.store import Store
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.treemap import By
+from treeckpt.errors import CheckpointError
+from treeckpt.io.storage.store import Store
 
 from . import queries
 from .answers import Answers

@@ -10,11 +10,11 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from treeckpt.catalog import CheckpointInfo
-from treeckpt.core.files import step_name, step_of
-from treeckpt.core.policy import Policy, kept
-from treeckpt.core.wording import visible
-from treeckpt.run import step_info
+from treeckpt.core.analysis.retention_policy import Policy, kept
+from treeckpt.core.format.file_names import step_name, step_of
+from treeckpt.core.text import visible
+from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.run import step_info
 
 from .keeping import keep_text, parse_keep
 from .library import Library, Run

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treeckpt.core.errors import LayoutError
-from treeckpt.core.extents import Extent, extents_in
-from treeckpt.core.outline import Outline
-from treeckpt.core.records import File, Index
-from treeckpt.core.wording import region_text
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.format.byte_map import Extent, extents_in
+from treeckpt.core.format.records import File, Index
+from treeckpt.core.text import region_text
+from treeckpt.errors import LayoutError
 
 from .library import Missing
 from .pages import (

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import uvicorn
 
-from treeckpt.core.errors import TreeckptError
+from treeckpt.errors import TreeckptError
 
 from .app import create_app
 from .connections import HEAD_SECONDS, protocol_of

@@ -1,4 +1,4 @@
-"""An index that stays in its SQLite file: `core.outline.Outline` and `core.records.Index`, read row by row.
+"""An index that stays in its SQLite file: an `Outline` and an `Index` that are read row by row.
 
 What a page asks is read when it is asked; nothing grows with the number of leaves but the answers. Safe to share
 between threads.
@@ -16,13 +16,13 @@ from typing import Any, overload
 
 import msgspec
 
-from treeckpt.catalog import Summary
-from treeckpt.core.errors import MismatchError
-from treeckpt.core.nesting import Folded
-from treeckpt.core.nodes import FlatNode
-from treeckpt.core.outline import Row
-from treeckpt.core.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
-from treeckpt.core.structure import Structure
+from treeckpt.core.analysis.node_table import FlatNode
+from treeckpt.core.analysis.outline import Row
+from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
+from treeckpt.core.tree.nesting import Folded
+from treeckpt.core.tree.structure import Structure
+from treeckpt.errors import MismatchError
+from treeckpt.runs.catalog import Summary
 
 from .tables import LEAVES, NAMES, NODES, StoredLeaf
 
@@ -150,7 +150,7 @@ class StoredIndex(Index, frozen=True, dict=True):
 
 
 class StoredOutline:
-    """The browsable tree of an index in a file; answers as `core.outline.Outline` does.
+    """The browsable tree of an index in a file; answers as `core.analysis.outline.Outline` does.
 
     Raises:
         sqlite3.Error: the file is none of ours.

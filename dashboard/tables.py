@@ -1,9 +1,10 @@
 """An index written into SQLite, so that a checkpoint of a million leaves is browsed without being held in memory.
 
-`build_table` writes one file: every node of the tree by number (`core.nodes`) in blocks, so that a page of children is
-a few of these; the records of leaves in blocks; folded paths in blocks of text, which `str.find` searches at memory
-speed; and the rest of the index. A row for each node would take SQLite two seconds for a million of them. A file is
-written beside its place and renamed, never changed afterwards, and may be deleted at any time. `stored` reads them.
+`build_table` writes one file: every node of the tree by number (`core.analysis.node_table`) in blocks, so that a page
+of children is a few of these; the records of leaves in blocks; folded paths in blocks of text, which `str.find`
+searches at memory speed; and the rest of the index. A row for each node would take SQLite two seconds for a million of
+them. A file is written beside its place and renamed, never changed afterwards, and may be deleted at any time.
+`stored` reads them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import TypeVar
 
 import msgspec
 
-from treeckpt.catalog import Summary, summarize
-from treeckpt.core.nesting import fold
-from treeckpt.core.nodes import flat_nodes
-from treeckpt.core.records import Index, LeafRecord
-from treeckpt.core.runs import Runs
-from treeckpt.core.structure import Structure
+from treeckpt.core.analysis.node_table import flat_nodes
+from treeckpt.core.format.records import Index, LeafRecord
+from treeckpt.core.sharding.int_runs import Runs
+from treeckpt.core.tree.nesting import fold
+from treeckpt.core.tree.structure import Structure
+from treeckpt.runs.catalog import Summary, summarize
 
 __all__ = ["LEAVES", "NAMES", "NODES", "SCHEMA", "StoredLeaf", "build_table"]
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treeckpt.catalog import CheckpointInfo
-from treeckpt.core.critical import Stretch
-from treeckpt.core.errors import TreeckptError
-from treeckpt.core.profile import WAITING, Phase, Profile, RankTime
-from treeckpt.core.records import Index
-from treeckpt.core.spread import Grouping, Matrix, Straggler, groupings_of, pooled
-from treeckpt.core.study import Study
-from treeckpt.core.trace import encode_trace
-from treeckpt.core.wording import visible
+from treeckpt.core.analysis.critical_path import Stretch
+from treeckpt.core.analysis.perfetto import encode_trace
+from treeckpt.core.analysis.profile import WAITING, Phase, Profile, RankTime
+from treeckpt.core.analysis.stragglers import Grouping, Matrix, Straggler, groupings_of, pooled
+from treeckpt.core.analysis.timing_report import Study
+from treeckpt.core.format.records import Index
+from treeckpt.core.text import visible
+from treeckpt.errors import TreeckptError
+from treeckpt.runs.catalog import CheckpointInfo
 
 from .library import Library, Missing
 from .pages import CheckpointRow

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from treeckpt.catalog import CheckpointInfo, arranged
-from treeckpt.core.errors import TreeckptError
-from treeckpt.core.files import step_of
-from treeckpt.io.runs import RunStore, changes_of
+from treeckpt.core.format.file_names import step_of
+from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.run_store import RunStore, changes_of
+from treeckpt.runs.catalog import CheckpointInfo, arranged
 
 __all__ = ["FRESH", "Known", "Progress", "Watch"]
 

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 import treeckpt as tc
-from treeckpt.background import Session, session_of
-from treeckpt.io.comm import Comm
-from treeckpt.io.store import Writer
+from treeckpt.io.comm.comm import Comm
+from treeckpt.io.storage.store import Writer
+from treeckpt.saving.background import Session, session_of
 
 __all__ = [
     "Hooked",
@@ -129,7 +129,7 @@ def calls_of(log: Path) -> list[str]:
 
 
 def session(comm: Comm | None = None) -> Session:
-    from treeckpt.io.comm import default_comm
+    from treeckpt.io.comm.comm import default_comm
 
     return session_of(comm or default_comm())
 

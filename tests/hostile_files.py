@@ -23,7 +23,7 @@ import numpy as np
 
 import treeckpt as tc
 from tests.world import reseal, shards_of
-from treeckpt.core.index import INDEX_NAME
+from treeckpt.core.format.index import INDEX_NAME
 
 __all__ = ["CASES", "REFUSED", "WAYS", "measure"]
 
@@ -148,7 +148,7 @@ def _timed(path: Path) -> None:
     file = _timings(path)
     import msgspec
 
-    from treeckpt.core.seals import sealed
+    from treeckpt.core.format.seals import sealed
 
     document = msgspec.json.decode(file.read_bytes())
     document["timings"] |= {"world": 1 << 24, "hosts": [["x", [[0, 1, 1 << 24]]]]}
@@ -182,7 +182,7 @@ CASES: dict[str, Callable[[Path], None]] = {
 
 # what reads them ------------------------------------------------------------------------------------------------------
 def _cli(*arguments: str) -> None:
-    from treeckpt.cli import main
+    from treeckpt.cli.main import main
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 
 from tests.samples import START_NS
-from treeckpt.core.chunks import GridChunks, WholeChunk
-from treeckpt.core.events import Span, Timings, encode_timings, timings_name
-from treeckpt.core.index import INDEX_NAME, encode_index
-from treeckpt.core.layout import Mesh, MeshLayout, Replicate, Shard
-from treeckpt.core.records import ArrayRecord, Index, LeafRecord, ValueRecord, file_table
-from treeckpt.core.region import Region
-from treeckpt.core.runs import constant, encode_runs
-from treeckpt.core.shard import BLOCK, Entry, ShardHeader, encode_header, hash_block
-from treeckpt.core.spec import ArraySpec, Value
-from treeckpt.core.structure import DictNode, Structure
+from treeckpt.core.format.chunks import GridChunks, WholeChunk
+from treeckpt.core.format.index import INDEX_NAME, encode_index
+from treeckpt.core.format.records import ArrayRecord, Index, LeafRecord, ValueRecord, file_table
+from treeckpt.core.format.shard_header import BLOCK, Entry, ShardHeader, encode_header, hash_block
+from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
+from treeckpt.core.sharding.int_runs import constant, encode_runs
+from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
+from treeckpt.core.sharding.region import Region
+from treeckpt.core.tree.spec import ArraySpec, Value
+from treeckpt.core.tree.structure import DictNode, Structure
 
 __all__ = [
     "hold_readers",

@@ -26,7 +26,7 @@ import torch
 import treeckpt as tc
 from tests.convert.test_hfai import trained, write_parts
 from tests.world import on_ranks, reseal, reseal_shard, shards_of, small_tree
-from treeckpt import cli
+from treeckpt.cli.main import main as command_line
 from treeckpt.convert import convert
 
 __all__ = ["FORMATS", "SLOW", "outcome"]
@@ -176,7 +176,7 @@ def _bytes(path: Path, draw: random.Random) -> None:
 # what is done ---------------------------------------------------------------------------------------------------------
 def _cli(*arguments: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        cli.main(list(arguments))
+        command_line(list(arguments))
 
 
 def _read(path: Path) -> list[Callable[[], object]]:

@@ -14,19 +14,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from treeckpt.core.assign import assign
-from treeckpt.core.build import build_index
-from treeckpt.core.dtypes import dtype_of
-from treeckpt.core.events import Span, Timings, encode_timings, timings_name
-from treeckpt.core.index import INDEX_NAME, encode_index, encode_manifest
-from treeckpt.core.inventory import Inventory, LeafSpec, Plenum, RankClass, array_leaves, unify
-from treeckpt.core.layout import Layout, Mesh, MeshLayout, Replicate, Shard, StridedShard
-from treeckpt.core.plan import FilePlan, place, plan_save
-from treeckpt.core.records import FileTable, Index, file_table
-from treeckpt.core.runs import encode_runs
-from treeckpt.core.shard import BLOCK, Entry, ShardHeader, encode_header, hash_block, shard_name
-from treeckpt.core.spec import ArraySpec, Value, encode_value
-from treeckpt.core.tree import PerRank, flatten
+from treeckpt.core.format.build_index import build_index
+from treeckpt.core.format.index import INDEX_NAME, encode_index, encode_manifest
+from treeckpt.core.format.records import FileTable, Index, file_table
+from treeckpt.core.format.shard_header import BLOCK, Entry, ShardHeader, encode_header, hash_block, shard_name
+from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
+from treeckpt.core.planning.plan import FilePlan, place, plan_save
+from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, Plenum, RankClass, array_leaves, unify
+from treeckpt.core.sharding.dtypes import dtype_of
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.sharding.placements import Layout, Mesh, MeshLayout, Replicate, Shard, StridedShard
+from treeckpt.core.sharding.write_assignment import assign
+from treeckpt.core.tree.flatten import PerRank, flatten
+from treeckpt.core.tree.spec import ArraySpec, Value, encode_value
 
 MESH = Mesh((2, 2), encode_runs(range(4)), ("dp", "tp"))
 START_NS = 1_750_000_000_000_000_000

@@ -22,11 +22,20 @@ import optree
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from treeckpt.core.assign import ArrayLeaf
-from treeckpt.core.layout import BoxLayout, Layout, Mesh, MeshLayout, Placement, Replicate, Shard, StridedShard
-from treeckpt.core.region import Region, flat_regions
-from treeckpt.core.runs import encode_runs
-from treeckpt.core.tree import PerRank
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.sharding.placements import (
+    BoxLayout,
+    Layout,
+    Mesh,
+    MeshLayout,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+)
+from treeckpt.core.sharding.region import Region, flat_regions
+from treeckpt.core.sharding.write_assignment import ArrayLeaf
+from treeckpt.core.tree.flatten import PerRank
 
 __all__ = [
     "Branch",

@@ -14,7 +14,7 @@ import pytest
 
 import treeckpt as tc
 from treeckpt.convert import convert
-from treeckpt.io.launchers import launched
+from treeckpt.io.comm.launchers import launched
 
 TREE = {"w": np.arange(5), "own": tc.PerRank(7)}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}

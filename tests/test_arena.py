@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.io import arena as arena_module
-from treeckpt.io.arena import Arena, ArenaPool, area_offsets, map_arena
-from treeckpt.io.buffers import PAGE
-from treeckpt.io.writer import Channel, WriterGone
+from treeckpt.io.storage.memory import PAGE
+from treeckpt.saving import staging_memory as arena_module
+from treeckpt.saving.process_channel import Channel, WriterGone
+from treeckpt.saving.staging_memory import Arena, ArenaPool, area_offsets, map_arena
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=20))

@@ -29,11 +29,11 @@ from tests.background import (
     writer_pid,
 )
 from tests.world import LONG, Faulty, Patient, Switch, assert_equal, assert_holds, errors_of, on_ranks, small_tree
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.core.shard import parse_shard_name
-from treeckpt.io.arena import ArenaPool
-from treeckpt.io.comm import Comm, SoloComm, thread_comms
-from treeckpt.remote import modules_of
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.shard_header import parse_shard_name
+from treeckpt.io.comm.comm import Comm, SoloComm, thread_comms
+from treeckpt.saving.staging_memory import ArenaPool
+from treeckpt.saving.writer_process import modules_of
 from treeckpt.training.guard import guard
 
 WRITERS = ["process", "thread"]
@@ -319,7 +319,7 @@ def test_the_guard_holds_the_step_until_everything_is_copied(tmp_path: Path, com
 
 
 def test_a_step_waits_only_while_it_is_guarded() -> None:
-    from treeckpt.pending import Pending
+    from treeckpt.saving.future import Pending
 
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
@@ -347,10 +347,10 @@ def test_a_copy_that_fails_stops_neither_training_nor_later_saves(tmp_path: Path
         def read(self, box: Any) -> np.ndarray:
             raise ValueError("the device fell off")
 
-    from treeckpt.leaves import numpy as adapter
+    from treeckpt.arrays import numpy as adapter
 
     def source(leaf: Any, path: str, rank: int) -> Any:
-        from treeckpt.leaves.base import Piece, Source
+        from treeckpt.arrays.base import Piece, Source
 
         found = real(leaf, path, rank)
         return Source(found.spec, found.layout, (Piece(found.pieces[0].region, Broken()),))
@@ -601,7 +601,9 @@ def test_the_writer_imports_no_torch_and_gives_way(tmp_path: Path, fresh: Comm) 
     process = session(comm).writer.process
     assert process is not None
     modules = modules_of(process)
-    assert "treeckpt.desk" in modules and not {"torch", "optree", "treeckpt.api", "tests"} & set(modules)
+    assert "treeckpt.saving.writer_server" in modules and not {"torch", "optree", "treeckpt.api", "tests"} & set(
+        modules
+    )
     assert os.getpriority(os.PRIO_PROCESS, process.pid) >= os.getpriority(os.PRIO_PROCESS, 0) + 5
     pid = process.pid
     tc.save_async(tmp_path / "d", {"w": torch.ones(5)}, comm=comm).result(60)

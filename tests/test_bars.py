@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from treeckpt.bars import reading_bar
+from treeckpt.runs.progress_bar import reading_bar
 
 
 class Terminal(io.StringIO):

@@ -12,13 +12,12 @@ from tests.background import until
 from treeckpt import bench
 from treeckpt.bench import raw, turns
 from treeckpt.bench.bars import judge, judge_stays
-from treeckpt.bench.contenders import sync
-from treeckpt.bench.meter import Meter, cached_part, drop_cache, fill_cache
+from treeckpt.bench.meter import Meter, cached_part, drop_cache, fill_cache, sync
 from treeckpt.bench.plot import draw
 from treeckpt.bench.results import LIMITS, PHASES, Stay, Trial, summarize, summarize_stays
 from treeckpt.bench.states import SCENARIOS, bytes_equal, make_state, shapes_bytes, sum_bytes, touch
 from treeckpt.bench.turns import in_turns
-from treeckpt.cli import main as command_line
+from treeckpt.cli.main import main as command_line
 
 
 def trial(contender: str = "treeckpt", phase: Any = "save", seconds: float = 1.0, **changes: Any) -> Trial:

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.samples import write_checkpoint
-from treeckpt.core.errors import MismatchError
-from treeckpt.core.events import Span, Timings
-from treeckpt.core.extents import extents_in, locate_chunks
-from treeckpt.core.outline import Outline
-from treeckpt.core.profile import lanes_of, profile_of
-from treeckpt.core.spec import Typed, encode_value
-from treeckpt.core.wording import bytes_text, seconds_text, value_text, visible
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.profile import lanes_of, profile_of
+from treeckpt.core.format.byte_map import extents_in, locate_chunks
+from treeckpt.core.format.timings import Span, Timings
+from treeckpt.core.text import bytes_text, seconds_text, value_text, visible
+from treeckpt.core.tree.spec import Typed, encode_value
+from treeckpt.errors import MismatchError
 
 
 @pytest.fixture(scope="module")

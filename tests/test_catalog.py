@@ -10,14 +10,14 @@ import pytest
 
 import treeckpt
 from tests.samples import MESH, write_checkpoint, write_mixed_run, write_run
-from treeckpt import catalog
-from treeckpt.core.errors import CheckpointNotFound, CorruptError, TreeckptError
-from treeckpt.core.events import timings_name
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.core.layout import MeshLayout, Replicate, Shard
-from treeckpt.core.profile import profile_of
-from treeckpt.core.runs import decode_runs
-from treeckpt.core.tree import PerRank
+from treeckpt.core.analysis.profile import profile_of
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.timings import timings_name
+from treeckpt.core.sharding.int_runs import decode_runs
+from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
+from treeckpt.core.tree.flatten import PerRank
+from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
+from treeckpt.runs import catalog
 
 
 @pytest.fixture(scope="module")

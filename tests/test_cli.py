@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.samples import gpt_state, write_checkpoint, write_mixed_run
-from treeckpt.cli import main
-from treeckpt.core.index import INDEX_NAME
+from treeckpt.cli.main import main
+from treeckpt.core.format.index import INDEX_NAME
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_dashboard_serves_on_a_free_port_and_says_where(run):
 def test_neither_the_command_line_nor_the_dashboard_imports_torch(run):
     code = f"""
 import sys
-from treeckpt.cli import main
+from treeckpt.cli.main import main
 one, two = {str(run / "step_00000100")!r}, {str(run / "step_00000200")!r}
 for command in (["ls", {str(run)!r}], ["show", one], ["verify", one], ["diff", one, two]):
     assert main(command) == 0

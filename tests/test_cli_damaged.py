@@ -13,8 +13,8 @@ import pytest
 import treeckpt as tc
 from tests.test_corruption import flip
 from tests.world import reseal, shards_of
-from treeckpt.cli import main
-from treeckpt.core.index import INDEX_NAME
+from treeckpt.cli.main import main
+from treeckpt.core.format.index import INDEX_NAME
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import time
 import pytest
 
 import treeckpt as tc
-from treeckpt.cli import main
-from treeckpt.core.files import step_name
-from treeckpt.core.shard import shard_name
+from treeckpt.cli.main import main
+from treeckpt.core.format.file_names import step_name
+from treeckpt.core.format.shard_header import shard_name
 
 
 @pytest.fixture
@@ -150,5 +150,7 @@ def test_no_torch_is_imported(run):
     import subprocess
     import sys
 
-    code = f"import sys; from treeckpt.cli import main; main(['gc', {str(run)!r}]); assert 'torch' not in sys.modules"
+    code = (
+        f"import sys; from treeckpt.cli.main import main; main(['gc', {str(run)!r}]); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import treeckpt as tc
 from tests.background import until
 from tests.world import LONG, Faulty, Patient, Switch, errors_of, on_ranks
-from treeckpt.io.comm import Comm, SoloComm, TorchComm, default_comm, thread_comms
-from treeckpt.io.rounds import Round
+from treeckpt.io.comm.comm import Comm, SoloComm, TorchComm, default_comm, thread_comms
+from treeckpt.io.comm.rounds import Round
 
 Make = Callable[..., Sequence[Any]]
 

@@ -15,10 +15,10 @@ import pytest
 
 import treeckpt as tc
 from tests.world import assert_equal, errors_of, on_ranks, shards_of
-from treeckpt import catalog
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.core.shard import BLOCK, parse_shard_name
-from treeckpt.io import lending, reader
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.shard_header import BLOCK, parse_shard_name
+from treeckpt.io.storage import local_read, mapped_read
+from treeckpt.runs import catalog
 
 WORLD = 2
 N = BLOCK // 8
@@ -137,7 +137,7 @@ WAYS: dict[str, Callable[[Path], None]] = {
 @pytest.fixture(params=["page cache", "device"])
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the reader is told that the bytes lie: it takes them by read_parts and lend, or by O_DIRECT."""
-    for module in (reader, lending):
+    for module in (local_read, mapped_read):
         monkeypatch.setattr(module, "is_cached", lambda *_: request.param == "page cache")
     return request.param
 

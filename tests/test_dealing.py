@@ -14,18 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt import dealing
-from treeckpt.core.plan import cuts
-from treeckpt.core.region import Region
-from treeckpt.core.shard import BLOCK, hash_block, hash_parts
-from treeckpt.io.store import LocalStore
-from treeckpt.leaves.base import HostMemory
+from treeckpt.arrays.base import HostMemory
+from treeckpt.core.format.shard_header import BLOCK, hash_block, hash_parts
+from treeckpt.core.planning.plan import cuts
+from treeckpt.core.sharding.region import Region
+from treeckpt.io.storage.store import LocalStore
+from treeckpt.loading import scatter
 
 from . import strategies
 
 
 @st.composite
-def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray], dealing.Dealer]:
+def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray], scatter.Dealer]:
     """A stream, places in it, the memory of each, and what deals it."""
     start = draw(st.integers(0, 1000))
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
@@ -38,10 +38,10 @@ def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np
     stream = np.random.default_rng(0).integers(1, 256, total).astype(np.uint8)
     outs = [np.zeros(length, np.uint8) for _, length in places]
     found = [
-        dealing.Member("x", 0, first, length, out.ctypes.data, HostMemory(out.ctypes.data, (length,), 1, out))
+        scatter.Member("x", 0, first, length, out.ctypes.data, HostMemory(out.ctypes.data, (length,), 1, out))
         for (first, length), out in zip(places, outs, strict=True)
     ]
-    return stream, [(first - start, length) for first, length in places], outs, dealing.Dealer(start, found)
+    return stream, [(first - start, length) for first, length in places], outs, scatter.Dealer(start, found)
 
 
 @given(members(), st.data())
@@ -86,12 +86,12 @@ def test_rows_that_are_one_run_in_both_are_dealt_as_boxes_are_copied(data: st.Da
     full = np.arange(np.prod(shape, dtype=int), dtype=np.int16).reshape(shape)
     source, target = np.ascontiguousarray(full[chunk.slices()]), np.full(region.shape, -1, np.int16)
     memory = HostMemory(target.ctypes.data, target.shape, 2, target)
-    member = dealing.deal("x", (chunk, 0, 100), region, memory, box)
+    member = scatter.deal("x", (chunk, 0, 100), region, memory, box)
     expected = np.where(np.isin(full, full[box.slices()]), full, -1)[region.slices()]
     if member is not None:
         stream = np.concatenate([np.zeros(100, np.uint8), np.frombuffer(source.tobytes(), np.uint8)])
         run = stream[member.start : member.start + member.nbytes]
-        dealing.Dealer(member.start, [member]).write((slice(0, member.nbytes),), run)
+        scatter.Dealer(member.start, [member]).write((slice(0, member.nbytes),), run)
         assert (target == expected).all()
     elif box == chunk == region:
         raise AssertionError("a whole array is one run")

@@ -20,9 +20,9 @@ import treeckpt as tc
 from tests.world import on_ranks, reseal
 from treeckpt import training
 from treeckpt.convert import convert
-from treeckpt.core.outline import Outline
-from treeckpt.core.structure import MAX_DEPTH
-from treeckpt.core.treemap import treemap_of
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.treemap import treemap_of
+from treeckpt.core.tree.structure import MAX_DEPTH
 from treeckpt.report import report
 from treeckpt_dashboard.folds import folds_page
 from treeckpt_dashboard.stored import StoredOutline
@@ -313,7 +313,7 @@ class Raw:
 
 
 def _write_sealed(path: Path, data: bytes) -> None:
-    from treeckpt.core.shard import sealed
+    from treeckpt.core.format.shard_header import sealed
 
     at = data.index(b'"seal":"') + 8
     path.write_bytes(sealed(data[:at] + b"0" * 16 + data[at + 16 :]))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.samples import MESH, gpt_state, write_checkpoint
-from treeckpt.core.diff import Added, Differs, Moved, Removed, diff
-from treeckpt.core.layout import MeshLayout, Replicate, Shard
+from treeckpt.core.analysis.diff import Added, Differs, Moved, Removed, diff
+from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
 
 
 def tree(**changes):

@@ -26,7 +26,7 @@ from tests.world import (
     small_tree,
     whole_tree,
 )
-from treeckpt.core.index import INDEX_NAME, VERSION
+from treeckpt.core.format.index import INDEX_NAME, VERSION
 
 
 class Unknown:

@@ -74,7 +74,7 @@ def test_every_public_name_says_what_it_is() -> None:
         "tc.save(path, {'w': np.ones(3), 'v': 1}, overwrite=True)",
         "os.unlink(path + '/index.json'); tc.rebuild_index(path)",
         "tc.abstract({'w': np.ones(3)})",
-        "import treeckpt.cli, treeckpt.catalog",
+        "import treeckpt.cli.main, treeckpt.runs.catalog",
         "try: tc.load(path + '/none')\nexcept tc.CheckpointNotFound: pass",
     ],
     ids=["import", "inspect", "verify", "load", "save", "rebuild_index", "abstract", "cli", "error"],

@@ -13,9 +13,9 @@ import torch
 
 import treeckpt as tc
 from tests.world import Faulty, Switch, assert_equal, shards_of, small_tree, whole_tree
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.io import lending, reader
-from treeckpt.io.store import LocalStore, MemoryStore
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.io.storage import local_read, mapped_read
+from treeckpt.io.storage.store import LocalStore, MemoryStore
 
 N = 1 << 20
 
@@ -23,7 +23,7 @@ N = 1 << 20
 @pytest.fixture(params=["page cache", "device"])
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the reader is told that the bytes lie: it takes them straight to their place, or through a buffer."""
-    for module in (reader, lending):
+    for module in (local_read, mapped_read):
         monkeypatch.setattr(module, "is_cached", lambda *_: request.param == "page cache")
     return request.param
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import treeckpt as tc
-from treeckpt.cli import main
-from treeckpt.core.files import step_name
+from treeckpt.cli.main import main
+from treeckpt.core.format.file_names import step_name
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(__file__).parent

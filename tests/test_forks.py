@@ -10,7 +10,7 @@ HELD = """
 import os, sys, threading
 import numpy as np
 import treeckpt as tc
-from treeckpt.io.comm import SoloComm
+from treeckpt.io.comm.comm import SoloComm
 
 path = sys.argv[1]
 gate = threading.Event()
@@ -101,7 +101,7 @@ def test_a_forked_child_does_not_speak_for_the_rank_that_forked_it(tmp_path: Pat
 import torch.distributed as dist
 from datetime import timedelta
 dist.init_process_group("gloo", store=dist.FileStore(path + "/store", 1), rank=0, world_size=1)
-from treeckpt.io.comm import TorchComm
+from treeckpt.io.comm.comm import TorchComm
 comm = TorchComm(dist.HashStore(), 0, 2)
 
 def act():

@@ -9,11 +9,11 @@ import treeckpt as tc
 from tests.golden.content import BUCKETS, IDS, WORLD, arrays, end_to_end, slots, table_tree, values
 from tests.strategies import same
 from tests.world import errors_of, on_ranks, shards_of
-from treeckpt.core import index as index_module
-from treeckpt.core.index import VERSION, decode_index, encode_index, rebuild
-from treeckpt.core.records import AliasRecord, PerRankValues, ValueRecord
-from treeckpt.core.runs import decode_runs
-from treeckpt.core.shard import decode_header, header_nbytes
+from treeckpt.core.format import index as index_module
+from treeckpt.core.format.index import VERSION, decode_index, encode_index, rebuild
+from treeckpt.core.format.records import AliasRecord, PerRankValues, ValueRecord
+from treeckpt.core.format.shard_header import decode_header, header_nbytes
+from treeckpt.core.sharding.int_runs import decode_runs
 
 GOLDEN = Path(__file__).parent / "golden"
 FIRST = GOLDEN / "version_1"

@@ -19,9 +19,9 @@ import torch
 
 import treeckpt as tc
 from tests.world import reseal
-from treeckpt import cli
+from treeckpt.arrays.registry import resolve
+from treeckpt.cli import main
 from treeckpt.convert import convert
-from treeckpt.leaves.registry import resolve
 
 CALLS: list[str] = []
 """What ran that should not have."""
@@ -127,9 +127,9 @@ def test_names_of_a_file_import_nothing() -> None:
     """torch makes some of its modules when they are asked for, hundreds of others with them."""
     lines = [
         "import sys, torch, numpy, treeckpt",
-        "from treeckpt.core.spec import Typed",
-        "from treeckpt.leaves.registry import decode, resolve",
-        "from treeckpt.leaves.torch import torch_dtype",
+        "from treeckpt.core.tree.spec import Typed",
+        "from treeckpt.arrays.registry import decode, resolve",
+        "from treeckpt.arrays.torch import torch_dtype",
         "before = set(sys.modules)",
         "def attempt(act):",
         "    try: act()",
@@ -255,7 +255,7 @@ def test_values_that_no_class_takes_are_refused(tmp_path: Path, value: Any) -> N
     with pytest.raises((tc.FormatError, tc.MismatchError)) as caught:
         tc.load(tmp_path / "c")
     assert caught.value.path == "v"
-    assert cli.main(["show", str(tmp_path / "c"), "v"]) == 0
+    assert main.main(["show", str(tmp_path / "c"), "v"]) == 0
 
 
 def test_a_spec_that_asks_for_gradients_of_integers_is_refused(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_paths_that_no_file_can_have_are_refused(tmp_path: Path, name: str) -> N
         with pytest.raises(tc.TreeckptError):
             call()
     for command in (["show", path], ["verify", path], ["ls", path], ["diff", path, path], ["convert", path, path]):
-        assert cli.main(command) in (1, 2)
+        assert main.main(command) in (1, 2)
     from treeckpt_dashboard.app import create_app
 
     with pytest.raises(tc.TreeckptError):
@@ -309,7 +309,7 @@ def test_a_directory_whose_name_is_no_text_is_saved_to_and_loaded(tmp_path: Path
     assert tc.save(path, tree).path.endswith("\\xff")
     tc.save_async(path, tree, overwrite=True).result()
     assert tc.load(path)["a"].tolist() == [1, 1, 1] and tc.verify(path).ok
-    assert cli.main(["show", path]) == 0 and os.listdir(os.fsencode(tmp_path)) == [b"\xff"]
+    assert main.main(["show", path]) == 0 and os.listdir(os.fsencode(tmp_path)) == [b"\xff"]
     with pytest.raises(tc.CheckpointError):
         convert(path, f"{path}.pt")
 

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import treeckpt as tc
-from treeckpt.io import lending
-from treeckpt.io.buffers import HUGE
-from treeckpt.io.lending import Lender
-from treeckpt.io.reader import LocalReader
-from treeckpt.io.residency import is_cached
-from treeckpt.io.store import LocalStore
+from treeckpt.io.storage import mapped_read
+from treeckpt.io.storage.local_read import LocalReader
+from treeckpt.io.storage.mapped_read import Lender
+from treeckpt.io.storage.memory import HUGE
+from treeckpt.io.storage.page_cache import is_cached
+from treeckpt.io.storage.store import LocalStore
 
 PAGE = mmap.PAGESIZE
 NBYTES = 1 << 20
@@ -180,7 +180,7 @@ def test_threads_that_borrow_all_the_time_do_not_starve_who_would_write(file: Pa
 def test_files_of_others_are_not_lent(file: Path, lender: Lender) -> None:
     code = f"""
 import os
-from treeckpt.io.lending import Lender
+from treeckpt.io.storage.mapped_read import Lender
 fd = os.open({str(file)!r}, os.O_RDONLY)
 os.setresuid(65534, 65534, 65534)
 lender = Lender(fd)
@@ -276,7 +276,7 @@ def test_a_reader_that_nobody_keeps_stays_open_while_it_lends(file: Path, lender
 
 def test_only_file_systems_whose_files_nobody_else_changes_lend(file: Path, lender: Lender) -> None:
     fds = [os.open(path, os.O_RDONLY) for path in (file, "/proc/self/status")]
-    assert [lending._is_local(fd) for fd in (*fds, -1)] == [True, False, False]
+    assert [mapped_read._is_local(fd) for fd in (*fds, -1)] == [True, False, False]
     for fd in fds:
         os.close(fd)
 
@@ -325,7 +325,7 @@ class _Noted(LocalStore):
         self.read_names: list[str] = []
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
-        if len(out) >= lending.LEAST:
+        if len(out) >= mapped_read.LEAST:
             self.read_names.append(name)
         super().read_into(name, offset, out, shared=shared)
 

@@ -17,9 +17,9 @@ import pytest
 
 import treeckpt as tc
 from tests.background import files_open
-from treeckpt.catalog import scan
-from treeckpt.io import reader as reader_module
-from treeckpt.io.store import LocalStore
+from treeckpt.io.storage import local_read as reader_module
+from treeckpt.io.storage.store import LocalStore
+from treeckpt.runs.catalog import scan
 
 REFUSALS = [errno.EACCES, errno.EMFILE, errno.ESTALE]
 

@@ -15,15 +15,16 @@ import pytest
 
 import treeckpt as tc
 from tests.world import errors_of, on_ranks
-from treeckpt.catalog import scan
-from treeckpt.cli import main
-from treeckpt.core import index as index_module
-from treeckpt.core.files import step_name
-from treeckpt.core.index import INDEX_NAME, decode_index
-from treeckpt.core.policy import All, Best, EveryPeriod, EverySteps, Last, Steps
-from treeckpt.io.record import Recorder
-from treeckpt.io.runs import MemoryRun, open_run
-from treeckpt.run import Run
+from treeckpt.cli.main import main
+from treeckpt.core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Steps
+from treeckpt.core.format import index as index_module
+from treeckpt.core.format.file_names import step_name
+from treeckpt.core.format.index import INDEX_NAME, decode_index
+from treeckpt.io.storage.open import open_run
+from treeckpt.io.storage.run_store import MemoryRun
+from treeckpt.io.timing import Recorder
+from treeckpt.runs.catalog import scan
+from treeckpt.runs.run import Run
 
 
 @pytest.fixture(params=["disk", "memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -406,7 +407,7 @@ def test_a_run_that_cannot_be_listed_is_saved_into_all_the_same(tmp_path: Path, 
         raise tc.StoreError("run", expected="a listing", found="none")
 
     with monkeypatch.context() as patch:
-        patch.setattr("treeckpt.io.runs.LocalRun.names", refuse)
+        patch.setattr("treeckpt.io.storage.run_store.LocalRun.names", refuse)
         made.save(11, {"step": 11})
     assert "lineage" in caplog.text and manager(tmp_path).restore(step=11) == {"step": 11}
 
@@ -499,6 +500,6 @@ def test_a_save_reads_no_index_that_is_known(tmp_path: Path) -> None:
         return plain(data, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treeckpt.io.codec.decode_index", counting)
+        patch.setattr("treeckpt.io.storage.metadata_files.decode_index", counting)
         made.save(31, {"step": 31})
     assert len(set(reads)) <= 2, reads

@@ -21,9 +21,9 @@ import treeckpt as tc
 from tests import test_reshard as reshard
 from tests.strategies import encode_runs
 from treeckpt import rules as R
-from treeckpt.core.layout import Mesh, MeshLayout, Shard
-from treeckpt.core.region import Region
-from treeckpt.core.shard import BLOCK
+from treeckpt.core.format.shard_header import BLOCK
+from treeckpt.core.sharding.placements import Mesh, MeshLayout, Shard
+from treeckpt.core.sharding.region import Region
 
 Tensors = dict[str, torch.Tensor]
 

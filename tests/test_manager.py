@@ -14,15 +14,16 @@ import pytest
 import treeckpt as tc
 from tests.background import until
 from tests.world import assert_equal, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
-from treeckpt.catalog import scan
-from treeckpt.core.files import PIN_NAME, deleted_name, kind_of, step_name
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.core.policy import Best, EverySteps, Last
-from treeckpt.core.shard import shard_name
-from treeckpt.io.comm import thread_comms
-from treeckpt.io.leases import hold_lease
-from treeckpt.io.runs import MemoryRun, open_run
-from treeckpt.run import Run, steady_clock
+from treeckpt.core.analysis.retention_policy import Best, EverySteps, Last
+from treeckpt.core.format.file_names import PIN_NAME, deleted_name, kind_of, step_name
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.shard_header import shard_name
+from treeckpt.io.comm.comm import thread_comms
+from treeckpt.io.storage.open import open_run
+from treeckpt.io.storage.reader_leases import hold_lease
+from treeckpt.io.storage.run_store import MemoryRun
+from treeckpt.runs.catalog import scan
+from treeckpt.runs.run import Run, steady_clock
 
 
 @pytest.fixture(params=["disk", "memory", pytest.param("s3", marks=pytest.mark.slow)])

@@ -12,8 +12,8 @@ import pytest
 import treeckpt as tc
 from tests.background import run_program
 from tests.world import errors_of, on_ranks, small_tree
-from treeckpt.core.files import step_name
-from treeckpt.io.runs import LocalFolder, LocalRun, MemoryRun, RunStore
+from treeckpt.core.format.file_names import step_name
+from treeckpt.io.storage.run_store import LocalFolder, LocalRun, MemoryRun, RunStore
 
 
 class Gate:

@@ -16,10 +16,10 @@ import treeckpt as tc
 from tests.test_trees_exchange import ThreadWire
 from tests.world import errors_of, on_ranks
 from treeckpt import rules as R
-from treeckpt.core.dtypes import dtype_of, numpy_dtype
-from treeckpt.core.elements import element_texts
+from treeckpt.core.analysis.element_stats import element_texts
+from treeckpt.core.sharding.dtypes import dtype_of, numpy_dtype
+from treeckpt.loading.compare import Side, value_changes
 from treeckpt.trees import gathering, sending
-from treeckpt.values import Side, value_changes
 
 TYPES = [
     kind

@@ -13,13 +13,13 @@ import treeckpt as tc
 from tests.background import session
 from tests.s3 import PAGE, QUICK, S3, array, same
 from tests.world import assert_equal, small_tree, whole_tree
-from treeckpt.cli import main
-from treeckpt.core.files import step_name
-from treeckpt.core.policy import Last
-from treeckpt.io.bucket import open_bucket
-from treeckpt.io.comm import SoloComm
-from treeckpt.remote import modules_of
-from treeckpt.run import Run
+from treeckpt.cli.main import main
+from treeckpt.core.analysis.retention_policy import Last
+from treeckpt.core.format.file_names import step_name
+from treeckpt.io.comm.comm import SoloComm
+from treeckpt.io.storage.object_store import open_bucket
+from treeckpt.runs.run import Run
+from treeckpt.saving.writer_process import modules_of
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])

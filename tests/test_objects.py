@@ -16,22 +16,23 @@ import treeckpt as tc
 from tests.background import until
 from tests.s3 import BUCKET, MIB, ONCE, QUICK, S3, array, same
 from tests.world import LONG, assert_equal, errors_of, on_ranks, small_tree, whole_tree
-from treeckpt import catalog, committing
-from treeckpt.core.files import step_name
-from treeckpt.core.policy import Last
-from treeckpt.core.shard import parse_shard_name
-from treeckpt.io import objects as objects_module
-from treeckpt.io import obstores, upload
-from treeckpt.io.bucket import Found, Listing
-from treeckpt.io.buffers import aligned_buffer
-from treeckpt.run import Run
+from treeckpt.core.analysis.retention_policy import Last
+from treeckpt.core.format.file_names import step_name
+from treeckpt.core.format.shard_header import parse_shard_name
+from treeckpt.io.storage import multipart, obstore
+from treeckpt.io.storage import object_store as objects_module
+from treeckpt.io.storage.bucket import Found, Listing
+from treeckpt.io.storage.memory import aligned_buffer
+from treeckpt.runs import catalog
+from treeckpt.runs.run import Run
+from treeckpt.saving import commit
 
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files from 1 MiB on go out in parts, the smallest that S3 takes."""
     monkeypatch.setattr(objects_module, "WHOLE", MIB)
-    monkeypatch.setattr(obstores, "PART", 5 * MIB)
+    monkeypatch.setattr(obstore, "PART", 5 * MIB)
 
 
 # what goes over the wire ---------------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ def test_a_save_uploads_parts_side_by_side_in_order_and_publishes_last(s3: S3, i
     log = s3.log()
     parts = [row for row in log if "partNumber" in row["path"]]
     assert len(parts) == 7 and sum(row["sent"] for row in parts) > 34 * MIB
-    assert 3 <= max(row["flying"] for row in parts) <= obstores.UPLOADS
+    assert 3 <= max(row["flying"] for row in parts) <= obstore.UPLOADS
     writes = [row for row in log if row["method"] in ("PUT", "POST")]
     [index] = [row for row in writes if row["path"].endswith("index.json")]
     assert index["condition"] == "*" and all("shard" not in row["path"] for row in log[log.index(index) :])
@@ -60,21 +61,22 @@ def test_a_slow_store_holds_the_save_up_instead_of_filling_memory(monkeypatch: p
                 time.sleep(0.02)
                 taken.append(len(block))
 
-    writer = upload.PartsWriter(Slow(), "key", 20 * MIB)  # pyright: ignore[reportArgumentType]
+    writer = multipart.PartsWriter(Slow(), "key", 20 * MIB)  # pyright: ignore[reportArgumentType]
     ahead: list[int] = []
     for start in range(0, 20 * MIB, MIB):
         writer.write(start, memoryview(bytearray(MIB)))
         ahead.append(start + MIB - sum(taken))
     writer.commit()
-    assert sum(taken) == 20 * MIB and max(ahead) <= (upload.WAITING + 2) * MIB
+    assert sum(taken) == 20 * MIB and max(ahead) <= (multipart.WAITING + 2) * MIB
 
 
 def test_memory_stays_bounded_whatever_the_size(s3: S3) -> None:
     # arrays that take no memory themselves, in a process whose peak only a save of half the size has raised
     program = """
 import sys, numpy as np, treeckpt as tc
-from treeckpt.io import engine, obstores
-engine.BUFFER, obstores.PART, obstores.UPLOADS = 1 << 20, 5 << 20, 2
+from treeckpt.io.storage import obstore
+from treeckpt.saving import shard_stream
+shard_stream.BUFFER, obstore.PART, obstore.UPLOADS = 1 << 20, 5 << 20, 2
 row = np.arange(1 << 17)
 def peak():  # ru_maxrss would begin with that of the process before exec
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -102,14 +104,14 @@ def test_a_slice_is_read_by_ranged_requests_for_its_bytes_only(s3: S3) -> None:
 
 def test_arrays_that_change_while_they_are_uploaded_fail_the_save(s3: S3, in_parts: None) -> None:
     array_, store = array(12), s3.store()
-    real = upload.PartsWriter.write
+    real = multipart.PartsWriter.write
 
     def write(self: Any, offset: int, data: memoryview) -> None:
         array_[-1] = offset  # as a training that does not wait
         real(self, offset, data)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(tc.CheckpointError, match="stay as they are"):
-        patch.setattr(upload.PartsWriter, "write", write)
+        patch.setattr(multipart.PartsWriter, "write", write)
         tc.save(store, {"w": array_})
     assert not [name for name in store.sizes() if parse_shard_name(name) or name == "index.json"]
     assert b"<Upload>" not in s3.uploads().replace(b"\n", b"")
@@ -117,7 +119,7 @@ def test_arrays_that_change_while_they_are_uploaded_fail_the_save(s3: S3, in_par
 
 def test_an_upload_whose_blocks_come_out_of_turn_or_short_fails(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects_module, "WHOLE", 0)
-    monkeypatch.setattr(upload, "PATIENCE", 0.1)
+    monkeypatch.setattr(multipart, "PATIENCE", 0.1)
     store = s3.store()
     writer = store.create("a", 10_000)
     writer.write(0, aligned_buffer(4096))
@@ -222,15 +224,15 @@ def test_a_network_that_fails_sends_nobody_back_to_an_older_checkpoint(s3: S3) -
 
 
 def test_of_saves_that_replace_the_same_checkpoint_exactly_one_wins(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, real = s3.store(), committing._publish
+    store, real = s3.store(), commit._publish
     tc.save(store, {"by": "first"})
 
     def outrun(*arguments: Any) -> None:
-        monkeypatch.setattr(committing, "_publish", real)
+        monkeypatch.setattr(commit, "_publish", real)
         tc.save(store, {"by": "the faster"}, overwrite=True)
         real(*arguments)
 
-    monkeypatch.setattr(committing, "_publish", outrun)
+    monkeypatch.setattr(commit, "_publish", outrun)
     with pytest.raises(tc.CheckpointExists, match="written meanwhile by another save"):
         tc.save(store, {"by": "the slower"}, overwrite=True)
     assert tc.load(store) == {"by": "the faster"} and tc.verify(store).ok

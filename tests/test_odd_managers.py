@@ -11,9 +11,9 @@ import torch
 
 import treeckpt as tc
 from tests.test_manager_background import Gate, GatedRun
-from treeckpt.cli import main
-from treeckpt.core.files import step_name
-from treeckpt.core.policy import Best, EveryPeriod, EverySteps, Last, Steps
+from treeckpt.cli.main import main
+from treeckpt.core.analysis.retention_policy import Best, EveryPeriod, EverySteps, Last, Steps
+from treeckpt.core.format.file_names import step_name
 
 
 def manager(run: Any, **options: Any) -> tc.Manager:

@@ -14,10 +14,10 @@ import pytest
 import treeckpt as tc
 from tests.background import arenas_open, files_open
 from tests.world import errors_of, on_ranks
-from treeckpt import background
-from treeckpt.background import session_of
-from treeckpt.io.arena import Arena
-from treeckpt.io.comm import SoloComm
+from treeckpt.io.comm.comm import SoloComm
+from treeckpt.saving import background
+from treeckpt.saving.background import session_of
+from treeckpt.saving.staging_memory import Arena
 
 TREE = {"a": np.arange(1000)}
 

@@ -14,11 +14,11 @@ import torch
 
 import treeckpt as tc
 from tests.world import shards_of
-from treeckpt.consistent_reads import TRIES
-from treeckpt.core.files import step_name
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.io.runs import LocalFolder, LocalRun
-from treeckpt.io.store import LocalStore
+from treeckpt.core.format.file_names import step_name
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.io.storage.run_store import LocalFolder, LocalRun
+from treeckpt.io.storage.store import LocalStore
+from treeckpt.loading.consistent_reads import TRIES
 
 N = 20_000
 WRITER = """

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.world import LONG, errors_of, on_ranks
-from treeckpt.core.assign import held_twice
-from treeckpt.core.layout import BoxLayout, Mesh, MeshLayout, Replicate, Shard, among, held_by
-from treeckpt.core.region import Region
-from treeckpt.core.runs import encode_runs
-from treeckpt.io.comm import thread_comms
-from treeckpt.leaves.base import Flat, HostArray
+from treeckpt.arrays.base import Flat, HostArray
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, among, held_by
+from treeckpt.core.sharding.region import Region
+from treeckpt.core.sharding.write_assignment import held_twice
+from treeckpt.io.comm.comm import thread_comms
 
 FULL = torch.arange(60.0).reshape(5, 4, 3)
 

@@ -12,12 +12,12 @@ import pytest
 
 import treeckpt as tc
 from tests.background import Hooked, session, until
-from treeckpt import catalog
-from treeckpt.core.progress import Progress, encode_progress, parse_progress_name, progress_name
-from treeckpt.core.shard import parse_shard_name
-from treeckpt.io.comm import SoloComm
-from treeckpt.io.progress import put_note, read_progress
-from treeckpt.io.store import LocalStore, MemoryStore
+from treeckpt.core.format.save_progress import Progress, encode_progress, parse_progress_name, progress_name
+from treeckpt.core.format.shard_header import parse_shard_name
+from treeckpt.io.comm.comm import SoloComm
+from treeckpt.io.storage.progress_file import put_note, read_progress
+from treeckpt.io.storage.store import LocalStore, MemoryStore
+from treeckpt.runs import catalog
 
 
 class Slow(tc.LocalStore):
@@ -92,7 +92,7 @@ def test_a_quick_save_leaves_no_trace_of_one(tmp_path: Path) -> None:
 
 
 def test_a_record_that_cannot_be_written_harms_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from treeckpt.io import progress
+    from treeckpt.io.storage import progress_file
 
     called: list[str] = []
 
@@ -100,7 +100,7 @@ def test_a_record_that_cannot_be_written_harms_no_save(tmp_path: Path, monkeypat
         called.append(name)
         raise PermissionError(name)
 
-    monkeypatch.setattr(progress, "put_note", refuse)
+    monkeypatch.setattr(progress_file, "put_note", refuse)
     tc.save(Slow(tmp_path), TREE)
     assert called and tc.verify(tmp_path).ok
 

@@ -25,11 +25,11 @@ from tests.world import (
     small_tree,
     whole_tree,
 )
-from treeckpt.core.events import decode_timings
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.core.shard import parse_shard_name
-from treeckpt.io.comm import Comm, thread_comms
-from treeckpt.io.store import LocalStore, MemoryStore
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.shard_header import parse_shard_name
+from treeckpt.core.format.timings import decode_timings
+from treeckpt.io.comm.comm import Comm, thread_comms
+from treeckpt.io.storage.store import LocalStore, MemoryStore
 
 WORLD = 3
 CHANGING = ("prepare", "create", "write", "commit", "publish")
@@ -275,16 +275,16 @@ def test_an_array_that_cannot_be_read_is_named_before_anything_is_written() -> N
 
 
 def test_a_rank_that_fails_to_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from treeckpt import agreeing
+    from treeckpt.saving import agree
 
-    store, real = MemoryStore(), agreeing.make_plans
+    store, real = MemoryStore(), agree.make_plans
 
     def make_plans(comm: Comm, *args: Any, **options: Any) -> Any:
         if comm.rank == 2:
             raise MemoryError("no memory for a plan")
         return real(comm, *args, **options)
 
-    monkeypatch.setattr(agreeing, "make_plans", make_plans)
+    monkeypatch.setattr(agree, "make_plans", make_plans)
     for error in errors_of(on_ranks(WORLD, lambda c: save(store, c, 1))):
         assert isinstance(error, tc.RankError) and error.ranks == {2: "MemoryError: no memory for a plan"}
     assert not shards(store)
@@ -400,7 +400,7 @@ def test_without_a_verdict_no_file_is_deleted(fails: bool) -> None:
     def act(comm: Comm) -> None:
         save(Faulty(store, Switch(0, names=("commit",))) if fails and comm.rank == 2 else store, comm, 1)
 
-    from treeckpt.io import rounds
+    from treeckpt.io.comm import rounds
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "SETTLE", 0.2)

@@ -9,10 +9,10 @@ import tomllib
 
 import pytest
 
-from treeckpt import cli
+from treeckpt.cli import main
 from treeckpt.convert import FORMATS, SOURCES, converting
-from treeckpt.core import shard
-from treeckpt.io import obstores
+from treeckpt.core.format import shard_header
+from treeckpt.io.storage import obstore
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -42,7 +42,7 @@ def test_places_on_the_page_exist() -> None:
 
 
 def test_commands_exist() -> None:
-    [subparsers] = [a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    [subparsers] = [a for a in main._parser()._actions if isinstance(a, argparse._SubParsersAction)]
     named = set(re.findall(r"(?:^|`)treeckpt ([a-z][a-z-]*)", README, re.M))
     assert {"ls", "show", "verify", "bench", "report"} <= named <= set(subparsers.choices)
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
@@ -60,8 +60,8 @@ def test_the_dependencies_are_those_that_are_installed() -> None:
 
 def test_figures_are_those_of_the_code() -> None:
     assert f"`memory=` ({converting.MEMORY >> 20} MiB)" in README
-    assert f"Every {shard.BLOCK >> 10} KiB has a checksum" in README
-    assert obstores.UPLOADS == 8 and "in parts, eight at a time" in README
+    assert f"Every {shard_header.BLOCK >> 10} KiB has a checksum" in README
+    assert obstore.UPLOADS == 8 and "in parts, eight at a time" in README
 
 
 def test_the_table_of_formats_has_each_of_them() -> None:

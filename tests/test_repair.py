@@ -11,9 +11,9 @@ import pytest
 import treeckpt as tc
 from tests.test_corruption import TREES, flip
 from tests.world import assert_equal, assert_holds, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
-from treeckpt.core.files import kind_of
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.core.shard import BLOCK
+from treeckpt.core.format.file_names import kind_of
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.shard_header import BLOCK
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.samples import write_checkpoint, write_mixed_run
-from treeckpt.cli import main
-from treeckpt.core.errors import CheckpointNotFound
-from treeckpt.core.markup import el, joined, table
+from treeckpt.cli.main import main
+from treeckpt.core.html import el, joined, table
+from treeckpt.errors import CheckpointNotFound
 from treeckpt.report import report
 from treeckpt.report.page import CHILDREN, NODES
 from treeckpt.report.pictures import WIDTH, _squares

@@ -25,10 +25,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import treeckpt as tc
 from tests import strategies
-from treeckpt.core import layout as core
-from treeckpt.core.layout import MeshLayout, held_by, local_shape, mesh_ranks
-from treeckpt.core.region import Region
-from treeckpt.io.comm import ThreadComm, thread_comms
+from treeckpt.core.sharding import placements as core
+from treeckpt.core.sharding.placements import MeshLayout, held_by, local_shape, mesh_ranks
+from treeckpt.core.sharding.region import Region
+from treeckpt.io.comm.comm import ThreadComm, thread_comms
 
 T = TypeVar("T")
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex128, torch.float8_e5m2, torch.int16)

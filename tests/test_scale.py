@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from treeckpt.core import index
-from treeckpt.io.comm import Comm, thread_comms
-from treeckpt.io.rounds import Round
+from treeckpt.core.format import index
+from treeckpt.io.comm.comm import Comm, thread_comms
+from treeckpt.io.comm.rounds import Round
 
 from .bench.scale.models import MODELS, Grid, Model, arrays_of
 from .bench.scale.report import CHUNK_NBYTES, growth, judge

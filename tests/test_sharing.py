@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from treeckpt.core.region import Region
-from treeckpt.io.comm import thread_comms
-from treeckpt.io.store import MemoryStore
+from treeckpt.core.sharding.region import Region
+from treeckpt.io.comm.comm import thread_comms
+from treeckpt.io.storage.store import MemoryStore
 
 MIB = 1 << 20
 

@@ -15,10 +15,10 @@ from torch.nn import Buffer, Parameter
 
 import treeckpt as tc
 from tests.world import on_ranks
-from treeckpt import filling
-from treeckpt.leaves import common, describe, torch_memory
-from treeckpt.leaves import torch as torch_leaves
-from treeckpt.leaves.base import HostArray, HostMemory, Source
+from treeckpt.arrays import describe, plain_tensor, torch_memory
+from treeckpt.arrays import torch as torch_leaves
+from treeckpt.arrays.base import HostArray, HostMemory, Source
+from treeckpt.loading import read_batch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.int16)
 
@@ -81,7 +81,7 @@ def test_a_common_tensor_is_described_as_any_other(tensor: torch.Tensor) -> None
 
 
 def _raw(itemsize: int) -> np.dtype[Any]:
-    from treeckpt.leaves.base import raw_dtype
+    from treeckpt.arrays.base import raw_dtype
 
     return raw_dtype(itemsize)
 
@@ -92,17 +92,17 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 def test_only_tensors_that_are_there_in_one_piece_are_known_by_address() -> None:
     for tensor in (torch.zeros(0), torch.zeros(3, 2).T, torch.zeros(4)[::2]):
-        assert common.memory_of(tensor, common.describe(tensor)) is None
+        assert plain_tensor.memory_of(tensor, plain_tensor.describe(tensor)) is None
     imaginary = torch.zeros(1, dtype=torch.complex64).conj().imag
-    assert imaginary.is_neg() and common.memory_of(imaginary, common.describe(imaginary)) is None
+    assert imaginary.is_neg() and plain_tensor.memory_of(imaginary, plain_tensor.describe(imaginary)) is None
     cut = torch.zeros(8)
     cut.untyped_storage().resize_(16)
-    assert common.memory_of(cut, common.describe(cut)) is None
+    assert plain_tensor.memory_of(cut, plain_tensor.describe(cut)) is None
 
 
 def test_memory_outlives_the_tensor_that_showed_it() -> None:
     tensor = torch.arange(4, dtype=torch.float32)
-    memory = common.memory_of(tensor, common.describe(tensor))
+    memory = plain_tensor.memory_of(tensor, plain_tensor.describe(tensor))
     assert memory is not None
     tensor.data = torch.zeros(4)
     del tensor
@@ -141,7 +141,7 @@ def mixed(seed: int) -> dict[str, Any]:
 
 
 def texts(tree: Any) -> list[tuple[str, str]]:
-    from treeckpt.core.tree import flatten
+    from treeckpt.core.tree.flatten import flatten
 
     return [(path, f"{leaf!r} {getattr(leaf, 'dtype', '')}") for path, leaf in flatten(tree)[1]]
 
@@ -154,8 +154,8 @@ def test_small_arrays_are_filled_as_large_ones_are(tmp_path: Path, limit: int | 
     short, long = mixed(2), mixed(2)
     report = tc.load_into(tmp_path / "x", short)
     with pytest.MonkeyPatch.context() as patch:  # nothing is one run of bytes: box by box
-        patch.setattr(filling.Filling, "_want_whole", lambda *_: False)
-        patch.setattr(filling.Filling, "_want_run", lambda *_: False)
+        patch.setattr(read_batch.Filling, "_want_whole", lambda *_: False)
+        patch.setattr(read_batch.Filling, "_want_run", lambda *_: False)
         other = tc.load_into(tmp_path / "x", long)
     assert texts(short) == texts(long) == texts(saved)
     assert (report.nbytes, report.loaded) == (other.nbytes, other.loaded)

@@ -17,11 +17,12 @@ import pytest
 import treeckpt as tc
 from tests.background import files_open
 from tests.s3 import S3
-from treeckpt.io import diskfile
-from treeckpt.io import store as store_module
-from treeckpt.io.buffers import aligned_buffer
-from treeckpt.io.reader import LocalReader
-from treeckpt.io.store import LocalStore, MemoryStore, Store, open_store
+from treeckpt.io.storage import local_write
+from treeckpt.io.storage import store as store_module
+from treeckpt.io.storage.local_read import LocalReader
+from treeckpt.io.storage.memory import aligned_buffer
+from treeckpt.io.storage.open import open_store
+from treeckpt.io.storage.store import LocalStore, MemoryStore, Store
 
 SIZES = [0, 1, 4095, 4096, 4097, 3 * (1 << 20) + 5]
 MEMORY_DISK = Path("/dev/shm")
@@ -298,11 +299,11 @@ class TestLocalStoreBuffered(StoreSuite):
 
     @pytest.fixture(params=["at open", "at first use"])
     def store(self, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-        from treeckpt.io import reader as reader_module
+        from treeckpt.io.storage import local_read as reader_module
 
         fake = _NoDirect(at_open=request.param == "at open")
         monkeypatch.setattr(store_module, "os", fake)
-        monkeypatch.setattr(diskfile, "os", fake)
+        monkeypatch.setattr(local_write, "os", fake)
         monkeypatch.setattr(reader_module, "os", fake)
         store = LocalStore(tmp_path / "buffered")
         yield store
@@ -454,7 +455,7 @@ def test_each_directory_is_durable_before_anything_is_made_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Path, int]] = []
-    monkeypatch.setattr(diskfile, "sync_directory", lambda path: seen.append((path, len(list(tmp_path.rglob("*"))))))
+    monkeypatch.setattr(local_write, "sync_directory", lambda path: seen.append((path, len(list(tmp_path.rglob("*"))))))
     LocalStore(tmp_path / "a" / "b").prepare()
     assert seen == [(tmp_path.parent, 0), (tmp_path, 1), (tmp_path / "a", 2)]
     seen.clear()

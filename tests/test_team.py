@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from treeckpt.io.team import Team
+from treeckpt.arrays.threads import Team
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -16,12 +16,12 @@ import treeckpt as tc
 from tests import test_ranks as ranks
 from tests.test_comm import _ended, _tcp, talk
 from tests.world import assert_holds, errors_of, on_ranks, small_tree
-from treeckpt.io import boards as io_boards
-from treeckpt.io.boards import LedBoard, StoreBoard
-from treeckpt.io.comm import Comm, TorchComm, thread_comms
-from treeckpt.io.rounds import Round
-from treeckpt.io.store import MemoryStore
-from treeckpt.io.tiers import SPANS, TREE_ABOVE, bundle, children_of, parent_of, spans_for, unbundle
+from treeckpt.io.comm import message_store as io_boards
+from treeckpt.io.comm.comm import Comm, TorchComm, thread_comms
+from treeckpt.io.comm.fanout import SPANS, TREE_ABOVE, bundle, children_of, parent_of, spans_for, unbundle
+from treeckpt.io.comm.message_store import LedBoard, StoreBoard
+from treeckpt.io.comm.rounds import Round
+from treeckpt.io.storage.store import MemoryStore
 
 TIERS = (2, 4)
 """Of eight ranks: 1 speaks to 0, 3 to 2, 2 to 0, 5 to 4, 7 to 6, 6 to 4 and 4 to 0."""

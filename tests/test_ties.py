@@ -15,9 +15,9 @@ from torch.nn import Parameter
 
 import treeckpt as tc
 from tests.world import on_ranks
-from treeckpt import ties
-from treeckpt.leaves import overlaps
-from treeckpt.leaves.base import HostArray, Window
+from treeckpt.arrays import overlaps
+from treeckpt.arrays.base import HostArray, Window
+from treeckpt.loading import aliasing
 
 A = torch.arange(6.0).view(2, 3)
 
@@ -78,7 +78,7 @@ def test_what_the_index_knows_to_be_one_array_is_not_read_to_compare_it(monkeypa
     def never(*_: Any) -> None:
         raise AssertionError("read to compare")
 
-    monkeypatch.setattr(ties, "_fill", never)
+    monkeypatch.setattr(aliasing, "_fill", never)
     weight = Parameter(A.clone())
     flat = torch.arange(12.0)
     tree = {
@@ -96,7 +96,7 @@ def test_what_the_index_knows_to_be_one_array_is_not_read_to_compare_it(monkeypa
 
 def test_many_leaves_of_one_buffer_that_lie_apart_are_no_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlaps, "shared", lambda *_: pytest.fail("some were taken to meet"))
-    monkeypatch.setattr(ties, "shared", lambda *_: pytest.fail("some were taken to meet"))
+    monkeypatch.setattr(aliasing, "shared", lambda *_: pytest.fail("some were taken to meet"))
     flat = torch.zeros(6000)
     store = saved({f"{n}": torch.full((3,), float(n)) for n in range(2000)})
     tc.load_into(store, {f"{n}": flat[3 * n : 3 * n + 3] for n in range(2000)})

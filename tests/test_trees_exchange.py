@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.test_reshard import Case, bits, cases, on_ranks
-from treeckpt.core.region import Region
-from treeckpt.io.comm import ThreadComm
+from treeckpt.core.sharding.region import Region
+from treeckpt.io.comm.comm import ThreadComm
 from treeckpt.trees import gathering, packing, sending
 from treeckpt.trees.wire import Transfer
 

@@ -9,11 +9,11 @@ import pytest
 
 import treeckpt as tc
 from tests.world import Faulty, Switch
-from treeckpt.catalog import look, scan
-from treeckpt.cli import main
-from treeckpt.core.progress import Progress, encode_progress, progress_name
-from treeckpt.io.runs import LocalFolder
-from treeckpt.underway import saves_under_way, under_way_text
+from treeckpt.cli.main import main
+from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name
+from treeckpt.io.storage.run_store import LocalFolder
+from treeckpt.runs.active_saves import saves_under_way, under_way_text
+from treeckpt.runs.catalog import look, scan
 
 ID, NOW = "a" * 16, 10**18
 

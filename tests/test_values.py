@@ -7,13 +7,13 @@ import pytest
 
 import treeckpt
 from tests.samples import MESH, BFloat16, gpt_state, write_checkpoint
-from treeckpt.cli import main
-from treeckpt.core.diff import comparable, diff
-from treeckpt.core.errors import CorruptError
-from treeckpt.core.layout import MeshLayout, Replicate, Shard
-from treeckpt.core.tree import PerRank
-from treeckpt.io.store import LocalStore
-from treeckpt.values import Side, delta_of, value_changes, verdict_of
+from treeckpt.cli.main import main
+from treeckpt.core.analysis.diff import comparable, diff
+from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
+from treeckpt.core.tree.flatten import PerRank
+from treeckpt.errors import CorruptError
+from treeckpt.io.storage.store import LocalStore
+from treeckpt.loading.compare import Side, delta_of, value_changes, verdict_of
 
 
 def sides(tmp_path, *trees, **options):

@@ -18,8 +18,8 @@ import pytest
 import treeckpt as tc
 from tests.world import LONG, Faulty, Switch, errors_of, on_ranks
 from treeckpt.convert import convert
-from treeckpt.io import waiting
-from treeckpt.io.comm import Comm, thread_comms
+from treeckpt.io.comm import waiting
+from treeckpt.io.comm.comm import Comm, thread_comms
 
 TREE = {"w": np.arange(5)}
 
@@ -94,7 +94,7 @@ from datetime import timedelta
 import torch.distributed as dist
 import treeckpt as tc
 from treeckpt.convert import convert
-from treeckpt.io import waiting
+from treeckpt.io.comm import waiting
 rank = int(sys.argv[1])
 waiting.NOTICE = 0.2
 dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 2), rank=rank, world_size=2)

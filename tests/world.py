@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 
 import treeckpt as tc
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.core.seals import sealed
-from treeckpt.io.comm import Comm, thread_comms
-from treeckpt.io.store import Store, Writer
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.seals import sealed
+from treeckpt.io.comm.comm import Comm, thread_comms
+from treeckpt.io.storage.store import Store, Writer
 
 __all__ = [
     "Faulty",

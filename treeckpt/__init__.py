@@ -11,11 +11,16 @@ Importing it, reading an index and the command line import no torch.
 import importlib
 from typing import Any
 
-from . import rules, trees
+from . import trees
 from .api import abstract, inspect, load, load_into, prewarm, rebuild_index, save, save_async, verify
-from .bank import Bank, From
-from .core import policy
-from .core.errors import (
+from .arrays.sharded import Sharded
+from .core.analysis import retention_policy as policy
+from .core.format.records import Index
+from .core.sharding.region import Region
+from .core.tree.flatten import PerRank
+from .core.tree.keyed_table import KeyedTable
+from .core.tree.spec import ArraySpec
+from .errors import (
     CheckpointError,
     CheckpointExists,
     CheckpointNotFound,
@@ -28,17 +33,13 @@ from .core.errors import (
     TreeckptError,
     TreeError,
 )
-from .core.records import Index
-from .core.region import Region
-from .core.spec import ArraySpec
-from .core.table import KeyedTable
-from .core.tree import PerRank
-from .io.objects import ObjectRun, ObjectStore
-from .io.store import LocalStore, MemoryStore
-from .leaves.sharded import Sharded
-from .manager import Manager
-from .pending import Pending
+from .io.storage.object_store import ObjectRun, ObjectStore
+from .io.storage.store import LocalStore, MemoryStore
+from .loading import transforms as rules
+from .loading.overlay import Bank, From
 from .reports import LoadReport, SaveReport, VerifyReport
+from .runs.manager import Manager
+from .saving.future import Pending
 
 __all__ = [
     "ArraySpec",

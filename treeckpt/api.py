@@ -11,28 +11,29 @@ from typing import Any, Literal
 
 import msgspec
 
-from .background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
-from .bank import Bank, as_bank, globs_of, load_bank, load_bank_into
-from .consistent_reads import on_one_version
-from .core.files import as_step
-from .core.records import Index
-from .core.tree import flatten, replace_leaves
-from .filling import Verify
-from .io.codec import read_index
-from .io.comm import Comm, as_comm, global_rank
-from .io.refusals import unreadable
-from .io.store import Store, open_store
-from .loading import load_into_tree, load_tree
-from .lookup import MEMORY, LoadOptions
-from .pending import Pending
-from .repairing import repair_store
+from .arrays.stateful import expand, expanded
+from .core.format.file_names import as_step
+from .core.format.records import Index
+from .core.tree.flatten import flatten, replace_leaves
+from .io.comm.comm import Comm, as_comm, global_rank
+from .io.os_errors import unreadable
+from .io.storage.metadata_files import read_index
+from .io.storage.open import open_store
+from .io.storage.store import Store
+from .loading.consistent_reads import on_one_version
+from .loading.load import load_into_tree, load_tree
+from .loading.match import MEMORY, LoadOptions
+from .loading.overlay import Bank, as_bank, globs_of, load_bank, load_bank_into
+from .loading.read_batch import Verify
+from .loading.repair import repair_store
+from .loading.salvage import salvaging
+from .loading.transforms import Renaming, Transforms, as_rules
+from .loading.verify import publish_rebuilt, verify_store
 from .reports import LoadReport, SaveReport, VerifyReport
-from .rules import Renaming, Transforms, as_rules
-from .salvaging import salvaging
-from .save_options import Busy, SaveOptions, shard_limit
-from .saving import save_tree
-from .stateful import expand, expanded
-from .verifying import publish_rebuilt, verify_store
+from .saving.background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
+from .saving.future import Pending
+from .saving.options import Busy, SaveOptions, shard_limit
+from .saving.save import save_tree
 
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
 
@@ -388,7 +389,7 @@ def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
     Of a DTensor it also says which regions this rank holds. An object with `state_dict` and `load_state_dict` stands
     for what the first gives.
     """
-    from .leaves.registry import abstract_of
+    from .arrays.registry import abstract_of
 
     comm = as_comm(comm, talks=False)
     here = global_rank(comm)

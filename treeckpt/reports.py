@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from .core.damage import Damaged
-from .core.events import Span
-from .core.markup import el, facts, joined, table
-from .core.wording import seconds_text
+from .core.format.damage import Damaged
+from .core.format.timings import Span
+from .core.html import el, facts, joined, table
+from .core.text import seconds_text
 
 __all__ = ["Leftover", "LoadReport", "SaveReport", "VerifyReport", "human_bytes", "human_rate"]
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.browser.test_paths import expect_colours
 from tests.samples import START_NS, write_checkpoint
-from treeckpt.core.events import BLOCKING, Host, Span, Timings, encode_timings, timings_name
-from treeckpt.core.runs import encode_runs
+from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
+from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.report import report
 
 expect = pytest.importorskip("playwright.sync_api").expect

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import treeckpt as tc
-from treeckpt.cli import main
+from treeckpt.cli.main import main
 
 from ..background import files_open
 from ..world import small_tree

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from treeckpt.convert.files import read_strided
-from treeckpt.core.region import Region
+from treeckpt.core.sharding.region import Region
 
 from .trees import assert_same, training_tree
 

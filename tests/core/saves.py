@@ -8,17 +8,17 @@ import msgspec
 from hypothesis import strategies as st
 
 from tests.strategies import layouts, shapes, trees
-from treeckpt.core.assign import assign
-from treeckpt.core.build import build_index
-from treeckpt.core.index import encode_manifest
-from treeckpt.core.inventory import Inventory, LeafSpec, RankClass, array_leaves, unify
-from treeckpt.core.layout import Layout
-from treeckpt.core.plan import place, plan_save
-from treeckpt.core.records import FileTable, Index, View, file_table
-from treeckpt.core.runs import decode_runs, encode_runs
-from treeckpt.core.shard import Entry, ShardHeader, block_count, encode_header
-from treeckpt.core.spec import ArraySpec, encode_value
-from treeckpt.core.tree import PerRank, flatten
+from treeckpt.core.format.build_index import build_index
+from treeckpt.core.format.index import encode_manifest
+from treeckpt.core.format.records import FileTable, Index, file_table
+from treeckpt.core.format.shard_header import Entry, ShardHeader, block_count, encode_header
+from treeckpt.core.planning.plan import place, plan_save
+from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, array_leaves, unify
+from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
+from treeckpt.core.sharding.placements import Layout
+from treeckpt.core.sharding.write_assignment import assign
+from treeckpt.core.tree.flatten import PerRank, flatten
+from treeckpt.core.tree.spec import ArraySpec, StridedView, encode_value
 
 SAVE_ID = "0123456789abcdef"
 DTYPES = ["float32", "bfloat16", "uint8", "bool", "complex64", "complex128", "str3", "bytes5", "datetime64[ns]", "int3"]
@@ -33,7 +33,7 @@ class Array(msgspec.Struct, frozen=True, eq=False):
     spec: ArraySpec
     layout: Layout | None = None
     alias_of: str | None = None
-    view: View | None = None
+    view: StridedView | None = None
 
 
 class Saved(msgspec.Struct):
@@ -57,7 +57,7 @@ def saves(draw, *, max_leaves=6):
     tree = {"tree": draw(trees(leaf, max_leaves=max_leaves)), "own": PerRank([Array(ArraySpec((3,), "int64")), 5])}
     base = Array(ArraySpec((4, 3), "float32"))
     tree |= {"base": base, "tie": Array(base.spec, alias_of="base")}
-    tree["view"] = Array(ArraySpec((2, 2), "float32"), alias_of="base", view=View(1, (6, 1)))
+    tree["view"] = Array(ArraySpec((2, 2), "float32"), alias_of="base", view=StridedView(1, (6, 1)))
     return save(tree, world, max_shard_bytes=draw(st.sampled_from([1 << 62, 64])))
 
 
@@ -109,8 +109,8 @@ def save(tree, world, *, max_shard_bytes=1 << 62, metadata=None):
 
 def small():
     """A save that is quick to take apart byte by byte, with a record of every kind."""
-    from treeckpt.core.layout import BoxLayout, Mesh, MeshLayout, Shard
-    from treeckpt.core.region import Region
+    from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
+    from treeckpt.core.sharding.region import Region
 
     grid = MeshLayout(Mesh((2,), encode_runs([0, 1])), (Shard(0),))
     pieces = ((0, Region((0, 0), (2, 2))), (1, Region((0, 2), (2, 1))), (1, Region((2, 0), (1, 3))))
@@ -120,7 +120,7 @@ def small():
             "boxes": Array(ArraySpec((3, 3), "complex64"), BoxLayout(pieces)),
             "whole": Array(ArraySpec((2,), "bfloat16")),
             "tie": Array(ArraySpec((2,), "bfloat16"), alias_of="whole"),
-            "view": Array(ArraySpec((1,), "bfloat16"), alias_of="whole", view=View(1, (1,))),
+            "view": Array(ArraySpec((1,), "bfloat16"), alias_of="whole", view=StridedView(1, (1,))),
             "value": float("nan"),
             "own": PerRank([Array(ArraySpec((), "int64")), b"x"]),
         },

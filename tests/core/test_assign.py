@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import treeckpt.core.assign as assign_module
+import treeckpt.core.sharding.write_assignment as assign_module
 from tests.strategies import array_leaves
-from treeckpt.core.assign import ArrayLeaf, Boxes, assign, lone_writer, owners_of, writes_of
-from treeckpt.core.errors import LayoutError
-from treeckpt.core.layout import (
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.sharding.placements import (
     BoxLayout,
     Mesh,
     MeshLayout,
@@ -22,8 +21,9 @@ from treeckpt.core.layout import (
     held_by,
     replicated,
 )
-from treeckpt.core.region import Region
-from treeckpt.core.runs import encode_runs
+from treeckpt.core.sharding.region import Region
+from treeckpt.core.sharding.write_assignment import ArrayLeaf, Boxes, assign, lone_writer, owners_of, writes_of
+from treeckpt.errors import LayoutError
 
 QUOTAS = pytest.mark.parametrize("bounds", [(8, 16), (64 << 10, 1 << 20)], ids=["tiny quotas", "real quotas"])
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core import buckets as module
-from treeckpt.core.buckets import arrange, buckets_of, share_of
-from treeckpt.core.errors import TreeError
-from treeckpt.core.spec import TableSpec
-from treeckpt.io.team import Team
+from treeckpt.arrays.threads import Team
+from treeckpt.core.tree import row_order as module
+from treeckpt.core.tree.row_order import arrange, buckets_of, share_of
+from treeckpt.core.tree.spec import TableSpec
+from treeckpt.errors import TreeError
 
 ODD = [-(1 << 63), (1 << 63) - 1, -1, 0, 1, 1 << 52, (1 << 52) + 1, 65_535, 65_536, -65_536]
 IDS = st.lists(st.sampled_from(ODD) | st.integers(-(1 << 63), (1 << 63) - 1), max_size=60, unique=True)

@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from tests.core.saves import small
-from treeckpt.core.check import check_index
-from treeckpt.core.chunks import WholeChunk
-from treeckpt.core.errors import FormatError
-from treeckpt.core.index import encode_manifest
-from treeckpt.core.records import ArrayRecord, Index
+from treeckpt.core.format.check_index import check_index
+from treeckpt.core.format.chunks import WholeChunk
+from treeckpt.core.format.index import encode_manifest
+from treeckpt.core.format.records import ArrayRecord, Index
+from treeckpt.errors import FormatError
 
 
 def test_a_good_index_passes():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from treeckpt.core.dtypes import dtype_of, name_of
-from treeckpt.core.errors import FormatError, MismatchError
-from treeckpt.leaves.numpy import dtype_name
+from treeckpt.arrays.numpy import dtype_name
+from treeckpt.core.sharding.dtypes import dtype_of, name_of
+from treeckpt.errors import FormatError, MismatchError
 
 WIDTHS = {
     "BOOL": 1,

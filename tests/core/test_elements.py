@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from treeckpt.core.elements import PIECE, element_texts, elements_of, statistics_of
+from treeckpt.core.analysis.element_stats import PIECE, element_texts, elements_of, statistics_of
 
 
 def raw(array):

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from treeckpt.core import errors
-from treeckpt.core.errors import CheckpointError, FormatError, RankError, TreeckptError
+from treeckpt import errors
+from treeckpt.errors import CheckpointError, FormatError, RankError, TreeckptError
 
 KINDS = [getattr(errors, name) for name in errors.__all__]
 

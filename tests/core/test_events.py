@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.errors import CorruptError, FormatError
-from treeckpt.core.events import Span, Timings, decode_timings, encode_timings, timings_name
-from treeckpt.core.shard import sealed
+from treeckpt.core.format.shard_header import sealed
+from treeckpt.core.format.timings import Span, Timings, decode_timings, encode_timings, timings_name
+from treeckpt.errors import CorruptError, FormatError
 
 SAVE_ID = "0123456789abcdef"
 

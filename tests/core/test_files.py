@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.events import timings_name
-from treeckpt.core.files import Owned, deleted_name, kind_of, lease_name, step_name, step_of
-from treeckpt.core.shard import shard_name
+from treeckpt.core.format.file_names import Owned, deleted_name, kind_of, lease_name, step_name, step_of
+from treeckpt.core.format.shard_header import shard_name
+from treeckpt.core.format.timings import timings_name
 
 ID = "0123456789abcdef"
 

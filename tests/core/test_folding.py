@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.folding import folds_of
+from treeckpt.core.analysis.repeated_blocks import folds_of
 
 
 def names(folds):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.errors import CorruptError, FormatError
-from treeckpt.core.front import FRONT, decode_front, decode_hashes, hash_span
-from treeckpt.core.region import Region
-from treeckpt.core.shard import Entry, ShardHeader, encode_header
+from treeckpt.core.format.header_probe import FRONT, decode_front, decode_hashes, hash_span
+from treeckpt.core.format.shard_header import Entry, ShardHeader, encode_header
+from treeckpt.core.sharding.region import Region
+from treeckpt.errors import CorruptError, FormatError
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=40), st.data())

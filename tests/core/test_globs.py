@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.errors import MismatchError
-from treeckpt.core.globs import check_used, compile_globs
+from treeckpt.core.tree.globs import check_used, compile_globs
+from treeckpt.errors import MismatchError
 
 PATHS = st.lists(st.sampled_from(["a", "b", "ab", "a[0]", "*", "a.b", ""]), min_size=1, max_size=3).map("/".join)
 GLOBS = st.lists(st.text("ab/*?[]0.", max_size=5) | PATHS, max_size=4)

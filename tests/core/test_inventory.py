@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from treeckpt.core.errors import LayoutError, MismatchError
-from treeckpt.core.inventory import Inventory, LeafSpec, Plenum, RankClass, array_leaves, digest_of, unify
-from treeckpt.core.layout import BoxLayout, Layout, Mesh, MeshLayout, Replicate, Shard, replicated
-from treeckpt.core.records import View
-from treeckpt.core.region import Region
-from treeckpt.core.runs import decode_runs, encode_runs
-from treeckpt.core.spec import ArraySpec
-from treeckpt.core.structure import DictNode
+from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, Plenum, RankClass, array_leaves, digest_of, unify
+from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
+from treeckpt.core.sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, Shard, replicated
+from treeckpt.core.sharding.region import Region
+from treeckpt.core.tree.spec import ArraySpec, StridedView
+from treeckpt.core.tree.structure import DictNode
+from treeckpt.errors import LayoutError, MismatchError
 
 SPEC = ArraySpec((4, 2), "float32")
 WHOLE = Region((0, 0), (4, 2))
@@ -108,9 +107,9 @@ def test_a_rank_that_holds_an_array_apart_undoes_a_tie() -> None:
 
 def test_other_views_of_one_base_contradict_each_other() -> None:
     def tree(offset: int) -> dict[str, LeafSpec]:
-        return {"a": array("a"), "v": array("v", alias_of="a", view=View(offset, (2, 1)))}
+        return {"a": array("a"), "v": array("v", alias_of="a", view=StridedView(offset, (2, 1)))}
 
-    assert joined(((0,), tree(0)), ((1,), {**tree(0), "x": array("x")})).leaves[1].view == View(0, (2, 1))
+    assert joined(((0,), tree(0)), ((1,), {**tree(0), "x": array("x")})).leaves[1].view == StridedView(0, (2, 1))
     with pytest.raises(MismatchError, match="v: expected the same view of a"):
         joined(((0,), tree(0)), ((1,), tree(2)))
 

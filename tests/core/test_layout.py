@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import box_layouts, flat_layouts, mesh_layouts, shapes
-from treeckpt.core.errors import LayoutError
-from treeckpt.core.layout import (
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.sharding.placements import (
     BoxLayout,
     Mesh,
     MeshLayout,
@@ -28,8 +28,8 @@ from treeckpt.core.layout import (
     replicated,
     single,
 )
-from treeckpt.core.region import Region
-from treeckpt.core.runs import encode_runs
+from treeckpt.core.sharding.region import Region
+from treeckpt.errors import LayoutError
 
 
 @st.composite

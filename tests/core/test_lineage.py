@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.lineage import MAX_SEQUENCE, Lineage, Mark, Order, lineage_of
+from treeckpt.core.format.lineage import MAX_SEQUENCE, Lineage, Mark, Order, lineage_of
 
 SAVE, BACK, DELETE = "save", "back", "delete"
 EVENTS = st.lists(

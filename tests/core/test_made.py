@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from tests.strategies import regions
-from treeckpt.core import made
-from treeckpt.core.made import Constant, Made
-from treeckpt.core.region import Region
-from treeckpt.core.spec import ArraySpec
+from treeckpt.core.sharding.region import Region
+from treeckpt.core.tree.spec import ArraySpec
+from treeckpt.loading.transforms import composed_array
+from treeckpt.loading.transforms.composed_array import Constant, Made
 
 Pair = tuple[Made, np.ndarray]
 
@@ -39,29 +39,29 @@ def changed(draw: DrawFn) -> tuple[Made, np.ndarray, dict[str, np.ndarray]]:
     """An array after some changes, and what it is."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     sources = {name: np.arange(np.prod(shape)).reshape(shape) + 1000 * i for i, name in enumerate("abc")}
-    pool: list[Pair] = [(made.saved(n, ArraySpec(shape, "int64")), array) for n, array in sources.items()]
-    pool.append((made.constant(shape, "int64", 7), np.full(shape, 7)))
+    pool: list[Pair] = [(composed_array.saved(n, ArraySpec(shape, "int64")), array) for n, array in sources.items()]
+    pool.append((composed_array.constant(shape, "int64", 7), np.full(shape, 7)))
     now, array = pool[0]
     for _ in range(draw(st.integers(0, 5))):
         axis = draw(st.integers(0, max(array.ndim - 1, 0)))
         kind = draw(st.sampled_from(["permute", "narrow", "interleave", "stack", "take"]))
         if kind == "permute":
             axes = draw(st.permutations(range(array.ndim)))
-            now, array = made.permute(now, axes), array.transpose(axes)
+            now, array = composed_array.permute(now, axes), array.transpose(axes)
         elif kind == "narrow":
             box = draw(regions(array.shape, empty=False))
-            now, array = made.narrow(now, box), array[box.slices()]
+            now, array = composed_array.narrow(now, box), array[box.slices()]
         elif kind == "take" and array.ndim:
             at = draw(st.integers(0, array.shape[axis] - 1))
-            now, array = made.take(now, axis, at), array.take(at, axis)
+            now, array = composed_array.take(now, axis, at), array.take(at, axis)
         elif kind == "stack" and array.ndim < 4:
-            now, array = made.stack([now, now], axis), np.stack([array, array], axis)
+            now, array = composed_array.stack([now, now], axis), np.stack([array, array], axis)
         elif kind == "interleave" and array.ndim:
             groups = draw(st.sampled_from([g for g in range(1, 6) if array.shape[axis] % g == 0]))
             others = [pair for pair in pool if pair[1].shape == array.shape][:2]
             parts = [array, *(other for _, other in others)]
             cut = [np.split(part, groups, axis) for part in parts]
-            now = made.interleave([now, *(other for other, _ in others)], axis, groups)
+            now = composed_array.interleave([now, *(other for other, _ in others)], axis, groups)
             array = np.concatenate([part[g] for g in range(groups) for part in cut], axis)
     return now, array, sources
 
@@ -79,10 +79,10 @@ def test_the_parts_of_a_region_are_that_region(
 ) -> None:
     now, array, sources = case
     box = data.draw(regions(array.shape))
-    parts = made.parts_in(now, box)
+    parts = composed_array.parts_in(now, box)
     assert sum(part.region.size for part in parts) == box.size
     assert all(part.region.within(box) for part in parts)
-    assert (evaluate(made.narrow(now, box), sources) == array[box.slices()]).all()
+    assert (evaluate(composed_array.narrow(now, box), sources) == array[box.slices()]).all()
 
 
 @given(changed(), st.data())
@@ -95,22 +95,28 @@ def test_what_is_cut_and_put_together_again_is_as_it_was(
     axis = data.draw(st.integers(0, array.ndim - 1))
     groups = data.draw(st.sampled_from([g for g in range(1, 6) if array.shape[axis] % g == 0]))
     cut = data.draw(st.integers(0, array.shape[axis] // groups))
-    pieces = made.uninterleave(now, axis, [cut, array.shape[axis] // groups - cut], groups)
-    again = made.interleave(pieces, axis, groups)
+    pieces = composed_array.uninterleave(now, axis, [cut, array.shape[axis] // groups - cut], groups)
+    again = composed_array.interleave(pieces, axis, groups)
     assert (evaluate(again, sources) == array).all()
 
 
 def test_undoing_a_change_gives_the_saved_array_itself() -> None:
     spec = ArraySpec((12, 4, 2), "float32")
-    whole = made.saved("w", spec)
-    pieces = made.uninterleave(whole, 0, [4, 1, 1], 2)
-    assert made.is_saved(made.interleave(pieces, 0, 2), "w", spec)
-    assert made.is_saved(made.permute(made.permute(whole, (2, 0, 1)), (1, 2, 0)), "w", spec)
+    whole = composed_array.saved("w", spec)
+    pieces = composed_array.uninterleave(whole, 0, [4, 1, 1], 2)
+    assert composed_array.is_saved(composed_array.interleave(pieces, 0, 2), "w", spec)
+    assert composed_array.is_saved(
+        composed_array.permute(composed_array.permute(whole, (2, 0, 1)), (1, 2, 0)), "w", spec
+    )
     assert len(pieces[0].parts) == 2, "the queries of each group"
 
 
 def test_casts_follow_each_other() -> None:
-    whole = made.saved("w", ArraySpec((2,), "float32"))
-    assert made.cast(made.cast(whole, "bfloat16"), "float32").parts[0].dtypes == ("float32", "bfloat16", "float32")
-    assert made.cast(whole, "float32") == whole
-    assert made.narrow(whole, Region((1,), (1,))).parts[0].dtypes == ("float32",)
+    whole = composed_array.saved("w", ArraySpec((2,), "float32"))
+    assert composed_array.cast(composed_array.cast(whole, "bfloat16"), "float32").parts[0].dtypes == (
+        "float32",
+        "bfloat16",
+        "float32",
+    )
+    assert composed_array.cast(whole, "float32") == whole
+    assert composed_array.narrow(whole, Region((1,), (1,))).parts[0].dtypes == ("float32",)

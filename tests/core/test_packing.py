@@ -17,20 +17,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.core.saves import Array, Saved, save, saves
-from treeckpt.core import index as index_module
-from treeckpt.core.chunks import BoxChunks
-from treeckpt.core.errors import FormatError
-from treeckpt.core.index import decode_index, encode_index, rebuild
-from treeckpt.core.layout import BoxLayout, Mesh, MeshLayout, Shard
-from treeckpt.core.packing import MAX_NUMBERS, pack, unpack
-from treeckpt.core.ranges import flat_boxes, most_boxes
-from treeckpt.core.region import Region, flat_regions
-from treeckpt.core.runs import encode_runs
-from treeckpt.core.shard import sealed
-from treeckpt.core.sharing import expand, leaf_count, share
-from treeckpt.core.spec import ArraySpec
-from treeckpt.core.structure import DictNode, ListNode
-from treeckpt.core.tree import PerRank
+from treeckpt.core.format import index as index_module
+from treeckpt.core.format.chunks import BoxChunks
+from treeckpt.core.format.index import decode_index, encode_index, rebuild
+from treeckpt.core.format.index_v2 import MAX_NUMBERS, pack, unpack
+from treeckpt.core.format.shard_header import sealed
+from treeckpt.core.planning.flat_ranges import flat_boxes, most_boxes
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
+from treeckpt.core.sharding.region import Region, flat_regions
+from treeckpt.core.tree.flatten import PerRank
+from treeckpt.core.tree.shared_subtrees import expand, leaf_count, share
+from treeckpt.core.tree.spec import ArraySpec
+from treeckpt.core.tree.structure import DictNode, ListNode
+from treeckpt.errors import FormatError
 
 
 @pytest.fixture(autouse=True, scope="module")

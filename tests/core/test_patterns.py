@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.errors import MismatchError
-from treeckpt.core.patterns import compile_pattern, expand
+from treeckpt.errors import MismatchError
+from treeckpt.loading.transforms.patterns import compile_pattern, expand
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import treeckpt.core.assign as assign_module
+import treeckpt.core.sharding.write_assignment as assign_module
 from tests.core.test_assign import pieces_of
 from tests.strategies import array_leaves, box_layouts, flat_layouts, layouts, regions, shapes
-from treeckpt.core.assign import ArrayLeaf, assign
-from treeckpt.core.chunks import chunks_in, encode_chunks
-from treeckpt.core.layout import held_by
-from treeckpt.core.plan import Chunk, PlacedWhole, Want, place, plan_load, plan_save, tiles
-from treeckpt.core.region import Region, byte_runs
-from treeckpt.core.runs import decode_runs
+from treeckpt.core.format.chunks import chunks_in, encode_chunks
+from treeckpt.core.planning.plan import Chunk, PlacedWhole, Want, place, plan_load, plan_save, tiles
+from treeckpt.core.sharding.int_runs import decode_runs
+from treeckpt.core.sharding.placements import held_by
+from treeckpt.core.sharding.region import Region, byte_runs
+from treeckpt.core.sharding.write_assignment import ArrayLeaf, assign
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -108,7 +108,7 @@ def test_whole_pages_come_first_and_stay_on_pages():
 
 
 def layouts_of_one():
-    from treeckpt.core.layout import single
+    from treeckpt.core.sharding.placements import single
 
     return single(0)
 

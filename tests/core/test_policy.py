@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.policy import All, Best, EveryPeriod, EverySteps, Last, StepInfo, Steps, best_of, kept, unmeasured
+from treeckpt.core.analysis.retention_policy import (
+    All,
+    Best,
+    EveryPeriod,
+    EverySteps,
+    Last,
+    StepInfo,
+    Steps,
+    best_of,
+    kept,
+    unmeasured,
+)
 
 
 @st.composite

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.critical import Stretch, critical_path
-from treeckpt.core.events import BLOCKING, Host, Span, Timings
-from treeckpt.core.profile import COORDINATING, WAITING, Spans, lanes_of, profile_of
-from treeckpt.core.runs import encode_runs
-from treeckpt.core.spread import groupings_of, matrix_of, pooled, stragglers_of
-from treeckpt.core.study import Study
-from treeckpt.core.trace import encode_trace
+from treeckpt.core.analysis.critical_path import Stretch, critical_path
+from treeckpt.core.analysis.perfetto import encode_trace
+from treeckpt.core.analysis.profile import COORDINATING, WAITING, Spans, lanes_of, profile_of
+from treeckpt.core.analysis.stragglers import groupings_of, matrix_of, pooled, stragglers_of
+from treeckpt.core.analysis.timing_report import Study
+from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings
+from treeckpt.core.sharding.int_runs import encode_runs
 
 NAMES = st.sampled_from(["save", "write", "hash", "agree", "gather", "publish"])
 
@@ -151,7 +151,7 @@ def test_ranks_are_pooled_by_host_with_the_slowest_of_each():
 
 def test_mesh_dimensions_are_ways_to_put_ranks_together():
     from tests.samples import MESH
-    from treeckpt.core.layout import MeshLayout, Replicate
+    from treeckpt.core.sharding.placements import MeshLayout, Replicate
 
     class Layouts:
         layouts = (MeshLayout(MESH, (Replicate(), Replicate())),)

@@ -5,8 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.errors import FormatError
-from treeckpt.core.progress import Progress, decode_progress, encode_progress, parse_progress_name, progress_name
+from treeckpt.core.format.save_progress import (
+    Progress,
+    decode_progress,
+    encode_progress,
+    parse_progress_name,
+    progress_name,
+)
+from treeckpt.errors import FormatError
 
 ID = "0123456789abcdef"
 counts = st.integers(0, 1 << 60)

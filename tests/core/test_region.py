@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import regions, shapes
-from treeckpt.core.region import (
+from treeckpt.core.sharding.region import (
     Region,
     byte_runs,
     c_strides,

@@ -5,15 +5,15 @@ import math
 import pytest
 
 from tests.samples import write_checkpoint
-from treeckpt.core.dtypes import dtype_of
-from treeckpt.core.errors import LayoutError
-from treeckpt.core.layout import MeshLayout, Replicate, Shard, StridedShard, held_by, local_shape
-from treeckpt.core.reshard import parse_mesh, parse_rules, plan_reshard, spread
-from treeckpt.core.spec import ArraySpec
-from treeckpt.filling import Filling, Means
-from treeckpt.io.record import Recorder
-from treeckpt.io.store import LocalStore
-from treeckpt.leaves.base import HostArray, Target, TargetPiece, raw_dtype
+from treeckpt.arrays.base import HostArray, Target, TargetPiece, raw_dtype
+from treeckpt.core.analysis.reshard_preview import parse_mesh, parse_rules, plan_reshard, spread
+from treeckpt.core.sharding.dtypes import dtype_of
+from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard, StridedShard, held_by, local_shape
+from treeckpt.core.tree.spec import ArraySpec
+from treeckpt.errors import LayoutError
+from treeckpt.io.storage.store import LocalStore
+from treeckpt.io.timing import Recorder
+from treeckpt.loading.read_batch import Filling, Means
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,9 @@ def test_work_is_bounded_and_ranks_left_out_are_spread(saved):
 
 def test_rows_that_lie_apart_count_as_many_reads():
     """A column of a large array costs a read a row: that is refused before it is planned."""
-    from treeckpt.core.chunks import WholeChunk
-    from treeckpt.core.records import ArrayRecord, FileTable, Index
-    from treeckpt.core.structure import DictNode
+    from treeckpt.core.format.chunks import WholeChunk
+    from treeckpt.core.format.records import ArrayRecord, FileTable, Index
+    from treeckpt.core.tree.structure import DictNode
 
     spec = ArraySpec((1 << 20, 1 << 18), "uint8")
     structure = DictNode(("a",), (None,))

@@ -4,11 +4,11 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.events import timings_name
-from treeckpt.core.files import PIN_NAME, deleted_name, kind_of, lease_name, step_name
-from treeckpt.core.policy import Last
-from treeckpt.core.retention import FileFact, FolderFact, Left, Removal, Times, plan_cleaning
-from treeckpt.core.shard import shard_name
+from treeckpt.core.analysis.deletion import FileFact, FolderFact, Left, Removal, Times, plan_cleaning
+from treeckpt.core.analysis.retention_policy import Last
+from treeckpt.core.format.file_names import PIN_NAME, deleted_name, kind_of, lease_name, step_name
+from treeckpt.core.format.shard_header import shard_name
+from treeckpt.core.format.timings import timings_name
 
 GRACE, LEASE, NOW = 3600 * 10**9, 600 * 10**9, 10**18
 TIMES = Times(NOW, GRACE, LEASE)

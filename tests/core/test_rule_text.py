@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from treeckpt import rules as R
-from treeckpt.core.errors import FormatError
-from treeckpt.core.ruled import apply_rules
-from treeckpt.core.ruling import items_of
-from treeckpt.core.spec import ArraySpec
+from treeckpt.core.tree.spec import ArraySpec
+from treeckpt.errors import FormatError
+from treeckpt.loading.transforms.apply_rule import items_of
+from treeckpt.loading.transforms.apply_rules import apply_rules
 
 Q = ("q", "k", "v")
 

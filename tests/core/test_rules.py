@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from treeckpt import rules as R
-from treeckpt.core.errors import FormatError, MismatchError, TreeckptError
-from treeckpt.core.ruled import Ruled, apply_rules
-from treeckpt.core.ruling import chain_of, items_of
-from treeckpt.core.spec import ArraySpec
+from treeckpt.core.tree.spec import ArraySpec
+from treeckpt.errors import FormatError, MismatchError, TreeckptError
+from treeckpt.loading.transforms.apply_rule import chain_of, items_of
+from treeckpt.loading.transforms.apply_rules import Ruled, apply_rules
 
 Leaves = dict[str, ArraySpec | None]
 

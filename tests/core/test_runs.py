@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.errors import FormatError
-from treeckpt.core.runs import (
+from treeckpt.core.sharding.int_runs import (
     MAX_LENGTH,
     bounds_of,
     check_rising,
@@ -17,6 +16,7 @@ from treeckpt.core.runs import (
     length_of,
     value_at,
 )
+from treeckpt.errors import FormatError
 
 BIG = 1 << 62
 

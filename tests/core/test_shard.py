@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 
 from tests.core.saves import SAVE_ID, saves, small
 from tests.strategies import keys, regions, shapes
-from treeckpt.core.dtypes import dtype_of
-from treeckpt.core.errors import CorruptError, FormatError, TreeckptError
-from treeckpt.core.region import Region
-from treeckpt.core.shard import (
+from treeckpt.core.format.shard_header import (
     BLOCK,
     PAGE,
     Entry,
@@ -28,7 +25,10 @@ from treeckpt.core.shard import (
     shard_name,
     with_hashes,
 )
-from treeckpt.core.structure import key_text
+from treeckpt.core.sharding.dtypes import dtype_of
+from treeckpt.core.sharding.region import Region
+from treeckpt.core.tree.structure import key_text
+from treeckpt.errors import CorruptError, FormatError, TreeckptError
 
 FEWER = settings(max_examples=20)
 """Whole saves take a tenth of a second each to make up."""

@@ -14,8 +14,8 @@ import torch
 from hypothesis import example, given
 
 from tests.strategies import Access, Branch, Color, Level, resolve, same, values
-from treeckpt.core.errors import FormatError, MismatchError, TreeError
-from treeckpt.core.spec import ArraySpec, Typed, Value, decode_value, encode_value, type_name
+from treeckpt.core.tree.spec import ArraySpec, Typed, Value, decode_value, encode_value, type_name
+from treeckpt.errors import FormatError, MismatchError, TreeError
 
 
 def through_json(value, **options):

@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import keys, trees
-from treeckpt.core.errors import FormatError, MismatchError, TreeError
-from treeckpt.core.runs import decode_runs, encode_runs
-from treeckpt.core.spec import Typed
-from treeckpt.core.structure import (
+from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
+from treeckpt.core.tree.flatten import PerRank, flatten
+from treeckpt.core.tree.merge import merge, widen_ranks
+from treeckpt.core.tree.spec import Typed
+from treeckpt.core.tree.structure import (
     MAX_DEPTH,
     DictNode,
     ListNode,
@@ -21,8 +22,7 @@ from treeckpt.core.structure import (
     paths_of,
     rank_key,
 )
-from treeckpt.core.tree import PerRank, flatten
-from treeckpt.core.union import merge, widen_ranks
+from treeckpt.errors import FormatError, MismatchError, TreeError
 
 
 def typed(key):

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.core.buckets import share_of
-from treeckpt.core.errors import LayoutError, MismatchError
-from treeckpt.core.rows import Claim, row_starts
+from treeckpt.core.tree.row_order import share_of
+from treeckpt.core.tree.table_rows import Claim, row_starts
+from treeckpt.errors import LayoutError, MismatchError
 
 
 @given(st.permutations(range(6)), st.lists(st.integers(0, 9), min_size=6, max_size=6))

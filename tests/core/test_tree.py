@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import Branch, Color, Frozen, Registered, Weight, keys, resolve, same, trees, values
-from treeckpt.core.errors import FormatError, MismatchError, TreeError
-from treeckpt.core.nesting import Folded, fold
-from treeckpt.core.runs import encode_runs
-from treeckpt.core.structure import (
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.tree.flatten import PerRank, flatten, graft, own_child, replace_leaves, unflatten
+from treeckpt.core.tree.nesting import Folded, fold
+from treeckpt.core.tree.structure import (
     MAX_DEPTH,
     CustomNode,
     DataclassNode,
@@ -26,7 +26,7 @@ from treeckpt.core.structure import (
     StructSequenceNode,
     Structure,
 )
-from treeckpt.core.tree import PerRank, flatten, graft, own_child, replace_leaves, unflatten
+from treeckpt.errors import FormatError, MismatchError, TreeError
 
 SPACE = "treeckpt-tests"
 

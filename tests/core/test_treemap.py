@@ -3,9 +3,9 @@
 import pytest
 
 from tests.samples import gpt_state, write_checkpoint
-from treeckpt.core.extents import extents_in
-from treeckpt.core.outline import Outline
-from treeckpt.core.treemap import part_of, treemap_of
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.treemap import part_of, treemap_of
+from treeckpt.core.format.byte_map import extents_in
 
 WAYS = ["tree", "part", "rank", "file", "dtype"]
 

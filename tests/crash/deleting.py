@@ -16,13 +16,13 @@ from pathlib import Path
 import treeckpt as tc
 from tests.crash.kills import killed, switched
 from tests.world import Switch, whole_tree
-from treeckpt.core.files import deleted_name, step_name
-from treeckpt.core.policy import Last
-from treeckpt.core.shard import shard_name
-from treeckpt.io import diskfile
-from treeckpt.io import runs as runs_module
-from treeckpt.io import store as store_module
-from treeckpt.run import Run
+from treeckpt.core.analysis.retention_policy import Last
+from treeckpt.core.format.file_names import deleted_name, step_name
+from treeckpt.core.format.shard_header import shard_name
+from treeckpt.io.storage import local_write
+from treeckpt.io.storage import run_store as runs_module
+from treeckpt.io.storage import store as store_module
+from treeckpt.runs.run import Run
 
 SYSTEM_CALLS = ("open", "fsync", "link", "replace", "unlink", "rmdir")
 CRASHED, HALF = "c" * 16, "a" * 16
@@ -45,7 +45,7 @@ def build(run: Path) -> None:
 
 
 def clean(run: Path, switch: Switch | None) -> None:
-    modules = [store_module, diskfile, runs_module]
+    modules = [store_module, local_write, runs_module]
     with switched(switch, SYSTEM_CALLS, modules) if switch is not None else contextlib.nullcontext():
         report = Run(run).clean([Last(2)])
     assert not report.failed, report

@@ -24,8 +24,8 @@ from tests.crash.cases import Case
 from tests.crash.kills import impatient_once
 from tests.crash.mined import Mined
 from tests.world import LONG, small_tree
-from treeckpt.core.files import step_name
-from treeckpt.io.comm import TorchComm, default_comm
+from treeckpt.core.format.file_names import step_name
+from treeckpt.io.comm.comm import TorchComm, default_comm
 
 SILENT = 3.0
 """Seconds after which a rank counts as silent once one is dead: those that live on are to learn of it."""

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from tests.world import Switch
-from treeckpt.io.comm import Comm
+from treeckpt.io.comm.comm import Comm
 
 __all__ = ["impatient_once", "killed", "switched"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import treeckpt as tc
 from tests.world import errors_of, on_ranks, small_tree
-from treeckpt.core.files import step_name
-from treeckpt.core.policy import Last
-from treeckpt.io import diskfile
-from treeckpt.run import Run
+from treeckpt.core.analysis.retention_policy import Last
+from treeckpt.core.format.file_names import step_name
+from treeckpt.io.storage import local_write
+from treeckpt.runs.run import Run
 
 WORLD = 2
 
@@ -30,14 +30,14 @@ def die_making(path: Path) -> None:
     """Begins a save in a process that is killed at its second sync, behind the making of the first directory."""
     if (pid := os.fork()) == 0:
         syncs = itertools.count(1)
-        real = diskfile.sync_directory
+        real = local_write.sync_directory
 
         def sync(directory: Path) -> None:
             if next(syncs) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             real(directory)
 
-        diskfile.sync_directory = sync
+        local_write.sync_directory = sync
         tc.LocalStore(path).prepare()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL

@@ -12,8 +12,8 @@ import pytest
 
 import treeckpt as tc
 from tests.world import assert_holds, whole_tree
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.core.shard import parse_shard_name
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.shard_header import parse_shard_name
 
 ROOT = Path(__file__).parents[2]
 

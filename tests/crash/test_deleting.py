@@ -9,10 +9,10 @@ from pathlib import Path
 
 import treeckpt as tc
 from tests.world import assert_equal, whole_tree
-from treeckpt.catalog import scan
-from treeckpt.core.files import step_name, step_of
-from treeckpt.core.policy import Last
-from treeckpt.run import Run
+from treeckpt.core.analysis.retention_policy import Last
+from treeckpt.core.format.file_names import step_name, step_of
+from treeckpt.runs.catalog import scan
+from treeckpt.runs.run import Run
 
 ROOT = Path(__file__).parents[2]
 

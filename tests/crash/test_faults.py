@@ -24,15 +24,15 @@ from tests.crash.disks import failing_disk, fill, remount, small_disk
 from tests.crash.kills import switched
 from tests.crash.syscalls import why_not
 from tests.world import Faulty, Switch, assert_holds, seed_of, small_tree, whole_tree
-from treeckpt.committing import IN_PLACE
-from treeckpt.core.files import step_name
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.io import diskfile
-from treeckpt.io import store as store_module
+from treeckpt.core.format.file_names import step_name
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.io.storage import local_write
+from treeckpt.io.storage import store as store_module
+from treeckpt.saving.commit import IN_PLACE
 
 ROOT = Path(__file__).parents[2]
 SYSTEM_CALLS = ("open", "pwrite", "ftruncate", "fsync", "link", "replace", "posix_fallocate")
-MODULES = [store_module, diskfile]
+MODULES = [store_module, local_write]
 PAGE = 4096
 
 

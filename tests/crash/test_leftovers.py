@@ -21,16 +21,16 @@ from tests.background import until
 from tests.crash.saver import NBYTES, tree_of
 from tests.s3 import S3
 from tests.world import assert_equal
-from treeckpt.cli import main
-from treeckpt.core.files import step_name
-from treeckpt.core.policy import Last
-from treeckpt.core.progress import Owner, Progress, encode_progress, progress_name
-from treeckpt.core.shard import shard_name
-from treeckpt.io import progress
-from treeckpt.io.owners import this_process
-from treeckpt.io.progress import LAPSE
-from treeckpt.io.store import open_store
-from treeckpt.run import Run
+from treeckpt.cli.main import main
+from treeckpt.core.analysis.retention_policy import Last
+from treeckpt.core.format.file_names import step_name
+from treeckpt.core.format.save_progress import Owner, Progress, encode_progress, progress_name
+from treeckpt.core.format.shard_header import shard_name
+from treeckpt.io.storage import progress_file
+from treeckpt.io.storage.open import open_store
+from treeckpt.io.storage.process_owner import this_process
+from treeckpt.io.storage.progress_file import LAPSE
+from treeckpt.runs.run import Run
 
 ROOT = Path(__file__).parents[2]
 KILLS = ("kill", "publish", "committed")
@@ -255,17 +255,17 @@ def test_a_process_that_took_a_dead_ones_number_keeps_nothing(tmp_path: Path) ->
 
 
 def test_a_save_that_writes_nothing_new_renews_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "BEAT", 0.01)
+    monkeypatch.setattr(progress_file, "BEAT", 0.01)
     tmp_path.joinpath("at").mkdir()
     now = time.time_ns()
     first = Progress("a" * 16, 0, 1, None, "write", 0, 2, now, now)
     store = open_store(tmp_path / "at")
-    note = progress.ProgressNote(store, first)
+    note = progress_file.ProgressNote(store, first)
     note.begin()
     seen: set[int] = set()
 
     def renewed() -> bool:
-        seen.update(one.alive_ns for one in progress.read_progress(store, store.sizes()))
+        seen.update(one.alive_ns for one in progress_file.read_progress(store, store.sizes()))
         return len(seen) > 3
 
     assert until(renewed)

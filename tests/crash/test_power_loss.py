@@ -15,9 +15,9 @@ import treeckpt as tc
 from tests.crash.outage import State, lay_out, states
 from tests.crash.syscalls import Recording, record, why_not
 from tests.world import assert_holds, seed_of, whole_tree
-from treeckpt.catalog import scan
-from treeckpt.core.files import step_name
-from treeckpt.run import Run
+from treeckpt.core.format.file_names import step_name
+from treeckpt.runs.catalog import scan
+from treeckpt.runs.run import Run
 
 ROOT = Path(__file__).parents[2]
 RUN = "runs/run"

@@ -16,9 +16,9 @@ import treeckpt as tc
 from tests.background import gone, until
 from tests.crash import soak
 from tests.world import assert_holds
-from treeckpt.core.files import step_name
-from treeckpt.core.policy import Last
-from treeckpt.run import Run
+from treeckpt.core.analysis.retention_policy import Last
+from treeckpt.core.format.file_names import step_name
+from treeckpt.runs.run import Run
 
 ROOT = Path(__file__).parents[2]
 MEMORY = 24 << 20

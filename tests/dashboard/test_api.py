@@ -7,9 +7,9 @@ import pytest
 from fastapi.routing import APIRoute
 
 from tests.samples import write_checkpoint, write_run
-from treeckpt.catalog import read_index
-from treeckpt.core.layout import BoxLayout
-from treeckpt.core.region import Region
+from treeckpt.core.sharding.placements import BoxLayout
+from treeckpt.core.sharding.region import Region
+from treeckpt.runs.catalog import read_index
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,12 @@ import pytest
 
 import treeckpt as tc
 from tests.samples import BFloat16, mesh_layout, write_checkpoint
-from treeckpt import catalog
-from treeckpt.catalog import read_index
-from treeckpt.core.reshard import parse_mesh, parse_rules, plan_reshard
-from treeckpt.core.tree import PerRank
-from treeckpt.io.runs import LocalFolder
-from treeckpt.io.store import LocalStore
+from treeckpt.core.analysis.reshard_preview import parse_mesh, parse_rules, plan_reshard
+from treeckpt.core.tree.flatten import PerRank
+from treeckpt.io.storage.run_store import LocalFolder
+from treeckpt.io.storage.store import LocalStore
+from treeckpt.runs import catalog
+from treeckpt.runs.catalog import read_index
 from treeckpt_dashboard import checksums
 from treeckpt_dashboard.arrays import _overlaps
 

@@ -10,12 +10,12 @@ from starlette.testclient import TestClient
 
 import treeckpt_dashboard
 from tests.samples import write_checkpoint
-from treeckpt.core.events import Span, Timings, encode_timings, timings_name
-from treeckpt.core.index import INDEX_NAME, encode_index
-from treeckpt.core.progress import Progress, encode_progress, progress_name
-from treeckpt.core.records import AliasRecord, ValueRecord
-from treeckpt.core.spec import Typed
-from treeckpt.core.structure import DictNode, ListNode
+from treeckpt.core.format.index import INDEX_NAME, encode_index
+from treeckpt.core.format.records import AliasRecord, ValueRecord
+from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name
+from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
+from treeckpt.core.tree.spec import Typed
+from treeckpt.core.tree.structure import DictNode, ListNode
 from treeckpt_dashboard import security
 from treeckpt_dashboard.app import create_app
 

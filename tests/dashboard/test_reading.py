@@ -9,9 +9,9 @@ from starlette.testclient import TestClient
 import treeckpt_dashboard.reading as reading
 from tests.large import hold_readers, large_index, write_large_checkpoint
 from tests.samples import gpt_state, write_checkpoint, write_run
-from treeckpt.core.errors import CorruptError
-from treeckpt.core.index import INDEX_NAME
-from treeckpt.io.runs import Entry, LocalFolder
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.errors import CorruptError
+from treeckpt.io.storage.run_store import Entry, LocalFolder
 from treeckpt_dashboard.app import create_app
 from treeckpt_dashboard.cache import Cache, default_directory, key_of
 from treeckpt_dashboard.library import Library
@@ -118,8 +118,10 @@ def test_a_second_start_reads_no_index_again(tmp_path, monkeypatch):
     before = [info for _, info in library.checkpoints(library.runs[0])]
     library.close()
 
-    monkeypatch.setattr("treeckpt.io.codec.read_index", lambda store: pytest.fail("read again"))
-    monkeypatch.setattr("treeckpt.io.codec.read_timings", lambda store, save: pytest.fail("read again"))
+    monkeypatch.setattr("treeckpt.io.storage.metadata_files.read_index", lambda store: pytest.fail("read again"))
+    monkeypatch.setattr(
+        "treeckpt.io.storage.metadata_files.read_timings", lambda store, save: pytest.fail("read again")
+    )
     library = Library([tmp_path / "run"], cache=Cache(tmp_path / "cache"))
     assert [info for _, info in library.checkpoints(library.runs[0])] == before and len(before) == 2
 

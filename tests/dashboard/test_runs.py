@@ -13,11 +13,11 @@ import treeckpt as tc
 from tests.background import until
 from tests.large import write_many
 from tests.samples import START_NS, gpt_state, write_checkpoint, write_mixed_run
-from treeckpt.core.files import PIN_NAME
-from treeckpt.core.progress import Progress, encode_progress, progress_name
-from treeckpt.core.usage import Growth, days_until, growth_of
-from treeckpt.io.owners import this_process
-from treeckpt.io.runs import LocalRun, MemoryRun, changes_of
+from treeckpt.core.format.file_names import PIN_NAME
+from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name
+from treeckpt.io.storage.process_owner import this_process
+from treeckpt.io.storage.run_store import LocalRun, MemoryRun, changes_of
+from treeckpt.runs.disk_growth import Growth, days_until, growth_of
 from treeckpt_dashboard.keeping import KeepError, keep_text, parse_keep
 from treeckpt_dashboard.library import Library
 from treeckpt_dashboard.ops import Speeds, live_page
@@ -351,8 +351,8 @@ def test_when_all_is_written_the_coordinator_is_waited_for(tmp_path):
 
 def test_a_real_save_under_way_shows(serve, tmp_path):
     """The records are those that the library's own writer keeps."""
-    from treeckpt.io.progress import ProgressNote
-    from treeckpt.io.store import LocalStore
+    from treeckpt.io.storage.progress_file import ProgressNote
+    from treeckpt.io.storage.store import LocalStore
 
     store = LocalStore(tmp_path / "run" / "step_00000009")
     store.prepare()

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.large import large_index
 from tests.samples import gpt_state, write_checkpoint
-from treeckpt.catalog import read_index, summarize
-from treeckpt.core.errors import FormatError, MismatchError
-from treeckpt.core.extents import extents_in, layout_of, locate_chunks
-from treeckpt.core.nodes import flat_nodes
-from treeckpt.core.outline import Outline
-from treeckpt.core.records import AliasRecord, ValueRecord
-from treeckpt.core.structure import DictNode, ListNode
-from treeckpt.core.tree import PerRank
+from treeckpt.core.analysis.node_table import flat_nodes
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.format.byte_map import extents_in, layout_of, locate_chunks
+from treeckpt.core.format.records import AliasRecord, ValueRecord
+from treeckpt.core.tree.flatten import PerRank
+from treeckpt.core.tree.structure import DictNode, ListNode
+from treeckpt.errors import FormatError, MismatchError
+from treeckpt.runs.catalog import read_index, summarize
 from treeckpt_dashboard.stored import StoredOutline
 from treeckpt_dashboard.tables import build_table
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tests.samples import START_NS, write_checkpoint, write_run
-from treeckpt.core.events import BLOCKING, Host, Span, Timings, encode_timings, timings_name
-from treeckpt.core.runs import encode_runs
-from treeckpt.io.codec import read_timings
-from treeckpt.io.store import LocalStore
+from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.io.storage.metadata_files import read_timings
+from treeckpt.io.storage.store import LocalStore
 
 
 @pytest.fixture(scope="module")

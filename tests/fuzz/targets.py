@@ -26,19 +26,19 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.world import on_ranks, small_tree
+from treeckpt.arrays.registry import decode
 from treeckpt.convert.files import file_window
 from treeckpt.convert.pickles import read_pickle
 from treeckpt.convert.values import PLAIN, settle
-from treeckpt.core.events import Span, Timings, decode_timings, encode_timings
-from treeckpt.core.extents import extents_in, locate_chunks
-from treeckpt.core.index import INDEX_NAME, decode_index
-from treeckpt.core.outline import Outline
-from treeckpt.core.progress import Progress, decode_progress, encode_progress
-from treeckpt.core.seals import sealed
-from treeckpt.core.shard import decode_header, header_nbytes
-from treeckpt.core.spec import Value
-from treeckpt.core.structure import Structure, paths_of, tables_of
-from treeckpt.leaves.registry import decode
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.format.byte_map import extents_in, locate_chunks
+from treeckpt.core.format.index import INDEX_NAME, decode_index
+from treeckpt.core.format.save_progress import Progress, decode_progress, encode_progress
+from treeckpt.core.format.seals import sealed
+from treeckpt.core.format.shard_header import decode_header, header_nbytes
+from treeckpt.core.format.timings import Span, Timings, decode_timings, encode_timings
+from treeckpt.core.tree.spec import Value
+from treeckpt.core.tree.structure import Structure, paths_of, tables_of
 
 __all__ = ["TARGETS"]
 

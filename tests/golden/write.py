@@ -12,7 +12,7 @@ from typing import Any
 
 import treeckpt as tc
 from tests.golden.content import RANGES, WORLD, ranges_tree, table_tree, tree
-from treeckpt.io.comm import thread_comms
+from treeckpt.io.comm.comm import thread_comms
 
 TREES: dict[str, tuple[Callable[[int], Any], int]] = {
     "version_1": (tree, WORLD),

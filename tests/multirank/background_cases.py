@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import treeckpt as tc
 from tests.background import Hooked, session
-from treeckpt.io.comm import default_comm
+from treeckpt.io.comm.comm import default_comm
 from treeckpt.training.guard import guard
 
 from .layouts import bits, build

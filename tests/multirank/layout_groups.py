@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import treeckpt as tc
-from treeckpt.io.comm import Comm, comm_of, default_comm
+from treeckpt.io.comm.comm import Comm, comm_of, default_comm
 
 from .layout_models import build_model, models_of
 from .layouts import difference, distribute, mesh_of, seeded

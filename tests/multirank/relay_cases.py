@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 import treeckpt as tc
-from treeckpt.io.comm import SoloComm, default_comm
-from treeckpt.io.store import LocalStore
+from treeckpt.io.comm.comm import SoloComm, default_comm
+from treeckpt.io.storage.store import LocalStore
 
 from .layouts import difference, distribute, mesh_of, seeded
 from .registry import Rank, case

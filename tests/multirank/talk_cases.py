@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import treeckpt as tc
-from treeckpt.io.comm import Comm, default_comm
+from treeckpt.io.comm.comm import Comm, default_comm
 
 from .layouts import build
 from .registry import Rank, case

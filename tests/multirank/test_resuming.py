@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import treeckpt as tc
-from treeckpt.catalog import CheckpointInfo, scan
-from treeckpt.core.files import kind_of, step_name
+from treeckpt.core.format.file_names import kind_of, step_name
+from treeckpt.runs.catalog import CheckpointInfo, scan
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2

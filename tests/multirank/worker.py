@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from treeckpt.io.comm import TorchComm, default_comm
+from treeckpt.io.comm.comm import TorchComm, default_comm
 
 from . import cases
 from .layouts import forget_meshes

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import treeckpt as tc
-from treeckpt.io.comm import thread_comms
+from treeckpt.io.comm.comm import thread_comms
 from treeckpt.training import load, save
 
 from ..world import errors_of, on_ranks

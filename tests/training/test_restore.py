@@ -558,7 +558,7 @@ _PEAK = """
 import sys, torch, treeckpt as tc
 from torch import nn
 from treeckpt import training
-from treeckpt.io.comm import SoloComm, thread_comms
+from treeckpt.io.comm.comm import SoloComm, thread_comms
 def memory(name):  # of this process alone: ru_maxrss outlives exec
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
 path, world = sys.argv[1], int(sys.argv[2])

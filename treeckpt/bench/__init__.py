@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..printing import fail, print_line
+from ..report.terminal import fail, print_line
 from .bars import Bar, judge, judge_stays
 from .machine import Machine, describe_machine
 from .results import Row, Stay, StayRow, Trial, summarize, summarize_stays

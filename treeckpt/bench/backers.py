@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 
 import treeckpt
 
-from .contenders import is_there, sync
+from .contenders import is_there
+from .meter import sync
 from .states import State
 
 __all__ = ["Backer", "backers"]

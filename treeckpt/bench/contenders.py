@@ -7,7 +7,6 @@ Each is called as its own documentation shows, with the fastest of its documente
 from __future__ import annotations
 
 import importlib.util
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +19,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import treeckpt
 
-from .meter import files_of
+from .meter import sync
+from .others import Orbax, TorchCheckpointing
 from .states import State
 
-__all__ = ["Comparer", "Contender", "SliceReader", "chosen", "contenders_for", "is_there", "slice_readers", "sync"]
+__all__ = ["Comparer", "Contender", "SliceReader", "chosen", "contenders_for", "is_there", "slice_readers"]
 
 
 class Named(Protocol):
@@ -65,16 +65,6 @@ class Comparer(Protocol):
     def compare_and_fill(self, directory: Path, state: State) -> None:
         """Fills a state in two passes."""
         ...
-
-
-def sync(directory: Path) -> None:
-    """Makes files durable, and the names of files."""
-    for path in [*files_of(directory), *(p for p in directory.rglob("*") if p.is_dir()), directory]:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 class Treeckpt:
@@ -216,12 +206,8 @@ def contenders_for(ranks: int) -> list[Contender]:
         found.append(Safetensors())
     found += [Dcp(alone=True), Dcp(alone=True, threads=4)]
     if is_there("orbax.checkpoint") and is_there("jax"):
-        from .others import Orbax
-
         found.append(Orbax())
     if is_there("torch_checkpointing"):
-        from .others import TorchCheckpointing
-
         found.append(TorchCheckpointing())
     return found
 

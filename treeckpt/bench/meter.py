@@ -20,9 +20,9 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
-from ..io.buffers import ask_for_huge_pages
+from ..io.storage.memory import ask_for_huge_pages
 
-__all__ = ["Meter", "Usage", "cached_part", "drop_cache", "files_of", "fill_cache", "hand_memory", "settle"]
+__all__ = ["Meter", "Usage", "cached_part", "drop_cache", "files_of", "fill_cache", "hand_memory", "settle", "sync"]
 
 PAGE = mmap.PAGESIZE
 SAMPLE = 0.002
@@ -196,3 +196,13 @@ def cached_part(directory: Path) -> float:
             there, total = there + int((marks & 1).sum()), total + len(marks)
             del view
     return there / total if total else 0.0
+
+
+def sync(directory: Path) -> None:
+    """Makes files durable, and the names of files."""
+    for path in [*files_of(directory), *(p for p in directory.rglob("*") if p.is_dir()), directory]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .contenders import sync
+from .meter import sync
 from .states import State
 
 __all__ = ["Orbax", "TorchCheckpointing"]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..io.buffers import aligned_buffer, ask_for_huge_pages
+from ..io.storage.memory import aligned_buffer, ask_for_huge_pages
 from .meter import hand_memory
 
 __all__ = ["Raw"]

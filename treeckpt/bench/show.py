@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.wording import visible
-from ..printing import print_line, print_table
+from ..core.text import visible
+from ..report.terminal import print_line, print_table
 from .bars import Bar
 from .results import Row, Stay, StayRow, Trial
 

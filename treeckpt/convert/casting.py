@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.dtypes import dtype_of, name_of
-from ..core.errors import MismatchError
-from ..core.region import Region
-from ..leaves.base import Storage
-from ..leaves.lazy import Lazy
-from ..leaves.registry import library_of
+from ..arrays.base import Storage
+from ..arrays.lazy import Lazy
+from ..arrays.registry import library_of
+from ..core.sharding.dtypes import dtype_of, name_of
+from ..core.sharding.region import Region
+from ..errors import MismatchError
 from .contents import Contents, map_leaves
 from .files import Addresses
 

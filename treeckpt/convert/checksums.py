@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from ..answers import pool
-from ..core.errors import CorruptError
-from ..io.comm import Comm
-from ..leaves.lazy import Lazy
+from ..arrays.lazy import Lazy
+from ..errors import CorruptError
+from ..io.comm.collective import pool
+from ..io.comm.comm import Comm
 from .files import Addresses, Window
 
 __all__ = ["Storages", "Sum", "combine_crcs"]

@@ -11,10 +11,12 @@ from typing import Any
 
 import msgspec
 
-from ..core.errors import MismatchError
-from ..core.globs import compile_globs
-from ..core.runs import decode_runs
-from ..core.structure import (
+from ..arrays.registry import resolve
+from ..core.sharding.int_runs import decode_runs
+from ..core.tree.flatten import flatten, unflatten
+from ..core.tree.globs import compile_globs
+from ..core.tree.recursion import Walk, run
+from ..core.tree.structure import (
     TABLE_KEYS,
     CustomNode,
     DataclassNode,
@@ -33,9 +35,7 @@ from ..core.structure import (
     key_text,
     keys_of,
 )
-from ..core.tree import flatten, unflatten
-from ..core.walking import Walk, run
-from ..leaves.registry import resolve
+from ..errors import MismatchError
 
 __all__ = [
     "NODES",

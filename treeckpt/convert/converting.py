@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from .. import api
-from ..core.errors import CheckpointError, MismatchError
-from ..core.files import step_of
-from ..io.bucket import check_path
-from ..io.comm import as_comm
-from ..io.store import Store
-from ..leaves.lazy import Lazy
+from ..arrays.lazy import Lazy
+from ..core.format.file_names import step_of
+from ..errors import CheckpointError, MismatchError
+from ..io.comm.comm import as_comm
+from ..io.storage.bucket import check_path
+from ..io.storage.store import Store
 from . import contents as choosing
 from .casting import cast_floats
 from .checksums import Storages

@@ -9,13 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from ..core.errors import CorruptError, FormatError
-from ..core.region import Region
-from ..core.spec import ArraySpec
-from ..core.structure import MAX_DEPTH
-from ..io.foreign import DCP_METADATA
-from ..io.store import Store
-from ..leaves.lazy import Lazy
+from ..arrays.lazy import Lazy
+from ..core.sharding.region import Region
+from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import MAX_DEPTH
+from ..errors import CorruptError, FormatError
+from ..io.storage.foreign_formats import DCP_METADATA
+from ..io.storage.store import Store
 from .checksums import Storages
 from .files import Window, store_window
 from .pickles import Opaque, Symbol, read_pickle, short

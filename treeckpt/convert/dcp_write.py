@@ -12,12 +12,12 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from ..core.dtypes import dtype_of
-from ..core.errors import TreeError
-from ..core.region import Region, tiles
-from ..core.tree import flatten, replace_leaves
-from ..leaves.lazy import Lazy
-from ..leaves.torch import torch_dtype
+from ..arrays.lazy import Lazy
+from ..arrays.torch import torch_dtype
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region, tiles
+from ..core.tree.flatten import flatten, replace_leaves
+from ..errors import TreeError
 from .contents import tree_of
 from .dcp import METADATA
 from .holding import Held

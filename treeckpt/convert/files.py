@@ -16,15 +16,16 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from ..core.dtypes import dtype_of
-from ..core.errors import CheckpointNotFound, CorruptError
-from ..core.region import Region
-from ..core.spec import ArraySpec
-from ..io.reader import LocalReader
-from ..io.store import LocalStore, Store, open_store
-from ..leaves.base import Storage, raw_dtype
-from ..leaves.lazy import Lazy
-from ..leaves.numpy import dtype_name
+from ..arrays.base import Storage, raw_dtype
+from ..arrays.lazy import Lazy
+from ..arrays.numpy import dtype_name
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region
+from ..core.tree.spec import ArraySpec
+from ..errors import CheckpointNotFound, CorruptError
+from ..io.storage.local_read import LocalReader
+from ..io.storage.open import open_store
+from ..io.storage.store import LocalStore, Store
 
 __all__ = [
     "Addresses",

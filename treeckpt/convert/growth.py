@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..core.errors import FormatError
-from ..leaves.lazy import Lazy
+from ..arrays.lazy import Lazy
+from ..errors import FormatError
 from .contents import Contents
 from .ties import ties_of
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ..core.dtypes import dtype_of
-from ..core.errors import CheckpointNotFound, CorruptError, FormatError
-from ..core.region import Region
-from ..core.spec import ArraySpec
-from ..io.foreign import HFAI_PART
-from ..io.store import Store
-from ..leaves.lazy import Lazy
+from ..arrays.lazy import Lazy
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region
+from ..core.tree.spec import ArraySpec
+from ..errors import CheckpointNotFound, CorruptError, FormatError
+from ..io.storage.foreign_formats import HFAI_PART
+from ..io.storage.store import Store
 from .checksums import Storages
 from .files import Flat, store_window
 from .pickles import short

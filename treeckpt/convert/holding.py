@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.errors import TreeError
-from ..core.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, key_text, keys_of
-from ..core.walking import Walk, run
-from ..leaves.lazy import Lazy
-from ..leaves.registry import encodable
+from ..arrays.lazy import Lazy
+from ..arrays.registry import encodable
+from ..core.tree.recursion import Walk, run
+from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, key_text, keys_of
+from ..errors import TreeError
 from ..trees.names import flatten_names
 from .contents import Contents, Finding, lower, map_leaves, tree_of
 from .pickles import short

@@ -8,22 +8,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.check import check_there
-from ..core.chunks import BoxChunks
-from ..core.dtypes import dtype_of
-from ..core.errors import FormatError, TreeckptError
-from ..core.plan import READ_LIMIT, Want, plan_load
-from ..core.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankValues, ValueRecord
-from ..core.region import Region, flat_regions, intersect, overlapping
-from ..core.runs import decode_runs
-from ..io.codec import read_index
-from ..io.intake import list_readings, run_readings
-from ..io.record import Recorder
-from ..io.shards import Shards
-from ..io.store import Store
-from ..leaves.base import HostArray, Storage, TargetPiece, raw_dtype
-from ..leaves.lazy import Lazy
-from ..leaves.registry import decode
+from ..arrays.base import HostArray, Storage, TargetPiece, raw_dtype
+from ..arrays.lazy import Lazy
+from ..arrays.registry import decode
+from ..core.format.check_index import check_there
+from ..core.format.chunks import BoxChunks
+from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankValues, ValueRecord
+from ..core.planning.plan import READ_LIMIT, Want, plan_load
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.int_runs import decode_runs
+from ..core.sharding.region import Region, flat_regions, intersect, overlapping
+from ..errors import FormatError, TreeckptError
+from ..io.storage.metadata_files import read_index
+from ..io.storage.shard_reader import Shards
+from ..io.storage.store import Store
+from ..io.timing import Recorder
+from ..loading.read_tasks import list_readings, run_readings
 from .contents import Contents, spread_ranks
 from .files import Addresses, Flat, strided_array
 from .values import Refused

@@ -21,14 +21,14 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..core.dtypes import dtype_of
-from ..core.errors import CheckpointExists, MismatchError
-from ..core.region import Region, tiles
-from ..faults import Fault, fault_of, ours, raise_faults, silent_faults
-from ..io.comm import Comm
-from ..io.diskfile import sync_directory
-from ..io.rounds import Round
-from ..leaves.lazy import Lazy
+from ..arrays.lazy import Lazy
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region, tiles
+from ..errors import CheckpointExists, MismatchError
+from ..io.comm.comm import Comm
+from ..io.comm.failures import Fault, fault_of, ours, raise_faults, silent_faults
+from ..io.comm.rounds import Round
+from ..io.storage.local_write import sync_directory
 
 __all__ = ["Output", "OutputFile", "Part", "check_free", "run_output"]
 

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.dtypes import dtype_of
-from ..core.errors import CheckpointNotFound, CorruptError, FormatError
-from ..core.region import Region, byte_runs, flat_regions
-from ..core.spec import ArraySpec
-from ..core.structure import MAX_DEPTH
-from ..io.foreign import PADDLE_METADATA
-from ..io.store import Store
-from ..leaves.base import raw_dtype
-from ..leaves.lazy import Lazy
+from ..arrays.base import raw_dtype
+from ..arrays.lazy import Lazy
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region, byte_runs, flat_regions
+from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import MAX_DEPTH
+from ..errors import CheckpointNotFound, CorruptError, FormatError
+from ..io.storage.foreign_formats import PADDLE_METADATA
+from ..io.storage.store import Store
 from .files import Addresses, memory_array, store_window
 from .pickles import Opaque, read_pickle, short
 from .pieces import boxed

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.errors import CorruptError, FormatError, TreeckptError
+from ..errors import CorruptError, FormatError, TreeckptError
 from .files import Window
 
 __all__ = ["Blob", "Constructors", "Maker", "Opaque", "Symbol", "Unpickled", "read_pickle", "short"]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..core.dtypes import dtype_of
-from ..core.errors import CorruptError
-from ..core.region import Region, intersect, overlapping
-from ..core.spec import ArraySpec
-from ..leaves.base import raw_dtype
-from ..leaves.lazy import Lazy
+from ..arrays.base import raw_dtype
+from ..arrays.lazy import Lazy
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region, intersect, overlapping
+from ..core.tree.spec import ArraySpec
+from ..errors import CorruptError
 from .files import Flat, strided_array
 
 __all__ = ["boxed", "chained"]

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from ..core.dtypes import dtype_of
-from ..core.errors import CorruptError, FormatError, TreeckptError
-from ..core.spec import ArraySpec
-from ..io.foreign import SAFETENSORS_INDEX
-from ..io.store import Store
-from ..leaves.lazy import Lazy
+from ..arrays.lazy import Lazy
+from ..core.sharding.dtypes import dtype_of
+from ..core.tree.spec import ArraySpec
+from ..errors import CorruptError, FormatError, TreeckptError
+from ..io.storage.foreign_formats import SAFETENSORS_INDEX
+from ..io.storage.store import Store
 from .files import Addresses, Window, flat_array, store_window
 
 __all__ = ["INDEX", "TAGS", "encode_header", "read_safetensors", "read_sharded"]

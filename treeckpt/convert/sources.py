@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from ..core.dtypes import dtype_of
-from ..core.errors import CheckpointNotFound, FormatError
-from ..core.index import INDEX_NAME
-from ..core.shard import MAX_NBYTES, MAX_NDIM, parse_shard_name, reach_of
-from ..io.foreign import HEAD, format_of_head, format_of_names
-from ..io.store import Store, open_store
-from ..leaves.lazy import Lazy
+from ..arrays.lazy import Lazy
+from ..core.format.index import INDEX_NAME
+from ..core.format.shard_header import MAX_NBYTES, parse_shard_name, reach_of
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import MAX_NDIM
+from ..errors import CheckpointNotFound, FormatError
+from ..io.storage.foreign_formats import HEAD, format_of_head, format_of_names
+from ..io.storage.open import open_store
+from ..io.storage.store import Store
 from . import dcp, hfai, paddle, safetensors
 from .checksums import Storages
 from .contents import Contents, contents_of, map_leaves

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from ..core.inventory import LeafSpec
-from ..core.records import View
-from ..leaves.describe import bring
-from ..leaves.lazy import Lazy
+from ..arrays.describe import bring
+from ..arrays.lazy import Lazy
+from ..core.planning.rank_trees import LeafSpec
+from ..core.tree.spec import StridedView
 from .contents import Contents, map_leaves, tree_of
 
 __all__ = ["Tie", "ties_of"]
@@ -19,7 +19,7 @@ class Tie(msgspec.Struct, frozen=True):
     """A leaf that shows the array of another one, or a part of it."""
 
     of: str
-    view: View | None
+    view: StridedView | None
     """None for the whole array in its own shape."""
 
 

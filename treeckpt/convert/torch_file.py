@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.dtypes import dtype_of, numpy_dtype
-from ..core.errors import CorruptError, FormatError
-from ..core.region import Region
-from ..core.spec import ArraySpec
-from ..leaves.lazy import Lazy
+from ..arrays.lazy import Lazy
+from ..core.sharding.dtypes import dtype_of, numpy_dtype
+from ..core.sharding.region import Region
+from ..core.tree.spec import ArraySpec
+from ..errors import CorruptError, FormatError
 from .checksums import Storages, Sum
 from .files import Window, flat_of, strided_array
 from .pickles import Constructors, Opaque, Symbol, Unpickled, read_pickle, short

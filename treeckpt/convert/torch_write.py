@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import torch
 
-from ..core.dtypes import dtype_of
-from ..core.region import Region
-from ..core.spec import ArraySpec
-from ..core.tree import replace_leaves
-from ..leaves.lazy import Lazy
-from ..leaves.torch import torch_dtype
+from ..arrays.lazy import Lazy
+from ..arrays.torch import torch_dtype
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region
+from ..core.tree.flatten import replace_leaves
+from ..core.tree.spec import ArraySpec
 from .files import c_steps
 from .output import Part
 from .ties import Tie

@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.containers import FACTORIES
-from ..core.dtypes import dtype_of, numpy_dtype
-from ..core.errors import CorruptError, FormatError, TreeckptError, TreeError
-from ..core.spec import ArraySpec
-from ..core.structure import MAX_DEPTH, key_text
-from ..core.walking import Walk, run
-from ..leaves.lazy import Lazy
-from ..leaves.numpy import dtype_name
-from ..leaves.registry import encodable
+from ..arrays.lazy import Lazy
+from ..arrays.numpy import dtype_name
+from ..arrays.registry import encodable
+from ..core.sharding.dtypes import dtype_of, numpy_dtype
+from ..core.tree.containers import FACTORIES
+from ..core.tree.recursion import Walk, run
+from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import MAX_DEPTH, key_text
+from ..errors import CorruptError, FormatError, TreeckptError, TreeError
 from .files import flat_array
 from .pickles import Blob, Constructors, Maker, Opaque, Symbol, Unpickled, short
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from ..core.dtypes import dtype_of
-from ..core.errors import TreeError
-from ..core.region import Region, tiles
-from ..leaves.lazy import Lazy
+from ..arrays.lazy import Lazy
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region, tiles
+from ..errors import TreeError
 from .contents import tree_of
 from .holding import Held
 from .output import Output, OutputFile, Part

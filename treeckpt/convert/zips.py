@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.errors import CorruptError, FormatError
+from ..errors import CorruptError, FormatError
 from .files import Window
 
 __all__ = ["Entry", "Found", "ZipLayout", "find_entries", "lay_out"]

@@ -26,7 +26,7 @@ def report(path: str | os.PathLike[str], html: str | os.PathLike[str] | None = N
     Raises:
         CheckpointNotFound: there is neither a checkpoint nor a run.
     """
-    from ..catalog import is_checkpoint
+    from ..runs.catalog import is_checkpoint
 
     text = checkpoint_page(path) if is_checkpoint(path) else run_page(path)
     if html is not None:

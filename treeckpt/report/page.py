@@ -6,19 +6,19 @@ import math
 import os
 from pathlib import Path
 
-from .. import catalog
-from ..catalog import CheckpointInfo
-from ..core.diff import leaf_text
-from ..core.errors import CheckpointNotFound, TreeckptError
-from ..core.extents import chunk_count, layout_of, locate_chunks
-from ..core.markup import Child, Html, el, facts, joined, table
-from ..core.outline import Outline, Row, leaf_nbytes
-from ..core.records import AliasRecord, ArrayRecord, Index, Leaf
-from ..core.region import Region
-from ..core.study import Study
-from ..core.walking import Walk, run
-from ..core.wording import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text
-from ..showing import COLUMNS, checkpoint_rows, moment_text
+from ..core.analysis.diff import leaf_text
+from ..core.analysis.outline import Outline, Row, leaf_nbytes
+from ..core.analysis.timing_report import Study
+from ..core.format.byte_map import chunk_count, layout_of, locate_chunks
+from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
+from ..core.html import Child, Html, el, facts, joined, table
+from ..core.sharding.region import Region
+from ..core.text import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text
+from ..core.tree.recursion import Walk, run
+from ..errors import CheckpointNotFound, TreeckptError
+from ..runs import catalog
+from ..runs.catalog import CheckpointInfo
+from ..runs.notebook import COLUMNS, checkpoint_rows, moment_text
 from .pictures import Box, lines, shard_map, treemap, waterfall
 from .sheet import POLICY, SCRIPT, STYLE
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..core.markup import Html, el, joined
-from ..core.profile import FRAME, WAITING
-from ..core.study import Study
-from ..core.wording import bytes_text, seconds_text
+from ..core.analysis.profile import FRAME, WAITING
+from ..core.analysis.timing_report import Study
+from ..core.html import Html, el, joined
+from ..core.text import bytes_text, seconds_text
 
 __all__ = ["Box", "lines", "shard_map", "treemap", "waterfall"]
 

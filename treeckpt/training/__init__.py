@@ -8,7 +8,7 @@
 What is saved under one parallelism is restored into any other. It imports torch; `import treeckpt` alone does not.
 """
 
-from ..ranks import Merge, Policy
+from ..trees.per_rank_state import Merge, Policy
 from .capture import state
 from .guard import Guard, guard
 from .hfai import load, save

@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 
 from .. import api
-from ..bank import Bank, From, globs_of, members_of, refuse_rules
-from ..core.rules import Drop
-from ..core.spec import ArraySpec
-from ..core.structure import Structure
-from ..core.union import merge
-from ..io.comm import Comm
-from ..lookup import LoadOptions
-from ..ranks import Policy
-from ..rules import as_rules, carried
-from ..ties import are_equal
+from ..core.tree.merge import merge
+from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import Structure
+from ..io.comm.comm import Comm
+from ..loading.aliasing import are_equal
+from ..loading.match import LoadOptions
+from ..loading.overlay import Bank, From, globs_of, members_of, refuse_rules
+from ..loading.transforms import as_rules, carried
+from ..loading.transforms.rules import Drop
+from ..trees.per_rank_state import Policy
 from .sources import CheckpointSource, Filled, Options, fill_from, wanted_of
 
 __all__ = ["BankSource"]

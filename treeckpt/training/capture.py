@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..core.errors import TreeError
-from ..core.tree import PerRank
-from ..leaves.dtensor import is_dtensor
-from ..stateful import is_stateful
+from ..arrays.dtensor import is_dtensor
+from ..arrays.stateful import is_stateful
+from ..core.tree.flatten import PerRank
+from ..errors import TreeError
 from .groups import labels_of
 from .modules import Entry, Modules, collect, hidden, shards_of
 from .names import nested, tie_names

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.nn.parameter import is_lazy
 
-from ..core.errors import MismatchError
-from ..core.spec import ArraySpec
-from ..leaves.common import dtype_name
+from ..arrays.plain_tensor import dtype_name
+from ..core.tree.spec import ArraySpec
+from ..errors import MismatchError
 from .modules import Entry, takes_back
 from .names import key_path
 

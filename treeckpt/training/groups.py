@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.errors import MismatchError, TreeError
+from ..errors import MismatchError, TreeError
 from .names import Key, key_path
 
 __all__ = [

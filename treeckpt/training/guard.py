@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
-from ..pending import Pending
+from ..saving.future import Pending
 from .optimizers import unwrapped
 
 __all__ = ["Guard", "guard"]

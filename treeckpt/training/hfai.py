@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from .. import api
-from ..core.errors import MismatchError, TreeError
-from ..core.tree import PerRank
-from ..io.comm import Comm, as_comm
+from ..core.tree.flatten import PerRank
+from ..errors import MismatchError, TreeError
+from ..io.comm.comm import Comm, as_comm
 from ..reports import SaveReport
 from .capture import state, ties_of
 from .groups import labels_by_member

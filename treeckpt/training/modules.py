@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
-from ..core.errors import MismatchError, TreeError
-from ..leaves.dtensor import is_dtensor
-from ..stateful import is_optimizer
+from ..arrays.dtensor import is_dtensor
+from ..arrays.stateful import is_optimizer
+from ..errors import MismatchError, TreeError
 from .names import Key, key_path, nested, strip_hops
 
 __all__ = [

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.spec import ArraySpec
-from ..core.structure import Structure, key_text, paths_of
-from ..core.tree import unflatten
-from ..leaves.registry import resolve
-from ..leaves.torch import torch_dtype
+from ..arrays.registry import resolve
+from ..arrays.torch import torch_dtype
+from ..core.tree.flatten import unflatten
+from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import Structure, key_text, paths_of
 from .sources import children_of
 
 __all__ = ["Place", "build_state", "expected_moments"]

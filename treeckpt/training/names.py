@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..core.errors import TreeError
-from ..core.structure import key_text, parse_path
+from ..core.tree.structure import key_text, parse_path
+from ..errors import TreeError
 
 __all__ = ["Key", "get_in", "key_path", "nested", "parse_key", "put_in", "strip_hops", "tie_names"]
 

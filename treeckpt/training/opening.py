@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..bank import as_bank
-from ..core.errors import MismatchError
-from ..core.structure import keys_of
-from ..io.comm import Comm
+from ..core.tree.structure import keys_of
+from ..errors import MismatchError
+from ..io.comm.comm import Comm
+from ..loading.overlay import as_bank
 from .banks import BankSource
 from .sources import CheckpointSource, Options, Source, TreeSource, children_of
 

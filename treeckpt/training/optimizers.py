@@ -17,10 +17,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..core.errors import TreeError
-from ..leaves.dtensor import is_dtensor
-from ..leaves.sharded import Sharded
-from ..stateful import is_optimizer
+from ..arrays.dtensor import is_dtensor
+from ..arrays.sharded import Sharded
+from ..arrays.stateful import is_optimizer
+from ..errors import TreeError
 from .groups import Group, label_of, tree_of_groups
 from .modules import named
 from .names import Key, key_path, put_in

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..core.errors import MismatchError
-from ..core.sequences import differing
-from ..core.structure import any_rank, key_text
-from ..core.tree import flatten
-from ..leaves.registry import is_value
-from ..stateful import expand, holds_stateful, is_stateful
+from ..arrays.registry import is_value
+from ..arrays.stateful import expand, holds_stateful, is_stateful
+from ..core.tree.flatten import flatten
+from ..core.tree.sequences import differing
+from ..core.tree.structure import any_rank, key_text
+from ..errors import MismatchError
 from .sources import Source
 
 __all__ = ["compare_extra", "loads_of"]

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from ..core.errors import MismatchError
-from ..core.structure import DictNode, Structure, key_text, paths_of
-from ..core.tree import flatten
-from ..core.walking import Walk, run
-from ..leaves.common import dtype_name
-from ..stateful import hand_over
+from ..arrays.plain_tensor import dtype_name
+from ..arrays.stateful import hand_over
+from ..core.tree.flatten import flatten
+from ..core.tree.recursion import Walk, run
+from ..core.tree.structure import DictNode, Structure, key_text, paths_of
+from ..errors import MismatchError
 from .groups import Group, Labels, agreed, empty, empty_groups, labels_by_member, match_groups, places_of
 from .moments import Place, build_state, expected_moments
 from .names import Key, get_in, key_path, parse_key

@@ -14,17 +14,17 @@ from typing import Any, Literal
 
 import torch
 
-from ..bank import globs_of
-from ..consistent_reads import on_one_version
-from ..core.errors import MismatchError
-from ..core.structure import PerRankNode
-from ..core.tree import PerRank
-from ..filling import Verify
-from ..io.comm import Comm, as_comm
-from ..io.relay import open_relay, together
-from ..ranks import Policy, policy_of
-from ..rules import Renaming, Transforms, as_rules, carried
-from ..stateful import is_stateful
+from ..arrays.stateful import is_stateful
+from ..core.tree.flatten import PerRank
+from ..core.tree.structure import PerRankNode
+from ..errors import MismatchError
+from ..io.comm.comm import Comm, as_comm
+from ..loading.consistent_reads import on_one_version
+from ..loading.overlay import globs_of
+from ..loading.read_batch import Verify
+from ..loading.shared_read import open_relay, together
+from ..loading.transforms import Renaming, Transforms, as_rules, carried
+from ..trees.per_rank_state import Policy, policy_of
 from .capture import live_of, ties_of
 from .fitting import check_entry, settle_ties, without_ties
 from .modules import Entry, Modules, collect, hidden, load_made, materialise, on_meta, settle_shards, shards_of

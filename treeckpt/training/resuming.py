@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from ..core.errors import MismatchError
-from ..core.structure import DictNode, Structure, key_text, paths_of
-from ..core.tree import flatten, replace_leaves, unflatten
-from ..leaves.registry import new_array, resolve
-from ..stateful import hand_over, is_optimizer
+from ..arrays.registry import new_array, resolve
+from ..arrays.stateful import hand_over, is_optimizer
+from ..core.tree.flatten import flatten, replace_leaves, unflatten
+from ..core.tree.structure import DictNode, Structure, key_text, paths_of
+from ..errors import MismatchError
 from .moments import Place, build_state
 from .sources import Source, children_of, descend
 

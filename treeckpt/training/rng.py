@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.errors import MismatchError
+from ..errors import MismatchError
 
 __all__ = ["capture_rng", "check_rng", "set_rng"]
 

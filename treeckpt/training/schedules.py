@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.errors import MismatchError
+from ..errors import MismatchError
 from .groups import Group, Labels, Same, agreed, places_of
 
 __all__ = ["PER_GROUP", "from_groups", "to_groups"]

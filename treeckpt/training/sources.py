@@ -15,24 +15,24 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from .. import api
-from ..core.errors import MismatchError
-from ..core.layout import Layout, MeshLayout, Replicate
-from ..core.records import AliasRecord, ArrayRecord, ValueRecord
-from ..core.rules import Carried, Drop, Rule
-from ..core.spec import ArraySpec
-from ..core.structure import TABLE_KEYS, PerRankNode, Structure, any_rank, keys_of
-from ..core.tree import PerRank, flatten
-from ..core.views import MadeLeaf, View, plain_view, ruled_view
-from ..filling import Verify
-from ..io.comm import Comm, global_rank
-from ..leaves.dtensor import is_dtensor
-from ..leaves.registry import abstract_of, decode
-from ..lookup import Load, LoadOptions
-from ..ranks import Policy, load_own
-from ..stateful import expand, expanded
-from ..ties import are_equal, identity_of
+from ..arrays.dtensor import is_dtensor
+from ..arrays.registry import abstract_of, decode
+from ..arrays.stateful import expand, expanded
+from ..core.format.records import AliasRecord, ArrayRecord, ValueRecord
+from ..core.sharding.placements import Layout, MeshLayout, Replicate
+from ..core.tree.flatten import PerRank, flatten
+from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import TABLE_KEYS, PerRankNode, Structure, any_rank, keys_of
+from ..errors import MismatchError
+from ..io.comm.comm import Comm, global_rank
+from ..loading.aliasing import are_equal, identity_of
+from ..loading.match import Load, LoadOptions
+from ..loading.read_batch import Verify
+from ..loading.transforms.rules import Carried, Drop, Rule
+from ..loading.transforms.view import MadeLeaf, View, plain_view, ruled_view
 from ..trees import moving
 from ..trees.matching import matched
+from ..trees.per_rank_state import Policy, load_own
 from .values import is_same
 
 __all__ = [

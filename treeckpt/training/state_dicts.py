@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from ..core.tree import flatten
-from ..leaves.dtensor import is_dtensor
+from ..arrays.dtensor import is_dtensor
+from ..core.tree.flatten import flatten
 from .names import Key
 
 __all__ = [

@@ -8,10 +8,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..core.errors import TreeError
-from ..core.nesting import fold
-from ..core.tree import flatten
-from ..leaves.registry import encode
+from ..arrays.registry import encode
+from ..core.tree.flatten import flatten
+from ..core.tree.nesting import fold
+from ..errors import TreeError
 
 __all__ = ["is_same", "taken"]
 

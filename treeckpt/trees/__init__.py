@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..io.comm import default_comm, global_rank
+from ..io.comm.comm import default_comm, global_rank
 from . import compare, gathering, moving, names, offloading, sending
 from .compare import Sameness
 from .offloading import Memory

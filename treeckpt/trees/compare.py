@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from ..core.containers import PerRank, take
-from ..core.spec import ArraySpec
-from ..core.structure import key_text
-from ..core.walking import Walk, run
-from ..leaves.registry import abstract_of
-from ..stateful import expanded
+from ..arrays.registry import abstract_of
+from ..arrays.stateful import expanded
+from ..core.tree.containers import PerRank, take
+from ..core.tree.recursion import Walk, run
+from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import key_text
 
 __all__ = ["Sameness", "same_structure"]
 

@@ -13,20 +13,20 @@ from typing import Any, cast
 
 import msgspec
 
-from ..agreement import BoxDigests, Told, clashing_of, compare, compare_boxes, digest, digests_of
-from ..core.assign import ArrayLeaf, assign, writes_of
-from ..core.errors import RankError, TreeError
-from ..core.inventory import LeafSpec, Plenum, RankClass, array_leaves, contested, digest_of, unify
-from ..core.layout import Layout, MeshLayout, Replicate, mesh_ranks
-from ..core.region import c_strides
-from ..core.runs import decode_runs, encode_runs
-from ..core.spec import ArraySpec, Value
-from ..core.tree import replace_leaves, unflatten
-from ..faults import Fault, fault_of, raise_faults
-from ..leaves.base import Target
-from ..leaves.describe import SMALL, Brought, box_digests, bring, content_digests, piece_digests
-from ..leaves.registry import decode, library_of, new_array, resolve
-from ..stateful import expanded
+from ..arrays.base import Target
+from ..arrays.describe import SMALL, Brought, box_digests, bring, content_digests, piece_digests
+from ..arrays.registry import decode, library_of, new_array, resolve
+from ..arrays.stateful import expanded
+from ..core.planning.rank_trees import LeafSpec, Plenum, RankClass, array_leaves, contested, digest_of, unify
+from ..core.sharding.int_runs import decode_runs, encode_runs
+from ..core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
+from ..core.sharding.region import c_strides
+from ..core.sharding.write_assignment import ArrayLeaf, assign, writes_of
+from ..core.tree.flatten import replace_leaves, unflatten
+from ..core.tree.spec import ArraySpec, Value
+from ..errors import RankError, TreeError
+from ..io.comm.failures import Fault, fault_of, raise_faults
+from ..saving.messages import BoxDigests, Told, clashing_of, compare, compare_boxes, digest, digests_of
 from .moving import fill
 from .packing import Bucket, Entry, bytes_of, pack, pack_entries, unpack
 from .wire import Wire

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from ..core.sequences import differing
-from ..core.structure import Structure, any_rank
-from ..core.tree import flatten
-from ..leaves.registry import is_value, resolve
+from ..arrays.registry import is_value, resolve
+from ..core.tree.flatten import flatten
+from ..core.tree.sequences import differing
+from ..core.tree.structure import Structure, any_rank
 
 __all__ = ["Matched", "matched"]
 

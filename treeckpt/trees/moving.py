@@ -13,15 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.dtypes import dtype_of
-from ..core.errors import LayoutError, MismatchError
-from ..core.region import Region, intersect, subtract
-from ..core.spec import ArraySpec
-from ..core.structure import any_rank
-from ..core.tree import flatten, graft, replace_leaves
-from ..leaves.base import HostArray, Piece, Source, Target, TargetPiece
-from ..leaves.overlaps import first_difference, is_equal, pairs_of, same_places, shared
-from ..leaves.registry import (
+from ..arrays.base import HostArray, Piece, Source, Target, TargetPiece
+from ..arrays.overlaps import first_difference, is_equal, pairs_of, same_places, shared
+from ..arrays.registry import (
     abstract_of,
     decode,
     encode,
@@ -32,7 +26,13 @@ from ..leaves.registry import (
     source_of,
     target_of,
 )
-from ..stateful import expand, expanded
+from ..arrays.stateful import expand, expanded
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region, intersect, subtract
+from ..core.tree.flatten import flatten, graft, replace_leaves
+from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import any_rank
+from ..errors import LayoutError, MismatchError
 from .matching import Matched, matched
 
 __all__ = [

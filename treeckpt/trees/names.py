@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..core.containers import PerRank, take
-from ..core.errors import MismatchError, TreeError
-from ..core.structure import key_text
-from ..core.tree import replace_leaves
-from ..core.walking import Walk, run
-from ..stateful import expanded
+from ..arrays.stateful import expanded
+from ..core.tree.containers import PerRank, take
+from ..core.tree.flatten import replace_leaves
+from ..core.tree.recursion import Walk, run
+from ..core.tree.structure import key_text
+from ..errors import MismatchError, TreeError
 
 __all__ = ["flatten_names", "unflatten_names"]
 

@@ -12,13 +12,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ..core.errors import TreeError
-from ..core.spec import ArraySpec
-from ..core.table import Column
-from ..core.tree import flatten, replace_leaves
-from ..leaves.registry import abstract_of
-from ..leaves.sharded import Sharded, with_locals
-from ..stateful import expanded
+from ..arrays.registry import abstract_of
+from ..arrays.sharded import Sharded, with_locals
+from ..arrays.stateful import expanded
+from ..core.tree.flatten import flatten, replace_leaves
+from ..core.tree.keyed_table import Column
+from ..core.tree.spec import ArraySpec
+from ..errors import TreeError
 from .moving import copied_value
 
 __all__ = ["Memory", "offload"]
@@ -63,7 +63,7 @@ def _parts(leaf: Any, path: str, rank: int) -> list[Any]:
         return [part for local in leaf.locals for part in _parts(local, path, rank)]
     if isinstance(leaf, np.ndarray):
         return [leaf]
-    from ..leaves.dtensor import is_dtensor, local_of
+    from ..arrays.dtensor import is_dtensor, local_of
 
     if _is_sharded_tensor(leaf):
         return [shard.tensor for shard in leaf.local_shards()]
@@ -78,8 +78,8 @@ def _rebuilt(leaf: Any, spec: ArraySpec, arrays: list[Any]) -> Any:
         return with_locals(leaf, [_rebuilt(*pair, [a]) for pair, a in zip(_local_specs(leaf), arrays, strict=True)])
     if isinstance(leaf, np.ndarray):
         return arrays[0]
-    from ..leaves.dtensor import is_dtensor
-    from ..leaves.sharded_tensor import with_shards
+    from ..arrays.dtensor import is_dtensor
+    from ..arrays.sharded_tensor import with_shards
 
     if _is_sharded_tensor(leaf):
         return with_shards(leaf, arrays)

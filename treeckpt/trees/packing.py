@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from ..core.region import Region
-from ..leaves.base import HostArray, Piece, TargetPiece, raw_dtype
+from ..arrays.base import HostArray, Piece, TargetPiece, raw_dtype
+from ..core.sharding.region import Region
 from .moving import fill
 
 __all__ = ["BUCKET", "Bucket", "Entry", "bytes_of", "pack", "pack_entries", "unpack"]

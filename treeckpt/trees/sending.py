@@ -11,16 +11,16 @@ from typing import Any
 
 import msgspec
 
-from ..core.dtypes import dtype_of
-from ..core.errors import LayoutError, MismatchError, RankError, TreeError
-from ..core.inventory import Inventory
-from ..core.region import Region
-from ..core.spec import ArraySpec, Value
-from ..core.tree import flatten, replace_leaves, unflatten
-from ..leaves.base import Target
-from ..leaves.describe import Brought, bring
-from ..leaves.registry import decode, like_of, new_array, resolve
-from ..stateful import expanded
+from ..arrays.base import Target
+from ..arrays.describe import Brought, bring
+from ..arrays.registry import decode, like_of, new_array, resolve
+from ..arrays.stateful import expanded
+from ..core.planning.rank_trees import Inventory
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region
+from ..core.tree.flatten import flatten, replace_leaves, unflatten
+from ..core.tree.spec import ArraySpec, Value
+from ..errors import LayoutError, MismatchError, RankError, TreeError
 from .gathering import tied, together
 from .packing import Bucket, Entry, bytes_of, pack, pack_entries, unpack
 from .wire import Transfer, Wire

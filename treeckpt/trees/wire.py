@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..io.comm import check_group
-from ..io.launchers import launched, unconnected
+from ..io.comm.comm import check_group
+from ..io.comm.launchers import launched, unconnected
 
 __all__ = ["SoloWire", "TorchWire", "Wire", "wire_of"]
 

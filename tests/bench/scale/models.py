@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from treeckpt.core.layout import Mesh, MeshLayout, Replicate, Shard, StridedShard
-from treeckpt.core.region import flat_regions
-from treeckpt.core.runs import encode_runs
-from treeckpt.core.spec import ArraySpec
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard, StridedShard
+from treeckpt.core.sharding.region import flat_regions
+from treeckpt.core.tree.spec import ArraySpec
 
 __all__ = ["MODELS", "Array", "Grid", "Model", "arrays_of", "flat_pieces"]
 

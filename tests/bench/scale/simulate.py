@@ -14,7 +14,23 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from treeckpt.agreement import (
+from treeckpt.bench.meter import Meter
+from treeckpt.core.format.index import INDEX_NAME, decode_index
+from treeckpt.core.format.records import Index
+from treeckpt.core.format.shard_header import shard_name
+from treeckpt.core.format.timings import Span, timings_name
+from treeckpt.core.planning.plan import LoadPlan, Want, place, plan_load
+from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, digest_of, unify
+from treeckpt.core.sharding.dtypes import dtype_of
+from treeckpt.core.sharding.int_runs import encode_runs
+from treeckpt.core.sharding.placements import BoxLayout, Layout, MeshLayout, held_by, replicas
+from treeckpt.core.sharding.region import Region, coalesce
+from treeckpt.core.tree.flatten import flatten
+from treeckpt.io.comm.fanout import SPANS, spans_for
+from treeckpt.io.storage.store import MemoryStore
+from treeckpt.io.timing import Recorder
+from treeckpt.saving.commit import Facts, judge
+from treeckpt.saving.messages import (
     Arguments,
     Done,
     Hello,
@@ -29,23 +45,7 @@ from treeckpt.agreement import (
     key_of,
     tellers_of,
 )
-from treeckpt.bench.meter import Meter
-from treeckpt.committing import Facts, judge
-from treeckpt.core.dtypes import dtype_of
-from treeckpt.core.events import Span, timings_name
-from treeckpt.core.index import INDEX_NAME, decode_index
-from treeckpt.core.inventory import Inventory, LeafSpec, RankClass, digest_of, unify
-from treeckpt.core.layout import BoxLayout, Layout, MeshLayout, held_by, replicas
-from treeckpt.core.plan import LoadPlan, Want, place, plan_load
-from treeckpt.core.records import Index
-from treeckpt.core.region import Region, coalesce
-from treeckpt.core.runs import encode_runs
-from treeckpt.core.shard import shard_name
-from treeckpt.core.tree import flatten
-from treeckpt.io.record import Recorder
-from treeckpt.io.store import MemoryStore
-from treeckpt.io.tiers import SPANS, spans_for
-from treeckpt.plans import Plans, plans_of
+from treeckpt.saving.plan_cache import Plans, plans_of
 
 from .models import Array, Grid, Layouts, Model, arrays_of, flat_pieces
 from .traffic import Load, Talk

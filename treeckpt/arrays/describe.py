@@ -1,0 +1,290 @@
+"""A tree, as one rank brings it to a save: its inventory, its arrays, its values, and digests of their contents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from ..core.planning.rank_trees import Inventory, LeafSpec, Plenum, piece_key
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.placements import BoxLayout, MeshLayout, Replicate, among
+from ..core.sharding.region import Region, c_strides
+from ..core.tree.flatten import flatten
+from ..core.tree.keyed_table import Column
+from ..core.tree.nesting import fold
+from ..core.tree.spec import StridedView, Value
+from ..core.tree.structure import TABLE_KEYS, any_rank, rank_key
+from .base import HostMemory, Piece, Readable, Source
+from .overlaps import meeting
+from .registry import encode, source_of
+from .sharded import Sharded
+from .table_columns import column_source, placed
+
+__all__ = ["SMALL", "Brought", "box_digests", "bring", "content_digests", "piece_digests", "place_tables"]
+
+SMALL = 64 << 10
+"""Replicas of up to this many bytes are compared on every save."""
+
+
+class Brought(msgspec.Struct, frozen=True):
+    """What one rank brings to a save."""
+
+    inventory: Inventory
+    sources: dict[str, Source]
+    """Arrays by path (with `~rank*` under `PerRank`)."""
+    values: dict[str, Value]
+    own_values: dict[str, Value]
+    """Values under `PerRank`."""
+
+
+def bring(
+    tree: object,
+    *,
+    rank: int,
+    allow_pickle: bool = False,
+    namespace: str = "",
+    members: tuple[int, ...] | None = None,
+    tables: bool = False,
+) -> Brought:
+    """Takes a tree apart and describes its leaves.
+
+    Args:
+        tables: there may be keyed tables; whose rows are whose, `place_tables` then says.
+        members: where a group of ranks saves, the global rank of each: distributed arrays name ranks by these.
+
+    Raises:
+        TreeError, LayoutError: naming the leaf that cannot be saved.
+    """
+    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
+    mark = rank_key(rank)
+    sources: dict[str, Source] = {}
+    values: dict[str, Value] = {}
+    own_values: dict[str, Value] = {}
+    specs: list[LeafSpec] = []
+    unplaced: dict[Any, str] = {}
+    here = rank if members is None else members[rank]
+    for path, leaf in leaves:
+        own = "~rank" in path and mark in path.split("/")
+        if own:
+            path = any_rank(path, rank)
+        rows = None
+        if type(leaf) is Column and tables:
+            source, rows = column_source(leaf, path, here, source_of, own=own)
+        else:
+            source = source_of(leaf, path, here)
+        if source is None:
+            (own_values if own else values)[path] = encode(leaf, path, allow_pickle=allow_pickle)
+            specs.append(LeafSpec(path, None, per_rank=() if own else None))
+        else:
+            sources[path] = source
+            layout, first = source.layout, None
+            if layout is not None and members is not None:
+                layout = among(layout, source.spec.shape, members)
+            if source.storage is None:  # memory tells no ties here: the same object is one still
+                first = unplaced.setdefault((_identity(leaf), own), path)
+            if first not in (None, path):
+                specs.append(LeafSpec(path, source.spec, None, first, per_rank=() if own else None))
+            else:
+                specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None, rows=rows))
+    folded = fold(structure)
+    inventory = Inventory(folded.top, tuple(_with_aliases(specs, sources)), folded.below)
+    return Brought(inventory, sources, values, own_values)
+
+
+def place_tables(brought: Brought, plenum: Plenum, rank: int) -> None:
+    """Moves the rows of tables to where they stand among those of all ranks, in place, now that it is known."""
+    tables = {spec.path for spec in brought.inventory.leaves if spec.rows is not None}
+    starts: dict[str, tuple[int, str]] = {}
+    for leaf in plenum.leaves if tables else ():
+        if leaf.path in tables and isinstance(leaf.layout, BoxLayout):
+            start = next(region.offset[0] for holder, region in leaf.layout.pieces if holder == rank)
+            at = leaf.path.rpartition("/")
+            offsets = f"{at[0]}{at[1]}{TABLE_KEYS[1]}"
+            is_ids = at[2] == TABLE_KEYS[0] and offsets in brought.sources and offsets not in tables
+            starts[leaf.path] = start, offsets if is_ids else ""
+    placed(brought.sources, starts)
+
+
+def _identity(leaf: Any) -> object:
+    """Equal for leaves that are one array by being one object."""
+    return leaf.identity if isinstance(leaf, Sharded) else id(leaf)
+
+
+def _with_aliases(specs: list[LeafSpec], sources: dict[str, Source]) -> Iterable[LeafSpec]:
+    """Marks the leaves that show memory which another leaf shows already."""
+    aliases: dict[str, LeafSpec] = {}
+    for group in _overlapping(specs, sources):
+        kinds: dict[tuple[str, bool, bool], list[LeafSpec]] = {}
+        for spec in group:
+            assert spec.spec is not None, "only arrays have memory"
+            key = (spec.spec.dtype, spec.spec.kind == "numpy", spec.per_rank is not None)
+            kinds.setdefault(key, []).append(spec)
+        for alike in kinds.values():
+            if len(alike) > 1:
+                aliases.update(_aliases(alike, sources))
+    return (aliases.get(spec.path, spec) for spec in specs) if aliases else specs
+
+
+def _overlapping(specs: list[LeafSpec], sources: dict[str, Source]) -> list[list[LeafSpec]]:
+    """Groups of leaves whose memory overlaps, found by sorting addresses."""
+    arrays = zip([spec for spec in specs if spec.spec is not None], sources.values(), strict=True)
+    found = [(spec, source.storage) for spec, source in arrays if source.storage is not None]
+    stored = [spec for spec, _ in found]
+    starts = [storage.address for _, storage in found]
+    stops = [storage.address + storage.nbytes for _, storage in found]
+    return [[stored[number] for number in sorted(group)] for group in meeting(starts, stops)]
+
+
+def _extent(spec: LeafSpec, sources: dict[str, Source]) -> tuple[int, int]:
+    storage = sources[spec.path].storage
+    assert storage is not None, "only leaves with storage are compared"
+    return storage.address, storage.address + storage.nbytes
+
+
+def _aliases(group: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafSpec]:
+    found: dict[str, LeafSpec] = {}
+    distinct: dict[Any, LeafSpec] = {}
+    for spec in group:
+        source = sources[spec.path]
+        assert source.storage is not None, "the group is made of leaves with storage"
+        key = (source.storage.address, source.storage.strides, source.spec.shape, spec.layout)
+        first = distinct.setdefault(key, spec)
+        if first is not spec:
+            found[spec.path] = msgspec.structs.replace(spec, alias_of=first.path, layout=None)
+    plain = [spec for spec in distinct.values() if spec.layout is None]
+    if len(plain) > 1:
+        found.update(_views(plain, sources))
+    return _rebased(found)
+
+
+def _rebased(found: dict[str, LeafSpec]) -> dict[str, LeafSpec]:
+    """A tie of a view is a view itself, of the same base."""
+    result: dict[str, LeafSpec] = {}
+    for path, spec in found.items():
+        base = found.get(spec.alias_of or "")
+        if base is not None:
+            spec = msgspec.structs.replace(spec, alias_of=base.alias_of, view=base.view)
+        result[path] = spec
+    return result
+
+
+def _views(plain: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafSpec]:
+    """Of arrays in one stretch of memory, those that lie inside a contiguous one."""
+    itemsize = dtype_of(sources[plain[0].path].spec.dtype).itemsize
+    found: dict[str, LeafSpec] = {}
+    base: LeafSpec | None = None
+    start = stop = 0
+
+    def order(spec: LeafSpec) -> tuple[int, int, bool]:
+        low, high = _extent(spec, sources)
+        return low, -high, not _contiguous(sources[spec.path])
+
+    # by start, the longest first, so that the array which reaches furthest is the only one to compare with
+    for spec in sorted(plain, key=order):
+        low, high = _extent(spec, sources)
+        inside = base is not None and start <= low and high <= stop and (low - start) % itemsize == 0
+        if base is not None and inside:
+            shape = sources[spec.path].spec.shape
+            storage = sources[spec.path].storage
+            strides = storage.strides if storage is not None else None
+            view = StridedView((low - start) // itemsize, c_strides(shape, 1) if strides is None else strides)
+            found[spec.path] = msgspec.structs.replace(spec, alias_of=base.path, view=view)
+        elif high > stop and _contiguous(sources[spec.path]):
+            base, start, stop = spec, low, high
+    return found
+
+
+def _contiguous(source: Source) -> bool:
+    return source.storage is not None and source.storage.strides is None
+
+
+def content_digests(brought: Brought, *, every: bool) -> dict[str, bytes]:
+    """Digests of the contents that replicas must have in common: values, and small arrays or all.
+
+    Pieces of arrays are for `piece_digests` and `box_digests`.
+    """
+    found = {path: xxhash.xxh3_128_digest(msgspec.json.encode(value)) for path, value in brought.values.items()}
+    for spec in brought.inventory.leaves:
+        source = brought.sources.get(spec.path)
+        if source is None or spec.per_rank is not None:
+            continue
+        itemsize = dtype_of(source.spec.dtype).itemsize
+        if spec.rows is not None and isinstance(source.layout, BoxLayout):
+            # which buckets are owned twice over is not known here; equal ids make it the same part of the table
+            if every or spec.path.rpartition("/")[2] == TABLE_KEYS[0]:
+                found[piece_key(spec.path, source.layout.pieces[0][1])] = _hash_piece(source.pieces[0], itemsize)
+        elif _is_replica(source) and (every or itemsize * source.pieces[0].region.size <= SMALL):
+            found[spec.path] = _hash_piece(source.pieces[0], itemsize)
+    return found
+
+
+def piece_digests(brought: Brought, *, world: int, every: bool) -> list[dict[str, bytes]]:
+    """Digests of the pieces of distributed arrays that other ranks hold too, or may hold, small ones or all.
+
+    Ranks that hold one piece of a dict mostly hold all of them: each dict is of arrays that are cut and replicated
+    along the same dimensions of their meshes. Of a mesh that is the whole world and replicates nothing there is none.
+    """
+    groups: dict[object, dict[str, bytes]] = {}
+    for spec in brought.inventory.leaves:
+        layout = spec.layout
+        if not isinstance(layout, MeshLayout) or spec.per_rank is not None:
+            continue
+        source = brought.sources[spec.path]
+        copies = tuple(isinstance(placement, Replicate) for placement in layout.placements)
+        shared = math.prod(n for n, copy in zip(layout.mesh.shape, copies, strict=True) if copy) > 1
+        if all(copies) or not (shared or math.prod(layout.mesh.shape) < world):
+            continue
+        itemsize = dtype_of(source.spec.dtype).itemsize
+        for piece in source.pieces:
+            if every or itemsize * piece.region.size <= SMALL:
+                group = groups.setdefault((layout.mesh.shape, copies), {})
+                group[piece_key(spec.path, piece.region)] = _hash_piece(piece, itemsize)
+    return list(groups.values())
+
+
+def box_digests(brought: Brought, boxes: Sequence[tuple[str, Region]]) -> list[tuple[int, bytes]]:
+    """Digests of boxes of arrays with listed pieces, by number, as each piece of this rank has them."""
+    pieces: dict[str, Sequence[Piece]] = {}
+    for spec in brought.inventory.leaves:
+        if isinstance(spec.layout, BoxLayout) and spec.rows is None:  # `content_digests` has those of tables
+            pieces[spec.path] = brought.sources[spec.path].pieces
+    found: list[tuple[int, bytes]] = []
+    for number, (path, box) in enumerate(boxes):
+        for piece in pieces.get(path, ()):
+            if box.within(piece.region):
+                itemsize = dtype_of(brought.sources[path].spec.dtype).itemsize
+                digest = _hash_box(piece.data, box.relative_to(piece.region), itemsize)
+                found.append((number, digest))
+    return list(dict.fromkeys(found))
+
+
+def _is_replica(source: Source) -> bool:
+    if source.layout is None:
+        return True
+    if not isinstance(source.layout, MeshLayout) or not source.pieces:
+        return False
+    return all(isinstance(placement, Replicate) for placement in source.layout.placements)
+
+
+def _hash_piece(piece: Piece, itemsize: int) -> bytes:
+    if isinstance(piece.data, HostMemory) and piece.region.size * itemsize <= SMALL:
+        return xxhash.xxh3_128_digest(piece.data.tobytes())
+    return _hash_box(piece.data, Region.whole(piece.region.shape), itemsize)
+
+
+def _hash_box(data: Readable, box: Region, itemsize: int) -> bytes:
+    slices = box.slices()
+    if box.size * itemsize <= SMALL or not slices:
+        return xxhash.xxh3_128_digest(np.ascontiguousarray(data.read(slices)).data)
+    state = xxhash.xxh3_128()
+    first, stop = box.offset[0], box.stop[0]
+    step = max(1, (4 << 20) // max(box.size // box.shape[0] * itemsize, 1))
+    for low in range(first, stop, step):
+        part = data.read((slice(low, min(low + step, stop)), *slices[1:]))
+        state.update(np.ascontiguousarray(part).data)
+    return state.digest()

@@ -1,0 +1,63 @@
+"""Arrays that are read when they are written: a leaf of another file, say, of which a save takes box after box.
+
+Such a leaf can be saved, by one rank or by many that bring the same, without ever being in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region
+from ..core.tree.spec import ArraySpec
+from .base import Box, Piece, Source, Storage
+
+__all__ = ["Lazy", "lazy_source"]
+
+
+class Lazy:
+    """An array known by its spec and by a function that reads any region of it.
+
+    Args:
+        read: gives a region's elements, of raw dtype and in the region's shape.
+        storage: which stretch of some address space it shows: lazy arrays that overlap there are ties and views of each
+            other. Choose addresses that no memory has.
+    """
+
+    __slots__ = ("_read", "spec", "storage")
+
+    def __init__(self, spec: ArraySpec, read: Callable[[Region], np.ndarray], storage: Storage | None = None) -> None:
+        self.spec, self._read, self.storage = spec, read, storage
+
+    def __repr__(self) -> str:
+        return f"Lazy({self.spec.dtype}, {self.spec.shape})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its elements."""
+        return math.prod(self.spec.shape) * dtype_of(self.spec.dtype).itemsize
+
+    def read(self, region: Region) -> np.ndarray:
+        """The elements of a region, of raw dtype."""
+        data = self._read(region)
+        assert data.shape == region.shape, "a reader gives what it was asked for"
+        return data
+
+
+class _Boxes:
+    """A lazy array as the engine reads it."""
+
+    def __init__(self, lazy: Lazy) -> None:
+        self._lazy = lazy
+
+    def read(self, box: Box) -> np.ndarray:
+        pairs = [side.indices(n) for side, n in zip(box, self._lazy.spec.shape, strict=True)]
+        return self._lazy.read(Region(tuple(a for a, _, _ in pairs), tuple(max(0, b - a) for a, b, _ in pairs)))
+
+
+def lazy_source(leaf: Lazy) -> Source:
+    """Describes a lazy array that is to be saved."""
+    return Source(leaf.spec, None, (Piece(Region.whole(leaf.spec.shape), _Boxes(leaf)),), leaf.storage)

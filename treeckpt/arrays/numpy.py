@@ -1,0 +1,208 @@
+"""numpy arrays as leaves. Arrays of another byte order are stored, and come back, in little-endian order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core.sharding.dtypes import USER_DEFINED, numpy_dtype, numpy_name
+from ..core.sharding.region import Region
+from ..core.tree.spec import ArraySpec, Typed
+from ..errors import FormatError, MismatchError, TreeError
+from .base import (
+    Box,
+    HostArray,
+    HostMemory,
+    Piece,
+    Source,
+    Storage,
+    Take,
+    Target,
+    TargetPiece,
+    local_pieces,
+    local_shape_of,
+    overlaps_itself,
+    raw_dtype,
+)
+
+__all__ = [
+    "abstract",
+    "cast",
+    "decode",
+    "dtype_name",
+    "empty",
+    "encode",
+    "known_dtype",
+    "like",
+    "mark_written",
+    "source",
+    "target",
+    "view",
+    "wrap",
+]
+
+
+def dtype_name(dtype: np.dtype[Any], path: str) -> str:
+    """Our name for a numpy dtype.
+
+    Raises:
+        TreeError: object, structured and extended-precision dtypes have no portable bytes.
+    """
+    try:
+        return numpy_name(dtype)
+    except (FormatError, MismatchError) as error:
+        raise TreeError(
+            path,
+            expected="a numeric, bool, time or fixed-width string array of numpy or ml_dtypes",
+            found=f"a numpy array of dtype {dtype}",
+            hint="Convert it, or split a structured array into one array per field",
+        ) from error
+
+
+known_dtype = numpy_dtype
+
+
+class _Swapped:
+    """A big-endian array: swapped box by box while it is read."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def read(self, box: Box) -> np.ndarray:
+        part = np.ascontiguousarray(self.array[box].astype(self.array.dtype.newbyteorder("<")))
+        return part.view(raw_dtype(part.itemsize))
+
+
+def _spec(array: np.ndarray, path: str) -> ArraySpec:
+    if type(array) not in (np.ndarray, np.memmap):
+        raise TreeError(
+            path,
+            expected="a plain numpy array",
+            found=f"a {type(array).__name__}",
+            hint="Convert it with numpy.asarray; a masked array's data and mask are two arrays",
+        )
+    return ArraySpec(array.shape, dtype_name(array.dtype, path), kind="numpy")
+
+
+def _memory(array: np.ndarray) -> HostMemory:
+    """The memory of an array; all of it in C order, if the array is."""
+    return HostMemory(array.__array_interface__["data"][0], array.shape, array.itemsize, array)
+
+
+def source(leaf: Any, path: str, rank: int) -> Source | None:
+    """Describes an array that is to be saved."""
+    if not isinstance(leaf, np.ndarray):
+        return None
+    spec = _spec(leaf, path)
+    whole = Region.whole(leaf.shape)
+    if leaf.dtype.byteorder == ">":
+        return Source(spec, None, (Piece(whole, _Swapped(leaf)),))
+    storage = None
+    if leaf.size and all(step >= 0 and step % leaf.itemsize == 0 for step in leaf.strides):
+        strides = None if leaf.flags.c_contiguous else tuple(step // leaf.itemsize for step in leaf.strides)
+        nbytes = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.strides, strict=True)) + leaf.itemsize
+        memory = _memory(leaf)
+        storage = Storage(memory.address, nbytes, strides)
+        if strides is None:
+            return Source(spec, None, (Piece(whole, memory),), storage)
+    raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
+    return Source(spec, None, (Piece(whole, HostArray(raw)),), storage)
+
+
+def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
+    """What the array is, without its data."""
+    return _spec(leaf, path) if isinstance(leaf, np.ndarray) else None
+
+
+def target(leaf: Any, path: str, rank: int) -> Target | None:
+    """Describes an array that is to be filled in place."""
+    if not isinstance(leaf, np.ndarray):
+        return None
+    spec = _spec(leaf, path)
+    if not leaf.flags.writeable or leaf.dtype.byteorder == ">" or overlaps_itself(leaf.shape, leaf.strides):
+        read_only = "" if leaf.flags.writeable else ", read-only"
+        raise MismatchError(
+            path,
+            expected="a writable array in native byte order with memory for each element",
+            found=f"{leaf.dtype.str} of strides {leaf.strides}{read_only}",
+            hint="Use load(path, like=tree), which makes new arrays",
+        )
+    whole = Region.whole(leaf.shape)
+    if leaf.size and leaf.flags.c_contiguous:
+        return Target(spec, leaf, (TargetPiece(whole, _memory(leaf)),))
+    raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
+    return Target(spec, leaf, (TargetPiece(whole, HostArray(raw)),))
+
+
+def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
+    """A new array of the leaf's shape and dtype."""
+    if not isinstance(leaf, np.ndarray):
+        return None
+    return empty(_spec(leaf, path), path, None, take=take)
+
+
+def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
+    """A new array from a spec: of its regions, or of the whole.
+
+    Raises:
+        MismatchError: neither numpy nor ml_dtypes has such a dtype.
+    """
+    dtype = numpy_dtype(spec.dtype, path)
+    shape = local_shape_of(spec)
+    nbytes = math.prod(shape) * dtype.itemsize
+    array = np.ndarray(shape, dtype, take(nbytes)) if take and nbytes else np.empty(shape, dtype)
+    if spec.regions is None and array.size:
+        return Target(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
+    raw = array.view(raw_dtype(dtype.itemsize))
+    return Target(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
+
+
+def encode(value: Any) -> Typed | None:
+    """numpy's values are the core's own."""
+    return None
+
+
+def decode(value: Typed) -> Any:
+    """numpy's values are the core's own."""
+    raise LookupError(value.kind)
+
+
+def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> np.ndarray:
+    """An array that shows `memory` from byte `offset` on, without a copy."""
+    return np.ndarray(spec.shape, numpy_dtype(spec.dtype), memory, offset)
+
+
+def view(base: np.ndarray, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> np.ndarray:
+    """A strided window into the elements of a contiguous array, sharing its memory."""
+    size = base.itemsize
+    return np.ndarray(spec.shape, base.dtype, base, offset * size, tuple(s * size for s in strides))
+
+
+def mark_written(leaves: Sequence[np.ndarray]) -> None:
+    """numpy keeps nothing that depends on what an array holds."""
+
+
+def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
+    """Elements of raw dtype, converted from one dtype to another as numpy and ml_dtypes do."""
+    before, after = numpy_dtype(saved), numpy_dtype(wanted)
+    elements = np.ascontiguousarray(data).view(before).reshape(data.shape)  # numpy makes a scalar one-dimensional
+    try:
+        if before.kind == "W":
+            elements = elements.astype(np.complex128)
+        if elements.dtype.kind == "c" and after.kind != "W" and after.isbuiltin == USER_DEFINED:
+            elements = elements.astype(np.float64)  # warns of the imaginary parts, as ml_dtypes does not
+        made = _direct(elements, after)
+    except (TypeError, ValueError) as error:
+        raise MismatchError("", expected=f"elements that become {wanted}", found=f"{saved} ({error})") from error
+    return made.view(raw_dtype(made.itemsize))
+
+
+def _direct(elements: np.ndarray, after: np.dtype[Any]) -> np.ndarray:
+    """Elements of another dtype; by way of float64 where ml_dtypes lacks the direct cast."""
+    try:
+        return elements.astype(after)
+    except TypeError:
+        return elements.astype(np.float64).astype(after)

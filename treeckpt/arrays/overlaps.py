@@ -1,0 +1,243 @@
+"""Which arrays that are to be filled share memory, and is the same to be put there?
+
+Extents of memory are compared by sorting, which costs next to nothing where nothing is shared. Of arrays that do share
+some, what is to be put there is read to the side, a few blocks at a time, and compared byte by byte. Windows whose
+elements interleave, as columns of one matrix do, share nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region, flat_regions, tiles
+from ..core.tree.spec import ArraySpec
+from .base import HostArray, HostMemory, Target, TargetPiece, Window, raw_dtype
+
+__all__ = [
+    "Fill",
+    "Stretch",
+    "first_difference",
+    "is_equal",
+    "meeting",
+    "pairs_of",
+    "place_of",
+    "same_places",
+    "shared",
+]
+
+HARD = 1_000_000
+"""Steps that numpy may take to find out whether two windows interleave; beyond, they are looked at as if they met."""
+
+Fill = Callable[[Sequence[tuple[int, Sequence[TargetPiece]]]], None]
+"""Puts what is meant for numbered targets into other pieces of the same arrays."""
+
+
+class Stretch(msgspec.Struct, frozen=True):
+    """Parts of two arrays that have bytes in common."""
+
+    numbers: tuple[int, int]
+    regions: tuple[tuple[Region, ...], tuple[Region, ...]]
+    """What is to be read of each; in this order its bytes follow each other."""
+    itemsizes: tuple[int, int]
+    skip: tuple[int, int] = (0, 0)
+    """Bytes before those that both have."""
+    nbytes: int = -1
+    """That both have; all for -1."""
+    windows: tuple[Window, Window] | None = None
+    """Where they stand, if what both have is no run of bytes."""
+
+
+def meeting(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
+    """Groups of stretches of memory, by number, that overlap directly or through others."""
+    if len(starts) < 2:
+        return []
+    lows = np.array(starts, np.int64)
+    order = np.argsort(lows, kind="stable")
+    lows, reach = lows[order], np.maximum.accumulate(np.array(stops, np.int64)[order])
+    groups: list[list[int]] = []
+    before = -1
+    for at in (np.flatnonzero(lows[1:] < reach[:-1]) + 1).tolist():
+        if at - 1 != before:
+            groups.append([int(order[at - 1])])
+        groups[-1].append(int(order[at]))
+        before = at
+    return groups
+
+
+def _windows(target: Target) -> list[tuple[Region, Window]]:
+    """The pieces whose memory can be compared."""
+    found = [(piece.region, getattr(piece.data, "window", None)) for piece in target.pieces]
+    return [(region, window) for region, window in found if window is not None and region.size]
+
+
+def _extent(target: Target) -> tuple[int, int]:
+    if len(target.pieces) == 1 and isinstance(memory := target.pieces[0].data, HostMemory):
+        return memory.address, memory.address + memory.nbytes
+    extents = [window.extent for _, window in _windows(target)]
+    return min((low for low, _ in extents), default=0), max((high for _, high in extents), default=0)
+
+
+def pairs_of(targets: Sequence[Target]) -> Iterator[tuple[int, int]]:
+    """Pairs of targets of which one may write what the other does, by number, the smaller first.
+
+    Of several in the very same places each is paired with the first, and the first with all others.
+    """
+    extents = [_extent(target) for target in targets]
+    for group in meeting([low for low, _ in extents], [high for _, high in extents]):
+        firsts: dict[object, int] = {}
+        for number in sorted(group):
+            windows = tuple(_windows(targets[number]))
+            if (first := firsts.setdefault(windows, number)) != number:
+                yield first, number
+        active: list[int] = []
+        for number in sorted(firsts.values(), key=lambda n: extents[n]):
+            active = [other for other in active if extents[other][1] > extents[number][0]]
+            yield from ((min(other, number), max(other, number)) for other in active)
+            active.append(number)
+
+
+def same_places(first: Target, second: Target) -> bool:
+    """Whether the same regions go to the same memory."""
+    return _windows(first) == _windows(second)
+
+
+def place_of(target: Target) -> object:
+    """Equal for arrays of which to fill one is to fill the other: where all elements stand; None if unknown."""
+    found = tuple(_windows(target))
+    return (target.spec.shape, target.spec.dtype, found) if found and len(found) == len(target.pieces) else None
+
+
+def shared(targets: Sequence[Target], pair: tuple[int, int], limit: int) -> Iterator[Stretch]:
+    """What two targets would both write.
+
+    Args:
+        limit: bytes of a stretch, at most; where no run of bytes is shared, it is as long as the two pieces.
+    """
+    left, right = (_windows(targets[number]) for number in pair)
+    alike = [window for _, window in left] == [window for _, window in right]
+    for i, (a, p) in enumerate(left):
+        for j, (b, q) in enumerate(right):
+            if alike and i != j:
+                continue  # pieces of one array lie apart
+            if p == q or (p.in_c_order and q.in_c_order):
+                yield from _runs(pair, (a, b), (p, q), limit)
+            elif _meet(p, q):
+                yield Stretch(pair, ((a,), (b,)), (p.itemsize, q.itemsize), windows=(p, q))
+
+
+def _meet(p: Window, q: Window) -> bool:
+    (a, b), (c, d) = p.extent, q.extent
+    if b <= c or d <= a:
+        return False
+    try:
+        return np.shares_memory(np.asarray(p), np.asarray(q), max_work=HARD)  # pyright: ignore[reportArgumentType]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _runs(
+    pair: tuple[int, int], regions: tuple[Region, Region], windows: tuple[Window, Window], limit: int
+) -> Iterator[Stretch]:
+    """Of windows in C order, or one window, what both have of the elements in C order."""
+    p, q = windows
+    sizes = [region.size * window.itemsize for region, window in zip(regions, windows, strict=True)]
+    low, high = max(p.address, q.address), min(p.address + sizes[0], q.address + sizes[1])
+    step = max(limit, 1)
+    for at in range(low, high, step):
+        stop = min(at + step, high)
+        parts = [
+            _cover(region, window.itemsize, at - window.address, stop - window.address)
+            for region, window in zip(regions, windows, strict=True)
+        ]
+        skip = parts[0][1], parts[1][1]
+        yield Stretch(pair, (parts[0][0], parts[1][0]), (p.itemsize, q.itemsize), skip, stop - at)
+
+
+def _cover(region: Region, itemsize: int, low: int, high: int) -> tuple[tuple[Region, ...], int]:
+    """The boxes that hold bytes `low:high` of a region's elements, and how many bytes they have before."""
+    first, last = low // itemsize, -(-high // itemsize)
+    boxes = flat_regions(region.shape, first, last)
+    return tuple(box.shifted(region.offset) for box in boxes), low - first * itemsize
+
+
+def first_difference(stretches: Iterable[Stretch], fill: Fill, limit: int) -> tuple[int, int] | None:
+    """The first pair of arrays of which different bytes are meant for one place; None if there is none.
+
+    Args:
+        fill: reads what is meant for an array.
+        limit: bytes to read at once; a longer stretch is read alone.
+    """
+    batch: list[Stretch] = []
+    size = 0
+    for stretch in stretches:
+        batch.append(stretch)
+        size += sum(r.size * n for part, n in zip(stretch.regions, stretch.itemsizes, strict=True) for r in part)
+        if size >= limit:
+            if (found := _differing(batch, fill)) is not None:
+                return found
+            batch, size = [], 0
+    return _differing(batch, fill)
+
+
+def is_equal(spec: ArraySpec, fill: Fill, limit: int) -> bool:
+    """Whether what is meant for targets 0 and 1 is the same, in the regions and the dtype of a spec."""
+    itemsize = dtype_of(spec.dtype).itemsize
+    regions = (Region.whole(spec.shape),) if spec.regions is None else spec.regions
+    most = max(1, limit // 2 // itemsize)
+    parts = (tile for region in regions if region.size for tile in tiles(region, most))
+    stretches = (Stretch((0, 1), ((part,), (part,)), (itemsize, itemsize)) for part in parts)
+    return first_difference(stretches, fill, limit) is None
+
+
+def _differing(batch: Sequence[Stretch], fill: Fill) -> tuple[int, int] | None:
+    wanted: list[tuple[int, list[TargetPiece]]] = []
+    sides: list[list[np.ndarray]] = []
+    for stretch in batch:
+        made = [_pieces(part, n) for part, n in zip(stretch.regions, stretch.itemsizes, strict=True)]
+        wanted += [(number, pieces) for number, (_, pieces) in zip(stretch.numbers, made, strict=True)]
+        sides.append([buffer.view(np.uint8) for buffer, _ in made])
+    if wanted:
+        fill(wanted)
+    pairs = zip(batch, sides, strict=True)
+    return next((stretch.numbers for stretch, (left, right) in pairs if not _agree(stretch, left, right)), None)
+
+
+def _pieces(regions: Sequence[Region], itemsize: int) -> tuple[np.ndarray, list[TargetPiece]]:
+    """Memory for regions, one after the other."""
+    buffer = np.empty(sum(region.size for region in regions), raw_dtype(itemsize))
+    pieces: list[TargetPiece] = []
+    at = 0
+    for region in regions:
+        pieces.append(TargetPiece(region, HostArray(buffer[at : at + region.size].reshape(region.shape))))
+        at += region.size
+    return buffer, pieces
+
+
+def _agree(stretch: Stretch, left: np.ndarray, right: np.ndarray) -> bool:
+    if stretch.windows is not None:
+        return _agree_in_place(stretch.windows, left, right)
+    if stretch.nbytes >= 0:
+        left, right = (
+            side[skip : skip + stretch.nbytes] for side, skip in zip((left, right), stretch.skip, strict=True)
+        )
+    return np.array_equal(left, right)
+
+
+def _agree_in_place(windows: tuple[Window, Window], left: np.ndarray, right: np.ndarray) -> bool:
+    """Whether what is put into two windows is the same where they meet: tried on other memory."""
+    p, q = windows
+    low, high = min(p.extent[0], q.extent[0]), max(p.extent[1], q.extent[1])
+    memory, touched = np.zeros(high - low, np.uint8), np.zeros(high - low, np.bool_)
+
+    def shown(of: np.ndarray, window: Window) -> np.ndarray:
+        shape, strides = (*window.shape, window.itemsize), (*window.strides, 1)
+        return np.ndarray(shape, of.dtype, of, window.address - low, strides)
+
+    shown(memory, p)[...] = left.reshape(*p.shape, p.itemsize)
+    shown(touched, p)[...] = True
+    differs = shown(memory, q) != right.reshape(*q.shape, q.itemsize)
+    return not (differs & shown(touched, q)).any()

@@ -1,0 +1,84 @@
+"""The common tensor: plain, dense, of a common dtype, on the host. Most leaves are, and most of those are tiny.
+
+What such tensors of one shape and dtype share is worked out once, so that describing one more costs a few questions to
+torch and no call into numpy. What is not common is left to `arrays.torch`, which knows every tensor, and refuses some.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import msgspec
+import torch
+from torch.nn import Parameter
+
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region
+from ..core.tree.spec import ArraySpec
+from .base import HostMemory
+
+__all__ = ["COMMON", "PLAIN", "Common", "describe", "dtype_name", "is_common", "kind_of", "memory_of"]
+
+PLAIN = (torch.Tensor, Parameter)
+COMMON = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+)
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: torch.dtype) -> str:
+    """Our name for a torch dtype: its own, without the module.
+
+    Raises:
+        FormatError: a dtype that cannot be stored (quantised ones).
+    """
+    return dtype_of(str(dtype).removeprefix("torch.")).name
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """The kind that a spec tells of: "parameter", "buffer" or "tensor"."""
+    if type(tensor) is not torch.Tensor and isinstance(tensor, Parameter):
+        return "parameter"
+    return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"  # what isinstance asks
+
+
+class Common(msgspec.Struct, frozen=True):
+    """What common tensors that differ in nothing but their bytes share."""
+
+    spec: ArraySpec
+    whole: Region
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def _common(shape: torch.Size, dtype: torch.dtype, requires_grad: bool, kind: str) -> Common:
+    spec = ArraySpec(tuple(shape), dtype_name(dtype), None, None, requires_grad, kind)
+    return Common(spec, Region.whole(spec.shape), math.prod(shape) * dtype.itemsize)
+
+
+_STRIDED = torch.strided
+
+
+def is_common(leaf: torch.Tensor) -> bool:
+    """Whether a tensor is one of the many: plain, dense, of a common dtype, on the host. No other check is needed."""
+    return (
+        type(leaf) in PLAIN and leaf.dtype in COMMON and leaf.layout is _STRIDED and leaf.is_cpu and not leaf.is_nested
+    )
+
+
+def describe(leaf: torch.Tensor) -> Common:
+    """What a common tensor is."""
+    return _common(leaf.shape, leaf.dtype, leaf.requires_grad, kind_of(leaf))
+
+
+def memory_of(leaf: torch.Tensor, common: Common) -> HostMemory | None:
+    """The memory of a common tensor; None where it is not in one piece, or not all there."""
+    if not common.nbytes or not leaf.is_contiguous() or leaf.is_neg():
+        return None
+    size = leaf.dtype.itemsize
+    address = leaf.data_ptr()
+    storage = leaf.untyped_storage()  # keeps the memory, which the tensor alone does not when its `data` is set anew
+    if not address or leaf.storage_offset() * size + common.nbytes > storage.nbytes():
+        return None
+    return HostMemory(address, common.spec.shape, size, storage)

@@ -1,0 +1,338 @@
+"""Which adapter knows a leaf, found by the name of the module that its class comes from: no library is imported for it.
+
+An adapter's module is loaded when the first leaf of its library is met, so a program without torch never loads it, and
+nothing here knows more of a library than its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+
+from ..core.sharding.dtypes import dtype_of, name_of
+from ..core.tree.keyed_table import Column
+from ..core.tree.spec import ArraySpec, Typed, Value, decode_value, encode_value
+from ..errors import FormatError, MismatchError, TreeError
+from .base import Adapter, Source, Take, Target, raw_dtype
+from .lazy import Lazy, lazy_source
+from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sharded_target
+
+__all__ = [
+    "abstract_of",
+    "check_cast",
+    "check_library",
+    "decode",
+    "encodable",
+    "encode",
+    "is_value",
+    "library_of",
+    "like_of",
+    "mark_written",
+    "new_array",
+    "resolve",
+    "source_of",
+    "target_of",
+]
+
+_ADAPTERS = {"torch": "torch", "numpy": "numpy"}
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
+
+
+@lru_cache(maxsize=8)
+def _load(name: str) -> Adapter:
+    return cast(Adapter, importlib.import_module(f"{__package__}.{name}"))
+
+
+@lru_cache(maxsize=1024)
+def _adapter(kind: type) -> Adapter | None:
+    for base in kind.__mro__:
+        name = base.__module__.partition(".")[0]
+        if base.__module__.startswith(_SHARDED_TENSOR):
+            return _load("sharded_tensor")
+        if name in _ADAPTERS:
+            return _load(_ADAPTERS[name])
+    return None
+
+
+_PLAIN_VALUES = frozenset((int, float, bool, str, type(None), bytes, complex))
+
+
+def source_of(leaf: object, path: str, rank: int) -> Source | None:
+    """An array to be saved; None for a leaf that is a value.
+
+    Raises:
+        TreeError, LayoutError: an array that cannot be saved.
+    """
+    kind = type(leaf)
+    if kind in _PLAIN_VALUES:
+        return None
+    if (adapter := _adapter(kind)) is not None:
+        return adapter.source(leaf, path, rank)
+    if isinstance(leaf, Sharded):
+        return sharded_source(leaf, path, rank, _inner(leaf, path))
+    if isinstance(leaf, Column):
+        raise TreeError(
+            path,
+            expected="arrays and values",
+            found="a KeyedTable",
+            hint="Tables are saved and loaded; other operations take their arrays",
+        )
+    if isinstance(leaf, Lazy):
+        return lazy_source(leaf)
+    if isinstance(leaf, ArraySpec) or leaf is ...:
+        raise TreeError(
+            path, expected="a leaf with data", found=f"{leaf!r:.60}", hint="Such leaves are for like= of load"
+        )
+    return None
+
+
+def _inner(leaf: Sharded, path: str) -> Adapter:
+    adapters = [_adapter(type(local)) for local in leaf.locals] or [_load("numpy")]
+    adapter = adapters[0]
+    if adapter is None or any(other is not adapter for other in adapters):
+        raise TreeError(
+            path,
+            expected="an array in Sharded, or several of one library",
+            found=", ".join(type(local).__name__ for local in leaf.locals),
+            hint="Values are no pieces; wrap what each rank has of its own in tc.PerRank",
+        )
+    return adapter
+
+
+def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
+    """What an array is, without its data; None for a value."""
+    if (adapter := _adapter(type(leaf))) is not None:
+        return adapter.abstract(leaf, path, rank)
+    if isinstance(leaf, ArraySpec):
+        return leaf
+    if isinstance(leaf, Sharded):
+        return sharded_abstract(leaf, path, rank, _inner(leaf, path))
+    if isinstance(leaf, Column) and leaf.kind != "offsets":
+        return abstract_of(leaf.array, path, rank)
+    return None
+
+
+def library_of(spec: ArraySpec) -> Adapter:
+    """The adapter that makes arrays of the spec's kind."""
+    return _load("numpy" if spec.kind == "numpy" else "torch")
+
+
+def target_of(leaf: object, path: str, rank: int) -> Target | None:
+    """An array to be filled in place; None for a leaf that is a value."""
+    if (adapter := _adapter(type(leaf))) is not None:
+        return adapter.target(leaf, path, rank)
+    if isinstance(leaf, Sharded):
+        return sharded_target(leaf, path, rank, _inner(leaf, path))
+    return None
+
+
+def mark_written(leaves: Iterable[object]) -> None:
+    """Has the libraries of arrays know that these are written to past them."""
+    found: dict[Adapter, list[object]] = {}
+    for leaf in leaves:
+        for array in leaf.locals if isinstance(leaf, Sharded) else (leaf,):
+            if (adapter := _adapter(type(array))) is not None:
+                found.setdefault(adapter, []).append(array)
+    for adapter, arrays in found.items():
+        adapter.mark_written(arrays)
+
+
+def like_of(leaf: object, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
+    """A new array as the leaf describes it: a known library's array, an `ArraySpec`, or anything with shape and dtype.
+
+    None for a leaf that describes no array.
+    """
+    if isinstance(leaf, ArraySpec):
+        return new_array(leaf, path, device or leaf.device, take=take)
+    if isinstance(leaf, Sharded):
+        return sharded_like(leaf, path, rank, device, _inner(leaf, path), take=take)
+    adapter = _adapter(type(leaf))
+    if adapter is not None and (made := adapter.like(leaf, path, rank, device, take=take)) is not None:
+        return made
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None or encodable(leaf):
+        return None
+    return new_array(_foreign_spec(tuple(int(n) for n in shape), dtype, path), path, device, take=take)
+
+
+def encodable(leaf: object) -> bool:
+    """Whether the leaf is a value that can be stored (numpy's scalars have a shape too)."""
+    try:
+        encode(leaf, "", allow_pickle=False)
+    except TreeError:
+        return False
+    return True
+
+
+def is_value(leaf: object) -> bool:
+    """Whether the leaf is a Python value, and not `...`, an array, or an object of an unknown kind."""
+    return leaf is not ... and (type(leaf) in _PLAIN_VALUES or encodable(leaf))
+
+
+def _foreign_spec(shape: tuple[int, ...], dtype: Any, path: str) -> ArraySpec:
+    kind = "tensor" if type(dtype).__module__.partition(".")[0] == "torch" else "numpy"
+    try:
+        if kind == "tensor" or isinstance(dtype, (np.dtype, type)):
+            name = name_of(dtype)
+        else:  # of another library, by its own name
+            name = dtype_of(str(getattr(dtype, "name", None) or str(dtype).rpartition(".")[2])).name
+        return ArraySpec(shape, name, kind=kind)
+    except (FormatError, MismatchError) as error:
+        raise MismatchError(path, expected="a known dtype", found=f"{dtype!r:.60}") from error
+
+
+@lru_cache(maxsize=1024)
+def _cast_error(kind: str, saved: str, wanted: str) -> MismatchError | None:
+    """Why elements of one dtype do not become those of another, found by a try with a one."""
+    raw = raw_dtype(dtype_of(saved).itemsize)
+    try:
+        library_of(ArraySpec((), wanted, kind=kind)).cast(
+            np.ones(1, dtype_of(saved).numpy or raw).view(raw), saved, wanted
+        )
+    except MismatchError as error:
+        return error
+    return None
+
+
+def check_cast(spec: ArraySpec, saved: str, path: str) -> None:
+    """Refuses a cast to a spec's dtype that cannot be made, before anything is read for it.
+
+    Raises:
+        MismatchError: neither the library nor ml_dtypes can.
+    """
+    error = _cast_error("numpy" if spec.kind == "numpy" else "tensor", saved, spec.dtype)
+    if error is not None:
+        raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
+
+
+def check_library(spec: ArraySpec, path: str) -> Adapter:
+    """The adapter that makes arrays as the spec says.
+
+    Raises:
+        MismatchError: the library is not installed, or lacks the dtype.
+    """
+    if spec.kind == "numpy":
+        adapter = _load("numpy")
+    else:
+        adapter = _torch(path)
+    try:
+        adapter.known_dtype(spec.dtype)
+    except MismatchError as error:
+        raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
+    return adapter
+
+
+def new_array(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
+    """A new array of the library that the spec's kind names.
+
+    Raises:
+        MismatchError: the library is not installed.
+    """
+    return check_library(spec, path).empty(spec, path, device, take=take)
+
+
+def _torch(path: str) -> Adapter:
+    try:
+        return _load("torch")
+    except ImportError as error:
+        raise MismatchError(
+            path,
+            expected="torch, to load a tensor",
+            found="no torch in this environment",
+            hint="Install treeckpt[torch], or pass like= with numpy arrays",
+        ) from error
+
+
+def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
+    """The stored form of a value, of any library that is known.
+
+    Raises:
+        TreeError: no kind of value that is known; with `allow_pickle` only if it cannot be pickled.
+    """
+    adapter = _adapter(type(value))
+    try:
+        return encode_value(value, path, _extra)
+    except TreeError:
+        if not allow_pickle or adapter is not None:
+            raise
+    import base64
+    import pickle
+
+    try:
+        return Typed("pickle", (base64.b64encode(pickle.dumps(value)).decode(),))
+    except Exception as error:
+        raise TreeError(path, expected="a value that pickle takes", found=f"{value!r:.60} ({error})") from error
+
+
+def _extra(value: object) -> Typed | None:
+    adapter = _adapter(type(value))
+    return adapter.encode(value) if adapter is not None else None
+
+
+def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
+    """The value of a stored form.
+
+    Raises:
+        MismatchError: it was pickled and `allow_pickle` is not given.
+    """
+    if not isinstance(value, Typed):
+        return value
+
+    def extra(typed: Typed) -> object:
+        if typed.kind == "pickle":
+            return _unpickle(typed, path, allow_pickle)
+        return _load(typed.kind.partition(".")[0]).decode(typed) if typed.kind.startswith("torch.") else _no(typed)
+
+    return decode_value(value, path, resolve=resolve, extra=extra)
+
+
+def _no(typed: Typed) -> object:
+    raise LookupError(typed.kind)
+
+
+def _unpickle(typed: Typed, path: str, allow_pickle: bool) -> object:
+    if not allow_pickle:
+        raise MismatchError(
+            path,
+            expected="a value that loads without running code",
+            found="a pickled object",
+            hint="If you trust whoever wrote this checkpoint, pass allow_pickle=True",
+        )
+    import base64
+    import pickle
+
+    try:
+        return pickle.loads(base64.b64decode(str(typed.items[0]), validate=True))
+    except Exception as error:
+        raise MismatchError(
+            path,
+            expected="a pickle that this program can load",
+            found=f"{type(error).__name__}: {error}"[:200],
+            hint="Import what it needs, or leave this leaf out with `...` in like",
+        ) from error
+
+
+def resolve(name: str) -> type:
+    """The class `module:qualname`, if its module is imported already; nothing is imported or called.
+
+    Only what stands in the module's own dict, or in that of a class, is found: an attribute that a module or a
+    metaclass makes when it is asked for is not.
+
+    Raises:
+        LookupError: no such class here.
+    """
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    known: Any = object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}
+    for part in qualname.split("."):
+        found = known.get(part)
+        if not issubclass(type(found), type):
+            raise LookupError(name)
+        known = type.__getattribute__(found, "__dict__")
+    return found

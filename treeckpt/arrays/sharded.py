@@ -1,0 +1,210 @@
+"""Explicit pieces: local arrays together with where they stand in a global one, whatever cut it.
+
+What Paddle calls local shape + global offset; and, with an integer offset, a ZeRO-style flat range of the global
+array's elements in C order. A rank may hold one piece or several of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from ..core.sharding.placements import BoxLayout
+from ..core.sharding.region import Region, flat_regions
+from ..core.tree.spec import ArraySpec
+from ..errors import LayoutError
+from .base import Adapter, Flat, Piece, Source, Take, Target, TargetPiece
+
+__all__ = ["Sharded", "sharded_abstract", "sharded_like", "sharded_source", "sharded_target", "with_locals"]
+
+Offset = int | tuple[int, ...]
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Sharded:
+    """One rank's part of a global array: a piece, or several.
+
+        tc.Sharded(rows, (1000, 64), (250, 0))             # a box that starts at row 250
+        tc.Sharded(flat, (1000, 64), 12_345)               # a flat range of elements, in C order
+        tc.Sharded([a, b], (1000, 64), [(0, 0), (500, 0)])  # several pieces, each a box or a flat range
+
+    Args:
+        local: the piece, any array that can be a leaf; or a list of them, all of one dtype. A rank that holds nothing
+            gives an empty flat piece: `tc.Sharded(torch.empty(0), shape, 0)`.
+        global_shape: of the whole array.
+        offset: where the piece starts: one integer per dimension, or, for a flat 1-D piece, the position of its
+            first element among all elements in C order. For several pieces a list with as many of these.
+
+    Pieces of all ranks together cover the array. What several pieces hold is written once, and compared: where it is of
+    up to 64 KiB on every save, else with `verify_replicas=True`.
+    """
+
+    __treeckpt_leaf__: ClassVar[bool] = True
+
+    local: Any
+    global_shape: tuple[int, ...]
+    offset: Any
+
+    def __post_init__(self) -> None:
+        index, offset = operator.index, _listed(self.offset)
+        object.__setattr__(self, "global_shape", tuple(map(index, self.global_shape)))
+        if isinstance(self.local, (list, tuple)) and isinstance(offset, Sequence):
+            object.__setattr__(self, "local", tuple(self.local))
+            object.__setattr__(self, "offset", tuple(map(_offset, offset)))
+        else:
+            object.__setattr__(self, "offset", _offset(offset))
+
+    @property
+    def several(self) -> bool:
+        """Whether `local` and `offset` list pieces."""
+        return isinstance(self.local, tuple) and isinstance(self.offset, tuple)
+
+    @property
+    def locals(self) -> tuple[Any, ...]:
+        """The pieces' arrays."""
+        return self.local if self.several else (self.local,)
+
+    @property
+    def offsets(self) -> tuple[Offset, ...]:
+        """The pieces' offsets."""
+        return self.offset if self.several else (self.offset,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        return self.global_shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.locals[0].dtype
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for leaves that are one array by being made of the same objects."""
+        return (*map(id, self.locals), self.global_shape, self.offset)
+
+
+def _listed(numbers: Any) -> Any:
+    """Integers of an array of numpy or torch as Python's."""
+    return numbers.tolist() if hasattr(numbers, "tolist") else numbers
+
+
+def _offset(offset: Any) -> Offset:
+    offset = _listed(offset)
+    return tuple(map(operator.index, offset)) if isinstance(offset, Sequence) else operator.index(offset)
+
+
+def with_locals(leaf: Sharded, made: Sequence[Any]) -> Sharded:
+    """The same pieces of the same array, with other memory."""
+    return Sharded(tuple(made) if leaf.several else made[0], leaf.global_shape, leaf.offset)
+
+
+def _regions(leaf: Sharded, offset: Offset, local: Sequence[int], path: str) -> tuple[Region, ...]:
+    shape = leaf.global_shape
+    whole = Region.whole(shape)
+    if isinstance(offset, int):
+        if len(local) == 1 and offset >= 0 and offset + local[0] <= math.prod(shape):
+            return flat_regions(shape, offset, offset + local[0]) if whole.size else (whole,)
+        expected = f"a 1-D piece inside {math.prod(shape)} elements"
+    else:
+        region = Region(offset, tuple(local))
+        if len(region.offset) == len(local) == len(shape) and min(offset, default=0) >= 0 and region.within(whole):
+            return (region,)
+        expected = f"a piece inside shape {shape}"
+    raise LayoutError(
+        path,
+        expected=expected,
+        found=f"shape {tuple(local)} at offset {offset}",
+        hint="Check the global shape and the offset given to tc.Sharded",
+    )
+
+
+def _each(leaf: Sharded, path: str, act: Callable[[Any], _T | None]) -> list[_T] | None:
+    """What each piece gives; None if one of them is not the adapter's."""
+    if not leaf.locals or len(leaf.locals) != len(leaf.offsets):
+        raise LayoutError(
+            path,
+            expected="an offset for each piece, and one piece at least, of size 0 if the rank holds nothing",
+            found=f"{len(leaf.locals)} pieces, {len(leaf.offsets)} offsets",
+            hint="Pass tc.Sharded lists of equal length, or one array and one offset",
+        )
+    found = [act(local) for local in leaf.locals]
+    made = [one for one in found if one is not None]
+    return made if len(made) == len(found) else None
+
+
+def _spec(leaf: Sharded, specs: Sequence[ArraySpec], path: str) -> ArraySpec:
+    """Of the whole array, from those of the pieces."""
+    for spec in specs:
+        if spec.dtype != specs[0].dtype:
+            raise LayoutError(path, expected=f"pieces of one dtype, as {specs[0].dtype}", found=f"{spec.dtype}")
+    return msgspec.structs.replace(specs[0], shape=leaf.global_shape)
+
+
+def _spread(leaf: Sharded, parts: Sequence[tuple[Any, ArraySpec]], path: str) -> Iterator[tuple[Region, Any]]:
+    """Regions of the whole array, and the memory of each."""
+    for offset, (data, spec) in zip(leaf.offsets, parts, strict=True):
+        regions = _regions(leaf, offset, spec.shape, path)
+        at = 0
+        for region in regions:
+            yield region, Flat(data, at, region.shape) if isinstance(offset, int) else data
+            at += region.size
+
+
+def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Source:
+    """Describes pieces that are to be saved.
+
+    Raises:
+        LayoutError: a piece does not lie inside the global shape, or is distributed itself.
+    """
+    inner = _each(leaf, path, lambda local: adapter.source(local, path, rank))
+    if inner is None or any(source.layout is not None for source in inner):
+        raise _no_array(leaf, path)
+    spec = _spec(leaf, [source.spec for source in inner], path)
+    pieces = [Piece(*part) for part in _spread(leaf, [(s.pieces[0].data, s.spec) for s in inner], path)]
+    layout = BoxLayout(tuple((rank, piece.region) for piece in pieces))
+    return Source(spec, layout, pieces, inner[0].storage if len(inner) == 1 else None)
+
+
+def _no_array(leaf: Sharded, path: str) -> LayoutError:
+    kinds = ", ".join(dict.fromkeys(type(local).__name__ for local in leaf.locals))
+    return LayoutError(path, expected="a plain array in Sharded", found=kinds)
+
+
+def sharded_abstract(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArraySpec | None:
+    """What the whole array is, and which regions of it the pieces are."""
+    inner = _each(leaf, path, lambda local: adapter.abstract(local, path, rank))
+    if inner is None:
+        return None
+    regions = [_regions(leaf, offset, spec.shape, path) for offset, spec in zip(leaf.offsets, inner, strict=True)]
+    return msgspec.structs.replace(_spec(leaf, inner, path), regions=tuple(r for part in regions for r in part))
+
+
+def _as_target(leaf: Sharded, inner: list[Target] | None, path: str) -> Target | None:
+    if inner is None:
+        return None
+    if any(len(target.pieces) != 1 or target.pieces[0].region.shape != target.spec.shape for target in inner):
+        raise _no_array(leaf, path)
+    spec = _spec(leaf, [target.spec for target in inner], path)
+    made = with_locals(leaf, [target.leaf for target in inner])
+    parts = [(target.pieces[0].data, target.spec) for target in inner]
+    return Target(spec, made, [TargetPiece(*part) for part in _spread(leaf, parts, path)])
+
+
+def sharded_target(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Target | None:
+    """Describes pieces that are to be filled in place."""
+    return _as_target(leaf, _each(leaf, path, lambda local: adapter.target(local, path, rank)), path)
+
+
+def sharded_like(
+    leaf: Sharded, path: str, rank: int, device: str | None, adapter: Adapter, *, take: Take | None = None
+) -> Target | None:
+    """New pieces of the same shapes and places."""
+    made = _each(leaf, path, lambda local: adapter.like(local, path, rank, device, take=take))
+    return _as_target(leaf, made, path)

@@ -1,0 +1,113 @@
+"""Where do the shards of torch.distributed's ShardedTensor stand? Its own metadata says so, for every rank.
+
+The metadata lists offset, sizes and rank of each shard, so every rank knows the whole layout without talk; shards may
+be of any shape, several on a rank or none. The shards themselves are plain tensors, which the torch adapter knows.
+Nothing here calls operators of the ShardedTensor, which it has next to none of. It can be saved and be a target of
+load; without `like` its array comes back as a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ..core.sharding.placements import BoxLayout
+from ..core.sharding.region import Region
+from ..core.tree.spec import ArraySpec
+from ..errors import LayoutError
+from . import torch as plain
+from .base import Piece, Source, Take, Target, TargetPiece
+
+__all__ = ["abstract", "encode", "like", "mark_written", "source", "target", "with_shards"]
+
+
+def _region(shard: Any) -> Region:
+    return Region(tuple(map(int, shard.shard_offsets)), tuple(map(int, shard.shard_sizes)))
+
+
+def _layout(leaf: Any, path: str) -> BoxLayout:
+    pieces: list[tuple[int, Region]] = []
+    for shard in leaf.metadata().shards_metadata:
+        rank = shard.placement.rank() if shard.placement is not None else None
+        if rank is None:
+            raise LayoutError(
+                path,
+                expected="shards that are placed on ranks",
+                found=f"{_region(shard)} placed on {shard.placement}",
+                hint="Save the pieces with tc.Sharded",
+            )
+        pieces.append((rank, _region(shard)))
+    return BoxLayout(tuple(pieces))
+
+
+def _spec(leaf: Any) -> ArraySpec:
+    metadata = leaf.metadata()
+    properties = metadata.tensor_properties
+    dtype = plain.dtype_name(properties.dtype)
+    return ArraySpec(tuple(map(int, metadata.size)), dtype, requires_grad=properties.requires_grad)
+
+
+def _regions(leaf: Any, path: str) -> list[Region]:
+    """Where this rank's shards stand."""
+    regions: list[Region] = []
+    for shard in leaf.local_shards():
+        region, found = _region(shard.metadata), tuple(shard.tensor.shape)
+        if found != region.shape:
+            raise LayoutError(path, expected=f"a shard of shape {region.shape}", found=f"a tensor of shape {found}")
+        regions.append(region)
+    return regions
+
+
+def _tensors(leaf: Any) -> list[Any]:
+    return [shard.tensor for shard in leaf.local_shards()]
+
+
+def with_shards(leaf: Any, tensors: Sequence[Any]) -> Any:
+    """A ShardedTensor of the same layout with other memory for this rank's shards."""
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, leaf.local_shards(), strict=True)]
+    return type(leaf)._init_from_local_shards_and_global_metadata(
+        shards, leaf.metadata(), process_group=leaf._process_group, sharding_spec=leaf.sharding_spec()
+    )
+
+
+def source(leaf: Any, path: str, rank: int) -> Source | None:
+    """Describes a ShardedTensor that is to be saved."""
+    found = [plain.source(tensor, path, rank) for tensor in _tensors(leaf)]
+    data = [one.pieces[0].data for one in found if one is not None]
+    pieces = [Piece(*part) for part in zip(_regions(leaf, path), data, strict=True)]
+    return Source(_spec(leaf), _layout(leaf, path), pieces)
+
+
+def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
+    """What the whole array is, and which regions of it this rank holds."""
+    return msgspec.structs.replace(_spec(leaf), regions=tuple(_regions(leaf, path)))
+
+
+def _as_target(leaf: Any, made: Any, found: list[Target | None], path: str) -> Target:
+    data = [one.pieces[0].data for one in found if one is not None]
+    pieces = [TargetPiece(*part) for part in zip(_regions(leaf, path), data, strict=True)]
+    return Target(_spec(leaf), made, pieces)
+
+
+def target(leaf: Any, path: str, rank: int) -> Target | None:
+    """Describes a ShardedTensor that is to be filled in place."""
+    return _as_target(leaf, leaf, [plain.target(tensor, path, rank) for tensor in _tensors(leaf)], path)
+
+
+def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
+    """A new ShardedTensor of the same layout; its shards are where the leaf's are unless `device` says otherwise."""
+    found = [plain.like(tensor, path, rank, device, take=take) for tensor in _tensors(leaf)]
+    return _as_target(leaf, with_shards(leaf, [one.leaf for one in found if one is not None]), found, path)
+
+
+def mark_written(leaves: Sequence[Any]) -> None:
+    """Of the shards that are here."""
+    plain.mark_written([tensor for leaf in leaves for tensor in _tensors(leaf)])
+
+
+def encode(value: Any) -> None:
+    """No value of any kind is this adapter's."""

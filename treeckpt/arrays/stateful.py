@@ -1,0 +1,281 @@
+"""Objects that keep a state of their own, anywhere in a tree: whatever has `state_dict` and `load_state_dict`.
+
+To be saved, such an object is replaced by what its `state_dict()` gives. To be restored, the arrays of that state are
+filled in place, as those of the tree are, and the state is then handed to `load_state_dict`. An object whose state
+holds no arrays may have grown (a data loader's queue): its state is loaded as it was saved, and the object judges it.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from ..core.tree.containers import is_common_leaf, keeps_state, take
+from ..core.tree.flatten import PerRank, flatten, graft, replace_leaves
+from ..core.tree.structure import any_rank, key_text, rank_key
+from ..errors import MismatchError, TreeError
+from .registry import is_value
+
+__all__ = ["AsSaved", "Expanded", "expand", "expanded", "hand_over", "holds_stateful", "is_optimizer", "is_stateful"]
+
+
+def is_stateful(value: object) -> bool:
+    """Whether an object keeps a state that it gives and takes as a tree."""
+    return keeps_state(type(value))
+
+
+@lru_cache(maxsize=1024)
+def _is_mapping(kind: type) -> bool:
+    """Whether a class that is no container is filled key by key, as a subclass of dict is."""
+    return issubclass(kind, MutableMapping) and kind is not collections.Counter
+
+
+def _is_owner(kind: type, mappings: bool) -> bool:
+    return keeps_state(kind) or (mappings and _is_mapping(kind))
+
+
+def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) -> bool:
+    """Whether there is one such object; cheap for the trees without, which most are."""
+    met: dict[int, Any] = {}
+    waiting: list[Any] = [tree]
+    while waiting:
+        node = waiting.pop()
+        kind = type(node)
+        if kind is dict:
+            children: Any = node.values()
+        elif kind is list or kind is tuple:
+            children = node
+        elif is_common_leaf(kind):
+            continue
+        else:
+            try:
+                taken = take(node, "", namespace, 0)
+            except TreeError:
+                return True  # flattening says where
+            if taken is None:
+                if _is_owner(kind, mappings):
+                    return True
+                continue
+            children = taken.children
+        if id(node) not in met:
+            met[id(node)] = node
+            waiting += [child for child in children if not is_common_leaf(type(child))]
+    return False
+
+
+class AsSaved:
+    """An object that takes its state as it was saved, arrays too: nothing is filled in place."""
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether something has what an optimizer has; some wrappers are of no class of torch."""
+    names = "param_groups", "state_dict", "load_state_dict"
+    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
+
+
+def hand_over(owner: Any, state: Any) -> None:
+    """Has an object take its state. What an optimizer keeps of a parameter stays of the dtype that it is given in.
+
+    torch casts it to the dtype of the parameter, also in an optimizer that another one wraps.
+    """
+    owner.load_state_dict(state)
+    optimizers = _optimizers_in(owner)
+    for given in _states_in(state) if optimizers else ():
+        numbers = [number for group in given["param_groups"] for number in group["params"]]
+        for optimizer in optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            live = getattr(optimizer, "state", None)
+            if not isinstance(live, MutableMapping) or len(parameters) != len(numbers):
+                continue
+            for number, parameter in zip(numbers, parameters, strict=True):
+                mine, part = live.get(parameter), given["state"].get(number)
+                if isinstance(mine, dict) and isinstance(part, dict) and part.keys() <= mine.keys():
+                    live[parameter] = _exact(mine, part)
+
+
+def _optimizers_in(owner: object) -> list[Any]:
+    """An optimizer, and those that it wraps."""
+    found: list[Any] = []
+    waiting = [owner]
+    while waiting:
+        one = waiting.pop()
+        if is_optimizer(one) and all(one is not other for other in found):
+            found.append(one)
+            waiting += getattr(one, "__dict__", {}).values()
+    return found
+
+
+def _states_in(state: Any) -> Iterator[Mapping[str, Any]]:
+    """The state dicts of optimizers of torch in a state."""
+    waiting = [state]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (list, tuple)):
+            waiting += node
+        elif isinstance(node, dict):
+            groups, of = node.get("param_groups"), node.get("state")
+            if isinstance(of, dict) and isinstance(groups, list) and all("params" in group for group in groups):
+                yield node
+            waiting += (part for key, part in node.items() if key not in ("param_groups", "state"))
+
+
+def _exact(loaded: Any, given: Any) -> Any:
+    """What `load_state_dict` made of a part, with what it was given where it has cast that."""
+    if hasattr(given, "dtype") and hasattr(given, "shape"):
+        was_cast = type(loaded) is type(given) and loaded.shape == given.shape and loaded.dtype != given.dtype
+        return given.to(loaded.device) if was_cast and hasattr(given, "to") else loaded
+    if isinstance(given, Mapping) and isinstance(loaded, dict):
+        for key in loaded.keys() & given.keys():
+            loaded[key] = _exact(loaded[key], given[key])
+    elif type(given) in (list, tuple) and type(loaded) is type(given) and len(loaded) == len(given):
+        parts = [_exact(*pair) for pair in zip(loaded, given, strict=True)]
+        return parts if isinstance(given, list) else tuple(parts)
+    return loaded
+
+
+def _is_array(leaf: tuple[str, object]) -> bool:
+    return hasattr(leaf[1], "shape") and hasattr(leaf[1], "dtype")
+
+
+class _Found(msgspec.Struct):
+    """One object of a tree, and its state at the moment."""
+
+    path: str
+    owner: Any
+    state: Any
+    has_arrays: bool
+    inside: Expanded | None = None
+    """The content of a mapping, which may hold such objects itself."""
+
+
+class Expanded:
+    """A tree with the states of its objects in their places.
+
+    Args:
+        mappings: objects that are mappings, and no containers, are expanded too, to be filled key by key.
+        above: the path of the tree.
+    """
+
+    def __init__(self, tree: object, rank: int, namespace: str, *, mappings: bool = False, above: str = "") -> None:
+        self.original, self.rank, self.namespace, self._above = tree, rank, namespace, above
+        _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
+        self.found: dict[int, _Found] = {}
+        for position, (below, leaf) in enumerate(self.leaves):
+            path = f"{above}/{below}" if above and below else above or below
+            if is_stateful(leaf):
+                state = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
+                _, inner = flatten(state, rank=rank, namespace=namespace)
+                has_arrays = not isinstance(leaf, AsSaved) and any(map(_is_array, inner))
+                self.found[position] = _Found(path, leaf, state, has_arrays)
+            elif mappings and _is_mapping(type(leaf)):
+                inside = Expanded(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
+                self.found[position] = _Found(path, leaf, inside.tree, True, inside)
+        self.tree = self._rebuilt(lambda found: found.state)
+
+    def _rebuilt(self, of: Callable[[_Found], Any]) -> Any:
+        leaves = (of(self.found[i]) if i in self.found else leaf for i, (_, leaf) in enumerate(self.leaves))
+        return replace_leaves(self.original, leaves, namespace=self.namespace)
+
+    def target(self) -> Any:
+        """The tree to fill: states without arrays are left out, to be loaded as they were saved."""
+        for found in self.found.values():
+            if found.inside is not None:
+                found.state = found.inside.target()
+        return self._rebuilt(lambda found: found.state if found.has_arrays else ...)
+
+    def restore(self, load: Callable[[str], Any], fill: Callable[[Any], Any]) -> tuple[Any, int]:
+        """Has everything loaded, and each object take its state.
+
+        Args:
+            load: gives the tree as saved, of what lies at a path.
+            fill: fills a tree in place.
+
+        Returns:
+            what `fill` gave, and how many leaves were loaded beside.
+        """
+        self._load_states(load)
+        target = self.target()
+        report = fill(target)
+        return report, self._take_back(target)
+
+    def _load_states(self, load: Callable[[str], Any]) -> None:
+        for found in self.found.values():
+            if found.inside is not None:
+                found.inside._load_states(load)
+            elif not found.has_arrays:
+                found.state = _at(load(any_rank(found.path, self.rank)), found, self.rank, self.namespace)
+
+    def _take_back(self, target: Any) -> int:
+        """Gives objects their states, and containers the values of a tree that was filled; how many leaves besides."""
+        whole = {id(found.state) for found in self.found.values() if found.has_arrays}
+        owners = {self.leaves[position][0]: found.owner for position, found in self.found.items()}
+        _, leaves = flatten(target, rank=self.rank, namespace=self.namespace, whole=whole)
+        filled = iter([owners.get(path, leaf) for path, leaf in leaves])
+        new = replace_leaves(target, filled, namespace=self.namespace, whole=whole)
+        objects = {id(found.owner) for found in self.found.values()}  # each stays, in a new tuple too
+        graft(self.original, new, is_value=lambda x: id(x) in objects or is_value(x), namespace=self.namespace)
+        loaded = 0
+        for found in self.found.values():
+            if found.inside is not None:
+                loaded += found.inside._take_back(found.state)
+                content: Any = found.inside.original
+                found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
+            elif found.has_arrays:
+                hand_over(found.owner, found.state)
+            elif (size := self._size(found.state)) is not None:
+                hand_over(found.owner, found.state)
+                loaded += size
+        return loaded
+
+    def _size(self, state: Any) -> int | None:
+        """The leaves of a state; None where a part of it could not be loaded."""
+        _, leaves = flatten(state, rank=self.rank, namespace=self.namespace)
+        return None if any(leaf is ... for _, leaf in leaves) else len(leaves)
+
+
+def expand(tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> Expanded | None:
+    """The tree with states in the places of objects; None for a tree without such objects."""
+    if not holds_stateful(tree, namespace, mappings=mappings):
+        return None
+    return Expanded(tree, rank, namespace, mappings=mappings)
+
+
+def expanded(tree: Any, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> Any:
+    """The tree with states in the places of objects; the tree itself where it holds none."""
+    found = expand(tree, rank=rank, namespace=namespace, mappings=mappings)
+    return tree if found is None else found.tree
+
+
+def _at(tree: Any, found: _Found, rank: int, namespace: str) -> Any:
+    """What stands at a path of a loaded tree.
+
+    Raises:
+        MismatchError: nothing, or the arrays of an optimizer, which only their parameters can tell where to go.
+    """
+    node, steps = tree, found.path.split("/") if found.path else []
+    for step in steps:
+        taken = take(node, "", namespace, rank)
+        text = rank_key if type(node) is PerRank else key_text
+        keys = [text(key) for key in taken.keys] if taken is not None else []  # pyright: ignore[reportArgumentType]
+        if taken is None or step not in keys:
+            raise MismatchError(
+                found.path,
+                expected=f"the state of a {type(found.owner).__qualname__}",
+                found="nothing in the checkpoint",
+                hint="Leave it out with `...`",
+            )
+        node = taken.children[keys.index(step)]
+    if any(f"{k.__module__}.{k.__qualname__}" == "torch.optim.optimizer.Optimizer" for k in type(found.owner).__mro__):
+        _, leaves = flatten(node, rank=rank, namespace=namespace)
+        if any(hasattr(leaf, "shape") for _, leaf in leaves):
+            raise MismatchError(
+                found.path,
+                expected="an optimizer that has state already, to fill in place",
+                found="a fresh one",
+                hint="Use treeckpt.training.restore, which makes the state where its parameters are",
+            )
+    return node

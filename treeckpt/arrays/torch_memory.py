@@ -1,0 +1,88 @@
+"""The memory of tensors as the engine sees it: through numpy where that can address it, else box by box."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from .base import Box, HostArray, HostMemory, Window, raw_dtype
+from .cuda import copy_aside
+from .plain_tensor import describe, is_common, memory_of
+
+__all__ = ["DeviceArray", "data_of", "raw_of", "signed"]
+
+_RAW = {size: raw_dtype(size).str for size in (1, 2, 4, 8, 16)}
+
+
+class _Memory:
+    """A tensor's memory for numpy. `Tensor.numpy` would do, but marks the user's storage as not to be resized."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.dtype.itemsize
+        self._tensor = tensor  # numpy keeps this object, and so the memory, alive
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "typestr": _RAW[size],
+            "data": (tensor.data_ptr(), False),
+            "strides": None if tensor.is_contiguous() else tuple(step * size for step in tensor.stride()),
+        }
+
+
+def raw_of(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory as a numpy array of raw dtype with the same shape and strides."""
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), raw_dtype(tensor.dtype.itemsize))
+    return np.asarray(_Memory(tensor))
+
+
+class DeviceArray:
+    """A tensor that numpy cannot address: moved box by box."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def window(self) -> Window | None:
+        """Where it stands; None where its bytes are not those of its elements."""
+        tensor, size = self.tensor, self.tensor.dtype.itemsize
+        if not tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+            return None
+        return Window(tensor.data_ptr(), tuple(tensor.shape), tuple(step * size for step in tensor.stride()), size)
+
+    def read(self, box: Box) -> np.ndarray:
+        part = self.tensor[box].resolve_conj().resolve_neg()
+        return raw_of(part.cpu())
+
+    def copy_to(self, box: Box, target: np.ndarray) -> Callable[[], None] | None:
+        """Copies a box to bytes of host memory; returns what waits for it, None if it is done."""
+        part = self.tensor[box]
+        out = torch.from_numpy(target).view(part.dtype).view(part.shape)
+        if part.is_cuda:
+            return copy_aside(part, out)
+        out.copy_(part)
+        return None
+
+    def write(self, box: Box, data: np.ndarray) -> None:
+        part = torch.from_numpy(np.ascontiguousarray(data).view(signed(data.itemsize)))
+        target = self.tensor[box]
+        target.copy_(part.view(self.tensor.dtype).view(target.shape))  # numpy makes a scalar one-dimensional
+
+
+def signed(size: int) -> np.dtype[Any]:
+    """A numpy dtype that torch takes over, for elements of a width."""
+    return np.dtype("<c16") if size == 16 else np.dtype(f"<i{size}") if size > 1 else np.dtype("u1")
+
+
+def data_of(tensor: torch.Tensor) -> HostMemory | HostArray | DeviceArray:
+    """What gives and takes the elements of a tensor."""
+    if is_common(tensor) and (memory := memory_of(tensor, describe(tensor))) is not None:
+        return memory
+    if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
+        return HostArray(raw_of(tensor))
+    return DeviceArray(tensor)

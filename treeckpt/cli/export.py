@@ -1,0 +1,40 @@
+"""Commands that write a file to look at: a report as one HTML page, a save as a trace."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from ..core.analysis.perfetto import encode_trace
+from ..core.text import bytes_text
+from ..report.terminal import print_line
+from ..runs import catalog
+
+__all__ = ["add_commands"]
+
+
+def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds `report` and `trace`."""
+    report = command("report", _report, "write one HTML page of a checkpoint or a run", json=False)
+    report.add_argument("path", metavar="CKPT_OR_RUN")
+    report.add_argument("--html", required=True, metavar="FILE", help="where to; an existing file is replaced")
+    trace = command("trace", _trace, "write the time of a save as a trace for Perfetto", json=False)
+    trace.add_argument("checkpoint", metavar="CKPT")
+    trace.add_argument("--out", required=True, metavar="FILE", help="where to; an existing file is replaced")
+
+
+def _report(options: argparse.Namespace) -> int:
+    from ..report import report
+
+    text = report(options.path, options.html)
+    print_line(f"{options.html}: {bytes_text(len(text.encode()))}, needs nothing else to be read")
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    timings = catalog.read_timings(options.checkpoint)
+    data = encode_trace(timings)
+    Path(options.out).write_bytes(data)
+    print_line(f"{options.out}: {len(timings.spans)} spans; open it at https://ui.perfetto.dev")
+    return 0

@@ -1,0 +1,58 @@
+"""`treeckpt show --rules`: which leaves rules make of a checkpoint, of which specs, and how. Only the index is read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..core.format.records import Index
+from ..core.text import shape_text
+from ..core.tree.spec import ArraySpec
+from ..errors import FormatError
+from ..loading.transforms import decode, parse
+from ..loading.transforms.rules import Rule
+from ..loading.transforms.view import View, ruled_view
+from ..report.terminal import print_json, print_line, print_table
+
+__all__ = ["read_rules", "show_rules"]
+
+
+def read_rules(path: str) -> tuple[Rule, ...]:
+    """The rules of a file: JSON, or statements.
+
+    Raises:
+        FormatError: it cannot be read, or holds neither.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(path, expected="a file of rules", found=f"{error}"[:200]) from error
+    return decode(text) if text.lstrip().startswith("[") else parse(text)
+
+
+def show_rules(index: Index, options: argparse.Namespace) -> int:
+    """Prints what rules make of an index, as rank 0 sees it, at and below a path."""
+    view = ruled_view(index, read_rules(options.rules), source_rank=0, rank=0)
+    below = options.leaf.rstrip("/")
+    rows = [_row(view, path) for path in view.by_path if not below or path == below or path.startswith(below + "/")]
+    dropped = list(view.ruled.dropped) if view.ruled is not None else []
+    if options.json:
+        print_json({"leaves": rows, "dropped": dropped})
+        return 0
+    print_table(("path", "is", "how"), [(row["path"], _is_text(row), row["how"]) for row in rows])
+    for path in dropped:
+        print_line(f"dropped  {path}", "dim")
+    return 0
+
+
+def _is_text(row: dict[str, Any]) -> str:
+    return f"{row['dtype']} {shape_text(row['shape'])}" if row["dtype"] else "value"
+
+
+def _row(view: View, path: str) -> dict[str, Any]:
+    spec = view.by_path[path][0].spec
+    array = spec if isinstance(spec, ArraySpec) else None
+    # the chain ends in the path itself, which stands beside it
+    how = view.chain(path).removesuffix(path).rstrip()
+    return {"path": path, "dtype": array and array.dtype, "shape": array and array.shape, "how": how}

@@ -1,0 +1,206 @@
+"""The commands that change a run: gc, pin, unpin. Each says what it did to which step, and why.
+
+`gc` deletes no checkpoint unless a policy is named: without one it only clears away what crashed saves left behind, in
+a run, or in the directory of one checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ..core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
+from ..core.format.file_names import MAX_STEP, is_step_name, step_name
+from ..core.text import bytes_text
+from ..report.terminal import fail, print_json, print_line, print_table
+from ..runs.catalog import is_checkpoint, is_there, scan
+from ..runs.run import GRACE, CleanReport, Run, clean_checkpoint
+
+__all__ = ["add_commands", "no_checkpoint"]
+
+
+class Command(Protocol):
+    """Adds a command to the parser."""
+
+    def __call__(self, name: str, run: Callable[[Any], int], text: str, /) -> argparse.ArgumentParser: ...
+
+
+def add_commands(command: Command) -> None:
+    """Adds gc, pin and unpin."""
+    gc = command("gc", _gc, "delete what no policy keeps, and what crashed saves left behind")
+    gc.add_argument("run_path", metavar="RUN", help="or a single checkpoint, beside which only leftovers go")
+    gc.add_argument("--keep-last", type=_count, metavar="N", help="keep the newest N checkpoints")
+    gc.add_argument("--every", type=_count, metavar="K", help="keep each step that is a multiple of K")
+    gc.add_argument("--period", type=_seconds, metavar="S", help="keep the first checkpoint of every S seconds")
+    gc.add_argument("--steps", type=_steps, metavar="A,B,...", help="keep these steps")
+    gc.add_argument(
+        "--best",
+        type=_best,
+        action="append",
+        default=[],
+        metavar="METRIC[:min|max][:N]",
+        help="keep the best N by a metric (default: the smallest one)",
+    )
+    gc.add_argument(
+        "--grace",
+        type=_seconds,
+        default=GRACE,
+        metavar="S",
+        help=f"leave files of unfinished saves that may be alive alone for S seconds (default: {GRACE:g})",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    for name, act, text in (
+        ("pin", _pin, "keep a step, whatever the policies say"),
+        ("unpin", _unpin, "let the policies decide about a step again"),
+    ):
+        pin = command(name, act, text)
+        pin.add_argument("run_path", metavar="RUN")
+        pin.add_argument("step", metavar="STEP", type=_step)
+
+
+def _number(text: str, kind: type[int] | type[float], least: float, what: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not least <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _count(text: str) -> int:
+    return _number(text, int, 1, "a number from 1 on")
+
+
+def _seconds(text: str) -> float:
+    return _number(text, float, 0, "a number of seconds")
+
+
+def _step(text: str) -> int:
+    step = _number(text.removeprefix("step_"), int, 0, "a step")
+    if step > MAX_STEP:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a step: the highest is {MAX_STEP}")
+    return step
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    return tuple(_step(part) for part in text.split(","))
+
+
+def _best(text: str) -> Best:
+    """A metric, then in any order `min` or `max` and a count; the name itself may have colons."""
+    metric, mode, count = text, None, None
+    while ":" in metric:
+        rest, _, last = metric.rpartition(":")
+        if last in ("min", "max") and mode is None:
+            mode = last
+        elif last.isdecimal() and count is None:
+            count = _count(last)
+        else:
+            break
+        metric = rest
+    if not metric:
+        raise argparse.ArgumentTypeError(f"{text!r} names no metric")
+    return Best(metric, count or 1, mode or "min")  # pyright: ignore[reportArgumentType]
+
+
+def _policies(options: argparse.Namespace) -> list[Policy]:
+    named: list[Policy] = [*options.best]
+    if options.keep_last is not None:
+        named.append(Last(options.keep_last))
+    if options.every is not None:
+        named.append(EverySteps(options.every))
+    if options.period is not None:
+        named.append(EveryPeriod(options.period))
+    if options.steps is not None:
+        named.append(Steps(options.steps))
+    return named or [All()]
+
+
+def _gc(options: argparse.Namespace) -> int:
+    if not is_there(options.run_path):
+        fail(f"treeckpt: {options.run_path}: no such directory")
+        return 2
+    run, alone = Run(options.run_path), is_checkpoint(options.run_path)
+    alone = alone and not run.look()
+    policies = _policies(options)
+    if problem := _no_run(options.run_path, run, policies) if alone else _no_metric(run, options.best):
+        fail(f"treeckpt: {problem}")
+        return 2
+    if alone:
+        report = clean_checkpoint(options.run_path, grace=options.grace, dry_run=options.dry_run)
+    else:
+        report = run.clean(policies, grace=options.grace, dry_run=options.dry_run)
+    if options.json:
+        print_json(report)
+    else:
+        _print_report(report, alone=alone)
+    return 1 if report.failed else 0
+
+
+def _no_run(path: str, run: Run, policies: Sequence[Policy]) -> str:
+    """What to do instead where policies are named for a checkpoint in place of its run."""
+    if policies == [All()]:
+        return ""
+    return f"{path}: a checkpoint, not a run. Name the run that it is in: {run.url.rstrip('/').rpartition('/')[0]}"
+
+
+def no_checkpoint(options: argparse.Namespace) -> str:
+    """What to do instead where a run is named in the place of one of its checkpoints."""
+    for path in (getattr(options, name, None) for name in ("checkpoint", "first", "second")):
+        if path is None or is_checkpoint(path):
+            continue
+        newest = next((info.path for info in scan(path) if info.status != "foreign" and is_step_name(info.name)), None)
+        if newest is not None:
+            return f"{path}: a run, not a checkpoint. Name one that it has, as {newest}; treeckpt ls {path} lists all"
+    return ""
+
+
+def _no_metric(run: Run, policies: Sequence[Best]) -> str:
+    """Which metrics there are, where one is named that no checkpoint has."""
+    infos = [info for info in run.look() if info.status == "complete"] if policies else []
+    there = {name for info in infos for name in info.metrics}
+    unknown = [policy.metric for policy in policies if policy.metric not in there]
+    if not infos or not unknown:
+        return ""
+    names = f"there are: {', '.join(sorted(there))}" if there else "none has any"
+    hint = ". Behind a metric come :min or :max, and :N" if ":" in unknown[0] else ""
+    return f"--best: no checkpoint of {run.url} has the metric {unknown[0]!r}; {names}{hint}"
+
+
+def _print_report(report: CleanReport, *, alone: bool) -> None:
+    rows = [("kept", step_name(step), "", report.why(step)) for step in report.kept]
+    word = "would go" if report.dry_run else "removed"
+    for one in report.removed:
+        what = "checkpoint" if one.what == "checkpoint" else f"{len(one.files)} files" if one.files else "directory"
+        rows.append((word, one.name, bytes_text(one.nbytes), f"{what}: {one.reason}"))
+    rows += [("left", one.name, "", one.why) for one in report.left]
+    rows += [("failed", one.name, "", one.why) for one in report.failed]
+    if rows:
+        print_table(("what", "step", "size", "why"), rows, right=("size",))
+    for warning in report.warnings:
+        print_line(warning, "yellow")
+    freed = "would be freed" if report.dry_run else "freed"
+    gone = sum(len(one.files) for one in report.removed)
+    what = f"{gone} files {word}" if alone else f"{len(report.kept)} kept, {len(report.removed)} {word}"
+    print_line(f"{what}, {bytes_text(report.nbytes)} {freed}", "dim")
+
+
+def _pin(options: argparse.Namespace) -> int:
+    Run(options.run_path).pin(options.step)
+    return _say_pinned(options, pinned=True)
+
+
+def _unpin(options: argparse.Namespace) -> int:
+    Run(options.run_path).unpin(options.step)
+    return _say_pinned(options, pinned=False)
+
+
+def _say_pinned(options: argparse.Namespace, *, pinned: bool) -> int:
+    if options.json:
+        print_json({"run": options.run_path, "step": options.step, "pinned": pinned})
+    else:
+        print_line(f"{Run(options.run_path).folder(options.step).url} is {'' if pinned else 'no longer '}pinned")
+    return 0

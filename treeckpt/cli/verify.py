@@ -1,0 +1,59 @@
+"""The command that compares a checkpoint with its checksums, and mends what can be."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..core.text import bytes_text, seconds_text
+from ..io.storage.open import open_store
+from ..report.terminal import print_json, print_line
+from ..reports import VerifyReport
+from ..runs import catalog
+from ..runs.progress_bar import reading_bar
+from .runs import Command
+
+__all__ = ["add_verify"]
+
+SHOWN = 20
+
+
+def add_verify(command: Command) -> None:
+    """Adds verify."""
+    verify = command("verify", _verify, "read everything and compare it with its checksums")
+    verify.add_argument("checkpoint", metavar="CKPT")
+    verify.add_argument("--repair", action="store_true", help="make again what can be, and say what is lost")
+
+
+def _verify(options: Any) -> int:
+    report = _report(options)
+    if options.json:
+        print_json({"ok": report.ok, "report": report})
+        return 0 if report.ok else 1
+    state = "intact" if report.ok else f"{len(report.problems)} problem{'s' * (len(report.problems) > 1)}"
+    took = seconds_text(report.seconds)
+    print_line(f"{options.checkpoint}: {report.files} shards, {bytes_text(report.nbytes)} in {took}: {state}")
+    for repair in report.repairs:
+        print_line(f"  repaired {repair}", "yellow")
+    for problem in report.problems:
+        print_line(f"  {problem.file}: {problem.text}", "red")
+    for one in report.leftovers[:SHOWN]:
+        print_line(f"  {one.file}: {bytes_text(one.nbytes)} {one.why}", "yellow")
+    if report.leftovers:
+        nbytes = sum(one.nbytes for one in report.leftovers)
+        text = f"{len(report.leftovers)} files of {bytes_text(nbytes)}: the next save there removes what is dead"
+        print_line(f"  left over: {text}, and so does treeckpt gc {options.checkpoint}", "yellow")
+    if options.repair and report.lost:
+        more = f" and {len(report.lost) - SHOWN} more; --json gives all" if len(report.lost) > SHOWN else ""
+        print_line(f"  lost: {', '.join(path or '<root>' for path in report.lost[:SHOWN])}{more}", "red")
+    return 0 if report.ok else 1
+
+
+def _report(options: argparse.Namespace) -> VerifyReport:
+    import treeckpt as tc
+
+    if options.repair:
+        return tc.verify(options.checkpoint, repair=True)
+    nbytes = None if options.json else catalog.look(options.checkpoint, follow=True).nbytes
+    with reading_bar(open_store(options.checkpoint), "verifying", nbytes) as store:
+        return tc.verify(store)

@@ -1,0 +1,63 @@
+"""Do two arrays hold the same bytes? Answered from the checksums in the shards' headers, without reading the arrays.
+
+Both are taken chunk by chunk. Where two chunks stand at the same place of a block, equal checksums of all their blocks
+mean equal bytes, and a block that lies inside of both and differs means changed ones. Anything else (other chunks,
+another offset, a difference in a block that neighbours share) the checksums cannot tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from ..format.byte_map import Located, locate_chunks
+from ..format.records import File, Index, Leaf
+
+__all__ = ["Checksums", "Verdict", "compare_bytes"]
+
+Verdict = Literal["equal", "changed", "unknown"]
+
+
+class Checksums(msgspec.Struct, frozen=True):
+    """The checksums of a shard's data area."""
+
+    hashes: np.ndarray
+    """uint64[blocks]."""
+    block: int
+    """Bytes of each, but the last."""
+
+
+ChecksumsOf = Callable[[File], Checksums]
+
+
+def compare_bytes(a: Index, x: Leaf, b: Index, y: Leaf, checksums: tuple[ChecksumsOf, ChecksumsOf]) -> Verdict:
+    """What the checksums say of two arrays of one shape and dtype."""
+    left, right = (sorted(locate_chunks(i, leaf), key=lambda c: (c.region, c.rank)) for i, leaf in ((a, x), (b, y)))
+    if [c.region for c in left] != [c.region for c in right]:
+        return "unknown"
+    verdict: Verdict = "equal"
+    for one, other in zip(left, right, strict=True):
+        found = _compare(one, other, checksums[0](one.file), checksums[1](other.file))
+        if found == "changed":
+            return "changed"
+        verdict = verdict if found == "equal" else "unknown"
+    return verdict
+
+
+def _compare(one: Located, other: Located, sums: Checksums, others: Checksums) -> Verdict:
+    start, stop = one.start - one.file.header, one.stop - one.file.header
+    shift = other.start - other.file.header - start
+    if start == stop:
+        return "equal"
+    if sums.block != others.block or shift % sums.block:
+        return "unknown"
+    block, moved = sums.block, shift // sums.block
+    low, high = start // block, -(-stop // block)
+    differs = np.flatnonzero(sums.hashes[low:high] != others.hashes[low + moved : high + moved]) + low
+    if not len(differs):
+        return "equal"  # whole blocks that cover it are equal
+    inside = (differs * block >= start) & ((differs + 1) * block <= stop)
+    return "changed" if inside.any() else "unknown"

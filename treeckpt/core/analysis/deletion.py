@@ -1,0 +1,332 @@
+"""What of a run is to be deleted, and in which order? Decided from what was seen of its directories, and a time.
+
+1. Of the complete checkpoints, the policies choose which stay (`core.analysis.retention_policy`). One that does not
+goes as a whole,
+   unless somebody is reading it or writing into its directory.
+2. Files of saves that are dead go at once, wherever they lie: in a directory without an index, or beside a committed
+   one. Those of live saves stay. Where nothing shows which it is, they go once the newest file of that save is older
+   than the grace period.
+3. A deletion that was cut short has left its mark, and is finished at once.
+
+A save is alive while a process runs that keeps a record of it (`core.format.save_progress`). It is dead if that of its
+coordinator, which alone could commit it, has ended; or if the coordinator has taken its record away, and its timings
+record that it failed, or an index was published after all its shards: another save has replaced it. Timings alone keep
+nothing from being deleted; those that record a failure stay for the grace period, or until a later save is committed.
+A reader is alive while its process runs and renews its lease.
+
+Never touched: directories whose names are not those of steps, files that are not ours, checkpoints that are corrupt (a
+person may still want to save what is in them), and pinned ones. A file with a time in the future counts as new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from ..format.file_names import Owned, deleted_name, kind_of, written_name
+from ..format.save_progress import parse_progress_name
+from .retention_policy import Policy, StepInfo, kept, unmeasured
+
+__all__ = [
+    "Cleaning",
+    "FileFact",
+    "FolderFact",
+    "Left",
+    "Removal",
+    "Times",
+    "leftovers_of",
+    "plan_cleaning",
+    "plan_leftovers",
+]
+
+INDEX = "index.json"
+
+
+class FileFact(msgspec.Struct, frozen=True):
+    """One file of a directory."""
+
+    name: str
+    nbytes: int
+    modified_ns: int
+    alive: bool | None = None
+    """Of a record, a lease or a temporary file: whether its process may still be running, where that is known. Of
+    timings: False where they record that the save has failed."""
+
+
+class FolderFact(msgspec.Struct, frozen=True):
+    """One directory of a run that has the name of a step."""
+
+    name: str
+    step: int
+    status: Literal["complete", "partial", "corrupt"]
+    modified_ns: int
+    files: tuple[FileFact, ...]
+    save_id: str | None = None
+    """That the index names; None where there is none, or it cannot be read."""
+    created_ns: int = 0
+    metrics: dict[str, float] = {}
+    problem: str = ""
+    sequence: int | None = None
+    """As of `StepInfo`."""
+    abandoned: bool = False
+
+
+class Times(msgspec.Struct, frozen=True):
+    """When it is, and how long to wait."""
+
+    now_ns: int
+    grace_ns: int
+    """Files of an unfinished save that were not touched for so long are left over."""
+    lease_ns: int
+    """A reader's lease counts for so long after it was renewed."""
+
+
+class Removal(msgspec.Struct, frozen=True):
+    """Something to delete in one directory."""
+
+    name: str
+    """Of the directory."""
+    what: Literal["checkpoint", "leftovers"]
+    reason: str
+    files: tuple[str, ...]
+    """In the order in which they go; of a checkpoint, the index first."""
+    nbytes: int
+    save_id: str | None = None
+    """Of a checkpoint: the save that its index must still name."""
+    directory: bool = False
+    """Whether the directory goes too, if it is empty then."""
+
+
+class Left(msgspec.Struct, frozen=True):
+    """Something that stays though no policy asks for it."""
+
+    name: str
+    why: str
+
+
+class Cleaning(msgspec.Struct, frozen=True):
+    """What to do about a run."""
+
+    kept: dict[int, tuple[str, ...]]
+    """Steps that stay, with the reasons."""
+    removals: tuple[Removal, ...]
+    left: tuple[Left, ...]
+    warnings: tuple[str, ...] = ()
+    """What a person should know of the policies."""
+    abandoned: tuple[int, ...] = ()
+    """Of the steps that stay, those on abandoned branches."""
+
+
+def plan_cleaning(
+    folders: Iterable[FolderFact], policies: Sequence[Policy], times: Times, *, busy: frozenset[str] = frozenset()
+) -> Cleaning:
+    """Decides about every directory of a run.
+
+    Args:
+        folders: those that are named as steps, each step once.
+        busy: names of directories in which the caller itself is saving.
+    """
+    seen = [_Seen(folder, times) for folder in sorted(folders, key=lambda f: f.step)]
+    infos = [one.info for one in seen if one.folder.status == "complete"]
+    stays = kept(infos, policies)
+    removals: list[Removal] = []
+    left: list[Left] = []
+    for one in seen:
+        if one.folder.name in busy:
+            found: Removal | Left | None = Left(one.folder.name, "it is being saved")
+        elif one.folder.status == "complete" and one.folder.step not in stays:
+            found = one.unwanted()
+        else:
+            found = one.leftovers()
+        if isinstance(found, Removal):
+            removals.append(found)
+        elif found is not None:
+            left.append(found)
+    abandoned = tuple(info.step for info in infos if info.abandoned and info.step in stays)
+    return Cleaning(stays, tuple(removals), tuple(left), _warnings(infos, policies), abandoned)
+
+
+def plan_leftovers(folder: FolderFact, times: Times) -> Removal | Left | None:
+    """Decides about what lies in one directory, but for the checkpoint itself, which stays."""
+    return _Seen(folder, times).leftovers()
+
+
+def leftovers_of(folder: FolderFact, times: Times) -> dict[str, str]:
+    """The files in a checkpoint's directory that belong neither to it nor to a save that is known to be alive.
+
+    Returns:
+        By name, what is known of each.
+    """
+    seen, found = _Seen(folder, times), dict[str, str]()
+    stale = {file.name for file in seen.stale()}
+    alive = {owned.save_id for file, owned in seen.ours if owned.kind == "progress" and file.alive}
+    for file, owned in seen.ours:
+        if why := seen.dead.get(owned.save_id):
+            why = f"left over by a save that {why}"
+        if file.name in stale:
+            found[file.name] = why or "left over"
+        elif owned.kind in ("shard", "timings", "progress", "temporary") and owned.save_id not in {
+            *alive,
+            folder.save_id,
+        }:
+            found[file.name] = why or "left over, unless its save is under way"
+    return found
+
+
+def _warnings(infos: Sequence[StepInfo], policies: Sequence[Policy]) -> tuple[str, ...]:
+    there = ", ".join(sorted({name for info in infos for name in info.metrics})) or "none"
+    return tuple(
+        f"no checkpoint has the metric {metric!r} as a number (metrics there are: {there}): all are kept until one has"
+        for metric in unmeasured(infos, policies)
+    )
+
+
+class _Seen:
+    """One directory, with its files told apart."""
+
+    def __init__(self, folder: FolderFact, times: Times) -> None:
+        self.folder, self.times = folder, times
+        self.ours: list[tuple[FileFact, Owned]] = []
+        for file in folder.files:
+            if (owned := kind_of(file.name)) is not None:
+                self.ours.append((file, owned))
+        self.pinned = any(owned.kind == "pin" for _, owned in self.ours)
+        self.deleted = {owned.save_id for _, owned in self.ours if owned.kind == "deleted"}
+        self.index_ns = max((file.modified_ns for file, owned in self.ours if owned.kind == "index"), default=None)
+        groups: dict[str | None, list[tuple[FileFact, Owned]]] = {}
+        for file, owned in self.ours:
+            if owned.kind not in ("lease", "pin", "index"):
+                groups.setdefault(owned.save_id, []).append((file, owned))
+        self.dead = {save_id: why for save_id, files in groups.items() if (why := self._death(save_id, files))}
+        self.fresh: set[str | None] = set()
+        self.writing: set[str | None] = set()
+        """Those of the fresh that have more than timings."""
+        for save_id, files in groups.items():
+            alive = any(file.alive for file, owned in files if owned.kind == "progress")
+            if alive or (save_id not in self.dead and any(self._is_young(file) for file, _ in files)):
+                self.fresh.add(save_id)
+                if any(owned.kind in ("shard", "progress", "temporary") for _, owned in files):
+                    self.writing.add(save_id)
+        leases = (file for file, owned in self.ours if owned.kind == "lease" and file.alive is not False)
+        self.readers = [file for file in leases if times.now_ns - file.modified_ns < times.lease_ns]
+
+    def _is_young(self, file: FileFact) -> bool:
+        return self.times.now_ns - file.modified_ns < self.times.grace_ns
+
+    def _death(self, save_id: str | None, files: Sequence[tuple[FileFact, Owned]]) -> str:
+        """How it is known that a save is dead; empty where it lives, or may."""
+        named = ((parse_progress_name(written_name(file.name)), file) for file, _ in files)
+        records = [(parsed[0], file.alive) for parsed, file in named if parsed is not None]
+        if any(alive for _, alive in records):
+            return ""
+        if any(rank == 0 and alive is False for rank, alive in records):
+            return "was killed"
+        told = [file for file, owned in files if owned.kind == "timings"]
+        if not told or save_id == self.folder.save_id or any(rank == 0 for rank, _ in records):
+            return ""
+        if self._is_replaced([file for file, owned in files if owned.kind == "shard"] or told):
+            return "was replaced"
+        return "failed" if any(file.alive is False for file in told) else ""
+
+    def _is_replaced(self, files: Iterable[FileFact]) -> bool:
+        """Whether a save was committed there when all of these files were written."""
+        since = self.index_ns if self.folder.status == "complete" else None
+        return since is not None and all(file.modified_ns <= since for file in files)
+
+    @property
+    def info(self) -> StepInfo:
+        folder = self.folder
+        sequence, abandoned = folder.sequence, folder.abandoned
+        return StepInfo(folder.step, folder.created_ns, folder.metrics, self.pinned, sequence, abandoned)
+
+    @property
+    def writers(self) -> set[str | None]:
+        """Saves that are under way, or may be, but for the committed one."""
+        return self.writing - self.deleted - {None, self.folder.save_id}
+
+    def stale(self) -> list[FileFact]:
+        """Files that no save and no reader needs any more, apart from those of the committed save."""
+        found: list[FileFact] = []
+        for file, owned in self.ours:
+            committed = owned.save_id is not None and owned.save_id == self.folder.save_id
+            if owned.kind == "lease":
+                gone = file not in self.readers
+            elif owned.kind == "temporary" and file.alive is False:
+                gone = True
+            elif (
+                owned.kind in ("pin", "index")
+                or (committed and owned.kind in ("shard", "timings", "damaged"))
+                or (owned.kind == "damaged" and owned.save_id is None and self.folder.save_id is not None)
+            ):
+                gone = False
+            elif owned.save_id in self.deleted and not committed:
+                gone = not self.readers
+            elif owned.kind == "timings" and self.dead.get(owned.save_id) == "failed":
+                gone = self._is_replaced([file]) or not self._is_young(file)
+            elif owned.kind == "progress" and committed:
+                gone = file.alive is False or owned.save_id not in self.fresh
+            else:
+                gone = owned.save_id not in self.fresh
+            if gone:
+                found.append(file)
+        # the mark goes last: as long as it is there, the next clean-up knows what the rest is
+        return sorted(found, key=lambda f: (f.name.startswith("deleted."), f.name))
+
+    def leftovers(self) -> Removal | Left | None:
+        """What goes of a directory of which the checkpoint stays, if there is one."""
+        if self.folder.status == "corrupt":
+            return Left(self.folder.name, f"corrupt: {self.folder.problem}")
+        if self.folder.status == "partial":
+            return self._without_index()
+        return self._leftovers(self.stale(), directory=False)
+
+    def _without_index(self) -> Removal | Left | None:
+        """Leftovers of a directory that holds no checkpoint."""
+        stale, name = self.stale(), self.folder.name
+        if self.pinned:
+            return Left(name, "pinned, though it has no index: rebuild the index, or unpin it to have it removed")
+        # an empty directory may be that of a save that has just begun
+        rest = len(self.folder.files) - len(stale)
+        young = self.times.now_ns - self.folder.modified_ns < self.times.grace_ns and not self.dead
+        if stale:
+            return self._leftovers(stale, directory=not rest and (not young or bool(self.deleted)))
+        if rest and self.fresh and not self.writing and not self.readers:
+            return Left(name, "no index: the timings of a save that failed stay for the grace period")
+        if rest:
+            return Left(name, "no index, and being read" if self.readers else "no index yet: a save may be under way")
+        if young:
+            return Left(name, "empty, and new: a save may be about to begin")
+        return Removal(name, "leftovers", "an empty directory", (), 0, directory=True)
+
+    def _leftovers(self, files: Sequence[FileFact], *, directory: bool) -> Removal | None:
+        if not files:
+            return None
+        going = [owned for file, owned in self.ours if file in files]
+        age = min(self.times.now_ns - file.modified_ns for file in files) / 1e9
+        ends = sorted({self.dead[owned.save_id] for owned in going if owned.save_id in self.dead})
+        reason = f"left over, and not touched for {age:.0f} s"
+        if any(owned.save_id in self.deleted for owned in going):
+            reason = "a deletion was cut short"
+        elif ends:
+            reason = f"left over by a save that {' or '.join(ends)}"
+        names = tuple(file.name for file in files)
+        return Removal(self.folder.name, "leftovers", reason, names, sum(f.nbytes for f in files), directory=directory)
+
+    def unwanted(self) -> Removal | Left:
+        """A checkpoint that no policy keeps."""
+        folder = self.folder
+        if self.readers:
+            return Left(folder.name, "no policy keeps it, but it is being read")
+        if self.writers:
+            return Left(folder.name, "no policy keeps it, but another save may be writing there")
+        assert folder.save_id is not None, "a complete checkpoint has an index"
+        mark = deleted_name(folder.save_id)
+        rest = sorted(
+            (f for f, o in self.ours if o.kind not in ("index", "pin")), key=lambda f: (f.name == mark, f.name)
+        )
+        names = (INDEX, *(file.name for file in rest if file.name != mark), mark)
+        nbytes = sum(file.nbytes for file, _ in self.ours)
+        reason = "no policy keeps it" + ", on an abandoned branch" * folder.abandoned
+        return Removal(folder.name, "checkpoint", reason, names, nbytes, folder.save_id, directory=True)

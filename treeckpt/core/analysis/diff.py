@@ -1,0 +1,213 @@
+"""In what do two checkpoints differ, by their indexes alone?
+
+Leaves are compared by path: kind, shape, dtype, layout, and the values of Python leaves. The contents of arrays are in
+the shards, not in the index: `comparable` says which of them can be compared; `same` and `treeckpt.loading.compare` do
+it. What is missing on one side and new on the other, but else the same, is reported as moved where exactly one partner
+fits: the one that shares the longest end of the path.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from ..format.byte_map import layout_of
+from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
+from ..sharding.int_runs import length_of
+from ..text import layout_text, region_text, shape_text, value_text, value_type
+
+__all__ = ["Added", "Aspect", "Change", "Diff", "Differs", "Moved", "Removed", "comparable", "diff", "leaf_text"]
+
+Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
+
+MAX_CHUNKS = 10_000
+"""More explicit pieces than this are summed up, not listed."""
+
+
+class Added(msgspec.Struct, frozen=True, tag="added"):
+    """Only the second has the leaf."""
+
+    path: str
+    leaf: str
+
+
+class Removed(msgspec.Struct, frozen=True, tag="removed"):
+    """Only the first has the leaf."""
+
+    path: str
+    leaf: str
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """The same kind of leaf under another path."""
+
+    path: str
+    to: str
+
+
+class Differs(msgspec.Struct, frozen=True, tag="differs"):
+    """Both have the leaf, and one thing about it differs."""
+
+    path: str
+    aspect: Aspect
+    before: str
+    after: str
+
+
+Change = Added | Removed | Moved | Differs
+
+
+class Diff(msgspec.Struct, frozen=True):
+    """Every difference, by path, and how many leaves have none."""
+
+    changes: tuple[Change, ...]
+    same: int
+
+    def count(self, what: str) -> int:
+        """How many changes are of a kind: "added", "removed", "moved", or an aspect."""
+        return sum(what == (c.aspect if isinstance(c, Differs) else c.__struct_config__.tag) for c in self.changes)
+
+
+def diff(a: Index, b: Index) -> Diff:
+    """The differences that lead from `a` to `b`."""
+    before, after = _by_name(a), _by_name(b)
+    changes: list[Change] = []
+    same = 0
+    for name in before.keys() & after.keys():
+        found = _compare(a, before[name], b, after[name])
+        same += not found
+        changes += found
+    removed = {n: leaf for n, leaf in before.items() if n not in after}
+    added = {n: leaf for n, leaf in after.items() if n not in before}
+    for old, new in _moves(a, removed, b, added):
+        x, y = removed.pop(old), added.pop(new)
+        changes.append(Moved(x.path, y.path))
+        changes += _compare(a, x, b, y)
+    changes += [Removed(leaf.path, leaf_text(a, leaf)) for leaf in removed.values()]
+    changes += [Added(leaf.path, leaf_text(b, leaf)) for leaf in added.values()]
+    return Diff(tuple(sorted(changes, key=lambda c: (c.path, str(c.__struct_config__.tag)))), same)
+
+
+def comparable(a: Index, b: Index, found: Diff) -> list[tuple[Leaf, Leaf]]:
+    """The arrays that both have, of one kind, shape and dtype, also under another path; ties are left to their base."""
+    before, after = _by_name(a), _by_name(b)
+    moved = {change.path: change.to for change in found.changes if isinstance(change, Moved)}
+    pairs: list[tuple[Leaf, Leaf]] = []
+    for (path, at), leaf in before.items():
+        other = after.get((path, at)) or after.get((moved.get(path, path), at))
+        if other is None or leaf.spec is None or other.spec is None or _kind(leaf) != _kind(other):
+            continue
+        alike = (leaf.spec.shape, leaf.spec.dtype) == (other.spec.shape, other.spec.dtype)
+        if alike and not isinstance(leaf.record, AliasRecord):
+            pairs.append((leaf, other))
+    return pairs
+
+
+def _by_name(index: Index) -> dict[tuple[str, int], Leaf]:
+    """Leaves by path, and by a count where groups of ranks share one."""
+    return {(path, at): leaf for path, leaves in index.by_path.items() for at, leaf in enumerate(leaves)}
+
+
+def _kind(leaf: Leaf) -> str:
+    record = leaf.record
+    if isinstance(record, AliasRecord):
+        return "tie"
+    if isinstance(record, (ValueRecord, PerRankValues)):
+        return "value" if isinstance(record, ValueRecord) else "value per rank"
+    return "array per rank" if isinstance(record, PerRankArrays) else "array"
+
+
+def leaf_text(index: Index, leaf: Leaf) -> str:
+    """A leaf in one line."""
+    if leaf.spec is None:
+        return f"{_kind(leaf)} {_values_text(leaf)}"
+    return f"{_kind(leaf)} {leaf.spec.dtype} {shape_text(leaf.spec.shape)}"
+
+
+def _values_text(leaf: Leaf) -> str:
+    record = leaf.record
+    if isinstance(record, ValueRecord):
+        return f"{value_type(record.value)} {value_text(record.value)}"
+    if isinstance(record, PerRankValues):
+        return f"[{', '.join(value_text(v, 40) for v in record.values[:8])}{', …' if len(record.values) > 8 else ''}]"
+    return ""
+
+
+def _exact(leaf: Leaf) -> bytes:
+    """A value as JSON: in Python 1 equals True and 1.0, and 0.0 equals -0.0."""
+    return msgspec.json.encode(leaf.record)
+
+
+def _compare(a: Index, x: Leaf, b: Index, y: Leaf) -> list[Change]:
+    if _kind(x) != _kind(y) or x.spec is None or y.spec is None:
+        if _kind(x) != _kind(y):
+            return [Differs(x.path, "kind", leaf_text(a, x), leaf_text(b, y))]
+        same = _exact(x) == _exact(y)
+        return [] if same else [Differs(x.path, "value", _values_text(x), _values_text(y))]
+    found: list[Change] = []
+    if x.spec.shape != y.spec.shape:
+        found.append(Differs(x.path, "shape", shape_text(x.spec.shape), shape_text(y.spec.shape)))
+    if x.spec.dtype != y.spec.dtype:
+        found.append(Differs(x.path, "dtype", x.spec.dtype, y.spec.dtype))
+    layouts = _layout(a, x), _layout(b, y)
+    if layouts[0][0] != layouts[1][0]:
+        found.append(Differs(x.path, "layout", layouts[0][1], layouts[1][1]))
+    return found
+
+
+def _layout(index: Index, leaf: Leaf) -> tuple[object, str]:
+    """What the layout is, to be compared, and in words."""
+    record = leaf.record
+    if isinstance(record, AliasRecord):
+        target = index.entries[record.of].path
+        return (target, record.view), f"{'the storage' if record.view is None else 'a view'} of {target}"
+    if isinstance(record, PerRankArrays):
+        return leaf.ranks, f"{length_of(leaf.ranks or ())} ranks"
+    assert isinstance(record, ArrayRecord), "values have no layout"
+    layout = layout_of(index, leaf)
+    if layout is not None:
+        return layout, layout_text(layout)
+    pieces = [(chunk.rank, chunk.region) for chunk in index.chunks_of(leaf)]
+    shown = "; ".join(f"rank {rank} {region_text(region)}" for rank, region in pieces[:4])
+    return tuple(pieces[:MAX_CHUNKS]), f"{len(pieces)} pieces: {shown}{'; …' if len(pieces) > 4 else ''}"
+
+
+def _signature(index: Index, leaf: Leaf) -> object:
+    if leaf.spec is not None:
+        return _kind(leaf), leaf.spec.shape, leaf.spec.dtype
+    return _kind(leaf), _exact(leaf)
+
+
+def _moves(
+    a: Index, removed: dict[tuple[str, int], Leaf], b: Index, added: dict[tuple[str, int], Leaf]
+) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """Pairs of one old and one new name: the longest common ends of paths first, and only where both are unique."""
+    old = {name: (_signature(a, leaf), _steps(leaf.path)) for name, leaf in removed.items()}
+    new = {name: (_signature(b, leaf), _steps(leaf.path)) for name, leaf in added.items()}
+    pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
+    longest = min(max((len(s) for _, s in side.values()), default=0) for side in (old, new))
+    for length in range(longest, 0, -1):
+        left, right = _by_end(old, length), _by_end(new, length)
+        for key in left.keys() & right.keys():
+            if len(left[key]) == len(right[key]) == 1:
+                pair = left[key][0], right[key][0]
+                pairs.append(pair)
+                del old[pair[0]], new[pair[1]]
+    return pairs
+
+
+def _by_end(
+    names: dict[tuple[str, int], tuple[object, list[str]]], length: int
+) -> dict[tuple[object, tuple[str, ...]], list[tuple[str, int]]]:
+    found: dict[tuple[object, tuple[str, ...]], list[tuple[str, int]]] = {}
+    for name, (signature, steps) in names.items():
+        if len(steps) >= length:
+            found.setdefault((signature, tuple(steps[-length:])), []).append(name)
+    return found
+
+
+def _steps(path: str) -> list[str]:
+    """A path's steps; a dot parts the names of modules inside one."""
+    return re.split(r"[/.]", path)

@@ -1,0 +1,241 @@
+"""What the spans of a save say: how long each phase took on the ranks, which rank was slowest, how fast bytes moved.
+
+A rank is slow by the work that ranks share: time spent waiting for others is taken out, and so is what only the
+coordinator does. Spans of a rank may overlap (threads), so lengths are of unions of intervals. Spans are columns here,
+so that the save of 16,384 ranks is summed up in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from ..format.timings import BLOCKING, Span, Timings
+
+__all__ = ["COORDINATING", "FRAME", "WAITING", "Phase", "Profile", "RankTime", "Spans", "lanes_of", "profile_of"]
+
+FRAME = "save"
+"""The span around all others."""
+WAITING = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
+"""Phases in which a rank mostly waits for others."""
+COORDINATING = frozenset({"publish"})
+"""Phases of the coordinator alone."""
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """One phase over all ranks that had it."""
+
+    name: str
+    ranks: int
+    spans: int
+    nbytes: int
+    median_ns: int
+    """Over ranks, of each rank's time in the phase."""
+    longest_ns: int
+    slowest: int
+    """The rank with the longest time."""
+
+
+class RankTime(msgspec.Struct, frozen=True):
+    """One rank's time: from its first span to its last, and what of it was work that other ranks have too."""
+
+    rank: int
+    start_ns: int
+    stop_ns: int
+    busy_ns: int
+    nbytes: int
+    blocked_ns: int | None = None
+    """When the call returned that began a save in the background; None where it returned at the end."""
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """A save's spans, summed up."""
+
+    start_ns: int
+    stop_ns: int
+    phases: tuple[Phase, ...]
+    """In the order in which they first began."""
+    ranks: tuple[RankTime, ...]
+    slowest: int | None
+    """The rank with the most work; None where there are no spans."""
+    slowdown: float
+    """Its work over the median rank's."""
+    median_ns: int = 0
+    """The median rank's work."""
+    blocked_ns: int | None = None
+    """When the last rank's call returned; None where the save was not in the background."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.stop_ns - self.start_ns) / 1e9
+
+    @property
+    def blocked_seconds(self) -> float:
+        """How long the training was held up: all of a save that was not in the background."""
+        return self.seconds if self.blocked_ns is None else (self.blocked_ns - self.start_ns) / 1e9
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rank.nbytes for rank in self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Spans as columns, by rank and then as recorded; without the marks of when a call returned."""
+
+    names: tuple[str, ...]
+    """In the order in which they first began."""
+    name: np.ndarray
+    """Of each span, its position in `names`; this and what follows int64[n]."""
+    rank: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    nbytes: np.ndarray
+    depth: np.ndarray
+    """Spans around it."""
+    outermost: np.ndarray
+    """bool[n]: no span around it has bytes. Bytes may be counted again inside: these are the ones that were moved."""
+
+    @classmethod
+    def of(cls, timings: Timings) -> Spans:
+        rank, start, stop, nbytes, parent = (
+            np.array([getattr(s, field) for s in timings.spans], np.int64)
+            for field in ("rank", "start_ns", "stop_ns", "nbytes", "parent")
+        )
+        numbers = {BLOCKING: -1}
+        name = np.array([numbers.setdefault(s.name, len(numbers) - 1) for s in timings.spans], np.int64)
+        order = np.argsort(rank, kind="stable")
+        rank, start, stop, nbytes, parent, name = (c[order] for c in (rank, start, stop, nbytes, parent, name))
+        first = np.searchsorted(rank, rank)  # where the spans of its rank begin
+        depth, outermost = _nesting(np.where(parent < 0, -1, parent + first), nbytes)
+        work, texts = np.flatnonzero(name >= 0), list(numbers)[1:]
+        begun = np.full(len(texts), np.iinfo(np.int64).max)
+        np.minimum.at(begun, name[work], start[work])
+        by_time = sorted(range(len(texts)), key=lambda n: (int(begun[n]), n))
+        place = np.empty(len(texts), np.int64)
+        place[by_time] = np.arange(len(texts))
+        columns = (rank, start, stop, nbytes, depth, outermost)
+        return cls(tuple(texts[n] for n in by_time), place[name[work]], *(column[work] for column in columns))
+
+    def among(self, names: frozenset[str]) -> np.ndarray:
+        """bool[n]: which spans have one of these names."""
+        return np.array([name in names for name in self.names], bool)[self.name]
+
+
+def _nesting(parent: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Depth, and whether nothing above has bytes; by doubling, so that a chain of any depth is no matter."""
+    above = np.append(parent, -1)  # the last row stands for no parent
+    depth = (above >= 0).astype(np.int64)
+    moved = np.append(nbytes > 0, False)
+    counted = moved[above]
+    while (above >= 0).any():
+        depth += np.where(above >= 0, depth[above], 0)
+        counted |= counted[above]
+        above = np.where(above >= 0, above[above], -1)
+    return depth[:-1], ~counted[:-1]
+
+
+def union_of(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: int) -> np.ndarray:
+    """The length that the intervals of each group cover, int64[count]."""
+    total = np.zeros(count, np.int64)
+    if not len(group):
+        return total
+    order = np.lexsort((start, group))
+    group, start, stop = group[order], start[order], stop[order]
+    # the furthest stop so far, by its place among all stops: as numbers, sums with the group would overflow
+    stops, place = np.unique(stop, return_inverse=True)
+    reach = stops[np.maximum.accumulate(group * len(stops) + place) % len(stops)]
+    begin = start.copy()
+    same = group[1:] == group[:-1]
+    begin[1:][same] = np.maximum(start[1:], reach[:-1])[same]
+    np.add.at(total, group, np.maximum(stop - begin, 0))
+    return total
+
+
+def profile_of(timings: Timings) -> Profile:
+    """Sums up the spans of a save."""
+    return summed_up(timings, Spans.of(timings))
+
+
+def summed_up(timings: Timings, spans: Spans) -> Profile:
+    """The same, of columns that are there already."""
+    if not len(spans.rank):
+        return Profile(0, 0, (), (), None, 1.0)
+    numbers, row = np.unique(spans.rank, return_inverse=True)
+    ranks = _rank_times(spans, numbers, row, _returned(timings))
+    slowest = max(ranks, key=lambda r: (r.busy_ns, -r.rank))
+    median = _median([r.busy_ns for r in ranks])
+    blocked = [r.blocked_ns for r in ranks if r.blocked_ns is not None]
+    return Profile(
+        start_ns=min(r.start_ns for r in ranks),
+        stop_ns=max(r.stop_ns for r in ranks),
+        phases=_phases(spans, numbers, row),
+        ranks=ranks,
+        slowest=slowest.rank,
+        slowdown=slowest.busy_ns / median if median else 1.0,
+        median_ns=median,
+        blocked_ns=max(blocked, default=None),
+    )
+
+
+def _returned(timings: Timings) -> dict[int, int]:
+    """By rank, when the call of a save in the background returned."""
+    return {span.rank: span.stop_ns for span in timings.spans if span.name == BLOCKING}
+
+
+def _rank_times(spans: Spans, numbers: np.ndarray, row: np.ndarray, returned: dict[int, int]) -> tuple[RankTime, ...]:
+    count = len(numbers)
+    out = spans.among(WAITING | COORDINATING)
+    busy = union_of(row, spans.start, spans.stop, count)
+    busy -= union_of(row[out], spans.start[out], spans.stop[out], count)
+    moved = np.zeros(count, np.int64)
+    np.add.at(moved, row, np.where(spans.outermost, spans.nbytes, 0))
+    begin, end = np.full(count, np.iinfo(np.int64).max), np.full(count, np.iinfo(np.int64).min)
+    np.minimum.at(begin, row, spans.start)
+    np.maximum.at(end, row, spans.stop)
+    columns = zip(*(c.tolist() for c in (numbers, begin, end, busy, moved)), strict=True)
+    return tuple(RankTime(rank, b, e, work, nbytes, returned.get(rank)) for rank, b, e, work, nbytes in columns)
+
+
+def _phases(spans: Spans, numbers: np.ndarray, row: np.ndarray) -> tuple[Phase, ...]:
+    keys, group = np.unique(spans.name * len(numbers) + row, return_inverse=True)
+    times = union_of(group, spans.start, spans.stop, len(keys))
+    name, where = keys // len(numbers), keys % len(numbers)
+    counts = np.bincount(spans.name, minlength=len(spans.names)).tolist()
+    moved = np.zeros(len(spans.names), np.int64)
+    np.add.at(moved, spans.name, spans.nbytes)
+    found: list[Phase] = []
+    edges = np.searchsorted(name, np.arange(len(spans.names) + 1)).tolist()
+    for number, text in enumerate(spans.names):
+        ours = times[edges[number] : edges[number + 1]]
+        if not len(ours):
+            continue
+        slowest = int(numbers[where[edges[number] + int(ours.argmax())]])
+        middle = int(np.partition(ours, (len(ours) - 1) // 2)[(len(ours) - 1) // 2])
+        longest = int(ours.max())
+        found.append(Phase(text, len(ours), counts[number], int(moved[number]), middle, longest, slowest))
+    return tuple(found)
+
+
+def _median(numbers: list[int]) -> int:
+    return sorted(numbers)[(len(numbers) - 1) // 2]
+
+
+def lanes_of(spans: Sequence[Span]) -> list[int]:
+    """For each of one rank's spans the row to draw it in: below its parent, and beside what overlaps it."""
+    lanes: list[int] = [0] * len(spans)
+    reach: list[int] = []
+    for at in sorted(range(len(spans)), key=lambda at: (spans[at].start_ns, -spans[at].stop_ns, at)):
+        span = spans[at]
+        if span.name == BLOCKING:  # a mark, not a bar
+            continue
+        lane = lanes[span.parent] + 1 if span.parent >= 0 else 0
+        while lane < len(reach) and reach[lane] > span.start_ns:
+            lane += 1
+        reach += [0] * (lane + 1 - len(reach))
+        reach[lane] = max(span.start_ns, span.stop_ns)
+        lanes[at] = lane
+    return lanes

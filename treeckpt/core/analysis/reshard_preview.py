@@ -1,0 +1,267 @@
+"""What each rank of another mesh would read from which file: a load into a layout that is only written down.
+
+A target is a mesh and rules, `glob: placement, placement`, of which the first that matches a leaf's path holds. Regions
+come from `core.sharding.placements`, reads from `core.planning.plan.plan_load`: what is counted here is what the
+loader would do. Ranks are planned one after the other until a budget of chunks is used up, in an order that spreads
+over the mesh, so that a preview of a large job is exact for the ranks it shows, and shows fewer of them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from ...errors import LayoutError
+from ..format.records import ArrayRecord, Index, Leaf
+from ..format.shard_header import BLOCK
+from ..planning.plan import READ_GAP, Want, plan_load
+from ..sharding.dtypes import dtype_of
+from ..sharding.int_runs import encode_runs
+from ..sharding.placements import Mesh, MeshLayout, Placement, Replicate, Shard, StridedShard, held_by, replicated
+from ..sharding.region import Region, byte_runs, intersect
+
+__all__ = ["MAX_RANKS", "RankReads", "Reshard", "Rule", "parse_mesh", "parse_rules", "plan_reshard"]
+
+MAX_RANKS = 1 << 16
+MAX_DIMS = 8
+MAX_RULES = 100
+CHUNKS = 60_000
+"""Chunks that are planned for one preview: a few seconds of work."""
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """How the leaves are placed whose path a glob matches."""
+
+    glob: str
+    placements: tuple[Placement, ...]
+
+
+class RankReads(msgspec.Struct, frozen=True):
+    """All that one rank would read."""
+
+    rank: int
+    nbytes: int
+    """Bytes that it holds afterwards."""
+    read: int
+    """Bytes that it reads for them: gaps too small to skip, and the rest of blocks whose checksum is compared."""
+    reads: int
+    files: tuple[tuple[int, int], ...]
+    """(number of a file, bytes read of it)."""
+
+
+class Reshard(msgspec.Struct, frozen=True):
+    """A planned load."""
+
+    ranks: tuple[RankReads, ...]
+    """Those that were planned, by number."""
+    world: int
+    arrays: int
+    """Arrays that a rule matches."""
+    nbytes: int
+    """Of those arrays, each counted once."""
+    whole: int
+    """Arrays that stay whole on every rank: they lack a dimension that their rule names."""
+    unmatched: int
+    """Arrays that no rule matches: not loaded."""
+    left_out: int
+    """Arrays that each rank has of its own, which another world cannot take over, and ties."""
+
+    @property
+    def read(self) -> int:
+        return sum(rank.read for rank in self.ranks)
+
+    @property
+    def held(self) -> int:
+        return sum(rank.nbytes for rank in self.ranks)
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read for each byte that is wanted."""
+        return self.read / self.held if self.held else 1.0
+
+    @property
+    def imbalance(self) -> float:
+        """The most that a rank reads over the mean."""
+        return max(rank.read for rank in self.ranks) * len(self.ranks) / self.read if self.read else 1.0
+
+
+def parse_mesh(sizes: str, names: str = "") -> Mesh:
+    """The mesh that a text such as `2x4`, and names such as `dp,tp`, describe; ranks in row-major order.
+
+    Raises:
+        LayoutError: they describe none, or one of more than MAX_RANKS ranks.
+    """
+    parts = [part.strip() for part in re.split(r"[x×*,]", sizes.strip())]
+    if len(parts) > MAX_DIMS or not all(re.fullmatch(r"[1-9][0-9]{0,6}", part, re.ASCII) for part in parts):
+        raise LayoutError("mesh", expected=f"sizes such as 2x4, at most {MAX_DIMS}", found=f"{sizes!r:.60}")
+    shape = tuple(map(int, parts))
+    if (count := math.prod(shape)) > MAX_RANKS:
+        raise LayoutError("mesh", expected=f"at most {MAX_RANKS} ranks", found=f"{count}")
+    named = tuple(name.strip() for name in names.split(",")) if names.strip() else ()
+    if named and len(named) != len(shape):
+        raise LayoutError("names", expected=f"{len(shape)} names, one for each size", found=f"{names!r:.60}")
+    return Mesh(shape, encode_runs(range(count)), named)
+
+
+_PLACEMENT = re.compile(
+    r"\s*(?:(?P<r>R|Replicate)(?:\(\s*\))?"
+    r"|(?:S|Shard)\(\s*(?:dim\s*=\s*)?(?P<s>[0-9]{1,2})\s*\)"
+    r"|(?:_?StridedShard)\(\s*(?:dim\s*=\s*)?(?P<t>[0-9]{1,2})\s*,\s*(?:(?:split_)?factor\s*=\s*)?(?P<f>[1-9][0-9]{0,4})\s*\)"
+    r")\s*(?:,|$)",
+    re.ASCII,
+)
+
+
+def parse_rules(text: str, mesh: Mesh) -> tuple[Rule, ...]:
+    """The rules of a text such as `*.bias: Replicate, Replicate; *: Shard(0), Replicate`.
+
+    Raises:
+        LayoutError: naming the rule that is none.
+    """
+    lines = [line.strip() for line in re.split(r"[;\n]", text) if line.strip()]
+    if not lines or len(lines) > MAX_RULES:
+        raise LayoutError("placements", expected=f"1 to {MAX_RULES} rules such as *: Shard(0)", found=f"{len(lines)}")
+    return tuple(_parse_rule(line, len(mesh.shape)) for line in lines)
+
+
+def _parse_rule(line: str, dims: int) -> Rule:
+    glob, _, placed = line.rpartition(":")
+    found: list[Placement] = []
+    at = 0
+    while at < len(placed):
+        match = _PLACEMENT.match(placed, at)
+        if match is None:
+            raise LayoutError(
+                f"placements: {line:.80}",
+                expected="Shard(0), Replicate or StridedShard(0, 2)",
+                found=f"{placed[at:].strip()!r:.40}",
+            )
+        found.append(_placement(match))
+        at = match.end()
+    if len(found) != dims:
+        raise LayoutError(
+            f"placements: {line:.80}", expected=f"{dims} placements, one for each dimension", found=f"{len(found)}"
+        )
+    return Rule(glob.strip() or "*", tuple(found))
+
+
+def _placement(match: re.Match[str]) -> Placement:
+    if match["r"]:
+        return Replicate()
+    return Shard(int(match["s"])) if match["s"] else StridedShard(int(match["t"]), int(match["f"]))
+
+
+class _Wanted(msgspec.Struct, frozen=True):
+    leaf: Leaf
+    layout: MeshLayout
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+def plan_reshard(index: Index, mesh: Mesh, rules: Sequence[Rule], *, chunks: int = CHUNKS) -> Reshard:
+    """What the ranks of `mesh` would read to hold the checkpoint as the rules say.
+
+    Args:
+        chunks: how many may be planned; ranks beyond are left out.
+
+    Raises:
+        LayoutError: not even one rank can be planned within that.
+    """
+    wanted, whole, unmatched, left_out = _wanted(index, mesh, rules)
+    world = math.prod(mesh.shape)
+    numbers = {file.name: number for number, file in enumerate(index.file_list)}
+    ranks: list[RankReads] = []
+    for rank in spread(world):
+        wants, used = _wants(index, wanted, rank, chunks)
+        if wants is None:
+            break
+        chunks -= used
+        ranks.append(_reads(index, rank, wants, numbers))
+    if not ranks:
+        raise LayoutError(
+            f"{len(wanted)} arrays",
+            expected=f"a rank that reads at most {chunks} pieces",
+            found="more",
+            hint="Narrow the rules, so that they match a part of the tree only, such as model/*",
+        )
+    return Reshard(
+        tuple(sorted(ranks, key=lambda reads: reads.rank)),
+        world,
+        len(wanted),
+        sum(math.prod(w.shape) * w.itemsize for w in wanted),
+        whole,
+        unmatched,
+        left_out,
+    )
+
+
+def spread(count: int) -> Iterator[int]:
+    """The numbers below `count`, so that any first few of them are spread over all."""
+    bits = max(count - 1, 0).bit_length()
+    for number in range(1 << bits):
+        turned = int(f"{number:0{bits}b}"[::-1], 2) if bits else 0
+        if turned < count:
+            yield turned
+
+
+def _wanted(index: Index, mesh: Mesh, rules: Sequence[Rule]) -> tuple[list[_Wanted], int, int, int]:
+    matchers = [(re.compile(fnmatch.translate(rule.glob)), MeshLayout(mesh, rule.placements)) for rule in rules]
+    everywhere = replicated(mesh.ranks)
+    found: list[_Wanted] = []
+    whole = unmatched = left_out = 0
+    for leaf in index.entries:
+        if leaf.spec is None:
+            continue
+        if not isinstance(leaf.record, ArrayRecord):
+            left_out += 1
+            continue
+        layout = next((layout for matcher, layout in matchers if matcher.match(leaf.path)), None)
+        if layout is None:
+            unmatched += 1
+            continue
+        dims = len(leaf.spec.shape)
+        if any(not isinstance(p, Replicate) and p.dim >= dims for p in layout.placements):
+            layout, whole = everywhere, whole + 1
+        found.append(_Wanted(leaf, layout, leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize))
+    return found, whole, unmatched, left_out
+
+
+def _wants(index: Index, wanted: Sequence[_Wanted], rank: int, budget: int) -> tuple[list[Want] | None, int]:
+    """What a rank wants, and how many chunks that is; None where they are more than the budget."""
+    wants: list[Want] = []
+    used = 0
+    for want in wanted:
+        for held in held_by(want.layout, want.shape, rank):
+            found = index.chunks_of(want.leaf, held.region) if held.region.size else []
+            used += 1 + sum(_pieces(held.region, chunk.region, want.itemsize) for chunk in found)
+            if used > budget:
+                return None, used
+            wants.append(Want(held.region, want.itemsize, found))
+    return wants, used
+
+
+def _pieces(wanted: Region, chunk: Region, itemsize: int) -> int:
+    """Reads that a chunk can take at most: rows that lie apart are read one by one."""
+    common = intersect(wanted, chunk)
+    if common is None:
+        return 0
+    runs = byte_runs(common, chunk, itemsize)
+    first, last = runs.span
+    return 1 + min(runs.count, (last - first) // READ_GAP)
+
+
+def _reads(index: Index, rank: int, wants: Sequence[Want], numbers: dict[str, int]) -> RankReads:
+    by_file: dict[int, int] = {}
+    blocks = plan_load(wants, borders=index.borders).blocks
+    for block in blocks:
+        file, start = index.locate(block.rank, block.start, block.stop, f"rank {block.rank}")
+        low = (start - file.header) // BLOCK * BLOCK
+        high = min(-(-(start - file.header + block.stop - block.start) // BLOCK) * BLOCK, file.nbytes)
+        number = numbers[file.name]
+        by_file[number] = by_file.get(number, 0) + high - low
+    nbytes = sum(want.region.size * want.itemsize for want in wants)
+    return RankReads(rank, nbytes, sum(by_file.values()), len(blocks), tuple(sorted(by_file.items())))

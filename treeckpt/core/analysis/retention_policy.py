@@ -1,0 +1,206 @@
+"""Retention: which checkpoints of a run stay, and why. Decided from what is on disk, never from memory.
+
+A policy is plain data; `kept` gives every step that at least one policy keeps, with its reasons. The newest
+checkpoint always stays: a policy may only add to that. A decision can be made again after the others were deleted, and
+is then the same.
+
+The newest is what was saved last. Checkpoints on abandoned branches count as older than all on the lineage of the
+newest, whenever they were saved.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from numbers import Real
+from typing import Literal, SupportsIndex
+
+import msgspec
+
+from ...errors import TreeckptError
+
+__all__ = [
+    "All",
+    "Best",
+    "EveryPeriod",
+    "EverySteps",
+    "Last",
+    "Policy",
+    "StepInfo",
+    "Steps",
+    "best_of",
+    "check_policies",
+    "kept",
+    "unmeasured",
+]
+
+
+class StepInfo(msgspec.Struct, frozen=True):
+    """What retention needs to know of one checkpoint."""
+
+    step: int
+    created_ns: int
+    metrics: dict[str, float] = {}
+    pinned: bool = False
+    sequence: int | None = None
+    """Rises in the order in which checkpoints were saved; None where that is the order of the steps."""
+    abandoned: bool = False
+    """Whether the newest checkpoint does not descend from it."""
+
+    @property
+    def age(self) -> tuple[bool, int, int]:
+        """The key of the order, the oldest first."""
+        return not self.abandoned, self.step if self.sequence is None else self.sequence, self.step
+
+
+class All(msgspec.Struct, frozen=True, tag="all"):
+    """Every checkpoint."""
+
+
+class Last(msgspec.Struct, frozen=True, tag="last"):
+    """The newest `count` checkpoints."""
+
+    count: int
+
+
+class EverySteps(msgspec.Struct, frozen=True, tag="every_steps"):
+    """Each checkpoint whose step is a multiple of `steps`."""
+
+    steps: int
+
+
+class Steps(msgspec.Struct, frozen=True, tag="steps"):
+    """The checkpoints of these very steps."""
+
+    steps: tuple[int, ...]
+
+
+class EveryPeriod(msgspec.Struct, frozen=True, tag="every_period"):
+    """The first checkpoint, and then each that was saved `seconds` or more after the one chosen before it.
+
+    Times go by the clock, the order by the lineage: where the clock was set back, counting starts anew. So what is
+    chosen never depends on later checkpoints. Abandoned branches are counted apart.
+    """
+
+    seconds: float
+
+
+class Best(msgspec.Struct, frozen=True, tag="best"):
+    """The `count` checkpoints with the smallest (or largest) metric; later ones win ties.
+
+    A checkpoint without the metric, or whose metric is not a number, is none of them. But as long as no checkpoint of
+    the run has it (it is measured later, or its name is misspelt), all are kept.
+    """
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+
+Policy = All | Last | EverySteps | Steps | EveryPeriod | Best
+
+
+def check_policies(policies: Sequence[object]) -> None:
+    """Refuses what is no policy, or keeps nothing, while somebody is there to hear it: clean-ups run in the background.
+
+    Raises:
+        TreeckptError: naming it.
+    """
+    for policy in policies:
+        if not isinstance(policy, Policy):
+            raise _refusal("policies, or a number of checkpoints", policy)
+        if isinstance(policy, Best) and policy.mode not in ("min", "max"):
+            raise TreeckptError("keep", expected="mode 'min' or 'max'", found=f"{policy.mode!r}")
+        if wanted := _wanted(policy):
+            raise _refusal(wanted, policy)
+    if all(isinstance(policy, Steps) and len(policy.steps) == 0 for policy in policies):
+        raise _refusal("policies that keep something", policies)
+
+
+def _refusal(expected: str, found: object) -> TreeckptError:
+    hint = "None keeps all; the newest checkpoint stays in any case"
+    return TreeckptError("keep", expected=expected, found=f"{found!r:.60}", hint=hint)
+
+
+def _wanted(policy: Policy) -> str:
+    """What a policy is to have where it has something else; nothing for one that makes sense."""
+    if isinstance(policy, Last | Best) and not _is_number(policy.count, 1):
+        return "a count of 1 or more"
+    if isinstance(policy, Best) and not (policy.metric and isinstance(policy.metric, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return "the name of a metric"
+    if isinstance(policy, EverySteps) and not _is_number(policy.steps, 1):
+        return "a number of steps, 1 or more"
+    if isinstance(policy, Steps) and not (
+        isinstance(policy.steps, Collection) and all(_is_number(step, 0) for step in policy.steps)  # pyright: ignore[reportUnnecessaryIsInstance]
+    ):
+        return "steps, each 0 or more"
+    if isinstance(policy, EveryPeriod) and not (isinstance(policy.seconds, Real) and 0 <= policy.seconds < math.inf):
+        return "a number of seconds"
+    return ""
+
+
+def _is_number(value: object, least: int) -> bool:
+    """Whether it is an integer of any type, and that large. A bool is none: nobody means it as a count."""
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and operator.index(value) >= least
+
+
+def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tuple[str, ...]]:
+    """The steps that stay, each with the reasons why, in rising order."""
+    ordered = sorted(steps, key=lambda info: info.age)
+    reasons: dict[int, list[str]] = {info.step: ["pinned"] for info in ordered if info.pinned}
+    for info in ordered[-1:]:
+        reasons.setdefault(info.step, []).append("newest")
+    for policy in policies:
+        for step, reason in _chosen(ordered, policy):
+            reasons.setdefault(step, []).append(reason)
+    return {step: tuple(reasons[step]) for step in sorted(reasons)}
+
+
+def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int, str]]:
+    if isinstance(policy, All):
+        return [(info.step, "all are kept") for info in ordered]
+    if isinstance(policy, Last):
+        last = ordered[-policy.count :] if policy.count > 0 else ordered[:0]
+        return [(info.step, f"one of the last {policy.count}") for info in last]
+    if isinstance(policy, EverySteps):
+        every = max(1, policy.steps)
+        return [(info.step, f"a multiple of {every} steps") for info in ordered if info.step % every == 0]
+    if isinstance(policy, Steps):
+        named = set(policy.steps)
+        return [(info.step, "asked for by number") for info in ordered if info.step in named]
+    if isinstance(policy, EveryPeriod):
+        branches = [[info for info in ordered if info.abandoned is which] for which in (True, False)]
+        chosen = [step for branch in branches for step in _periodic(branch, policy.seconds)]
+        return [(step, f"the first in {policy.seconds:g} s") for step in chosen]
+    rated = best_of(ordered, policy)
+    if not rated:
+        return [(info.step, f"all are kept, as none has the metric {policy.metric!r}") for info in ordered]
+    best = rated[: max(0, policy.count)]
+    return [(info.step, f"one of the best {policy.count} by {policy.metric}") for info in best]
+
+
+def unmeasured(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> list[str]:
+    """The metrics that no checkpoint has, if any checkpoint stays for want of them alone."""
+    infos = list(steps)
+    missing = [policy for policy in policies if isinstance(policy, Best) and not best_of(infos, policy)]
+    others = [policy for policy in policies if policy not in missing]
+    return [policy.metric for policy in missing] if len(kept(infos, others)) < len(infos) else []
+
+
+def best_of(steps: Iterable[StepInfo], policy: Best) -> list[StepInfo]:
+    """The checkpoints that have the policy's metric, the best first."""
+    sign = 1 if policy.mode == "min" else -1
+    rated = [info for info in steps if not math.isnan(info.metrics.get(policy.metric, math.nan))]
+    rated.sort(key=lambda info: info.age, reverse=True)
+    return sorted(rated, key=lambda info: sign * info.metrics[policy.metric])
+
+
+def _periodic(ordered: Sequence[StepInfo], seconds: float) -> list[int]:
+    chosen: list[int] = []
+    last = None
+    for info in ordered:
+        if last is None or info.created_ns < last or info.created_ns >= last + int(seconds * 1e9):
+            chosen.append(info.step)
+            last = info.created_ns
+    return chosen

@@ -1,0 +1,158 @@
+"""How do ranks differ in a save? A matrix of ranks by phases, pooled by host or by mesh dimension, and its stragglers.
+
+A rank stands out in a phase where its time is further above the median rank's than the ranks usually are from it: by
+the modified z-score of Iglewicz and Hoaglin, 0.6745 (x - median) / MAD, above 3.5. Where most ranks take the same time
+to the nanosecond the deviation is zero and says nothing, so a straggler also has to be slower by a fifth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from ..format.records import Index
+from ..format.timings import Host
+from ..sharding.int_runs import decode_runs
+from ..sharding.placements import Mesh, MeshLayout, mesh_ranks
+from .profile import COORDINATING, FRAME, WAITING, Profile, Spans, union_of
+
+__all__ = ["Grouping", "Matrix", "Straggler", "groupings_of", "matrix_of", "pooled", "stragglers_of"]
+
+MAX_PHASES = 512
+SCORE = 3.5
+SLOWER = 1.2
+WORTH = 1_000_000
+"""Nanoseconds: who loses less than a millisecond to the median is no straggler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Rows by phases: nanoseconds, -1 where a row has no such phase."""
+
+    phases: tuple[str, ...]
+    ranks: np.ndarray
+    """int64[rows]: the rank of each row; of pooled rows, the first."""
+    times: np.ndarray
+    """int64[rows, phases]."""
+    slowest: np.ndarray
+    """int64[rows, phases]: whose time it is."""
+
+
+class Straggler(msgspec.Struct, frozen=True):
+    """A rank that was slow in a phase, or in all its work."""
+
+    rank: int
+    phase: str
+    """Empty for all the work that ranks share."""
+    ns: int
+    median_ns: int
+    score: float
+    """Modified z-score; infinite where the other ranks do not differ at all."""
+
+    @property
+    def lost_ns(self) -> int:
+        return self.ns - self.median_ns
+
+    @property
+    def times(self) -> float:
+        return self.ns / self.median_ns if self.median_ns else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Ranks put together: by host, or by their coordinate along one dimension of a mesh."""
+
+    name: str
+    labels: tuple[str, ...]
+    of: np.ndarray
+    """int64[world]: the group of each rank, -1 for none."""
+
+
+def matrix_of(spans: Spans) -> Matrix:
+    """The time of each rank in each phase but the frame around all, in the order of ranks and of first beginnings."""
+    ranks, row = np.unique(spans.rank, return_inverse=True)
+    shown = [n for n, name in enumerate(spans.names) if name != FRAME and (spans.name == n).any()][:MAX_PHASES]
+    column = np.full(len(spans.names), -1)
+    column[shown] = np.arange(len(shown))
+    mine = column[spans.name] >= 0 if len(spans.name) else np.zeros(0, bool)
+    group = row[mine] * len(shown) + column[spans.name[mine]]
+    times = union_of(group, spans.start[mine], spans.stop[mine], len(ranks) * len(shown))
+    present = np.zeros(len(times), bool)
+    present[group] = True
+    times = np.where(present, times, -1).reshape(len(ranks), len(shown))
+    slowest = np.broadcast_to(ranks[:, None], times.shape)
+    return Matrix(tuple(spans.names[n] for n in shown), ranks, times, slowest)
+
+
+def pooled(matrix: Matrix, grouping: Grouping) -> tuple[Matrix, tuple[str, ...]]:
+    """One row for each group that has a rank: the longest time in each phase, and whose it is. With the labels."""
+    of = grouping.of[matrix.ranks] if len(matrix.ranks) else np.zeros(0, np.int64)
+    rows = [np.flatnonzero(of == group) for group in range(len(grouping.labels))]
+    kept = [(label, row) for label, row in zip(grouping.labels, rows, strict=True) if len(row)]
+    if not kept:
+        empty = np.zeros((0, len(matrix.phases)), np.int64)
+        return Matrix(matrix.phases, np.zeros(0, np.int64), empty, empty), ()
+    tops = [row[matrix.times[row].argmax(0)] for _, row in kept] if matrix.phases else [row[:0] for _, row in kept]
+    columns = np.arange(len(matrix.phases))
+    times = np.array([matrix.times[top, columns] for top in tops], np.int64).reshape(len(kept), -1)
+    slowest = np.array([matrix.ranks[top] for top in tops], np.int64).reshape(len(kept), -1)
+    ranks = np.array([matrix.ranks[row[0]] for _, row in kept], np.int64)
+    return Matrix(matrix.phases, ranks, times, slowest), tuple(label for label, _ in kept)
+
+
+def groupings_of(world: int, hosts: Sequence[Host], index: Index | None) -> tuple[Grouping, ...]:
+    """By which ranks can be put together: the host, then the dimensions of the meshes that arrays were laid out on."""
+    found: list[Grouping] = []
+    if hosts:
+        of = np.full(world, -1, np.int64)
+        for number, host in enumerate(hosts):
+            of[decode_runs(host.ranks)] = number
+        found.append(Grouping("host", tuple(host.name for host in hosts), of))
+    meshes = _meshes(index) if index is not None else []
+    for name in dict.fromkeys(name for mesh in meshes for name in mesh.names):
+        of = np.full(world, -1, np.int64)
+        for mesh in meshes:
+            if name not in mesh.names:
+                continue
+            ranks, dim = mesh_ranks(mesh), mesh.names.index(name)
+            where = np.unravel_index(np.arange(len(ranks)), mesh.shape)[dim]
+            known = (ranks >= 0) & (ranks < world)
+            free = known & (of[np.where(known, ranks, 0)] < 0)
+            of[ranks[free]] = where[free]
+        size = int(of.max(initial=-1)) + 1
+        found.append(Grouping(name, tuple(f"{name} {n}" for n in range(size)), of))
+    return tuple(found)
+
+
+def _meshes(index: Index) -> list[Mesh]:
+    """The named meshes of an index, the largest first."""
+    found = {layout.mesh for layout in index.layouts if isinstance(layout, MeshLayout) and layout.mesh.names}
+    return sorted(found, key=lambda mesh: (-len(mesh_ranks(mesh)), -len(mesh.names), mesh.names, mesh.ranks))
+
+
+def stragglers_of(profile: Profile, matrix: Matrix) -> tuple[Straggler, ...]:
+    """Who is slow, and in what; who loses the most time first. Phases of waiting, or of one rank, have none."""
+    found: list[Straggler] = []
+    for column, phase in enumerate(matrix.phases):
+        if phase not in WAITING | COORDINATING:
+            rows = np.flatnonzero(matrix.times[:, column] >= 0)
+            found += _outliers(phase, matrix.ranks[rows], matrix.times[rows, column])
+    ranks = np.array([r.rank for r in profile.ranks], np.int64)
+    found += _outliers("", ranks, np.array([r.busy_ns for r in profile.ranks], np.int64))
+    return tuple(sorted(found, key=lambda s: (-s.lost_ns, s.rank, s.phase)))
+
+
+def _outliers(phase: str, ranks: np.ndarray, times: np.ndarray) -> list[Straggler]:
+    if len(times) < 3:  # of two, who is the odd one?
+        return []
+    median = int(np.partition(times, (len(times) - 1) // 2)[(len(times) - 1) // 2])
+    deviation = float(np.median(np.abs(times - median)))
+    far = (times > median * SLOWER) & (times - median >= WORTH)
+    scores = 0.6745 * (times - median) / deviation if deviation else np.full(len(times), np.inf)
+    return [
+        Straggler(int(ranks[at]), phase, int(times[at]), median, float(scores[at]))
+        for at in np.flatnonzero(far & (scores > SCORE)).tolist()
+    ]

@@ -1,0 +1,65 @@
+"""All that is known of the time of one save, each part computed when it is first asked for, and once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..format.timings import BLOCKING, Timings
+from .critical_path import Stretch, critical_path
+from .profile import Profile, Spans, lanes_of, summed_up
+from .stragglers import Matrix, Straggler, matrix_of, stragglers_of
+
+__all__ = ["Study"]
+
+
+@dataclass(frozen=True)
+class Study:
+    """The timings of a save, and what follows from them. Safe to share between threads."""
+
+    timings: Timings
+
+    @cached_property
+    def spans(self) -> Spans:
+        return Spans.of(self.timings)
+
+    @cached_property
+    def profile(self) -> Profile:
+        return summed_up(self.timings, self.spans)
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        return matrix_of(self.spans)
+
+    @cached_property
+    def stragglers(self) -> tuple[Straggler, ...]:
+        return stragglers_of(self.profile, self.matrix)
+
+    @cached_property
+    def critical(self) -> tuple[Stretch, ...]:
+        return critical_path(self.spans)
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """int64[ranks + 1]: where the spans of each rank of the profile begin."""
+        ranks = [r.rank for r in self.profile.ranks]
+        return np.append(np.searchsorted(self.spans.rank, ranks), len(self.spans.rank))
+
+    @cached_property
+    def lanes(self) -> np.ndarray:
+        """int64[spans]: the row of each span within its rank, as `lanes_of` gives it.
+
+        That is the depth where no two spans of one depth overlap, which most ranks' spans do not.
+        """
+        spans = self.spans
+        lanes = spans.depth.copy()
+        order = np.lexsort((-spans.stop, spans.start, spans.depth, spans.rank))
+        same = (np.diff(spans.rank[order]) == 0) & (np.diff(spans.depth[order]) == 0)
+        crowded = same & (spans.start[order][1:] < spans.stop[order][:-1])
+        for rank in np.unique(spans.rank[order][1:][crowded]).tolist():
+            mine = self.timings.of_rank(rank)
+            found = [lane for lane, span in zip(lanes_of(mine), mine, strict=True) if span.name != BLOCKING]
+            lanes[spans.rank == rank] = found
+        return lanes

@@ -1,0 +1,238 @@
+"""Where the bytes of a checkpoint are, as nested boxes: by the tree, its parts, ranks, files or dtypes.
+
+A tree of a million leaves has more boxes than a screen has points. So the largest nodes are opened first, until there
+are enough boxes; what is smaller than a point, or does not fit any more, is summed up in one box of its parent.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ..format.chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
+from ..format.records import ArrayRecord, Index, Leaf, PerRankArrays
+from ..sharding.dtypes import dtype_of
+from ..sharding.int_runs import Runs, decode_runs
+from ..tree.spec import ArraySpec
+from .outline import Outline, Row, leaf_nbytes
+
+__all__ = ["Box", "By", "part_of", "treemap_of"]
+
+By = Literal["tree", "part", "rank", "file", "dtype"]
+
+POINT = 400_000
+"""A box smaller than a share of 1 in this many is no point on a screen."""
+CHILDREN = 20_000
+"""Children of one node that are looked at."""
+MAX_CHUNKS = 4_000_000
+"""Chunks beyond which ranks and files show no leaves."""
+
+
+class Box(msgspec.Struct, frozen=True):
+    """One box."""
+
+    parent: int
+    """Its number in the list, -1 for the root."""
+    name: str
+    nbytes: int
+    leaf: int = -1
+    """Number of the leaf that it is; -1 for none."""
+    node: str = ""
+    """Positions of the node that it is, see `core.analysis.outline`; empty for none."""
+    more: int = 0
+    """How many smaller ones it stands for."""
+
+
+def treemap_of(outline: Outline, by: By, *, node: str = "", count: int = 20_000) -> list[Box]:
+    """Boxes, each after its parent; the first is the whole, or the node asked for.
+
+    Args:
+        node: the root of a map by the tree; the others are of the whole checkpoint.
+        count: boxes, at most.
+
+    Raises:
+        MismatchError: there is no such node.
+    """
+    if by == "tree":
+        return _by_tree(outline, outline.row(node), count)
+    names, group, leaf, nbytes = _shares(outline.index, by)
+    return _by_group(outline.index, names, group, leaf, nbytes, count)
+
+
+def _by_tree(outline: Outline, root: Row, count: int) -> list[Box]:
+    boxes = [_box(-1, root)]
+    smallest = root.nbytes / POINT
+    heap = [(-root.nbytes, 0, root)]
+    while heap and len(boxes) < count - 1:
+        _, at, row = heapq.heappop(heap)
+        room = count - len(boxes) - 1
+        children = sorted(outline.children(row.node, count=CHILDREN), key=lambda child: -child.nbytes)
+        shown = [child for child in children[:room] if child.nbytes > smallest]
+        for child in shown:
+            if child.kind != "leaf":
+                heapq.heappush(heap, (-child.nbytes, len(boxes), child))
+            boxes.append(_box(at, child))
+        rest = row.nbytes - sum(child.nbytes for child in shown)
+        more = row.children - len(shown)
+        if rest > 0 and more > 0:
+            boxes.append(Box(at, "", rest, node=row.node, more=more))
+    return boxes
+
+
+def _box(parent: int, row: Row) -> Box:
+    return Box(parent, row.key, row.nbytes, row.first if row.kind == "leaf" else -1, row.node)
+
+
+def part_of(path: str) -> str:
+    """The part of a training state that a leaf belongs to: its first step, and where it is deep the last one too.
+
+    So the moments of an optimizer are parts of their own: `optimizer … exp_avg`.
+    """
+    steps = path.split("/")
+    return steps[0] if len(steps) < 3 else f"{steps[0]} … {steps[-1]}"
+
+
+def _shares(index: Index, by: By) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+    """(names of groups; then for each share of a leaf in a group: number of the group, number of the leaf, bytes)."""
+    if by in ("rank", "file"):
+        return _by_writer(index, by)
+    numbers: dict[str, int] = {}
+    rows: list[tuple[int, int, int]] = []
+    whole = [math.prod(spec.shape) * dtype_of(spec.dtype).itemsize for spec in index.specs]
+    for leaf in index.entries:
+        record = leaf.record
+        nbytes = whole[record.spec] if type(record) is ArrayRecord else leaf_nbytes(leaf)
+        if nbytes and leaf.spec is not None:
+            name = leaf.spec.dtype if by == "dtype" else part_of(leaf.path)
+            rows.append((numbers.setdefault(name, len(numbers)), leaf.number, nbytes))
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return list(numbers), table[:, 0], table[:, 1], table[:, 2]
+
+
+def _by_writer(index: Index, by: By) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+    files = index.file_list
+    parts: list[_Pieces] = []
+    known: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+    chunks = 0
+    for entry in index.entries:
+        found = _pieces(entry, known)
+        if found is None:
+            continue
+        parts.append(found)
+        chunks += len(found.rank)
+        if chunks > MAX_CHUNKS:
+            sizes = np.array([file.nbytes for file in files], np.int64)
+            ranks = np.array([file.rank for file in files], np.int64)
+            group = ranks if by == "rank" else np.arange(len(files))
+            return _names(index, by), group, np.full(len(files), -1), sizes
+    if not parts:
+        none = np.empty(0, np.int64)
+        return [], none, none, none
+    leaf = np.repeat([part.leaf for part in parts], [len(part.rank) for part in parts])
+    rank, nbytes = np.concatenate([part.rank for part in parts]), np.concatenate([part.nbytes for part in parts])
+    if by == "rank":
+        group = rank
+    else:
+        group = _files(index, rank, np.concatenate([decode_runs(part.start) for part in parts]))
+    keys, where = np.unique(np.stack([group, leaf]), axis=1, return_inverse=True)
+    return _names(index, by), keys[0], keys[1], np.bincount(where.reshape(-1), nbytes).astype(np.int64)
+
+
+def _names(index: Index, by: By) -> list[str]:
+    if by == "rank":
+        return [f"rank {rank}" for rank in range(index.world)]
+    return [f"file {number}" for number in range(len(index.file_list))]
+
+
+class _Pieces(NamedTuple):
+    """A leaf's chunks."""
+
+    leaf: int
+    rank: np.ndarray
+    start: Runs
+    """In each rank's stream."""
+    nbytes: np.ndarray
+
+
+def _pieces(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]]) -> _Pieces | None:
+    """The chunks of a leaf that has any. Most leaves are cut as another is, which is `known` then."""
+    record, spec = leaf.record, leaf.spec
+    if isinstance(record, PerRankArrays) and spec is not None:
+        ranks = decode_runs(leaf.ranks or ())
+        nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+        return _Pieces(leaf.number, ranks, record.start, np.full(len(ranks), nbytes, np.int64))
+    if not isinstance(record, ArrayRecord) or spec is None or isinstance(record.chunks, NoChunks):
+        return None
+    chunks = record.chunks
+    if isinstance(chunks, BoxChunks):
+        return _Pieces(leaf.number, *_cut(spec, chunks))
+    key = record.spec, chunks.rank, chunks.cuts if isinstance(chunks, GridChunks) else ()
+    if key not in known:
+        ranks, _, sizes = _cut(spec, chunks)
+        known[key] = ranks, sizes
+    start = ((chunks.start,),) if isinstance(chunks, WholeChunk) else chunks.start
+    return _Pieces(leaf.number, known[key][0], start, known[key][1])
+
+
+def _cut(spec: ArraySpec, chunks: WholeChunk | GridChunks | BoxChunks) -> tuple[np.ndarray, Runs, np.ndarray]:
+    """(rank, start, bytes) of each chunk."""
+    itemsize = dtype_of(spec.dtype).itemsize
+    if isinstance(chunks, WholeChunk):
+        return np.array([chunks.rank]), ((chunks.start,),), np.array([math.prod(spec.shape) * itemsize])
+    return decode_runs(chunks.rank), chunks.start, _sizes(chunks) * itemsize
+
+
+def _sizes(chunks: GridChunks | BoxChunks) -> np.ndarray:
+    """Elements of each chunk."""
+    if isinstance(chunks, BoxChunks):
+        return np.prod([decode_runs(column) for column in chunks.shape], axis=0, dtype=np.int64)
+    sizes = np.ones(1, np.int64)
+    for cut in chunks.cuts:
+        sizes = (sizes[:, None] * np.diff(decode_runs(cut))).reshape(-1)
+    return sizes
+
+
+def _files(index: Index, rank: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """The number of the file that each byte of a rank's stream is in."""
+    order = np.lexsort((start, rank))
+    firsts = np.array([(file.rank, file.stream) for file in index.file_list], np.int64)
+    # both sorted by rank, then by place: a file's bytes are those before the next file's first
+    marks = np.concatenate([firsts, np.stack([rank, start], 1)[order]])
+    kind = np.concatenate([np.zeros(len(firsts), np.int64), np.ones(len(order), np.int64)])
+    merged = np.lexsort((kind, marks[:, 1], marks[:, 0]))
+    count = np.cumsum(kind[merged] == 0) - 1
+    found = np.empty(len(order), np.int64)
+    found[order[merged[kind[merged] == 1] - len(firsts)]] = count[kind[merged] == 1]
+    return found
+
+
+def _by_group(
+    index: Index, names: list[str], group: np.ndarray, leaf: np.ndarray, nbytes: np.ndarray, count: int
+) -> list[Box]:
+    total = int(nbytes.sum())
+    sums = np.bincount(group, nbytes, len(names)).astype(np.int64)
+    boxes = [Box(-1, "", total)]
+    order: list[int] = np.argsort(-sums, kind="stable").tolist()
+    largest = [at for at in order if sums[at]]
+    where: dict[int, int] = {}
+    for at in largest[: max(1, count // 2)]:
+        where[at] = len(boxes)
+        boxes.append(Box(0, names[at], int(sums[at])))
+    if rest := largest[len(where) :]:
+        boxes.append(Box(0, "", int(sums[rest].sum()), more=len(rest)))
+    left = {at: int(sums[at]) for at in where}
+    members: list[int] = np.bincount(group[leaf >= 0], minlength=len(names)).tolist()
+    for share in np.argsort(-nbytes, kind="stable")[: max(0, count - len(boxes) - len(where))].tolist():
+        at, number, size = int(group[share]), int(leaf[share]), int(nbytes[share])
+        if number < 0 or size * POINT < total:
+            continue
+        if at in where:
+            boxes.append(Box(where[at], index.entries[number].path, size, number))
+            left[at] -= size
+            members[at] -= 1
+    boxes += [Box(where[at], "", rest, more=members[at]) for at, rest in left.items() if rest and members[at]]
+    return boxes

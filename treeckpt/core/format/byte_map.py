@@ -1,0 +1,153 @@
+"""Which bytes of a shard belong to which leaf, and who holds a region: `Index.chunks_of` asked the other way round.
+
+Columns are compared as vectors, so that one rank's file among thousands is found without making the others' chunks.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from ...errors import LayoutError
+from ..sharding.dtypes import dtype_of
+from ..sharding.int_runs import decode_runs, length_of
+from ..sharding.placements import MeshLayout, held_by, mesh_ranks
+from ..sharding.region import Region
+from .chunks import BoxChunks, GridChunks, WholeChunk, count_chunks
+from .records import AliasRecord, ArrayRecord, File, Index, Leaf, PerRankArrays
+
+__all__ = ["Extent", "Located", "chunk_count", "extents_in", "holders_of", "layout_of", "locate_chunks"]
+
+
+class Extent(msgspec.Struct, frozen=True, gc=False):
+    """Bytes `start:stop` of a file, header included, and the region of a leaf that they are."""
+
+    leaf: int
+    region: Region
+    start: int
+    stop: int
+
+
+class Located(msgspec.Struct, frozen=True):
+    """A chunk, and where its bytes are."""
+
+    region: Region
+    rank: int
+    """That wrote it."""
+    file: File
+    start: int
+    """First byte in the file, header included."""
+    stop: int
+
+
+def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> list[Located]:
+    """The chunks of a leaf with their bytes; of a leaf under `PerRank`, one for each rank.
+
+    Args:
+        region: only chunks that share an element with it.
+
+    Raises:
+        FormatError: the index names bytes that are in no file.
+    """
+    leaf = index.entries[leaf.record.of] if isinstance(leaf.record, AliasRecord) else leaf
+    if leaf.spec is None:
+        return []
+    ranks = decode_runs(leaf.ranks or ()).tolist() if isinstance(leaf.record, PerRankArrays) else [None]
+    itemsize = dtype_of(leaf.spec.dtype).itemsize
+    found: list[Located] = []
+    for rank in ranks:
+        for chunk in index.chunks_of(leaf, region, rank=rank):
+            nbytes = chunk.region.size * itemsize
+            file, start = index.locate(chunk.rank, chunk.start, chunk.start + nbytes, leaf.path)
+            found.append(Located(chunk.region, chunk.rank, file, start, start + nbytes))
+    return found
+
+
+def extents_in(index: Index, file: File, *, empty: bool = False, most: int | None = None) -> list[Extent]:
+    """What a shard holds, by offset.
+
+    Args:
+        empty: also arrays without elements.
+        most: extents, about, above which this is refused.
+
+    Raises:
+        LayoutError: there are more than `most`.
+    """
+    found: list[Extent] = []
+    shift = file.header - file.stream
+    low, high = file.stream, file.stream + file.nbytes
+    for leaf in index.entries:
+        if leaf.spec is None:
+            continue
+        itemsize = dtype_of(leaf.spec.dtype).itemsize
+        for region, start in _of_rank(leaf, leaf.spec.shape, file.rank):
+            stop = start + region.size * itemsize
+            if low <= start and stop <= high and (empty or start < stop):
+                found.append(Extent(leaf.number, region, start + shift, stop + shift))
+        if most is not None and len(found) > most:
+            raise LayoutError(file.name, expected=f"a shard of at most {most} chunks", found="more")
+    found.sort(key=lambda extent: extent.start)
+    return found
+
+
+def _of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region, int]]:
+    """The chunks that `rank` wrote: region and start in its stream."""
+    record = leaf.record
+    if isinstance(record, PerRankArrays):
+        position = np.flatnonzero(decode_runs(leaf.ranks or ()) == rank)
+        starts = decode_runs(record.start)
+        return [(Region.whole(shape), int(starts[at])) for at in position.tolist() if at < len(starts)]
+    if not isinstance(record, ArrayRecord):
+        return []
+    chunks = record.chunks
+    if isinstance(chunks, WholeChunk):
+        return [(Region.whole(shape), chunks.start)] if chunks.rank == rank else []
+    if isinstance(chunks, GridChunks):
+        return _grid_of_rank(chunks, rank)
+    if isinstance(chunks, BoxChunks):
+        cells = np.flatnonzero(decode_runs(chunks.rank) == rank)
+        starts = decode_runs(chunks.start)[cells].tolist()
+        offsets = zip(*(decode_runs(c)[cells].tolist() for c in chunks.offset), strict=True)
+        shapes = zip(*(decode_runs(c)[cells].tolist() for c in chunks.shape), strict=True)
+        return [(Region(o, s), at) for o, s, at in zip(offsets, shapes, starts, strict=True)]
+    return []
+
+
+def _grid_of_rank(chunks: GridChunks, rank: int) -> list[tuple[Region, int]]:
+    cells = np.flatnonzero(decode_runs(chunks.rank) == rank)
+    if not len(cells):
+        return []
+    starts = decode_runs(chunks.start)[cells].tolist()
+    cuts = [decode_runs(c) for c in chunks.cuts]
+    where = np.unravel_index(cells, tuple(len(c) - 1 for c in cuts))
+    low = [c[i].tolist() for c, i in zip(cuts, where, strict=True)]
+    size = [(c[i + 1] - c[i]).tolist() for c, i in zip(cuts, where, strict=True)]
+    return [
+        (Region(offset, shape), start)
+        for offset, shape, start in zip(zip(*low, strict=True), zip(*size, strict=True), starts, strict=True)
+    ]
+
+
+def chunk_count(leaf: Leaf) -> int:
+    """How many chunks a leaf has, without making them."""
+    if isinstance(leaf.record, PerRankArrays):
+        return length_of(leaf.ranks or ())
+    return count_chunks(leaf.record.chunks) if isinstance(leaf.record, ArrayRecord) else 0
+
+
+def layout_of(index: Index, leaf: Leaf) -> MeshLayout | None:
+    """The mesh and placements of an array; None where pieces were given one by one, and for what is no array."""
+    record = leaf.record
+    if not isinstance(record, ArrayRecord) or not 0 <= record.layout < len(index.layouts):
+        return None
+    layout = index.layouts[record.layout]
+    return layout if isinstance(layout, MeshLayout) else None
+
+
+def holders_of(layout: MeshLayout, shape: tuple[int, ...], region: Region) -> list[int]:
+    """The ranks that held all of a region when it was saved, in the mesh's order."""
+    return [
+        rank
+        for rank in mesh_ranks(layout.mesh).tolist()
+        if any(region.within(held.region) for held in held_by(layout, shape, rank))
+    ]

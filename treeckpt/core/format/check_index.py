@@ -1,0 +1,287 @@
+"""Whether an index holds together: checks on a decoded one, before anything is expanded or allocated by its word.
+
+Every number that a reader uses as a size, a position or a rank is bounded here, columns by their runs alone. What is
+not checked: that listed boxes leave no gap (the save did), and that the files are as the table says (opening them
+does). `check_there` compares how much an index lists with the files that are there, before that is expanded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ...errors import CorruptError, FormatError, TreeckptError
+from ..sharding.dtypes import dtype_of
+from ..sharding.int_runs import Runs, check_rising, check_runs, decode_runs, length_of
+from ..sharding.placements import BoxLayout, Layout, StridedShard, check_placements
+from ..sharding.region import MAX_NDIM
+from ..tree.spec import ArraySpec
+from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
+from .records import AliasRecord, ArrayRecord, Index, PerRankArrays, PerRankValues, ValueRecord
+from .shard_header import MAX_HEADER, MAX_NBYTES, MAX_WORLD, SAVE_ID, reach_of
+
+__all__ = ["ENTRY", "FREE", "check_index", "check_there", "is_long"]
+
+MAX_FILES = 1 << 20
+"""Rows of the table of files: they are expanded when the checkpoint is read."""
+ENTRY = 48
+"""Bytes that each chunk takes in the header of its shard, at least."""
+FREE = 1 << 15
+"""Chunks that may be made whatever files there are."""
+FREE_FILES = 1 << 10
+"""The same of files that are read."""
+LONG = 1 << 17
+"""Files, or chunks of one array, up to which an index is read without the sizes of the files."""
+MAX_TIES = 1 << 22
+"""Ranks of ties that are compared with those of their arrays one by one."""
+
+
+def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
+    """Refuses an index that contradicts itself.
+
+    Args:
+        name: the file, for errors.
+        manifest: chunks and files are still missing.
+
+    Raises:
+        FormatError: naming the file, or the leaf in it.
+    """
+    if not 0 < index.world <= MAX_WORLD or SAVE_ID.fullmatch(index.save_id) is None:
+        raise FormatError(name, expected="a save id and a world", found=f"{index.save_id!r:.40}, {index.world}")
+    if abs(index.created_ns) >= MAX_NBYTES:
+        raise FormatError(name, expected="a time in nanoseconds", found="a number of more than 62 bits")
+    _check_files(index, name, manifest)
+    for spec in index.specs:
+        _check_spec(spec, name)
+    for layout in index.layouts:
+        _check_layout(layout, index, name)
+    try:
+        paths = index.paths
+    except TreeckptError as error:
+        raise FormatError(name, expected="a tree's structure", found=str(error)[:200]) from error
+    if len(paths) != len(index.leaves):
+        raise FormatError(name, expected=f"{len(paths)} leaves", found=f"{len(index.leaves)}")
+    # almost never do two paths have the same text, as the groups of ranks under `PerRank` do
+    if len({path for path, _ in paths}) != len(paths) and len(set(paths)) != len(paths):
+        raise FormatError(name, expected="a path of its own for each leaf", found="two leaves that share one")
+    groups = [ranks for _, ranks in paths]
+    ties = _Ties()
+    fits: set[tuple[int, int]] = set()  # most leaves repeat a few pairs of spec and layout
+    grids: dict[object, int] = {}  # and a few ways of being cut
+    for (path, ranks), record in zip(paths, index.leaves, strict=True):
+        if ranks is not None:
+            check_runs(ranks, path=path, low=0, high=index.world)
+        if isinstance(record, ArrayRecord):
+            if ranks is not None or (record.spec, record.layout) not in fits:
+                _check_fit(index, path, ranks, record)
+                fits.add((record.spec, record.layout))
+            _check_chunks(index, path, record, grids, manifest)
+        elif type(record) is not ValueRecord or ranks is not None:
+            _check_record(index, path, ranks, record, manifest)
+            if isinstance(record, AliasRecord):
+                _check_alias(index, path, groups, ranks, record, ties)
+
+
+def is_long(index: Index, nbytes: int) -> bool:
+    """Whether an index of so many bytes lists more files, or chunks of one array, than are accepted unseen."""
+    return max(index.listed.files, index.listed.most) > max(LONG, nbytes)
+
+
+def check_there(index: Index, sizes: dict[str, int], name: str) -> None:
+    """Refuses an index that lists far more than the files of the checkpoint can hold, before any of it is expanded.
+
+    Args:
+        sizes: of the files that are there, in bytes.
+        name: the checkpoint, for errors.
+
+    Raises:
+        CorruptError: more shards, or chunks, than there are.
+    """
+    listed, there = index.listed, sum(sizes.values())
+    if listed.files > max(FREE_FILES, 2 * len(sizes)):
+        raise CorruptError(
+            name,
+            expected=f"{listed.files} shards, as the index says",
+            found=f"{len(sizes)} files",
+            hint="Copy the other shards here too; if there are none, the index is not that of these shards",
+        )
+    if (listed.total - FREE) * ENTRY > there:
+        raise CorruptError(
+            name,
+            expected=f"shards that hold {listed.total} chunks, as the index says",
+            found=f"{there} bytes in all files",
+            hint="The index is not that of these shards; try treeckpt verify --repair",
+        )
+
+
+def _check_files(index: Index, name: str, manifest: bool) -> None:
+    files = index.files
+    rows = length_of(files.rank)
+    highs = {
+        "rank": index.world,
+        "part": MAX_WORLD,
+        "stream": MAX_NBYTES,
+        "nbytes": MAX_NBYTES,
+        "header": MAX_HEADER + 1,
+    }
+    for column, high in highs.items():
+        check_runs(getattr(files, column), length=rows, path=name, low=0, high=high)
+    if not rows and not manifest:
+        raise FormatError(name, expected="a table of files", found="an empty one")
+    if rows > MAX_FILES:
+        raise FormatError(name, expected=f"at most {MAX_FILES} files", found=f"{rows}")
+    keys = decode_runs(files.rank) * MAX_WORLD + decode_runs(files.part)
+    if (np.diff(keys) <= 0).any():
+        raise FormatError(name, expected="files by rank and part, each once", found="others")
+
+
+def _check_spec(spec: ArraySpec, name: str) -> None:
+    legal = len(spec.shape) <= MAX_NDIM and min(spec.shape, default=0) >= 0
+    if not legal or reach_of(spec.shape, dtype_of(spec.dtype).itemsize) >= MAX_NBYTES:
+        raise FormatError(name, expected="a shape", found=f"{spec.shape!r:.80}")
+    if spec.regions is not None:
+        raise FormatError(name, expected="a spec of a whole array", found=f"regions {spec.regions!r:.80}")
+
+
+def _check_layout(layout: Layout, index: Index, name: str) -> None:
+    if isinstance(layout, BoxLayout):
+        raise FormatError(name, expected="meshes and placements", found="listed pieces")
+    mesh = layout.mesh
+    if not mesh.shape or len(mesh.shape) > MAX_NDIM or min(mesh.shape) < 1:
+        raise FormatError(name, expected="a mesh", found=f"shape {mesh.shape!r:.80}")
+    if mesh.names and len(mesh.names) != len(mesh.shape):
+        raise FormatError(name, expected=f"{len(mesh.shape)} names of mesh dimensions", found=f"{mesh.names!r:.80}")
+    world, most = index.world, min(index.world, max(LONG, length_of(index.files.rank)))  # every rank has a file
+    if math.prod(mesh.shape) > most:
+        raise FormatError(name, expected=f"a mesh of at most {most} ranks", found=f"shape {mesh.shape!r:.80}")
+    check_runs(mesh.ranks, length=math.prod(mesh.shape), path=name, low=0, high=world)
+    for placement in layout.placements:
+        if isinstance(placement, StridedShard) and placement.factor > max(world, 1 << 16):
+            raise FormatError(name, expected="a factor of the size of a mesh", found=f"{placement!r:.80}")
+
+
+def _check_record(
+    index: Index,
+    path: str,
+    ranks: Runs | None,
+    record: ValueRecord | PerRankValues | AliasRecord | PerRankArrays,
+    manifest: bool,
+) -> None:
+    if isinstance(record, ValueRecord):
+        if ranks is not None:
+            raise FormatError(path, expected="one value per rank", found="one for all")
+        return
+    if isinstance(record, PerRankValues):
+        if ranks is None or len(record.values) != length_of(ranks):
+            raise FormatError(path, expected="one value per rank", found=f"{len(record.values)}")
+        return
+    _check_number(index, path, record.spec)
+    if isinstance(record, PerRankArrays):
+        if ranks is None:
+            raise FormatError(path, expected="a leaf under PerRank", found="another")
+        if not manifest or record.start:
+            check_runs(record.start, length=length_of(ranks), path=path, low=0, high=MAX_NBYTES)
+
+
+def _check_number(index: Index, path: str, spec: int) -> None:
+    if not 0 <= spec < len(index.specs):
+        raise FormatError(path, expected=f"one of {len(index.specs)} specs", found=f"number {spec}")
+
+
+def _check_fit(index: Index, path: str, ranks: Runs | None, record: ArrayRecord) -> None:
+    """Whether an array's spec and layout are there and fit each other."""
+    _check_number(index, path, record.spec)
+    if ranks is not None:
+        raise FormatError(path, expected="one array per rank", found="one for all")
+    if not -1 <= record.layout < len(index.layouts):
+        raise FormatError(path, expected=f"one of {len(index.layouts)} layouts", found=f"number {record.layout}")
+    layout = index.layouts[record.layout] if record.layout >= 0 else None
+    if layout is not None and not isinstance(layout, BoxLayout):
+        try:
+            check_placements(layout, index.specs[record.spec].shape, path)
+        except TreeckptError as error:
+            raise FormatError(path, expected=error.expected, found=error.found) from error
+
+
+def _check_chunks(index: Index, path: str, record: ArrayRecord, grids: dict[object, int], manifest: bool) -> None:
+    chunks = record.chunks
+    if type(chunks) is WholeChunk:
+        if not 0 <= chunks.rank < index.world or not 0 <= chunks.start < MAX_NBYTES:
+            raise FormatError(path, expected="a chunk of a rank", found=f"{chunks!r:.80}")
+    elif type(chunks) is GridChunks:
+        key = (record.spec, chunks.cuts, chunks.rank)
+        cells = grids.get(key)
+        if cells is None:
+            cells = grids[key] = _check_grid(index, path, chunks, index.specs[record.spec].shape)
+        check_runs(chunks.start, length=cells, path=path, low=0, high=MAX_NBYTES)
+    elif isinstance(chunks, BoxChunks):
+        _check_boxes(index, path, chunks, index.specs[record.spec].shape)
+    elif not manifest:
+        assert isinstance(chunks, NoChunks), "the last of the union"
+        raise FormatError(path, expected="chunks", found="none")
+
+
+def _check_grid(index: Index, path: str, grid: GridChunks, shape: tuple[int, ...]) -> int:
+    """The number of cells, of a grid whose cuts and ranks are in order."""
+    if len(grid.cuts) != len(shape):
+        raise FormatError(path, expected=f"cuts of {len(shape)} dimensions", found=f"{len(grid.cuts)}")
+    for cut, size in zip(grid.cuts, shape, strict=True):
+        check_runs(cut, path=path, low=0)
+        if not check_rising(cut, 0, size) or not size:
+            raise FormatError(path, expected=f"rising cuts from 0 to {size}", found=f"{cut!r:.80}")
+    cells = math.prod(length_of(cut) - 1 for cut in grid.cuts)
+    check_runs(grid.rank, length=cells, path=path, low=0, high=index.world)
+    return cells
+
+
+MAX_BOX_NUMBERS = 1 << 22
+"""Offsets and shapes of one array's listed boxes, all together: these are expanded when the array is read."""
+
+
+def _check_boxes(index: Index, path: str, boxes: BoxChunks, shape: tuple[int, ...]) -> None:
+    if len(boxes.offset) != len(shape) or len(boxes.shape) != len(shape):
+        raise FormatError(path, expected=f"boxes of {len(shape)} dimensions", found=f"{len(boxes.offset)}")
+    rows = length_of(boxes.rank)
+    if not rows or rows * max(1, len(shape)) > MAX_BOX_NUMBERS:
+        raise FormatError(path, expected="a list of boxes", found=f"{rows} of {len(shape)} dimensions")
+    for offsets, shapes, size in zip(boxes.offset, boxes.shape, shape, strict=True):
+        check_runs(offsets, length=rows, path=path, low=0, high=size)
+        check_runs(shapes, length=rows, path=path, low=1, high=size + 1)
+    check_runs(boxes.rank, length=rows, path=path, low=0, high=index.world)
+    check_runs(boxes.start, length=rows, path=path, low=0, high=MAX_NBYTES)
+
+
+def _check_alias(
+    index: Index, path: str, groups: list[Runs | None], ranks: Runs | None, record: AliasRecord, ties: _Ties
+) -> None:
+    base = index.leaves[record.of] if 0 <= record.of < len(index.leaves) else None
+    if not isinstance(base, (ArrayRecord, PerRankArrays)) or not 0 <= base.spec < len(index.specs):
+        raise FormatError(path, expected="an alias of an array", found=f"of leaf {record.of}")
+    if isinstance(base, PerRankArrays) and not ties.within(ranks, groups[record.of]):
+        raise FormatError(path, expected="an alias among the same ranks", found=f"of leaf {record.of}")
+    spec, other = index.specs[record.spec], index.specs[base.spec]
+    fits = spec.dtype == other.dtype and (spec.kind == "numpy") == (other.kind == "numpy")
+    if record.view is None:
+        fits = fits and spec.shape == other.shape
+    else:
+        offset, strides = record.view.offset, record.view.strides
+        fits = fits and len(strides) == len(spec.shape) and min((offset, *strides)) >= 0
+        if fits and 0 not in spec.shape:
+            last = offset + sum((n - 1) * s for n, s in zip(spec.shape, strides, strict=True))
+            fits = last < math.prod(other.shape)
+    if not fits:
+        raise FormatError(path, expected=f"a view inside shape {other.shape}", found=f"{record!r:.120}")
+
+
+class _Ties:
+    """Compares the ranks of ties with those of their arrays; nearly always they are the same."""
+
+    def __init__(self) -> None:
+        self._compared = 0
+
+    def within(self, ranks: Runs | None, group: Runs | None) -> bool:
+        if ranks is None or group is None or ranks == group:
+            return ranks is not None and group is not None
+        self._compared += length_of(ranks) + length_of(group)
+        return self._compared <= MAX_TIES and bool(np.isin(decode_runs(ranks), decode_runs(group)).all())

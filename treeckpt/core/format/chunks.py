@@ -1,0 +1,173 @@
+"""How an index stores where an array's chunks lie: one chunk, a grid of cuts, or a list of boxes.
+
+Columns of writing ranks and of starts are run-length coded. `encode_chunks` picks the smallest form and is the only
+place that does, so a plan and the shards' own headers lead to equal records; `chunks_in` finds the chunks that a
+region needs without expanding what it does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from ..planning.plan import Chunk, Placed, PlacedWhole
+from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value_at
+from ..sharding.region import Region
+from ..sharding.write_assignment import Boxes, Grid, grid_of
+
+__all__ = [
+    "BoxChunks",
+    "Chunks",
+    "GridChunks",
+    "NoChunks",
+    "WholeChunk",
+    "chunks_in",
+    "count_chunks",
+    "encode_boxes",
+    "encode_chunks",
+]
+
+
+class WholeChunk(msgspec.Struct, frozen=True, tag="w", array_like=True, gc=False):
+    """The array is one chunk."""
+
+    rank: int
+    start: int
+
+
+class GridChunks(msgspec.Struct, frozen=True, tag="g", array_like=True):
+    """The array is cut at `cuts[d]` (0 and the size included) along each dimension; columns in row-major order."""
+
+    cuts: tuple[Runs, ...]
+    rank: Runs
+    start: Runs
+
+
+class BoxChunks(msgspec.Struct, frozen=True, tag="b", array_like=True):
+    """The chunks one by one, as a column per dimension of offset and of shape."""
+
+    offset: tuple[Runs, ...]
+    shape: tuple[Runs, ...]
+    rank: Runs
+    start: Runs
+
+
+class NoChunks(msgspec.Struct, frozen=True, tag="n", array_like=True):
+    """Not yet placed: in the manifest that the coordinator's shard carries."""
+
+
+Chunks = WholeChunk | GridChunks | BoxChunks | NoChunks
+
+
+def chunks_in(chunks: Chunks, shape: tuple[int, ...], region: Region | None = None) -> list[Chunk]:
+    """The chunks of an array of `shape`, or only those that share an element with `region`."""
+    if isinstance(chunks, WholeChunk):
+        return [Chunk(Region.whole(shape), chunks.rank, chunks.start)]
+    if isinstance(chunks, GridChunks):
+        return list(_grid_chunks(chunks, region))
+    if isinstance(chunks, BoxChunks):
+        return _box_chunks(chunks, region)
+    return []
+
+
+def count_chunks(chunks: Chunks) -> int:
+    """How many chunks an array has, without making them."""
+    if isinstance(chunks, WholeChunk):
+        return 1
+    if isinstance(chunks, GridChunks):
+        return math.prod(length_of(cut) - 1 for cut in chunks.cuts)
+    return length_of(chunks.rank) if isinstance(chunks, BoxChunks) else 0
+
+
+def _grid_chunks(chunks: GridChunks, region: Region | None) -> Iterator[Chunk]:
+    cuts = [decode_runs(c) for c in chunks.cuts]
+    counts = [len(c) - 1 for c in cuts]
+    picked: list[range] = []
+    for d, cut in enumerate(cuts):
+        if region is None:
+            picked.append(range(counts[d]))
+            continue
+        first = int(np.searchsorted(cut, region.offset[d], side="right")) - 1
+        last = int(np.searchsorted(cut, region.offset[d] + region.shape[d], side="left"))
+        picked.append(range(max(first, 0), min(last, counts[d])))
+    cells = np.zeros(1, np.int64)
+    for d, choice in enumerate(picked):
+        cells = (cells[:, None] * counts[d] + np.arange(choice.start, choice.stop)).reshape(-1)
+    total = math.prod(counts)
+    ranks, starts = _lookup(chunks.rank, cells, total), _lookup(chunks.start, cells, total)
+    bounds = [c.tolist() for c in cuts]
+    for cell, rank, start in zip(cells.tolist(), ranks, starts, strict=True):
+        offset: list[int] = []
+        shape: list[int] = []
+        for d in reversed(range(len(cuts))):
+            cell, i = divmod(cell, counts[d])
+            offset.append(bounds[d][i])
+            shape.append(bounds[d][i + 1] - bounds[d][i])
+        yield Chunk(Region(tuple(reversed(offset)), tuple(reversed(shape))), rank, start)
+
+
+def _lookup(runs: Runs, cells: np.ndarray, total: int) -> list[int]:
+    # one by one costs about (8 + runs) steps a cell, the whole column about one a number
+    if len(cells) * (8 + len(runs)) < total:
+        return [value_at(runs, cell) for cell in cells.tolist()]
+    return decode_runs(runs)[cells].tolist()
+
+
+def _box_chunks(chunks: BoxChunks, region: Region | None) -> list[Chunk]:
+    ranks, starts = decode_runs(chunks.rank), decode_runs(chunks.start)
+    offsets = np.stack([decode_runs(c) for c in chunks.offset], 1) if chunks.offset else np.empty((len(ranks), 0), int)
+    shapes = np.stack([decode_runs(c) for c in chunks.shape], 1) if chunks.shape else offsets
+    keep = np.ones(len(ranks), bool)
+    if region is not None:
+        low, high = np.array(region.offset), np.array(region.stop)
+        keep = ((offsets < high) & (offsets + shapes > low)).all(1)
+    return [
+        Chunk(Region(tuple(o), tuple(s)), r, a)
+        for o, s, r, a in zip(
+            offsets[keep].tolist(),
+            shapes[keep].tolist(),
+            ranks[keep].tolist(),
+            starts[keep].tolist(),
+            strict=True,
+        )
+    ]
+
+
+def encode_chunks(shape: tuple[int, ...], placed: Placed | PlacedWhole) -> Chunks:
+    """The columns of an array's chunks: one chunk, a grid where the regions make one, else boxes."""
+    if isinstance(placed, PlacedWhole):
+        return WholeChunk(placed.rank, placed.start)
+    owners, starts = placed.owners, placed.starts
+    if isinstance(owners, Boxes):
+        pieces = owners.pieces
+        if len(pieces) == 1 and pieces[0][1].is_whole(shape):
+            return WholeChunk(pieces[0][0], int(starts[0]))
+        offsets = np.array([region.offset for _, region in pieces], np.int64)
+        shapes = np.array([region.shape for _, region in pieces], np.int64)
+        return encode_boxes(shape, offsets, shapes, np.array([rank for rank, _ in pieces], np.int64), starts)
+    return _encode_grid(shape, owners, starts)
+
+
+def encode_boxes(
+    shape: tuple[int, ...], offsets: np.ndarray, shapes: np.ndarray, ranks: np.ndarray, starts: np.ndarray
+) -> Chunks:
+    """The columns of boxes int64[n, ndim], disjoint and by offset: a grid where they make one."""
+    grid = grid_of(shape, offsets, offsets + shapes) if shape and len(offsets) else None
+    if grid is not None:
+        return _encode_grid(shape, Grid(tuple(grid[0]), tuple(grid[1]), ranks), starts)
+    return BoxChunks(
+        tuple(encode_runs(column) for column in offsets.T),
+        tuple(encode_runs(column) for column in shapes.T),
+        encode_runs(ranks),
+        encode_runs(starts),
+    )
+
+
+def _encode_grid(shape: tuple[int, ...], owners: Grid, starts: np.ndarray) -> Chunks:
+    if len(owners.ranks) == 1:
+        return WholeChunk(int(owners.ranks[0]), int(starts[0]))
+    cuts = tuple(encode_runs(np.append(first, size)) for first, size in zip(owners.starts, shape, strict=True))
+    return GridChunks(cuts, encode_runs(owners.ranks), encode_runs(starts))

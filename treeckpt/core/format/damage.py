@@ -1,0 +1,96 @@
+"""Which leaves are hurt by changed bytes? Ranges of files in, leaves out; by the chunks that the index lists.
+
+A leaf is hurt when any of the bytes that its checksums cover is: by blocks, not by elements. What shares storage with
+a hurt leaf is hurt, and so is all of a keyed table of which a column is, for its rows belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from ..tree.structure import TABLE_KEYS
+from .byte_map import extents_in
+from .records import AliasRecord, File, Index
+
+__all__ = ["BadBytes", "Damaged", "damaged_leaves", "leaves_in", "own_path"]
+
+
+class BadBytes(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes `start:stop` of a file (header included) that are missing, unreadable or changed."""
+
+    file: str
+    start: int
+    stop: int
+    why: str
+
+
+class Damaged(msgspec.Struct, frozen=True, order=True):
+    """A leaf, and bytes of a file for which it cannot be had."""
+
+    path: str
+    file: str
+    start: int
+    """First byte in the file, header included."""
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.path or '<root>'}: bytes {self.start}:{self.stop} of {self.file}"
+
+
+def leaves_in(index: Index, file: File, start: int, stop: int) -> list[int]:
+    """The numbers of the leaves with bytes in a stretch of a file; all of its leaves if that is in the header."""
+    whole = start < file.header
+    return [e.leaf for e in extents_in(index, file) if whole or (e.start < stop and e.stop > start)]
+
+
+def own_path(path: str, rank: int) -> str:
+    """A path of the index as the shard of one rank names it."""
+    return path.replace("~rank*", f"~rank{rank}")
+
+
+def damaged_leaves(index: Index, bad: Iterable[BadBytes], *, rank: int | None = None) -> dict[int, tuple[Damaged, ...]]:
+    """By number of a leaf, the bytes for which it cannot be had.
+
+    Args:
+        rank: whose state counts under `PerRank`; None for that of all ranks.
+    """
+    found: dict[int, list[Damaged]] = {}
+    for part in bad:
+        file = index.file_names[part.file]
+        for number in dict.fromkeys(leaves_in(index, file, part.start, part.stop)):
+            leaf = index.entries[number]
+            if leaf.ranks is None or rank in (None, file.rank):
+                path = leaf.path if rank is not None else own_path(leaf.path, file.rank)
+                found.setdefault(number, []).append(Damaged(path, part.file, part.start, part.stop))
+    for first, others in _together(index, found):
+        for other in others:
+            new = [msgspec.structs.replace(d, path=index.entries[other].path) for d in found[first]]
+            found[other] = sorted({*found.get(other, []), *new})
+    return {number: tuple(found[number]) for number in sorted(found)}
+
+
+def _together(index: Index, hurt: Iterable[int]) -> list[tuple[int, list[int]]]:
+    """For each hurt leaf, those that are hurt with it."""
+    met = set(hurt)
+    pairs = [(number, columns) for columns in _tables(index) for number in columns if number in met]
+    reached = met | {number for _, columns in pairs for number in columns}
+    ties: dict[int, list[int]] = {}
+    for leaf in index.entries:
+        if isinstance(leaf.record, AliasRecord) and leaf.record.of in reached:
+            ties.setdefault(leaf.record.of, []).append(leaf.number)
+    return pairs + list(ties.items())
+
+
+def _tables(index: Index) -> list[list[int]]:
+    """The numbers of the leaves of each keyed table."""
+    numbers = {key: number for number, key in enumerate(index.paths)}
+    found: list[list[int]] = []
+    for ids in index.tables:
+        path, ranks = index.paths[ids]
+        prefix = path.removesuffix(TABLE_KEYS[0])
+        slots = prefix + TABLE_KEYS[2] + "/"
+        columns = [numbers[prefix + key, ranks] for key in TABLE_KEYS[:2] if (prefix + key, ranks) in numbers]
+        found.append(columns + [n for (p, r), n in numbers.items() if r == ranks and p.startswith(slots)])
+    return found

@@ -1,0 +1,147 @@
+"""Which files of a checkpoint's directory are ours, of what kind, and of which save? By their names alone.
+
+    index.json                                   the commit
+    shard-<rank>-of-<world>.<save id>.safetensors, timings.<save id>.json, progress-<rank>.<save id>.json
+    deleted.<save id>.json                       that save's checkpoint is to go; written before the index goes
+    lease.<id>.json                              somebody reads; renewed for as long as that lasts
+    pinned.json                                  retention leaves it alone
+    <one of these>.<id>.damaged                  what a repair has replaced
+    .<one of these>.<id>.tmp                     is being published; the id begins with the tag of the process
+
+Whatever has another name belongs to somebody else.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from ...errors import TreeError
+from .save_progress import parse_progress_name
+from .shard_header import parse_shard_name
+
+__all__ = [
+    "MAX_STEP",
+    "PIN_NAME",
+    "FileKind",
+    "Owned",
+    "as_step",
+    "damaged_name",
+    "deleted_name",
+    "is_step_name",
+    "kind_of",
+    "lease_name",
+    "step_name",
+    "step_of",
+    "writing_tag",
+    "written_name",
+]
+
+PIN_NAME = "pinned.json"
+FileKind = Literal["index", "shard", "timings", "progress", "deleted", "lease", "pin", "damaged", "temporary"]
+
+_PER_SAVE = re.compile(r"(timings|deleted)\.([0-9a-f]{16})\.json")
+_LEASE = re.compile(r"lease\.[0-9a-f]{16}\.json")
+_TEMPORARY = re.compile(r"\.(.+?)(?:\.([0-9a-f]{8})[0-9a-f]{8})?\.tmp")
+_DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
+_STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
+MAX_STEP = 10**18 - 1
+
+
+_STEP_HINT = "Pass the number of training steps that were done"
+
+
+class Owned(msgspec.Struct, frozen=True):
+    """A file of ours."""
+
+    kind: FileKind
+    save_id: str | None = None
+    """None where the file belongs to no save in particular."""
+
+
+def kind_of(name: str) -> Owned | None:
+    """What a file is, None if it is not ours."""
+    if (shard := parse_shard_name(name)) is not None:
+        return Owned("shard", shard[0])
+    if (match := _PER_SAVE.fullmatch(name)) is not None:
+        return Owned("timings" if match[1] == "timings" else "deleted", match[2])
+    if (progress := parse_progress_name(name)) is not None:
+        return Owned("progress", progress[1])
+    if (match := _TEMPORARY.fullmatch(name)) is not None:
+        inner = kind_of(match[1])
+        return Owned("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None
+    if (match := _DAMAGED.fullmatch(name)) is not None:
+        inner = kind_of(match[1])
+        return Owned("damaged", inner.save_id) if inner is not None and inner.kind != "damaged" else None
+    if _LEASE.fullmatch(name) is not None:
+        return Owned("lease")
+    named: dict[str, FileKind] = {"index.json": "index", PIN_NAME: "pin"}
+    return Owned(named[name]) if name in named else None
+
+
+def written_name(name: str) -> str:
+    """The name under which a temporary file is to be published; any other name as it is."""
+    match = _TEMPORARY.fullmatch(name)
+    return match[1] if match else name
+
+
+def writing_tag(name: str) -> str:
+    """The tag of the process that writes a temporary file, empty where its name has none."""
+    match = _TEMPORARY.fullmatch(name)
+    return match[2] or "" if match else ""
+
+
+def deleted_name(save_id: str) -> str:
+    """The file that says that this save's checkpoint is being deleted."""
+    return f"deleted.{save_id}.json"
+
+
+def damaged_name(name: str, repair_id: str) -> str:
+    """Where a file is kept that a repair has replaced."""
+    return f"{name}.{repair_id}.damaged"
+
+
+def lease_name(lease_id: str) -> str:
+    """The file of one reader."""
+    return f"lease.{lease_id}.json"
+
+
+def as_step(step: Any) -> int:
+    """A step of any type of integer.
+
+    Raises:
+        TreeError: it is none, below 0, or of more digits than the name of a directory holds.
+    """
+    try:
+        # bools of every library have an index, but are no steps
+        is_bool = isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool")
+        number = None if is_bool else operator.index(step)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TreeError("step", expected="an integer", found=f"{step!r:.60}", hint=_STEP_HINT)
+    if not 0 <= number <= MAX_STEP:
+        expected = "a step, 0 or more" if number < 0 else f"a step, at most {MAX_STEP}"
+        found = f"{number}" if abs(number) < 10**24 else "a number of more than 24 digits"
+        raise TreeError("step", expected=expected, found=found, hint=_STEP_HINT)
+    return number
+
+
+def is_step_name(name: str) -> bool:
+    """Whether a manager gives a directory this name."""
+    step = step_of(name)
+    return step is not None and step_name(step) == name
+
+
+def step_name(step: int) -> str:
+    """The name of a step's directory in a run."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a directory's name gives, None if it gives none."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None

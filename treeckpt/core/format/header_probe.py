@@ -1,0 +1,80 @@
+"""The front of a shard's header: which shard it is, and a few of its checksums, without reading the rest.
+
+The header of a shard of 100 GB holds 4 MB of checksums. They stand as base64 at a place that the first page tells, so
+those of a few blocks are found by arithmetic. The seal is not compared, which would take the whole header: a changed
+checksum shows all the same, as one that its block does not match.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+
+import msgspec
+import numpy as np
+
+from ...errors import CorruptError, FormatError
+from .shard_header import MAX_BLOCK, PAGE, VERSION, header_nbytes
+
+__all__ = ["FRONT", "Front", "decode_front", "decode_hashes", "hash_span"]
+
+FRONT = PAGE
+"""Bytes of a file that hold its front."""
+_FRONT = re.compile(
+    rb'\{"__metadata__":\{"seal":"[0-9a-f]{16}","format":"treeckpt","version":"([0-9]{1,9})","save_id":"([0-9a-f]{16})",'
+    rb'"rank":"([0-9]{1,9})","world":"[0-9]{1,9}","part":"([0-9]{1,9})","stream":"([0-9]{1,19})",'
+    rb'"block":"([0-9]{1,9})","hashes":"'
+)
+
+
+class Front(msgspec.Struct, frozen=True):
+    """Which shard it is, and where its checksums are."""
+
+    save_id: str
+    rank: int
+    part: int
+    stream: int
+    header: int
+    """Bytes before the data area."""
+    block: int
+    """Bytes under one checksum."""
+    hashes: int
+    """Where the text of the checksums starts in the file."""
+
+
+def decode_front(data: bytes | bytearray, name: str) -> Front:
+    """What the first FRONT bytes of the file called `name` say.
+
+    Raises:
+        CorruptError, FormatError: no shard of ours.
+    """
+    header = header_nbytes(data, name)
+    found = _FRONT.match(data, 8)
+    if found is None or found[1] != str(VERSION).encode():
+        raise FormatError(name, expected=f"a treeckpt shard of version {VERSION}", found="another header")
+    block = int(found[6])
+    if not PAGE <= block <= MAX_BLOCK or block % PAGE:
+        raise FormatError(name, expected=f"blocks of {PAGE} to {MAX_BLOCK} bytes, in pages", found=f"{block}")
+    return Front(found[2].decode(), int(found[3]), int(found[4]), int(found[5]), header, block, found.end())
+
+
+def hash_span(first: int, count: int) -> tuple[int, int, int]:
+    """(start, stop) of the characters that hold the checksums of some blocks, and how many of their bytes to skip."""
+    start, stop = first * 8 // 3, -(-(first + count) * 8 // 3)
+    return start * 4, stop * 4, first * 8 - start * 3
+
+
+def decode_hashes(text: bytes | bytearray, skip: int, count: int, name: str) -> list[int]:
+    """The checksums in those characters.
+
+    Raises:
+        CorruptError: they are none.
+    """
+    try:
+        data = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise CorruptError(name, expected="checksums", found=str(error)) from error
+    if len(data) < skip + 8 * count:
+        raise CorruptError(name, expected=f"{count} checksums", found=f"{len(data)} bytes")
+    return np.frombuffer(data, "<u8", count, skip).tolist()

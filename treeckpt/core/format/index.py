@@ -1,0 +1,230 @@
+"""The index: one JSON file that says what a checkpoint holds and where every byte of it lies.
+
+It is published last; its presence is the commit. A seal and a version come first, so that both can be checked before
+the rest is understood. `rebuild` makes a lost index again from the headers of the shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from ...errors import CorruptError, FormatError, TreeckptError
+from ..planning.plan import Placed
+from ..sharding.int_runs import decode_runs, encode_runs
+from ..sharding.region import Region
+from ..sharding.write_assignment import Boxes
+from ..tree.nesting import Folded, fold
+from .check_index import check_index
+from .chunks import NoChunks, encode_chunks
+from .index_v2 import pack, unpack
+from .lineage import Lineage
+from .records import ArrayRecord, FileTable, Index, Leaf, LeafRecord, PerRankArrays, file_table
+from .seals import check_seal, sealed
+from .shard_header import ShardHeader
+
+__all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_manifest", "folded_index", "rebuild"]
+
+VERSION = 2
+"""The newest; an index that version 1 can hold about as shortly is written as such, so that older programs read it."""
+INDEX_NAME = "index.json"
+LINEAGE = "treeckpt.lineage"
+"""The key of the metadata under which a file holds the lineage, as JSON text: readers from before there were lineages
+refuse fields that they do not know, but take any metadata."""
+MAX_INDEX = 1 << 30
+SMALL = 256 << 10
+"""Bytes up to which an index is written in the form of version 1: it is read many times as fast."""
+WORTH = 0.75
+"""How much shorter the form of version 2 has to be to be written."""
+_ZEROS = "0" * 16
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    """The file: the seal and the version first, so that they can be checked before the rest is understood."""
+
+    seal: str
+    format: str
+    version: int
+    index: msgspec.Raw
+
+
+def encode_index(index: Index, *, packed: bool = True) -> bytes:
+    """The bytes of index.json.
+
+    Args:
+        packed: in the form of version 2 where there is much to save, and that is much shorter.
+    """
+    index = _with_text(index)
+    folded = folded_index(index)
+    body, version = msgspec.json.encode(folded), 1
+    short = pack(index) if packed and not folded.below and len(body) > SMALL else None
+    if short is not None and len(short) < WORTH * len(body):
+        body, version = short, 2
+    return sealed(msgspec.json.encode(_Document(_ZEROS, "treeckpt", version, msgspec.Raw(body))))
+
+
+def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
+    """The index of these bytes.
+
+    Raises:
+        CorruptError: the seal is broken, or there is none.
+        FormatError: another format or version, unknown fields, or records that contradict each other.
+    """
+    if len(data) > MAX_INDEX:
+        raise FormatError(name, expected=f"at most {MAX_INDEX} bytes", found=f"{len(data)}")
+    check_seal(data, name, hint="The file was changed after it was written; try treeckpt verify --repair")
+    try:
+        document = msgspec.json.decode(data, type=_Document)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(name, expected="a treeckpt index", found=f"{error}"[:200]) from error
+    if document.format != "treeckpt" or document.version not in (1, VERSION):
+        raise FormatError(
+            name,
+            expected=f"treeckpt index version 1 to {VERSION}",
+            found=f"{document.format} version {document.version}"[:80],
+            hint="Load it with the version of treeckpt that wrote it, or a newer one",
+        )
+    return _decode_body(bytes(document.index), name, packed=document.version == 2)
+
+
+def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool = False) -> Index:
+    try:
+        index = unpack(body, name) if packed else msgspec.json.decode(body, type=Index)
+        if index.below:
+            whole = Folded(index.structure, index.below).whole(name)
+            index = msgspec.structs.replace(index, structure=whole, below=())
+        index = _with_lineage(index)
+        check_index(index, name, manifest=manifest)
+        return index
+    except TreeckptError:
+        raise
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise FormatError(name, expected="an index as treeckpt writes it", found=f"{error}"[:200]) from error
+
+
+def _with_text(index: Index) -> Index:
+    """The index as it is written: its lineage is a text in the metadata."""
+    if index.lineage is None:
+        return index
+    text = msgspec.json.encode(index.lineage).decode()
+    return msgspec.structs.replace(index, lineage=None, metadata={**index.metadata, LINEAGE: text})
+
+
+def _with_lineage(index: Index) -> Index:
+    """The index with the lineage that its metadata holds; what is none stays where it is."""
+    text = index.metadata.get(LINEAGE)
+    if not isinstance(text, str):
+        return index
+    try:
+        lineage = msgspec.json.decode(text, type=Lineage)
+    except msgspec.MsgspecError:
+        return index
+    if not lineage.is_sound():
+        return index
+    metadata = {key: value for key, value in index.metadata.items() if key != LINEAGE}
+    return msgspec.structs.replace(index, lineage=lineage, metadata=metadata)
+
+
+def encode_manifest(index: Index) -> str:
+    """What the coordinator's shard carries: the index without chunks and files."""
+    bare = tuple([_without_chunks(record) for record in index.leaves])
+    return msgspec.json.encode(
+        msgspec.structs.replace(folded_index(_with_text(index)), leaves=bare, files=FileTable())
+    ).decode()
+
+
+def folded_index(index: Index) -> Index:
+    """The index as it is written: deep parts of the structure stand apart."""
+    found = fold(index.structure)
+    return msgspec.structs.replace(index, structure=found.top, below=found.below) if found.below else index
+
+
+def _without_chunks(record: LeafRecord) -> LeafRecord:
+    if isinstance(record, ArrayRecord) and not isinstance(record.chunks, NoChunks):
+        return ArrayRecord(record.spec, record.layout, NoChunks())
+    return PerRankArrays(record.spec, ()) if isinstance(record, PerRankArrays) else record
+
+
+def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) -> Index:
+    """The index that the save of these shards published, or would have.
+
+    Args:
+        headers: of every shard: bytes of the header, and what it says.
+
+    Raises:
+        CorruptError: a shard is missing, or the one with the manifest is.
+    """
+    manifest = next((h.manifest for _, h in headers if h.manifest is not None), None)
+    if manifest is None:
+        raise CorruptError(
+            name,
+            expected="the shard of rank 0, which carries the tree",
+            found=f"{len(headers)} shards without it",
+            hint="The index cannot be rebuilt",
+        )
+    index = _decode_body(manifest.encode(), name, manifest=True)
+    if index.world > len(headers):
+        raise CorruptError(
+            name,
+            expected=f"shards of all {index.world} ranks",
+            found=f"{len(headers)} shards",
+            hint="The save never finished, or shards were lost",
+        )
+    entries: dict[str, list[_Found]] = {}
+    met: set[tuple[int, int]] = set()
+    for _, header in headers:
+        if (header.save_id, header.world) != (index.save_id, index.world) or (header.rank, header.part) in met:
+            raise CorruptError(
+                name,
+                expected=f"one shard of save {index.save_id} for each rank and part, of {index.world} ranks",
+                found=f"one of save {header.save_id}, rank {header.rank} of {header.world}, part {header.part}",
+                hint="Move shards of other saves out of the directory",
+            )
+        met.add((header.rank, header.part))
+        for entry in header.entries:
+            at = _Found(entry.region, header.rank, header.stream + entry.start, entry.shape, entry.dtype)
+            entries.setdefault(entry.path, []).append(at)
+    leaves = tuple(_rebuild_record(leaf, entries) for leaf in index.entries)
+    files = file_table((h.rank, h.part, h.stream, h.nbytes, size) for size, h in headers)
+    rebuilt = msgspec.structs.replace(index, leaves=leaves, files=files)
+    check_index(rebuilt, name)
+    return rebuilt
+
+
+class _Found(msgspec.Struct, frozen=True, order=True, gc=False):
+    """An entry of some shard."""
+
+    region: Region
+    rank: int
+    start: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _rebuild_record(leaf: Leaf, entries: dict[str, list[_Found]]) -> LeafRecord:
+    record, spec = leaf.record, leaf.spec
+    if isinstance(record, PerRankArrays) and leaf.ranks is not None:
+        starts: list[int] = []
+        for rank in decode_runs(leaf.ranks).tolist():
+            found = entries.get(leaf.path.replace("~rank*", f"~rank{rank}"), [])
+            if len(found) != 1 or spec is None or (found[0].shape, found[0].dtype) != (spec.shape, spec.dtype):
+                raise _missing(leaf.path, f"rank {rank}'s own array")
+            starts.append(found[0].start)
+        return PerRankArrays(record.spec, encode_runs(starts))
+    if not isinstance(record, ArrayRecord) or spec is None:
+        return record
+    chunks = sorted(entries.get(leaf.path, []))
+    if any((c.shape, c.dtype) != (spec.shape, spec.dtype) for c in chunks):
+        raise FormatError(leaf.path, expected=f"entries of {spec.dtype} {spec.shape}", found="others")
+    if not chunks or sum(c.region.size for c in chunks) != math.prod(spec.shape):
+        raise _missing(leaf.path, f"all of shape {spec.shape}")
+    owners = Boxes(tuple((c.rank, c.region) for c in chunks))
+    placed = Placed(owners, np.array([c.start for c in chunks], np.int64))
+    return ArrayRecord(record.spec, record.layout, encode_chunks(spec.shape, placed))
+
+
+def _missing(path: str, expected: str) -> CorruptError:
+    return CorruptError(path, expected=expected, found="a part of it in no shard", hint="A shard is missing")

@@ -1,0 +1,349 @@
+"""An index whose chunks are ranges of elements, in few bytes: what version 2 of the file holds.
+
+Ranks that hold ranges of all arrays laid end to end, as ZeRO's do, cut arrays anywhere: each array has a few chunks, of
+which nothing is regular, and listing them takes fifty bytes a chunk. Here all such arrays stand together, as columns of
+where they are cut and by whom each range was written; boxes follow from that, and starts from the order in which every
+save puts its entries (`core.planning.stream_order`). Subtrees that are alike, as a model's and its moments' are, stand
+once.
+
+`pack` gives None where this does not describe the very index, and `unpack` gives that very index back: nothing else
+knows of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ...errors import FormatError, TreeckptError
+from ..planning.flat_ranges import classes_of, flat_boxes, most_boxes, starts_of
+from ..sharding.dtypes import dtype_of
+from ..sharding.int_runs import MAX_VALUE, Run, Runs, check_runs, decode_runs, encode_runs, length_of
+from ..sharding.region import MAX_NDIM, c_strides
+from ..tree.shared_subtrees import expand, leaf_count, share
+from ..tree.spec import ArraySpec
+from ..tree.structure import Structure
+from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk, encode_boxes
+from .records import ArrayRecord, Index, LeafRecord, PerRankArrays
+from .shard_header import MAX_NBYTES
+
+__all__ = ["Packed", "pack", "unpack"]
+
+MAX_NUMBERS = 1 << 17
+"""Offsets of all boxes together, at most, in a small document; they are made when the index is read."""
+MAX_OWN = 1 << 20
+"""Ranks of all leaves under `PerRank`, together."""
+EACH = 2
+"""As many for each byte of a larger one: an uneven range takes eight bytes and more, and is a few boxes."""
+FEW_LEAVES = 16
+"""Leaves for each range of an array that is cut into several, above which an index is not tried."""
+_SHORT = 3
+"""Numbers that are as short one by one as they are as a run."""
+
+Column = tuple[int | Run, ...]
+"""Integers: single ones, and runs as in `core.sharding.int_runs`."""
+
+
+class Ranges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Arrays that are cut into ranges of their elements in C order."""
+
+    leaf: Runs
+    """Their numbers, rising."""
+    spec: Column
+    layout: Column
+    count: Column
+    """Ranges of each."""
+    length: Column
+    """Elements of all ranges, but the last of each array: what is left."""
+    first: Column
+    """The rank that wrote the first range of each, less the one that wrote the last range of the array before."""
+    turn: Column
+    """Of all other ranges, the rank that wrote it, less the one that wrote the range before."""
+    start: Column = ()
+    """Where the boxes start in the streams of their ranks; none where that follows from the order of entries."""
+
+
+class Packed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An index without the leaves that are in `ranges`, and without the subtrees that are in `shared`."""
+
+    index: Index
+    ranges: Ranges
+    shared: tuple[Structure, ...]
+    """A custom node without a class stands for one of these; its auxiliary data is the number."""
+
+
+class _Cut(NamedTuple):
+    """An array as ranges: how many elements each has, and who wrote it."""
+
+    number: int
+    record: ArrayRecord
+    spec: ArraySpec
+    lengths: np.ndarray
+    ranks: np.ndarray
+
+
+class _Entries(NamedTuple):
+    """The boxes of arrays as columns, by array and then in C order."""
+
+    boxes: list[tuple[np.ndarray, np.ndarray]]
+    """Of each array: offsets and shapes."""
+    ranks: list[np.ndarray]
+
+
+# packing --------------------------------------------------------------------------------------------------------------
+def pack(index: Index) -> bytes | None:
+    """The document of an index in its short form; None where that is none, or would not come back as the same."""
+    cut_up = {n: cut for n, record in enumerate(index.leaves) if (cut := _cut_of(n, record, index)) is not None}
+    listed = sum(len(cut.ranks) for cut in cut_up.values())
+    if not listed or listed * FEW_LEAVES < len(index.leaves):
+        return None  # hardly any chunk is listed: not worth the work
+    found = [cut_up.get(n) or _whole_of(n, record, index) for n, record in enumerate(index.leaves)]
+    cuts = [cut for cut in found if cut is not None]
+    rest = tuple([record for record, cut in zip(index.leaves, found, strict=True) if cut is None])
+    structure, shared = share(index.structure)
+    bare = msgspec.structs.replace(index, structure=structure, leaves=rest)
+    written = msgspec.json.encode(index)
+    for implied in (True, False):
+        body = msgspec.json.encode(Packed(bare, _columns(cuts, implied=implied), shared))
+        with contextlib.suppress(TreeckptError):
+            if msgspec.json.encode(unpack(body, "index")) == written:
+                return body
+    return None
+
+
+def _whole_of(number: int, record: LeafRecord, index: Index) -> _Cut | None:
+    """An array that one chunk holds, as one range."""
+    if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk):
+        return None
+    spec = index.specs[record.spec]
+    return _Cut(number, record, spec, np.array([math.prod(spec.shape)]), np.array([record.chunks.rank]))
+
+
+def _cut_of(number: int, record: LeafRecord, index: Index) -> _Cut | None:
+    """The ranges that an array may have been cut into; whether it was, unpacking tells."""
+    if not isinstance(record, ArrayRecord) or isinstance(record.chunks, WholeChunk):
+        return None
+    spec, chunks = index.specs[record.spec], record.chunks
+    size = math.prod(spec.shape)
+    if isinstance(chunks, BoxChunks) and chunks.offset:
+        strides = c_strides(spec.shape, 1)
+        begins = sum(decode_runs(column) * stride for column, stride in zip(chunks.offset, strides, strict=True))
+    elif isinstance(chunks, GridChunks) and all(length_of(cut) == 2 for cut in chunks.cuts[1:]):
+        if 4 * len(chunks.cuts[0]) < length_of(chunks.cuts[0]):
+            return None  # a regular one is short as it is
+        begins = decode_runs(chunks.cuts[0])[:-1] * math.prod(spec.shape[1:])
+    else:
+        return None
+    ranks = decode_runs(chunks.rank)
+    opens = np.flatnonzero(np.diff(ranks, prepend=-1))
+    lengths = np.diff(np.append(np.asarray(begins)[opens], size))
+    return _Cut(number, record, spec, lengths, ranks[opens]) if (lengths > 0).all() else None
+
+
+def _columns(cuts: Sequence[_Cut], *, implied: bool) -> Ranges:
+    ranks = np.concatenate([cut.ranks for cut in cuts])
+    counts = np.array([len(cut.ranks) for cut in cuts])
+    opens = np.cumsum(counts) - counts
+    turns = np.diff(ranks, prepend=0)
+    inner = np.ones(len(ranks), bool)
+    inner[opens] = False
+    starts = () if implied else _slim(np.concatenate([_starts(cut.record) for cut in cuts]))
+    return Ranges(
+        leaf=encode_runs([cut.number for cut in cuts]),
+        spec=_slim([cut.record.spec for cut in cuts]),
+        layout=_slim([cut.record.layout for cut in cuts]),
+        count=_slim(counts),
+        length=_slim(np.concatenate([cut.lengths[:-1] for cut in cuts])),
+        first=_slim(turns[opens]),
+        turn=_slim(turns[inner]),
+        start=starts,
+    )
+
+
+def _starts(record: ArrayRecord) -> np.ndarray:
+    chunks = record.chunks
+    if isinstance(chunks, WholeChunk):
+        return np.array([chunks.start])
+    assert isinstance(chunks, (BoxChunks, GridChunks)), "arrays that are cut"
+    return decode_runs(chunks.start)
+
+
+def _slim(values: Sequence[int] | np.ndarray) -> Column:
+    column: list[int | Run] = []
+    for run in encode_runs(values):
+        if len(run) == 1 or (len(run) == 3 and run[2] <= _SHORT):
+            column += decode_runs((run,)).tolist()
+        else:
+            column.append(run)
+    return tuple(column)
+
+
+# unpacking ------------------------------------------------------------------------------------------------------------
+def unpack(body: bytes, name: str) -> Index:
+    """The index that was packed. What it holds is checked as far as it is expanded here; the rest by `check_index`.
+
+    Raises:
+        FormatError: the columns contradict each other.
+        msgspec.MsgspecError: it is no such document.
+    """
+    packed = msgspec.json.decode(body, type=Packed)
+    index, ranges = packed.index, packed.ranges
+    most = max(MAX_NUMBERS, EACH * len(body))
+    structure = expand(index.structure, packed.shared, name)
+    numbers = _numbers(index, ranges, leaf_count(structure), name)
+    cuts = _cuts(index, ranges, numbers, name, most)
+    entries = _entries(cuts)
+    taken = set(numbers)
+    rest = iter(index.leaves)
+    leaves: list[Any] = [None if n in taken else next(rest) for n in range(len(taken) + len(index.leaves))]
+    bare = msgspec.structs.replace(index, structure=structure, leaves=())
+    if ranges.start:
+        total = sum(map(len, entries.ranks))
+        starts = _column(ranges.start, total, name, low=0, high=MAX_NBYTES)
+    else:
+        starts = _implied(bare, leaves, cuts, entries, name)
+    at = 0
+    for cut, (offsets, shapes), ranks in zip(cuts, entries.boxes, entries.ranks, strict=True):
+        leaves[cut.number] = _record(cut, offsets, shapes, ranks, starts[at : at + len(ranks)])
+        at += len(ranks)
+    return msgspec.structs.replace(bare, leaves=tuple(leaves))
+
+
+def _numbers(index: Index, ranges: Ranges, count: int, name: str) -> list[int]:
+    """The numbers of the leaves that are in the columns."""
+    check_runs(ranges.leaf, length=count - len(index.leaves), path=name, low=0, high=count)
+    numbers = decode_runs(ranges.leaf)
+    if (np.diff(numbers) <= 0).any():
+        raise FormatError(name, expected="leaves in rising order", found="others")
+    return numbers.tolist()
+
+
+def _column(column: Column, length: int, name: str, *, low: int = -MAX_VALUE, high: int = MAX_VALUE) -> np.ndarray:
+    """The numbers of a column, int64[length], that are `low <= number < high`."""
+    runs = tuple([(part,) if type(part) is int else part for part in column])
+    check_runs(runs, length=length, path=name, low=low, high=high)  # pyright: ignore[reportArgumentType]
+    return decode_runs(runs)  # pyright: ignore[reportArgumentType]
+
+
+def _cuts(index: Index, ranges: Ranges, numbers: list[int], name: str, most: int) -> list[_Cut]:
+    n = len(numbers)
+    specs: list[int] = _column(ranges.spec, n, name, low=0, high=len(index.specs)).tolist()
+    layouts: list[int] = _column(ranges.layout, n, name, low=-1, high=len(index.layouts)).tolist()
+    counts = _column(ranges.count, n, name, low=1, high=most + 1)
+    total = int(counts.sum())
+    shapes: list[tuple[int, ...]] = [index.specs[spec].shape for spec in specs]
+    if max(map(len, shapes), default=0) > MAX_NDIM or _work(counts.tolist(), shapes) > most:
+        raise FormatError(name, expected=f"ranges of at most {most} offsets", found="more")
+    lengths = _column(ranges.length, total - n, name, low=1, high=MAX_NBYTES)
+    opens = np.cumsum(counts) - counts
+    turns = np.empty(total, np.int64)
+    inner = np.ones(total, bool)
+    inner[opens] = False
+    turns[opens] = _column(ranges.first, n, name, low=-index.world, high=index.world)
+    turns[inner] = _column(ranges.turn, total - n, name, low=-index.world, high=index.world)
+    ranks = np.cumsum(turns)
+    if total and (ranks.min() < 0 or ranks.max() >= index.world):
+        raise FormatError(name, expected=f"ranks below {index.world}", found=f"{ranks.min()} to {ranks.max()}")
+    cuts: list[_Cut] = []
+    for i, (number, spec, layout, shape) in enumerate(zip(numbers, specs, layouts, shapes, strict=True)):
+        first, stop = int(opens[i]), int(opens[i] + counts[i])
+        mine = lengths[first - i : stop - i - 1]
+        left = _left(shape, mine, name)
+        record = ArrayRecord(spec, layout, WholeChunk(0, 0))
+        cuts.append(_Cut(number, record, index.specs[spec], np.append(mine, left), ranks[first:stop]))
+    return cuts
+
+
+def _work(counts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> int:
+    """Numbers that the boxes of arrays in so many ranges come to, at most."""
+    numbers = (count * most_boxes(shape) * max(1, len(shape)) for count, shape in zip(counts, shapes, strict=True))
+    return sum(numbers)
+
+
+def _left(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
+    """Elements of the last range."""
+    size = math.prod(shape) if min(shape, default=1) >= 0 else 0
+    left = size - sum(lengths.tolist())
+    if size >= MAX_NBYTES or (len(lengths) and left < 1):
+        raise FormatError(name, expected=f"ranges inside shape {shape!r:.80}", found=f"{-left} elements too many")
+    return left
+
+
+def _entries(cuts: Sequence[_Cut]) -> _Entries:
+    """The boxes of all ranges; arrays of one shape at once."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, cut in enumerate(cuts):
+        alike.setdefault(cut.spec.shape, []).append(i)
+    boxes: list[Any] = [None] * len(cuts)
+    ranks: list[Any] = [None] * len(cuts)
+    for shape, members in alike.items():
+        several = [i for i in members if len(cuts[i].ranks) > 1]
+        for i in members:
+            boxes[i] = np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64).reshape(1, -1)
+            ranks[i] = cuts[i].ranks
+        if not several:
+            continue
+        stops = [np.cumsum(cuts[i].lengths) for i in several]
+        starts = [stop - cuts[i].lengths for i, stop in zip(several, stops, strict=True)]
+        which, offsets, shapes = flat_boxes(shape, np.concatenate(starts), np.concatenate(stops))
+        writers = np.concatenate([cuts[i].ranks for i in several])[which]
+        borders = np.searchsorted(which, np.cumsum([len(cuts[i].ranks) for i in several])[:-1])
+        for i, o, s, r in zip(several, *(np.split(c, borders) for c in (offsets, shapes, writers)), strict=True):
+            boxes[i], ranks[i] = (o, s), r
+    return _Entries(boxes, ranks)
+
+
+def _implied(index: Index, leaves: list[Any], cuts: Sequence[_Cut], entries: _Entries, name: str) -> np.ndarray:
+    """Where the boxes of all ranges start, by the order in which entries stand."""
+    by_number = {cut.number: i for i, cut in enumerate(cuts)}
+    columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    listed: list[np.ndarray] = []
+    own = 0
+    for number, (_, group) in enumerate(index.paths):
+        i, record = by_number.get(number), leaves[number]
+        if i is not None:
+            ranks, spec = entries.ranks[i], cuts[i].spec
+            sizes = entries.boxes[i][1].prod(1)
+        elif isinstance(record, PerRankArrays) and group is not None and 0 <= record.spec < len(index.specs):
+            own += length_of(group)
+            ranks, spec = _group(group, own, index.world, name), index.specs[record.spec]
+            sizes = np.full(len(ranks), math.prod(spec.shape))
+        elif isinstance(record, (ArrayRecord, PerRankArrays)):
+            raise FormatError(name, expected="where each range starts, beside arrays that are listed", found="nothing")
+        else:
+            continue
+        dtype = dtype_of(spec.dtype)
+        nbytes = sizes * dtype.itemsize
+        columns.append((ranks, classes_of(nbytes, dtype.itemsize // dtype.parts), nbytes))
+        listed.append(np.full(len(ranks), i is not None))
+    if not columns:
+        return np.empty(0, np.int64)
+    ranks, classes, nbytes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    return starts_of(ranks, classes, nbytes)[np.concatenate(listed)]
+
+
+def _group(group: Runs, own: int, world: int, name: str) -> np.ndarray:
+    """The ranks of a leaf of their own.
+
+    Args:
+        own: how many ranks this leaf and those before have, together.
+    """
+    check_runs(group, path=name, low=0, high=world)
+    if length_of(group) > MAX_NUMBERS or own > MAX_OWN:
+        raise FormatError(
+            name, expected=f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_OWN} in all", found=f"{own}"
+        )
+    return decode_runs(group)
+
+
+def _record(cut: _Cut, offsets: np.ndarray, shapes: np.ndarray, ranks: np.ndarray, starts: np.ndarray) -> ArrayRecord:
+    if len(ranks) == 1:
+        chunks: Chunks = WholeChunk(int(ranks[0]), int(starts[0]))
+    else:
+        chunks = encode_boxes(cut.spec.shape, offsets, shapes, ranks, starts)
+    return ArrayRecord(cut.record.spec, cut.record.layout, chunks)

@@ -1,0 +1,313 @@
+"""The records of an index: what is known of each leaf and each file, and questions to them.
+
+Leaves stand in the order of the tree's structure. No file name is stored: names follow from the save id, so none can
+lead astray. Where in a rank's stream of data bytes a chunk starts says which of the rank's files holds it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from ...errors import FormatError, MismatchError
+from ..html import el, facts, joined, table
+from ..planning.plan import Chunk
+from ..sharding.dtypes import dtype_of
+from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value_at
+from ..sharding.placements import Layout
+from ..sharding.region import Region
+from ..text import bytes_text, shape_text
+from ..tree.spec import ArraySpec, StridedView, TableSpec, Value
+from ..tree.structure import Structure, paths_of, tables_of
+from .chunks import Chunks, WholeChunk, chunks_in, count_chunks
+from .lineage import Lineage
+from .shard_header import shard_name
+
+__all__ = [
+    "AliasRecord",
+    "ArrayRecord",
+    "File",
+    "FileTable",
+    "Index",
+    "Leaf",
+    "LeafRecord",
+    "Listed",
+    "PerRankArrays",
+    "PerRankValues",
+    "ValueRecord",
+    "file_table",
+]
+
+
+SHOWN = 12
+"""Arrays that a notebook lists."""
+
+
+class ArrayRecord(msgspec.Struct, frozen=True, tag="a", array_like=True, gc=False):
+    """An array: its spec's and its layout's number (-1: listed pieces), and its chunks."""
+
+    spec: int
+    layout: int
+    chunks: Chunks
+
+
+class AliasRecord(msgspec.Struct, frozen=True, tag="t", array_like=True):
+    """A leaf that shares the storage of leaf number `of`: the same array, or a view of it."""
+
+    spec: int
+    of: int
+    view: StridedView | None = None
+
+
+class ValueRecord(msgspec.Struct, frozen=True, tag="v", array_like=True, gc=False):
+    """A Python value."""
+
+    value: Value
+
+
+class PerRankArrays(msgspec.Struct, frozen=True, tag="pa", array_like=True):
+    """One array of the same spec for each rank of the leaf's group."""
+
+    spec: int
+    start: Runs
+
+
+class PerRankValues(msgspec.Struct, frozen=True, tag="pv", array_like=True):
+    """One value for each rank of the leaf's group."""
+
+    values: tuple[Value, ...]
+
+
+LeafRecord = ArrayRecord | AliasRecord | ValueRecord | PerRankArrays | PerRankValues
+
+
+class FileTable(msgspec.Struct, frozen=True):
+    """One row per shard, by rank and part, as columns."""
+
+    rank: Runs = ()
+    part: Runs = ()
+    stream: Runs = ()
+    """Where the file starts in its rank's stream of data bytes."""
+    nbytes: Runs = ()
+    """Of the data area."""
+    header: Runs = ()
+    """Bytes before the data area."""
+
+
+class File(msgspec.Struct, frozen=True):
+    """One row of the file table, with its name."""
+
+    name: str
+    rank: int
+    part: int
+    stream: int
+    nbytes: int
+    header: int
+
+
+class Leaf(msgspec.Struct, frozen=True, gc=False):
+    """A leaf of the index as a reader wants it. `ranks` is set under `PerRank`, where `~rank*` stands in the path."""
+
+    number: int
+    path: str
+    record: LeafRecord
+    ranks: Runs | None
+    spec: ArraySpec | None
+    """None for values."""
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """How much an index lists, counted without expanding it: a run of a few bytes can stand for millions."""
+
+    files: int
+    most: int
+    """Chunks of one array, or ranks with a leaf of their own, at most."""
+    total: int
+    """The same of all leaves; arrays in one chunk and values, which take bytes of the index each, are left out."""
+
+
+class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, omit_defaults=True):
+    """All that is known of a checkpoint without opening a shard."""
+
+    save_id: str
+    step: int | None
+    created_ns: int
+    """Unix time at which the save began, in nanoseconds, by the coordinator's clock."""
+    world: int
+    """Ranks that saved."""
+    structure: Structure
+    specs: tuple[ArraySpec, ...]
+    layouts: tuple[Layout, ...]
+    leaves: tuple[LeafRecord, ...]
+    files: FileTable
+    metadata: dict[str, Value]
+    """The user's own."""
+    lineage: Lineage | None = None
+    """Of a checkpoint that a manager has saved."""
+    below: tuple[Structure, ...] = ()
+    """In a file, deep parts of the structure, as `core.tree.nesting` has them; empty once it is read."""
+
+    @cached_property
+    def paths(self) -> list[tuple[str, Runs | None]]:
+        """Each leaf's path, in the tree's order; under a `PerRank` with the ranks it stands for."""
+        return paths_of(self.structure)
+
+    @cached_property
+    def entries(self) -> tuple[Leaf, ...]:
+        """Every leaf with its path, in the tree's order."""
+        found: list[Leaf] = []
+        for number, ((path, ranks), record) in enumerate(zip(self.paths, self.leaves, strict=True)):
+            spec = None if isinstance(record, (ValueRecord, PerRankValues)) else self.specs[record.spec]
+            found.append(Leaf(number, path, record, ranks, spec))
+        return tuple(found)
+
+    @cached_property
+    def by_path(self) -> dict[str, tuple[Leaf, ...]]:
+        """Leaves by path; several only under `PerRank`, one for each group of ranks."""
+        found: dict[str, tuple[Leaf, ...]] = {}
+        groups: dict[str, list[Leaf]] = {}
+        for leaf in self.entries:
+            found[leaf.path] = (leaf,)
+            if leaf.ranks is not None:
+                groups.setdefault(leaf.path, []).append(leaf)
+        found.update((path, tuple(leaves)) for path, leaves in groups.items())
+        return found
+
+    @cached_property
+    def listed(self) -> Listed:
+        """How much is listed here."""
+        most = total = 0
+        for record, (_, ranks) in zip(self.leaves, self.paths, strict=True):
+            if ranks is None:
+                if type(record) is not ArrayRecord or type(record.chunks) is WholeChunk:
+                    continue
+                count = count_chunks(record.chunks)
+            elif type(record) is PerRankValues:
+                continue
+            else:
+                count = length_of(ranks)
+            most, total = max(most, count), total + count
+        return Listed(length_of(self.files.rank), most, total)
+
+    @cached_property
+    def tables(self) -> dict[int, TableSpec]:
+        """How each keyed table is parted, by the number of its ids."""
+        found = tables_of(self.structure)
+        return {number: found[key] for number, key in enumerate(self.paths) if key in found} if found else {}
+
+    @cached_property
+    def offsets(self) -> frozenset[int]:
+        """The numbers of the leaves that say where a table's buckets begin: they are no part of the tree itself."""
+        return frozenset(number + 1 for number in self.tables)  # they stand behind the ids
+
+    @cached_property
+    def file_list(self) -> tuple[File, ...]:
+        """Every shard, by rank and part."""
+        columns = [decode_runs(c).tolist() for c in msgspec.structs.astuple(self.files)]
+        return tuple(
+            File(shard_name(self.save_id, rank, self.world, part), rank, part, stream, nbytes, header)
+            for rank, part, stream, nbytes, header in zip(*columns, strict=True)
+        )
+
+    @cached_property
+    def file_names(self) -> dict[str, File]:
+        """Every shard by its name."""
+        return {file.name: file for file in self.file_list}
+
+    @cached_property
+    def _files_by_rank(self) -> dict[int, list[File]]:
+        found: dict[int, list[File]] = {}
+        for file in self.file_list:
+            found.setdefault(file.rank, []).append(file)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays as stored, each written once."""
+        return sum(run[0] if len(run) == 1 else int(decode_runs((run,)).sum()) for run in self.files.nbytes)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what the checkpoint is, and its largest arrays."""
+        arrays = [
+            (math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize, leaf)
+            for leaf in self.entries
+            if leaf.spec is not None and not isinstance(leaf.record, AliasRecord)
+        ]
+        arrays.sort(key=lambda pair: -pair[0])
+        rows = [
+            (leaf.path, leaf.spec.dtype, shape_text(leaf.spec.shape), bytes_text(nbytes))
+            for nbytes, leaf in arrays[:SHOWN]
+            if leaf.spec is not None
+        ]
+        about = [
+            ("step", self.step),
+            ("save id", self.save_id),
+            ("ranks", self.world),
+            ("leaves", len(self.leaves)),
+            ("size", f"{bytes_text(self.nbytes)} in {len(self.file_list)} shards"),
+        ]
+        more = el("p", f"and {len(arrays) - SHOWN} smaller arrays") if len(arrays) > SHOWN else None
+        return joined([facts(about), table(("path", "dtype", "shape", "size"), rows, right=("size",)), more])
+
+    def files_of(self, rank: int) -> Sequence[File]:
+        """The shards of one rank, by where they start in its stream."""
+        return self._files_by_rank.get(rank, ())
+
+    @cached_property
+    def borders(self) -> dict[int, Sequence[int]]:
+        """By rank, where in its stream its files begin, but the first; ranks with one file are left out."""
+        ranks = {file.rank for file in self.file_list if file.part}
+        return {rank: [file.stream for file in self.files_of(rank)][1:] for rank in ranks}
+
+    def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
+        """The file that holds bytes `start:stop` of a rank's stream, and where they start in it (header included).
+
+        Raises:
+            FormatError: no such bytes are in any file.
+        """
+        files = self.files_of(rank)
+        which = bisect_right(files, start, key=lambda file: file.stream) - 1
+        # an empty file can start where its neighbour does
+        if which >= 0 and start >= 0 and stop <= files[which].stream + files[which].nbytes and start <= stop:
+            return files[which], files[which].header + start - files[which].stream
+        raise FormatError(
+            path,
+            expected=f"bytes inside the files of rank {rank}",
+            found=f"{start}:{stop}",
+            hint="The index does not describe these shards; try treeckpt rebuild-index",
+        )
+
+    def chunks_of(self, leaf: Leaf, region: Region | None = None, *, rank: int | None = None) -> list[Chunk]:
+        """The chunks of an array, or those that share an element with `region`.
+
+        Args:
+            rank: whose array, for a leaf under `PerRank`.
+        """
+        record, spec = leaf.record, leaf.spec
+        if isinstance(record, AliasRecord):
+            base = self.entries[record.of]
+            return self.chunks_of(base, region if record.view is None else None, rank=rank)
+        if spec is None:
+            return []
+        if isinstance(record, PerRankArrays):
+            found = np.flatnonzero(decode_runs(leaf.ranks or ()) == (-1 if rank is None else rank))
+            if rank is None or not len(found):
+                raise MismatchError(
+                    leaf.path,
+                    expected="a rank that has an array of its own here",
+                    found="no rank" if rank is None else f"rank {rank}",
+                )
+            return [Chunk(Region.whole(spec.shape), rank, value_at(record.start, int(found[0])))]
+        assert isinstance(record, ArrayRecord), "values have no spec"
+        return chunks_in(record.chunks, spec.shape, region)
+
+
+def file_table(rows: Iterable[tuple[int, int, int, int, int]]) -> FileTable:
+    """The table of (rank, part, stream, nbytes, header) rows, in any order."""
+    table = np.array(sorted(rows), np.int64).reshape(-1, 5)
+    return FileTable(*(encode_runs(column) for column in table.T))

@@ -1,0 +1,53 @@
+"""The seal of a document: the checksum of all of it, in its first bytes, with the seal's own digits taken as zeros."""
+
+from __future__ import annotations
+
+import xxhash
+
+from ...errors import CorruptError
+
+__all__ = ["check_seal", "check_text", "sealed"]
+
+_RESTORE = "The file was changed after it was written; restore it from a copy"
+_SEAL = b'"seal":"'
+_ZEROS = b"0" * 16
+FIRST = 256
+"""Bytes in which a seal begins."""
+
+
+def sealed(document: bytes) -> bytes:
+    """The JSON document with its first `"seal":"0000000000000000"` filled in."""
+    at = document.index(_SEAL) + len(_SEAL)
+    digest = f"{xxhash.xxh3_64_intdigest(document):016x}".encode()
+    return document[:at] + digest + document[at + 16 :]
+
+
+def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str = _RESTORE) -> None:
+    """Refuses a document whose seal is not its checksum.
+
+    Raises:
+        CorruptError: naming the file.
+    """
+    data = memoryview(document)
+    at = bytes(data[:FIRST]).find(_SEAL) + len(_SEAL)
+    if at < len(_SEAL):
+        raise CorruptError(
+            name, expected="a sealed document", found=f"no seal in bytes 0:{min(FIRST, len(data))}", hint=hint
+        )
+    stored = bytes(data[at : at + 16])
+    state = xxhash.xxh3_64()
+    for part in (data[:at], _ZEROS, data[at + 16 :]):
+        state.update(part)  # pyright: ignore[reportArgumentType] (a memoryview is a buffer)
+    actual = f"{state.intdigest():016x}".encode()
+    if stored != actual:
+        raise CorruptError(name, expected=f"seal {stored!r}", found=f"{actual!r} for bytes 0:{len(data)}", hint=hint)
+
+
+def check_text(part: bytes | bytearray, at: int, name: str) -> None:
+    """Refuses a part of a document, from byte `at` on, that is no text: a sparse file is zeros, and takes no disk.
+
+    Raises:
+        CorruptError: naming the file.
+    """
+    if (zero := part.find(0)) >= 0:
+        raise CorruptError(name, expected="a document of text", found=f"a zero at byte {at + zero}", hint=_RESTORE)

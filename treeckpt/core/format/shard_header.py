@@ -1,0 +1,361 @@
+"""The header of a shard: a valid safetensors header that also explains and verifies the file by itself.
+
+    u64 length | JSON, padded with spaces so that the data starts at a multiple of 4096 | data, without holes
+
+An entry is named by its leaf's path, plus `@<offset>` when it is not the whole array. `__metadata__` (text to text, as
+safetensors demands) holds the format version, the save id, rank and part, the global shape of partial entries, the
+names of dtypes that safetensors lacks, and the xxh3-64 of every block of the data area. Its first field is a seal, the
+xxh3-64 of the header itself with the seal's digits taken as zeros. The size of a header depends on nothing that is
+known only after writing, so the data can be written first and hashed on the way.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import xxhash
+
+from ...errors import CorruptError, FormatError, TreeckptError
+from ..sharding.dtypes import dtype_of
+from ..sharding.region import MAX_NDIM, Region
+from .seals import check_seal, sealed
+
+__all__ = [
+    "BLOCK",
+    "Entry",
+    "ShardHeader",
+    "block_count",
+    "decode_header",
+    "encode_header",
+    "hash_block",
+    "hash_parts",
+    "hashes_at",
+    "header_nbytes",
+    "parse_shard_name",
+    "reach_of",
+    "seal_at",
+    "shard_name",
+    "with_hashes",
+]
+
+VERSION = 1
+BLOCK = 256 << 10
+"""Bytes of the data area under one checksum."""
+PAGE = 4096
+MAX_HEADER = 1 << 30
+MAX_BLOCK = 64 << 20
+"""Larger blocks are refused: a reader makes room for whole ones."""
+MAX_WORLD = 1 << 24
+MAX_NBYTES = 1 << 62
+"""More bytes than any array or rank has: sums of two such numbers fit an int64."""
+SAVE_ID = re.compile(r"[0-9a-f]{16}")
+_SEAL = b'"seal":"'
+_HASHES = b'"hashes":"'
+_ZEROS = b"0" * 16
+_NAME = re.compile(r"shard-([0-9]{5,9})(?:\.([0-9]{3,9}))?-of-([0-9]{5,9})\.([0-9a-f]{16})\.safetensors")
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One region of one array in the file's data area."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole array."""
+    region: Region
+    start: int
+    nbytes: int
+
+
+class ShardHeader(msgspec.Struct, frozen=True):
+    """What a shard says of itself."""
+
+    save_id: str
+    rank: int
+    world: int
+    part: int
+    stream: int
+    """Where this file starts in the stream of its rank's data bytes."""
+    entries: tuple[Entry, ...]
+    hashes: tuple[int, ...]
+    """xxh3-64 of every block of `block` bytes of the data area; the last block may be shorter."""
+    block: int = BLOCK
+    manifest: str | None = None
+    """The coordinator's shard carries what an index holds beside chunks, as JSON."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data area."""
+        return sum(entry.nbytes for entry in self.entries)
+
+
+class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
+    """`__metadata__`; numbers and JSON as text because safetensors allows nothing else."""
+
+    seal: str
+    format: str
+    version: str
+    save_id: str
+    rank: str
+    world: str
+    part: str
+    stream: str
+    block: str
+    hashes: str
+    partial: str
+    dtypes: str
+    manifest: str = ""
+
+
+class _Tensor(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def shard_name(save_id: str, rank: int, world: int, part: int = 0) -> str:
+    """The file name of a shard; part 0 is the only one unless a size limit was given."""
+    number = f"{rank:05d}.{part:03d}" if part else f"{rank:05d}"
+    return f"shard-{number}-of-{world:05d}.{save_id}.safetensors"
+
+
+def parse_shard_name(name: str) -> tuple[str, int, int, int] | None:
+    """(save id, rank, world, part) of a shard's file name, None for any other name."""
+    match = _NAME.fullmatch(name)
+    return (match[4], int(match[1]), int(match[3]), int(match[2] or 0)) if match else None
+
+
+def reach_of(shape: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of an array, with dimensions of no elements taken as 1: no array library has more than 63 bits for that."""
+    return math.prod([max(n, 1) for n in shape]) * itemsize
+
+
+def block_count(nbytes: int, block: int = BLOCK) -> int:
+    """How many checksums a data area of `nbytes` has."""
+    return -(-nbytes // block)
+
+
+def hash_block(data: bytes | memoryview | np.ndarray) -> int:
+    """The checksum of one block."""
+    return xxhash.xxh3_64_intdigest(data)  # pyright: ignore[reportArgumentType] (an ndarray is a buffer)
+
+
+def hash_parts(parts: Sequence[memoryview]) -> int:
+    """The checksum of one block that lies in several places."""
+    if len(parts) == 1:
+        return hash_block(parts[0])
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)  # pyright: ignore[reportArgumentType] (a memoryview is a buffer)
+    return state.intdigest()
+
+
+def _entry_name(entry: Entry, whole: bool) -> str:
+    if not whole:
+        return f"{entry.path}@{','.join(map(str, entry.region.offset))}"
+    # an @ of the user's own, and safetensors' reserved name, must not read as ours
+    return entry.path + "@" if "@" in entry.path or entry.path == "__metadata__" else entry.path
+
+
+def encode_header(header: ShardHeader) -> bytes:
+    """The bytes of the file up to its data. Headers that differ in hashes only have the same length."""
+    partial: dict[str, tuple[int, ...]] = {}
+    logical: dict[str, str] = {}
+    tensors: dict[str, _Tensor] = {}
+    for entry in header.entries:
+        region, dtype = entry.region, dtype_of(entry.dtype)
+        whole = region.is_whole(entry.shape)
+        name = _entry_name(entry, whole)
+        shape = region.shape
+        if not whole:
+            partial[name] = entry.shape
+        if dtype.parts > 1:
+            shape = (*shape, dtype.parts)
+        if _PLAIN.get(dtype.tag) != entry.dtype:
+            logical[name] = entry.dtype
+        tensors[name] = _Tensor(dtype.tag, shape, (entry.start, entry.start + entry.nbytes))
+    hashes = np.array(header.hashes, dtype="<u8").tobytes()
+    metadata = _Metadata(
+        seal=_ZEROS.decode(),
+        format="treeckpt",
+        version=str(VERSION),
+        save_id=header.save_id,
+        rank=str(header.rank),
+        world=str(header.world),
+        part=str(header.part),
+        stream=str(header.stream),
+        block=str(header.block),
+        hashes=base64.b64encode(hashes).decode(),
+        partial=msgspec.json.encode(partial).decode(),
+        dtypes=msgspec.json.encode(logical).decode(),
+        manifest=header.manifest or "",
+    )
+    text = msgspec.json.encode({"__metadata__": metadata, **tensors})
+    padded = -(-(8 + len(text)) // PAGE) * PAGE
+    text = text.ljust(padded - 8)
+    return sealed(len(text).to_bytes(8, "little") + text)
+
+
+_PLAIN = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
+    "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
+    "F32": "float32", "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+
+
+def seal_at(encoded: bytes) -> int:
+    """Where in an encoded header the 16 digits of its seal begin."""
+    return encoded.index(_SEAL) + len(_SEAL)
+
+
+def hashes_at(encoded: bytes) -> int:
+    """Where in an encoded header the text of its checksums begins."""
+    return encoded.index(_HASHES, 0, 1024) + len(_HASHES)
+
+
+def with_hashes(encoded: bytes, hashes: Sequence[int]) -> bytes:
+    """An encoded header with other checksums, as many as it has."""
+    text = base64.b64encode(np.array(hashes, dtype="<u8").tobytes())
+    at, seal = hashes_at(encoded), seal_at(encoded)
+    unsealed = encoded[:seal] + _ZEROS + encoded[seal + 16 : at] + text + encoded[at + len(text) :]
+    return sealed(unsealed)
+
+
+def header_nbytes(prefix: bytes | bytearray | memoryview, name: str) -> int:
+    """Bytes of the whole header, from the first 8 bytes of the file.
+
+    Raises:
+        CorruptError: no header is that long.
+    """
+    length = int.from_bytes(prefix[:8], "little") + 8
+    if len(prefix) < 8 or length % PAGE or not 0 < length <= MAX_HEADER:
+        raise CorruptError(
+            name,
+            expected=f"a header of a multiple of {PAGE} bytes, at most {MAX_HEADER}",
+            found=f"{length}" if len(prefix) >= 8 else f"a file of {len(prefix)} bytes",
+        )
+    return length
+
+
+class _Front(msgspec.Struct):
+    """The header without its entries."""
+
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+
+
+def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: bool = True) -> ShardHeader:
+    """What the header of the file called `name` says.
+
+    Args:
+        entries: False leaves them out, for a reader that has the index and only wants the checksums.
+
+    Raises:
+        CorruptError: the seal is broken.
+        FormatError: another version, or no shard of ours.
+    """
+    check_seal(data, name)
+    try:
+        metadata = msgspec.json.decode(memoryview(data)[8:], type=_Front).metadata
+        if metadata.format != "treeckpt" or metadata.version != str(VERSION):
+            raise FormatError(
+                name,
+                expected=f"treeckpt shard version {VERSION}",
+                found=f"{metadata.format} version {metadata.version}"[:80],
+                hint="Load it with the version of treeckpt that wrote it, or a newer one",
+            )
+        hashes = np.frombuffer(base64.b64decode(metadata.hashes, validate=True), "<u8")
+        header = ShardHeader(
+            save_id=metadata.save_id,
+            rank=int(metadata.rank),
+            world=int(metadata.world),
+            part=int(metadata.part),
+            stream=int(metadata.stream),
+            entries=_decode_entries(data, metadata) if entries else (),
+            hashes=tuple(hashes.tolist()),
+            block=int(metadata.block),
+            manifest=metadata.manifest or None,
+        )
+    except TreeckptError:
+        raise
+    except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
+        raise FormatError(name, expected="a treeckpt shard", found=f"{error}"[:200]) from error
+    _check_origin(header, name)
+    if entries:
+        _check_entries(header, name)
+    return header
+
+
+def _decode_entries(data: bytes | bytearray | memoryview, metadata: _Metadata) -> tuple[Entry, ...]:
+    raw = msgspec.json.decode(bytes(data[8:]), type=dict[str, msgspec.Raw])
+    del raw["__metadata__"]
+    partial = msgspec.json.decode(metadata.partial, type=dict[str, tuple[int, ...]])
+    logical = msgspec.json.decode(metadata.dtypes, type=dict[str, str])
+    if partial.keys() - raw.keys() or logical.keys() - raw.keys():
+        raise ValueError("entries are described that are not there")
+    return tuple(
+        _decode_entry(key, msgspec.json.decode(value, type=_Tensor), partial.get(key), logical.get(key))
+        for key, value in raw.items()
+    )
+
+
+def _decode_entry(name: str, tensor: _Tensor, shape: tuple[int, ...] | None, logical: str | None) -> Entry:
+    dtype = dtype_of(logical or _PLAIN.get(tensor.dtype, tensor.dtype))
+    local = tensor.shape
+    if dtype.tag != tensor.dtype or (dtype.parts > 1 and (not local or local[-1] != dtype.parts)):
+        raise ValueError(f"{name[:80]!r} is {tensor.dtype} {local}, not a stored {dtype.name}")
+    if dtype.parts > 1:
+        local = local[:-1]
+    start, stop = tensor.data_offsets
+    if shape is None:
+        path, region, shape = name.removesuffix("@"), Region.whole(local), local
+    else:
+        path, _, text = name.rpartition("@")
+        region = Region(tuple(int(n) for n in text.split(",")), local)
+    if len(shape) > MAX_NDIM or len(region.offset) != len(shape) or len(local) != len(shape):
+        raise ValueError(f"{name[:80]!r} has shape {shape}, offset {region.offset}")
+    if any(n < 0 for n in (*region.offset, *local)) or not region.within(Region.whole(shape)):
+        raise ValueError(f"{name[:80]!r} lies outside of its shape {shape}")
+    if reach_of(shape, dtype.itemsize) >= MAX_NBYTES:
+        raise ValueError(f"{name[:80]!r} is larger than any array")
+    if stop - start != math.prod(local) * dtype.itemsize:
+        raise ValueError(f"{name[:80]!r} has {stop - start} bytes for shape {local} of {dtype.name}")
+    entry = Entry(path, dtype.name, shape, region, start, stop - start)
+    if (right := _entry_name(entry, region.is_whole(shape))) != name:
+        raise ValueError(f"{name[:80]!r} is not how {right[:80]!r} is named")
+    return entry
+
+
+def _check_origin(header: ShardHeader, name: str) -> None:
+    known = SAVE_ID.fullmatch(header.save_id) is not None and 0 < header.world <= MAX_WORLD
+    if not known or not 0 <= header.rank < header.world or not 0 <= header.part <= MAX_WORLD:
+        raise FormatError(
+            name,
+            expected="the save id, rank and part of a shard",
+            found=f"{header.save_id:.40}, rank {header.rank} of {header.world}, part {header.part}"[:200],
+        )
+    if not PAGE <= header.block <= MAX_BLOCK or header.block % PAGE or not 0 <= header.stream < MAX_NBYTES:
+        raise FormatError(
+            name,
+            expected=f"blocks of {PAGE} to {MAX_BLOCK} bytes, in pages",
+            found=f"{header.block} from {header.stream}"[:200],
+        )
+
+
+def _check_entries(header: ShardHeader, name: str) -> None:
+    at = 0
+    for entry in sorted(header.entries, key=lambda e: (e.start, e.nbytes)):
+        if entry.start != at:
+            raise FormatError(name, expected=f"an entry at byte {at}", found=f"{entry.path[:80]} at {entry.start}")
+        at += entry.nbytes
+    if len(header.hashes) != block_count(at, header.block):
+        raise FormatError(
+            name,
+            expected=f"checksums of {at} bytes in blocks",
+            found=f"{len(header.hashes)} of blocks of {header.block}",
+        )

@@ -1,0 +1,123 @@
+"""The timing record of a save: spans, as the checkpoint stores them and the dashboard draws them.
+
+A span is a named stretch of one rank's time. Spans of a rank nest by `parent`, an index into that rank's own spans.
+Times are Unix nanoseconds by the rank's clock; a rank's spans all come from one monotonic clock, so lengths are exact
+and only the comparison of ranks on different hosts carries the error of their clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ...errors import FormatError
+from ..sharding.int_runs import Runs, check_runs, length_of
+from .seals import check_seal, sealed
+from .shard_header import MAX_NBYTES, MAX_WORLD, SAVE_ID
+
+__all__ = ["BLOCKING", "Host", "Span", "Timings", "decode_timings", "encode_timings", "timings_name"]
+
+VERSION = 1
+BLOCKING = "blocking"
+"""The span of a save in the background that lasts until the call returned. It lies across the phases and is none."""
+LARGE = 1 << 18
+"""Ranks up to which timings may leave some out."""
+MAX_TIME = 1 << 62
+"""Nanoseconds; differences of two times fit an int64."""
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One stretch of one rank's time."""
+
+    name: str
+    """The phase: "save", "flatten", "plan", "agree", "write", "hash", "fsync", "gather", "publish" ..."""
+    rank: int
+    start_ns: int
+    stop_ns: int
+    nbytes: int = 0
+    """Bytes moved in that time, 0 where it moved none."""
+    parent: int = -1
+    """Position of the enclosing span among the rank's spans, -1 for none."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.stop_ns - self.start_ns) / 1e9
+
+
+class Host(msgspec.Struct, frozen=True, array_like=True):
+    """A machine, and the ranks that ran on it."""
+
+    name: str
+    ranks: Runs
+
+
+class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The spans of every rank of one save; of a failed save too, with its error."""
+
+    save_id: str
+    step: int | None
+    world: int
+    spans: tuple[Span, ...]
+    error: str | None = None
+    hosts: tuple[Host, ...] = ()
+    """Which ranks ran where; records of older saves lack it."""
+
+    def of_rank(self, rank: int) -> Sequence[Span]:
+        """One rank's spans, in the order in which `parent` counts them."""
+        return [span for span in self.spans if span.rank == rank]
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    seal: str
+    format: str
+    version: int
+    timings: Timings
+
+
+def timings_name(save_id: str) -> str:
+    """The file's name."""
+    return f"timings.{save_id}.json"
+
+
+def encode_timings(timings: Timings) -> bytes:
+    """The bytes of the file."""
+    return sealed(msgspec.json.encode(_Document("0" * 16, "treeckpt-timings", VERSION, timings)))
+
+
+def decode_timings(data: bytes, name: str) -> Timings:
+    """The timings of these bytes.
+
+    Raises:
+        CorruptError: the seal is broken.
+        FormatError: another version, or no timings of ours.
+    """
+    check_seal(data, name)
+    try:
+        document = msgspec.json.decode(data, type=_Document)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(name, expected="timings as treeckpt writes them", found=f"{error}"[:200]) from error
+    if document.format != "treeckpt-timings" or document.version != VERSION:
+        raise FormatError(name, expected=f"timings version {VERSION}", found=f"version {document.version}")
+    _check_timings(document.timings, name)
+    return document.timings
+
+
+def _check_timings(timings: Timings, name: str) -> None:
+    if not 0 < timings.world <= MAX_WORLD or SAVE_ID.fullmatch(timings.save_id) is None:
+        raise FormatError(name, expected="a save id and a world", found=f"{timings.save_id!r:.40}, {timings.world}")
+    for host in timings.hosts:
+        check_runs(host.ranks, path=name, low=0, high=timings.world)
+    if sum(length_of(host.ranks) for host in timings.hosts) > timings.world:
+        raise FormatError(name, expected="each rank on one host", found=f"more than {timings.world} ranks on hosts")
+    counts: dict[int, int] = {}
+    for span in timings.spans:
+        before = counts.get(span.rank, 0)
+        if not -1 <= span.parent < before:
+            raise FormatError(name, expected="spans after their parents", found=f"{span!r:.120}")
+        in_time = -MAX_TIME < span.start_ns <= span.stop_ns < MAX_TIME
+        if not 0 <= span.rank < timings.world or not in_time or not 0 <= span.nbytes < MAX_NBYTES:
+            raise FormatError(name, expected="spans of time of its ranks", found=f"{span!r:.120}")
+        counts[span.rank] = before + 1
+    if timings.world > max(LARGE, len(timings.spans)):
+        raise FormatError(name, expected="spans of every rank", found=f"{len(timings.spans)} of {timings.world} ranks")

@@ -1,0 +1,348 @@
+"""Which rank holds which regions of an array, from plain data, for one rank or for all at once.
+
+A `MeshLayout` is a mesh of ranks and one placement per mesh dimension; from it every rank computes every other rank's
+regions, so that regular layouts need no talk. A `BoxLayout` lists the regions of the ranks by hand (explicit pieces,
+flat ranges cut into boxes). FSDP, TP, HSDP and pipelines are instances of the first; nothing here knows them.
+
+Placements apply from the left mesh dimension to the right, each to what the ones before it left: `Shard` cuts as
+torch.chunk does (ceil-sized pieces, the last ones shorter or empty), `StridedShard` first cuts into `factor` pieces,
+each of those into one piece per rank, and hands rank i the i-th of each. Dimensions are independent, so a layout is a
+list of intervals per dimension and mesh coordinate, computed for all coordinates at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+
+from ...errors import LayoutError
+from .int_runs import Runs, decode_runs, encode_runs, length_of
+from .region import Region
+
+__all__ = [
+    "BoxLayout",
+    "Cells",
+    "Held",
+    "Layout",
+    "Mesh",
+    "MeshLayout",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "among",
+    "cells_of",
+    "check_layout",
+    "check_placements",
+    "coordinate_of",
+    "held_by",
+    "local_shape",
+    "mesh_ranks",
+    "mesh_strides",
+    "replicas",
+    "replicated",
+    "single",
+]
+
+
+class Replicate(msgspec.Struct, frozen=True, tag="r", array_like=True):
+    """Every rank along the mesh dimension holds the same."""
+
+
+class Shard(msgspec.Struct, frozen=True, tag="s", array_like=True):
+    """The ranks along the mesh dimension hold consecutive pieces of array dimension `dim`."""
+
+    dim: int
+
+
+class StridedShard(msgspec.Struct, frozen=True, tag="t", array_like=True):
+    """As `Shard`, of an array dimension that is thought cut into `factor` pieces beforehand."""
+
+    dim: int
+    factor: int
+
+
+Placement = Replicate | Shard | StridedShard
+
+
+class Mesh(msgspec.Struct, frozen=True, array_like=True):
+    """Ranks in a grid: `ranks` in row-major order of `shape`, one optional name per dimension."""
+
+    shape: tuple[int, ...]
+    ranks: Runs
+    names: tuple[str, ...] = ()
+
+
+class MeshLayout(msgspec.Struct, frozen=True, tag="mesh", array_like=True):
+    """One placement per dimension of the mesh."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+
+class BoxLayout(msgspec.Struct, frozen=True, tag="boxes", array_like=True):
+    """Regions by rank, listed. Ranks may appear more than once; equal regions are replicas."""
+
+    pieces: tuple[tuple[int, Region], ...]
+
+
+Layout = MeshLayout | BoxLayout
+
+
+class Held(msgspec.Struct, frozen=True, gc=False):
+    """A region that a rank holds, and where it stands in the rank's local array."""
+
+    region: Region
+    local: tuple[int, ...]
+    """The index of the region's first element in the local array."""
+
+
+class Cells(msgspec.Struct, frozen=True):
+    """One dimension of a layout, cut: cell c is `starts[c] : stops[c]`, held at mesh position `holders[c]`.
+
+    The cells are in rising order and together are the whole dimension; a position is an index into the mesh's ranks,
+    to which the other dimensions' positions are added.
+    """
+
+    starts: np.ndarray
+    stops: np.ndarray
+    holders: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def replicated(ranks: Runs) -> MeshLayout:
+    """Every one of these ranks holds all of the array."""
+    return MeshLayout(Mesh((length_of(ranks),), ranks), (Replicate(),))
+
+
+@lru_cache(maxsize=4096)
+def single(rank: int) -> MeshLayout:
+    """One rank holds all of the array."""
+    return replicated(encode_runs([rank]))
+
+
+@lru_cache(maxsize=64)
+def mesh_ranks(mesh: Mesh) -> np.ndarray:
+    """The ranks of the mesh in row-major order, int64[n]. Not to be written to."""
+    ranks = decode_runs(mesh.ranks)
+    if len(ranks) != math.prod(mesh.shape):
+        raise LayoutError("mesh", expected=f"{math.prod(mesh.shape)} ranks", found=f"{len(ranks)}")
+    return ranks
+
+
+@lru_cache(maxsize=256)
+def coordinate_of(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
+    """Where `rank` stands in the mesh, None if it is not part of it."""
+    found = np.flatnonzero(mesh_ranks(mesh) == rank)
+    if len(found) == 0:
+        return None
+    return tuple(int(i) for i in np.unravel_index(int(found[0]), mesh.shape))
+
+
+def mesh_strides(mesh: Mesh) -> tuple[int, ...]:
+    """Positions from one rank to the next along each mesh dimension."""
+    return tuple(math.prod(mesh.shape[d + 1 :]) for d in range(len(mesh.shape)))
+
+
+@lru_cache(maxsize=256)
+def replicas(layout: MeshLayout) -> np.ndarray:
+    """What to add to a mesh position to reach each replica of it: int64[number of replicas], the first one 0."""
+    offsets = np.zeros(1, np.int64)
+    strides = mesh_strides(layout.mesh)
+    for n, stride, placement in zip(layout.mesh.shape, strides, layout.placements, strict=True):
+        if isinstance(placement, Replicate):
+            offsets = (offsets[:, None] + np.arange(n) * stride).reshape(-1)
+    return offsets
+
+
+@lru_cache(maxsize=4096)
+def _sharders(layout: MeshLayout, dim: int) -> tuple[tuple[int, int, int], ...]:
+    """(mesh size, mesh stride, factor) of each mesh dimension that cuts array dimension `dim`, from the left."""
+    strides = mesh_strides(layout.mesh)
+    return tuple(
+        (n, stride, placement.factor if isinstance(placement, StridedShard) else 1)
+        for n, stride, placement in zip(layout.mesh.shape, strides, layout.placements, strict=True)
+        if not isinstance(placement, Replicate) and placement.dim == dim
+    )
+
+
+def _intervals(
+    size: int, sharders: tuple[tuple[int, int, int], ...], position: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Intervals per mesh position, of all or of one: (starts[p, i], lengths[p, i], positions[p]), in local order."""
+    starts = np.zeros((1, 1), np.int64)
+    lengths = np.full((1, 1), size, np.int64)
+    positions = np.zeros(1, np.int64)
+    for count, stride, factor in sharders:
+        ranks = np.arange(count) if position is None else np.array([position // stride % count])
+        lows, highs = _local_ranges(lengths.sum(1), ranks, count, factor)
+        starts, lengths = _select(starts, lengths, lows, highs)
+        positions = (positions[:, None] + ranks * stride).reshape(-1)
+    return starts, lengths, positions
+
+
+def _local_ranges(total: np.ndarray, ranks: np.ndarray, count: int, factor: int) -> tuple[np.ndarray, np.ndarray]:
+    """What each of `ranks`, of `count`, takes of a local dimension: low[p, rank, f], high[p, rank, f]."""
+    piece = -(-total // factor)
+    f = np.arange(factor)
+    low = np.minimum(piece[:, None] * f, total[:, None])[:, None, :]
+    high = np.minimum(piece[:, None] * (f + 1), total[:, None])[:, None, :]
+    step = -(-(high - low) // count)
+    i = ranks[None, :, None]
+    return np.minimum(low + step * i, high), np.minimum(low + step * (i + 1), high)
+
+
+def _select(
+    starts: np.ndarray, lengths: np.ndarray, lows: np.ndarray, highs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Takes local ranges out of lists of intervals: one row per (position, rank), empties moved out of the way."""
+    stops = lengths.cumsum(1)
+    begins = (stops - lengths)[:, None, None, :]
+    low = np.maximum(lows[..., None], begins)
+    high = np.minimum(highs[..., None], stops[:, None, None, :])
+    picked = np.maximum(high - low, 0)
+    rows = picked.shape[0] * picked.shape[1]
+    new_starts = (starts[:, None, None, :] + (low - begins)).reshape(rows, -1)
+    new_lengths = picked.reshape(rows, -1)
+    if new_lengths.shape[1] > 1:
+        order = np.argsort(new_lengths == 0, axis=1, kind="stable")
+        width = max(1, int((new_lengths > 0).sum(1).max(initial=1)))
+        order = order[:, :width]
+        new_starts = np.take_along_axis(new_starts, order, 1)
+        new_lengths = np.take_along_axis(new_lengths, order, 1)
+    return new_starts, new_lengths
+
+
+def check_layout(layout: MeshLayout, shape: Sequence[int], path: str) -> None:
+    """Refuses a mesh that holds a rank twice, and placements that do not fit it or the array.
+
+    Raises:
+        LayoutError: naming `path`.
+    """
+    if (fault := _mesh_fault(layout.mesh)) is not None:
+        raise LayoutError(path, expected="a mesh that holds each of its ranks once", found=fault)
+    check_placements(layout, shape, path)
+
+
+def check_placements(layout: MeshLayout, shape: Sequence[int], path: str) -> None:
+    """As `check_layout`, without a look at the mesh's ranks.
+
+    Raises:
+        LayoutError: naming `path`.
+    """
+    if len(layout.placements) != len(layout.mesh.shape):
+        raise LayoutError(
+            path,
+            expected=f"{len(layout.mesh.shape)} placements",
+            found=f"{len(layout.placements)}",
+        )
+    for placement in layout.placements:
+        if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(shape):
+            raise LayoutError(path, expected=f"a dimension of shape {tuple(shape)}", found=f"placement {placement}")
+        if isinstance(placement, StridedShard) and placement.factor < 1:
+            raise LayoutError(path, expected="a factor of at least 1", found=f"placement {placement}")
+
+
+@lru_cache(maxsize=64)
+def _mesh_fault(mesh: Mesh) -> str | None:
+    count = math.prod(mesh.shape)
+    if not mesh.shape or min(mesh.shape) < 1 or length_of(mesh.ranks) != count:
+        return f"shape {mesh.shape} for {length_of(mesh.ranks)} ranks"
+    if len(np.unique(mesh_ranks(mesh))) != count:
+        return "a rank twice"
+    return None
+
+
+def _held_intervals(layout: MeshLayout, size: int, dim: int, position: int) -> tuple[tuple[int, int], ...]:
+    """The intervals (start, length) of one dimension that one mesh position holds."""
+    sharders = _sharders(layout, dim)
+    return _own_intervals(size, sharders, position) if sharders else ((0, size),)
+
+
+@lru_cache(maxsize=65536)
+def _own_intervals(size: int, sharders: tuple[tuple[int, int, int], ...], position: int) -> tuple[tuple[int, int], ...]:
+    starts, lengths, _ = _intervals(size, sharders, position)
+    return tuple((a, n) for a, n in zip(starts[0].tolist(), lengths[0].tolist(), strict=True) if n)
+
+
+def _position(layout: MeshLayout, rank: int) -> int | None:
+    coordinate = coordinate_of(layout.mesh, rank)
+    if coordinate is None:
+        return None
+    return sum(c * s for c, s in zip(coordinate, mesh_strides(layout.mesh), strict=True))
+
+
+@lru_cache(maxsize=65536)
+def held_by(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Held, ...]:
+    """The regions of an array of `shape` that `rank` holds, in the order of its local array; none if it holds nothing.
+
+    Regions that touch end to end stay apart: a strided shard is one region per stride.
+    """
+    if isinstance(layout, BoxLayout):
+        return tuple(Held(region, (0,) * len(shape)) for r, region in layout.pieces if r == rank)
+    position = _position(layout, rank)
+    if position is None:
+        return ()
+    dims: list[list[tuple[int, int, int]]] = []
+    for dim, size in enumerate(shape):
+        at = 0
+        pieces: list[tuple[int, int, int]] = []
+        for start, length in _held_intervals(layout, size, dim, position):
+            pieces.append((start, length, at))
+            at += length
+        if not pieces and size == 0:
+            pieces.append((0, 0, 0))
+        dims.append(pieces)
+    return tuple(
+        Held(Region(tuple(p[0] for p in box), tuple(p[1] for p in box)), tuple(p[2] for p in box))
+        for box in itertools.product(*dims)
+    )
+
+
+def local_shape(layout: MeshLayout, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
+    """The shape of the rank's local array, None if the rank is not in the mesh."""
+    position = _position(layout, rank)
+    if position is None:
+        return None
+    return tuple(
+        sum(length for _, length in _held_intervals(layout, size, dim, position)) for dim, size in enumerate(shape)
+    )
+
+
+@lru_cache(maxsize=4096)
+def among(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) -> Layout:
+    """A layout as a group of ranks sees it: rank members[i] is called i, and what other ranks hold is left out.
+
+    It stays a mesh where the group holds the whole mesh; of a part of one, each member's regions are listed.
+    """
+    number = {rank: i for i, rank in enumerate(members)}
+    if isinstance(layout, BoxLayout):
+        return BoxLayout(tuple((number[rank], region) for rank, region in layout.pieces if rank in number))
+    ranks = mesh_ranks(layout.mesh).tolist()
+    if all(rank in number for rank in ranks):
+        mesh = Mesh(layout.mesh.shape, encode_runs([number[rank] for rank in ranks]), layout.mesh.names)
+        return MeshLayout(mesh, layout.placements)
+    here = [rank for rank in ranks if rank in number]
+    return BoxLayout(tuple((number[rank], held.region) for rank in here for held in held_by(layout, shape, rank)))
+
+
+def cells_of(layout: MeshLayout, shape: Sequence[int], dim: int) -> Cells:
+    """How the layout cuts one dimension, for all ranks at once. Not to be written to."""
+    return _cells(shape[dim], _sharders(layout, dim))
+
+
+@lru_cache(maxsize=64)
+def _cells(size: int, sharders: tuple[tuple[int, int, int], ...]) -> Cells:
+    """Kept for few sizes only: it holds three numbers for every rank."""
+    starts, lengths, positions = _intervals(size, sharders)
+    holders = np.broadcast_to(positions[:, None], starts.shape)
+    filled = lengths > 0
+    first, length, holder = starts[filled], lengths[filled], holders[filled]
+    order = np.argsort(first, kind="stable")
+    first, length = first[order], length[order]
+    return Cells(first, first + length, holder[order])

@@ -1,0 +1,260 @@
+"""Boxes in an array's index space: which part of the array is where, and which bytes does it touch.
+
+A `Region` is an offset and a shape, one integer per dimension. All of resharding is the algebra below: intersect
+what is wanted with what is stored, and turn each intersection into runs of bytes. A region without elements is
+legal everywhere; it intersects nothing. A 0-dimensional region has one element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+__all__ = [
+    "MAX_NDIM",
+    "ByteRuns",
+    "Region",
+    "byte_runs",
+    "c_strides",
+    "coalesce",
+    "flat_regions",
+    "intersect",
+    "overlapping",
+    "split_points",
+    "subtract",
+    "tiles",
+]
+
+MAX_NDIM = 64
+"""Dimensions that an array may have."""
+
+
+class Region(msgspec.Struct, frozen=True, order=True, gc=False, array_like=True):
+    """A half-open box: `offset[d] <= index[d] < offset[d] + shape[d]`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Region:
+        """The region that is all of an array of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def size(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """The first index past the box, per dimension."""
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    def is_whole(self, shape: Sequence[int]) -> bool:
+        """Whether the box is all of an array of this shape."""
+        return self.shape == tuple(shape) and not any(self.offset)
+
+    def within(self, outer: Region) -> bool:
+        """Whether every index of the box lies in `outer`."""
+        return all(
+            a >= c and a + b <= c + d
+            for a, b, c, d in zip(self.offset, self.shape, outer.offset, outer.shape, strict=True)
+        )
+
+    def relative_to(self, outer: Region) -> Region:
+        """The same box, seen from the corner of `outer`."""
+        return Region(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    def shifted(self, by: Sequence[int]) -> Region:
+        """The same box, moved by `by`."""
+        return Region(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index: `array[region.slices()]`."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+
+def intersect(a: Region, b: Region) -> Region | None:
+    """The common box of two regions of one array, None when they share no element."""
+    offset: list[int] = []
+    shape: list[int] = []
+    for o1, n1, o2, n2 in zip(a.offset, a.shape, b.offset, b.shape, strict=True):
+        start = o1 if o1 > o2 else o2
+        stop = min(o1 + n1, o2 + n2)
+        if stop <= start:
+            return None
+        offset.append(start)
+        shape.append(stop - start)
+    return Region(tuple(offset), tuple(shape))
+
+
+def overlapping(regions: Sequence[Region]) -> bool:
+    """Whether two regions share an element: a sweep along the dimension that is cut the most."""
+    if len(regions) < 2 or not regions[0].shape:
+        return len(regions) > 1
+    dim = max(range(len(regions[0].shape)), key=lambda d: len({region.offset[d] for region in regions}))
+    active: list[Region] = []
+    for region in sorted(regions, key=lambda region: region.offset[dim]):
+        active = [other for other in active if other.stop[dim] > region.offset[dim]]
+        if any(intersect(region, other) is not None for other in active):
+            return True
+        active.append(region)
+    return False
+
+
+def subtract(a: Region, b: Region) -> tuple[Region, ...]:
+    """Disjoint boxes that together are `a` without `b`; at most two per dimension."""
+    common = intersect(a, b)
+    if common is None:
+        return (a,) if a.size else ()
+    pieces: list[Region] = []
+    offset, shape = list(a.offset), list(a.shape)
+    for d, (start, count) in enumerate(zip(common.offset, common.shape, strict=True)):
+        before = start - offset[d]
+        after = offset[d] + shape[d] - (start + count)
+        if before:
+            pieces.append(_with(offset, shape, d, offset[d], before))
+        if after:
+            pieces.append(_with(offset, shape, d, start + count, after))
+        offset[d], shape[d] = start, count
+    return tuple(pieces)
+
+
+def _with(offset: list[int], shape: list[int], dim: int, start: int, count: int) -> Region:
+    return Region(
+        (*offset[:dim], start, *offset[dim + 1 :]),
+        (*shape[:dim], count, *shape[dim + 1 :]),
+    )
+
+
+def split_points(size: int, parts: int) -> tuple[int, ...]:
+    """Where `size` things are cut into `parts` shares that differ by at most one: parts + 1 rising numbers."""
+    return tuple(size * part // parts for part in range(parts + 1))
+
+
+def flat_regions(shape: Sequence[int], start: int, stop: int) -> tuple[Region, ...]:
+    """The elements `start <= i < stop` of an array in C order, as boxes in that same order.
+
+    Exact for any range: a head and a tail of partial rows per dimension around one full slab, so at most
+    2 * ndim - 1 boxes. This is how a ZeRO-style flat range of an n-D parameter is stored without gathering.
+    """
+    if start >= stop:
+        return ()
+    if not shape:
+        return (Region((), ()),)
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        return _rows(first, flat_regions(shape[1:], head, tail))
+    pieces: list[Region] = []
+    if head:
+        pieces += _rows(first, flat_regions(shape[1:], head, row))
+        first += 1
+    if last > first:
+        pieces.append(Region((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if tail:
+        pieces += _rows(last, flat_regions(shape[1:], 0, tail))
+    return tuple(pieces)
+
+
+def _rows(index: int, inner: Iterable[Region]) -> tuple[Region, ...]:
+    return tuple(Region((index, *r.offset), (1, *r.shape)) for r in inner)
+
+
+def tiles(box: Region, limit: int) -> Iterator[Region]:
+    """Boxes of at most `limit` elements (at least 1) that, one after the other, are `box` in C order."""
+    if box.size <= limit:
+        yield box
+        return
+    dim = next(d for d, n in enumerate(box.shape) if n > 1)
+    step = max(1, limit // (box.size // box.shape[dim]))
+    stop = box.offset[dim] + box.shape[dim]
+    for low in range(box.offset[dim], stop, step):
+        yield from tiles(_with(list(box.offset), list(box.shape), dim, low, min(step, stop - low)), limit)
+
+
+class ByteRuns(msgspec.Struct, frozen=True):
+    """Equal runs of bytes at regular steps: run i_0, i_1, ... starts at `first + sum(i_k * steps[k])`."""
+
+    first: int
+    length: int
+    """Bytes of each run."""
+    counts: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many runs there are."""
+        return math.prod(self.counts)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte touched, and the first one past the last."""
+        if not self.count or not self.length:
+            return self.first, self.first
+        last = sum((n - 1) * s for n, s in zip(self.counts, self.steps, strict=True))
+        return self.first, self.first + last + self.length
+
+    def starts(self) -> np.ndarray:
+        """Every run's first byte, int64[count], rising."""
+        starts = np.full(1, self.first, dtype=np.int64)
+        for n, s in zip(self.counts, self.steps, strict=True):
+            starts = (starts[:, None] + np.arange(n, dtype=np.int64) * s).reshape(-1)
+        return starts
+
+
+def byte_runs(inner: Region, outer: Region, itemsize: int) -> ByteRuns:
+    """Where the bytes of `inner` lie in a buffer that holds `outer` in C order.
+
+    Trailing dimensions that `inner` covers fully are merged into the run, so a slab of rows is one run.
+    """
+    length, dims = itemsize, len(outer.shape)
+    stride = itemsize
+    d = dims
+    while d > 0:
+        d -= 1
+        length = inner.shape[d] * stride
+        stride *= outer.shape[d]
+        if inner.shape[d] != outer.shape[d]:
+            break
+    counts: list[int] = []
+    steps: list[int] = []
+    strides = c_strides(outer.shape, itemsize)
+    first = sum((i - o) * s for i, o, s in zip(inner.offset, outer.offset, strides, strict=True))
+    for k in range(d):
+        if inner.shape[k] != 1:
+            counts.append(inner.shape[k])
+            steps.append(strides[k])
+    return ByteRuns(first, length, tuple(counts), tuple(steps))
+
+
+def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Bytes from one element to the next along each dimension, in C order."""
+    strides: list[int] = []
+    stride = itemsize
+    for n in reversed(shape):
+        strides.append(stride)
+        stride *= n
+    return tuple(reversed(strides))
+
+
+def coalesce(starts: np.ndarray, stops: np.ndarray, gap: int) -> tuple[np.ndarray, np.ndarray]:
+    """Merges ranges, given sorted by start, that overlap or lie at most `gap` apart.
+
+    Returns (bounds, members): bounds is int64[m, 2], the merged ranges; members is int64[n], for each range given the
+    merged range that holds it.
+    """
+    if len(starts) == 0:
+        return np.empty((0, 2), np.int64), np.empty(0, np.int64)
+    reach = np.maximum.accumulate(stops)
+    opens = np.empty(len(starts), bool)
+    opens[0] = True
+    opens[1:] = starts[1:] > reach[:-1] + gap
+    members = np.cumsum(opens) - 1
+    first = np.flatnonzero(opens)
+    last = np.append(first[1:], len(starts)) - 1
+    return np.stack([starts[first], reach[last]], axis=1), members

@@ -1,0 +1,154 @@
+"""How shapes, layouts, values, bytes and times read as text, the same on the command line and in the dashboard.
+
+Names and values come out of files, so they may hold anything: `visible` shows control, format and bidirectional
+characters as escapes, and `value_text` is bounded in length and depth whatever the value claims to be.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+from ..errors import TreeckptError
+from .sharding.int_runs import length_of
+from .sharding.placements import Layout, MeshLayout, Placement, Replicate, Shard
+from .sharding.region import Region
+from .tree.spec import Typed, Value, decode_value
+
+__all__ = [
+    "bytes_text",
+    "layout_text",
+    "placement_text",
+    "region_text",
+    "seconds_text",
+    "shape_text",
+    "value_text",
+    "value_type",
+    "visible",
+]
+
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+_MAX_DEPTH = 8
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+
+
+def visible(text: str) -> str:
+    """The text with every character that has no glyph of its own, or that reorders others, written as an escape."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escape(c) if unicodedata.category(c) in _HIDDEN else c for c in text)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def bytes_text(nbytes: float) -> str:
+    """Bytes in decimal units, three digits: `1.23 MB`."""
+    size, unit = float(nbytes), 0
+    while abs(size) >= 999.5 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A length of time, three digits: `12.3 ms`, `4.56 s`, `3 min 20 s`."""
+    if seconds >= 3600:
+        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+    if seconds >= 100:
+        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape: `[1024, 768]`, `[]` for a scalar."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def region_text(region: Region) -> str:
+    """A region as an index: `[0:512, 128:256]`."""
+    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(region.offset, region.shape, strict=True)) + "]"
+
+
+def placement_text(placement: Placement) -> str:
+    """One placement, spelled as torch does."""
+    if isinstance(placement, Replicate):
+        return "Replicate"
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    return f"StridedShard({placement.dim}, {placement.factor})"
+
+
+def layout_text(layout: Layout | None) -> str:
+    """A layout in one line; None is explicit pieces."""
+    if not isinstance(layout, MeshLayout):
+        return "explicit pieces"
+    ranks = length_of(layout.mesh.ranks)
+    if all(isinstance(p, Replicate) for p in layout.placements):
+        return f"whole on {ranks} ranks" if ranks > 1 else "whole on one rank"
+    names = layout.mesh.names or ("",) * len(layout.placements)
+    placed = ", ".join(
+        f"{name}: {placement_text(p)}" if name else placement_text(p)
+        for name, p in zip(names, layout.placements, strict=False)
+    )
+    return f"{placed} on a {'×'.join(map(str, layout.mesh.shape))} mesh"
+
+
+def value_type(value: Value) -> str:
+    """The type of a value, by its usual name."""
+    if isinstance(value, Typed):
+        return value.kind
+    return "None" if value is None else type(value).__name__
+
+
+def value_text(value: Value, limit: int = 200) -> str:
+    """A value as Python would write it, at most `limit` characters, without building what it claims to be."""
+    budget = [limit]
+    text = _value_text(value, budget, 0)
+    return text if len(text) <= limit else text[: max(0, limit - 1)] + "…"
+
+
+_BRACKETS = {"list": ("[", "]"), "tuple": ("(", ")"), "set": ("{", "}"), "frozenset": ("frozenset({", "})")}
+
+
+def _value_text(value: Value, budget: list[int], depth: int) -> str:
+    if depth > _MAX_DEPTH or budget[0] <= 0:
+        return "…"
+    if isinstance(value, str):
+        text = repr(value if len(value) <= budget[0] else value[: budget[0]] + "…")
+    elif not isinstance(value, Typed):
+        text = repr(value)
+    else:
+        return _typed_text(value, budget, depth)
+    budget[0] -= len(text)
+    return text
+
+
+def _typed_text(value: Typed, budget: list[int], depth: int) -> str:
+    kind, items = value.kind, value.items
+    if kind == "enum" and len(items) == 3:
+        return f"{str(items[0]).rpartition(':')[2]}.{items[1]}"
+    if kind in ("bytes", "bytearray") and len(items) == 1:
+        return f"{kind} of {len(str(items[0])) * 3 // 4 - str(items[0]).count('=')}"
+    if kind in ("numpy", "int", "float", "str") and len(items) < 3:
+        try:
+            return repr(decode_value(value, ""))
+        except (TreeckptError, ValueError, OverflowError):
+            pass
+    parts: list[str] = []
+    for item in items:
+        if budget[0] <= 0:
+            parts.append("…")
+            break
+        budget[0] -= 2
+        parts.append(_value_text(item, budget, depth + 1))
+    if kind in _BRACKETS:
+        left, right = _BRACKETS[kind]
+        return left + ", ".join(parts) + ("," if kind == "tuple" and len(parts) == 1 else "") + right
+    if kind in ("dict", "OrderedDict"):
+        pairs = [": ".join(parts[at : at + 2]) for at in range(0, len(parts), 2)]
+        return "{" + ", ".join(pairs) + "}"
+    return f"{kind}({', '.join(parts)})"

@@ -1,0 +1,392 @@
+"""The structure of a tree as plain data, as the index holds it: nodes and paths.
+
+A structure is a node with children, or None for a leaf. Node kinds keep what a container is beyond its children: the
+order and types of keys, a deque's maxlen, the class of a namedtuple. Paths follow from the structure alone.
+
+A path as text is like RFC 6901 without the leading slash: `model/layers.0.weight`, with `~1` for `/` and `~0` for `~`.
+Integer keys and positions are written as such; a string key that would read as something else is marked `~s`, other
+keys `~b1`, `~f1.5`, `~n`, `~x00ff` and `~(0~,a~)`. So two leaves of one tree never share a text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import repeat
+
+import msgspec
+
+from ...errors import FormatError, TreeError
+from ..sharding.int_runs import Runs, check_runs
+from .members import check_hashes
+from .recursion import Walk, run
+from .spec import TableSpec, Typed, Value, decode_value, type_name
+
+__all__ = [
+    "MAX_TEXT",
+    "TABLE_KEYS",
+    "USUAL",
+    "CustomNode",
+    "DataclassNode",
+    "DefaultDictNode",
+    "DequeNode",
+    "DictNode",
+    "KeyTexts",
+    "ListNode",
+    "NamedTupleNode",
+    "Node",
+    "OrderedDictNode",
+    "PerRankNode",
+    "StructSequenceNode",
+    "Structure",
+    "TableNode",
+    "TupleNode",
+    "any_rank",
+    "check_unicode",
+    "empty_places",
+    "extra_text",
+    "key_text",
+    "keys_of",
+    "parse_path",
+    "paths_of",
+    "rank_key",
+    "tables_of",
+]
+
+MAX_DEPTH = 1000
+"""Deeper trees are refused: the usual cause is a container that holds itself."""
+LEVELS = 100
+"""Levels of containers that one document nests; deeper levels are stored separately, see `core.tree.nesting`."""
+
+
+class DictNode(msgspec.Struct, frozen=True, tag="dict", array_like=True):
+    """A dict, its keys in order."""
+
+    keys: tuple[Value, ...]
+    children: tuple[Structure, ...]
+
+
+class OrderedDictNode(msgspec.Struct, frozen=True, tag="OrderedDict", array_like=True):
+    """A collections.OrderedDict."""
+
+    keys: tuple[Value, ...]
+    children: tuple[Structure, ...]
+
+
+class DefaultDictNode(msgspec.Struct, frozen=True, tag="defaultdict", array_like=True):
+    """A collections.defaultdict; `factory` is the name of a builtin."""
+
+    factory: str | None
+    keys: tuple[Value, ...]
+    children: tuple[Structure, ...]
+
+
+class ListNode(msgspec.Struct, frozen=True, tag="list", array_like=True):
+    """A list."""
+
+    children: tuple[Structure, ...]
+
+
+class TupleNode(msgspec.Struct, frozen=True, tag="tuple", array_like=True):
+    """A plain tuple."""
+
+    children: tuple[Structure, ...]
+
+
+class DequeNode(msgspec.Struct, frozen=True, tag="deque", array_like=True):
+    """A collections.deque."""
+
+    maxlen: int | None
+    children: tuple[Structure, ...]
+
+
+class NamedTupleNode(msgspec.Struct, frozen=True, tag="namedtuple", array_like=True):
+    """A namedtuple of the class `cls`, `module:qualname`."""
+
+    cls: str
+    fields: tuple[str, ...]
+    children: tuple[Structure, ...]
+
+
+class StructSequenceNode(msgspec.Struct, frozen=True, tag="structseq", array_like=True):
+    """A struct sequence, as time.struct_time."""
+
+    cls: str
+    fields: tuple[str, ...]
+    children: tuple[Structure, ...]
+
+
+class DataclassNode(msgspec.Struct, frozen=True, tag="dataclass", array_like=True):
+    """A dataclass of the class `cls`, with its fields in order."""
+
+    cls: str
+    fields: tuple[str, ...]
+    children: tuple[Structure, ...]
+
+
+class CustomNode(msgspec.Struct, frozen=True, tag="custom", array_like=True):
+    """A class registered with optree; `auxiliary` is what its flatten function returned beside the children."""
+
+    cls: str
+    auxiliary: Value
+    keys: tuple[Value, ...]
+    children: tuple[Structure, ...]
+
+
+class PerRankNode(msgspec.Struct, frozen=True, tag="per_rank", array_like=True):
+    """One child structure per group of ranks whose subtrees are shaped alike."""
+
+    ranks: tuple[Runs, ...]
+    children: tuple[Structure, ...]
+
+
+class TableNode(msgspec.Struct, frozen=True, tag="table", array_like=True):
+    """A `KeyedTable`; its children are ids, the first row of each bucket, a dict of slots, and scalars."""
+
+    table: TableSpec
+    children: tuple[Structure, ...]
+
+
+Node = (
+    DictNode
+    | OrderedDictNode
+    | DefaultDictNode
+    | ListNode
+    | TupleNode
+    | DequeNode
+    | NamedTupleNode
+    | StructSequenceNode
+    | DataclassNode
+    | CustomNode
+    | PerRankNode
+    | TableNode
+)
+Structure = Node | None
+"""A structure's leaves are None, `null` in JSON."""
+
+TABLE_KEYS = ("ids", "offsets", "slots", "scalars")
+"""The keys of a table's children."""
+USUAL = 1024
+"""Characters that each path may have, however many there are."""
+MAX_TEXT = 1 << 25
+"""Characters of all paths together beyond these: a name stands in the paths of all that is below it."""
+_FEW = 16
+"""Keys of a node that may well be repeated."""
+_NUMBER = re.compile(r"-?[0-9]+")
+
+
+def key_text(key: object, path: str = "") -> str:
+    """One step of a path as text.
+
+    Raises:
+        TreeError: a key of a kind that cannot be stored.
+    """
+    kind = type(key)
+    if kind is str:
+        text: str = key  # pyright: ignore[reportAssignmentType]
+        if text.isidentifier():  # most keys: no mark, no number, valid Unicode
+            return text
+        if not text.isascii():
+            check_unicode(text, path)
+        if "~" in text or "/" in text:
+            return text.replace("~", "~0").replace("/", "~1")
+        return f"~s{text}" if not text or (text[0] in "-0123456789" and _NUMBER.fullmatch(text)) else text
+    if kind is int:
+        return str(key)
+    if kind is bool:
+        return "~b1" if key else "~b0"
+    if key is None:
+        return "~n"
+    if kind is float and key == key:  # not nan, which may be in a dict twice
+        return f"~f{key!r}"
+    if kind is bytes:
+        data: bytes = key  # pyright: ignore[reportAssignmentType]
+        return f"~x{data.hex()}"
+    if kind is tuple:
+        parts: tuple[object, ...] = key  # pyright: ignore[reportAssignmentType]
+        return "~(" + "~,".join(key_text(part, path) for part in parts) + "~)"
+    raise TreeError(
+        path,
+        expected="dict keys of str, int, bool, float, None, bytes, or tuples of these",
+        found=f"a key of {type_name(kind)}: {key!r:.60}",
+        hint="Use a string instead",
+    )
+
+
+def check_unicode(text: str, path: str) -> None:
+    """Refuses a name that no JSON can hold.
+
+    Raises:
+        TreeError: naming it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TreeError(path, expected="keys that are valid Unicode", found=f"{text!r:.60}") from error
+
+
+def rank_key(rank: int) -> str:
+    """The step of a path that leads to one rank's own subtree."""
+    return f"~rank{rank}"
+
+
+def any_rank(path: str, rank: int) -> str:
+    """A path of one rank's tree as the index has it: `~rank*` stands for the rank."""
+    mark = rank_key(rank)
+    return "/".join("~rank*" if step == mark else step for step in path.split("/")) if mark in path else path
+
+
+def parse_path(text: str) -> tuple[str, ...]:
+    """The steps of a path as text, with `~0` and `~1` undone in plain string keys; other keys keep their marks."""
+    if not text:
+        return ()
+    return tuple(
+        step if step.startswith("~") and step[:2] not in ("~0", "~1") else _unescape(step) for step in text.split("/")
+    )
+
+
+def _unescape(step: str) -> str:
+    return step.replace("~1", "/").replace("~0", "~")
+
+
+def keys_of(node: Node, path: str) -> Sequence[object]:
+    """The keys of a node's children: dict keys, field names or positions."""
+    if isinstance(node, (DictNode, OrderedDictNode, DefaultDictNode, CustomNode)):
+        keys = [decode_value(key, path) if type(key) is Typed else key for key in node.keys]
+        return check_hashes(keys, path) if any(type(key) is Typed for key in node.keys) else keys
+    if isinstance(node, (NamedTupleNode, StructSequenceNode, DataclassNode)):
+        return node.fields
+    if isinstance(node, TableNode):
+        return TABLE_KEYS
+    return range(len(node.children))
+
+
+class KeyTexts:
+    """The steps to a node's children as text, remembered: nodes of a few kinds repeat by the hundred thousand."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, list[str]] = {}
+
+    def of(self, node: Node, path: str) -> list[str]:
+        """The text of each key.
+
+        Raises:
+            TreeError, FormatError: a key of a kind that cannot be stored.
+        """
+        if type(node) is not DictNode:
+            return [key_text(key, path) for key in keys_of(node, path)]
+        # 1, 1.0 and True are the same to a dict and not the same text; a text is never the same as another kind
+        alike = len(node.keys) <= _FEW and set(map(type, node.keys)) == {str}
+        found = self._known.get(node.keys) if alike else None
+        if found is None:
+            found = [key_text(key, path) for key in keys_of(node, path)]
+            if alike:
+                self._known[node.keys] = found
+        return found
+
+
+def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
+    """Each leaf's path, in order; under a `PerRank`, with the ranks it stands for and `~rank*` in place of the rank."""
+    found: list[tuple[str, Runs | None]] = []
+    texts, nchars = KeyTexts(), 0
+
+    def enter(node: Node, path: str, ranks: Runs | None, depth: int) -> Sequence[str] | None:
+        """The steps to a node's children; None where they are all leaves, which are found then."""
+        nonlocal nchars
+        if depth == MAX_DEPTH:
+            raise FormatError(path[:200], expected=f"at most {MAX_DEPTH} levels", found="a deeper structure")
+        children = node.children
+        nchars += extra_text(path, len(children))
+        if nchars > MAX_TEXT:
+            raise FormatError(path[:200], expected="names of a usual length", found=f"paths of {nchars} characters")
+        if isinstance(node, PerRankNode):
+            if len(node.ranks) != len(children):
+                raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
+            for group in node.ranks:
+                check_runs(group, path=path, low=0)
+            return ["~rank*"] * len(children)
+        steps = texts.of(node, path)
+        if isinstance(node, (TableNode, DequeNode)):
+            _check_node(node, path)
+        if len(steps) != len(children):
+            raise FormatError(path, expected=f"{len(steps)} children", found=f"{len(children)}")
+        if children.count(None) != len(children):
+            return steps
+        prefix = path + "/" if depth else ""
+        found.extend([(prefix + step, ranks) for step in steps])
+        return None
+
+    def walk(node: Node, steps: Sequence[str], path: str, ranks: Runs | None, depth: int) -> Walk[None]:
+        prefix = path + "/" if depth else ""
+        groups = node.ranks if isinstance(node, PerRankNode) else repeat(ranks)
+        for step, child, group in zip(steps, node.children, groups, strict=False):
+            below = prefix + step
+            if child is None:
+                found.append((below, group))
+            elif (inner := enter(child, below, group, depth + 1)) is not None:
+                yield walk(child, inner, below, group, depth + 1)
+
+    if structure is None:
+        found.append(("", None))
+    elif (steps := enter(structure, "", None, 0)) is not None:
+        run(walk(structure, steps, "", None, 0))
+    return found
+
+
+def extra_text(path: str, count: int) -> int:
+    """The characters that paths below this one, to so many children, have beyond a usual length."""
+    return (len(path) - USUAL) * count if len(path) > USUAL else 0
+
+
+def empty_places(structure: Structure) -> list[str]:
+    """The paths of containers with nothing in them, of a structure whose depth was checked."""
+    found: list[str] = []
+    texts = KeyTexts()
+
+    def walk(node: Structure, path: str, prefix: str) -> Walk[None]:
+        if node is None:
+            return
+        if not node.children:
+            found.append(path)
+        own = isinstance(node, PerRankNode)
+        steps = ["~rank*"] * len(node.children) if own else texts.of(node, path)
+        for step, child in zip(steps, node.children, strict=True):
+            if child is not None:
+                yield walk(child, prefix + step, prefix + step + "/")
+
+    run(walk(structure, "", ""))
+    return found
+
+
+def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
+    """Each table, by the path of its ids, and its ranks as `paths_of` gives both."""
+    found: dict[tuple[str, Runs | None], TableSpec] = {}
+
+    def walk(node: Node, path: str, ranks: Runs | None) -> Walk[None]:
+        prefix = path + "/" if path else ""
+        if isinstance(node, TableNode):
+            found[prefix + TABLE_KEYS[0], ranks] = node.table
+        if isinstance(node, PerRankNode):
+            steps = [("~rank*", group) for group in node.ranks]
+        elif all(child is None for child in node.children):
+            return
+        else:
+            steps = [(key_text(key, path), ranks) for key in keys_of(node, path)]
+        for (text, group), child in zip(steps, node.children, strict=True):
+            if child is not None:
+                yield walk(child, prefix + text, group)
+
+    if structure is not None:
+        run(walk(structure, "", None))
+    return found
+
+
+def _check_node(node: TableNode | DequeNode, path: str) -> None:
+    if isinstance(node, DequeNode):
+        if node.maxlen is not None and not len(node.children) <= node.maxlen < 1 << 63:
+            raise FormatError(path, expected=f"a deque of {len(node.children)} or more", found=f"maxlen {node.maxlen}")
+        return
+    legal = [child if child is None else type(child) for child in node.children] == [None, None, DictNode, DictNode]
+    if not legal or not 0 < node.table.buckets < 1 << 32:
+        kinds = ", ".join("a leaf" if child is None else type(child).__name__ for child in node.children[:8])
+        raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=kinds or "nothing")

@@ -1,0 +1,96 @@
+"""One rank's failure as a message, and what every rank raises for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ... import errors
+from ...errors import CheckpointError, RankError, TreeckptError
+from ..os_errors import hint_for
+from .comm import Comm
+
+__all__ = ["Ended", "Fault", "fault_of", "ours", "raise_faults", "silent_faults"]
+
+
+_KINDS: dict[str, type[TreeckptError]] = {
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, TreeckptError) and kind is not RankError
+}
+"""Our errors that can be raised on behalf of another rank."""
+
+
+class Fault(msgspec.Struct, frozen=True, array_like=True):
+    """An error, as it travels from rank to rank."""
+
+    rank: int
+    kind: str
+    """The name of our error class, or of a foreign one."""
+    path: str
+    expected: str
+    found: str
+    hint: str
+    text: str
+    common: bool = False
+    """Found by the coordinator on behalf of all ranks: nobody's failure."""
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """What every word of the coordinator begins with: faults, if the save ends here."""
+
+    faults: tuple[Fault, ...]
+
+
+def fault_of(error: BaseException, rank: int, *, common: bool = False) -> Fault:
+    """The message that tells of an error."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, TreeckptError):
+        return Fault(rank, type(error).__name__, error.path, error.expected, error.found, error.hint, text, common)
+    return Fault(rank, type(error).__name__, "", "", "", "", text, common)
+
+
+def ours(error: Exception, url: str) -> Exception:
+    """An error of the system's as one of ours; any other as it is."""
+    if not isinstance(error, OSError):
+        return error
+    found = f"{type(error).__name__}: {error}"
+    made = CheckpointError(url, expected="files that can be written", found=found, hint=hint_for(error))
+    made.__cause__ = error
+    return made
+
+
+def silent_faults(lost: Mapping[int, str]) -> list[Fault]:
+    """The faults of ranks that did not answer, with what is known of each."""
+    return [Fault(rank, RankError.__name__, "", "", "", "", text) for rank, text in lost.items()]
+
+
+def raise_faults(
+    faults: Sequence[Fault],
+    path: str,
+    comm: Comm,
+    *,
+    cause: BaseException | None = None,
+    hint: str = "Nothing was committed; an earlier checkpoint at this path is still valid",
+) -> None:
+    """Raises what the faults amount to; nothing where there are none.
+
+    An error of ours that concerns all ranks alike is raised as itself; failures of single ranks as a `RankError`
+    that names each.
+
+    Args:
+        cause: this rank's own error.
+        hint: how things stand now.
+    """
+    if not faults:
+        return
+    if cause is not None and comm.size == 1:
+        raise cause
+    first = faults[0]
+    alike = all((f.kind, f.path, f.expected) == (first.kind, first.path, first.expected) for f in faults)
+    kind = _KINDS.get(first.kind)
+    if kind is not None and alike and (first.common or len(faults) == comm.size):
+        raise kind(first.path, expected=first.expected, found=first.found, hint=first.hint) from cause
+    ranks = {fault.rank: fault.text for fault in faults}
+    raise RankError(path, ranks=ranks, expected=f"all {comm.size} ranks to succeed", hint=hint) from cause

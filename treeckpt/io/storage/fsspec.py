@@ -1,0 +1,168 @@
+"""What fsspec knows (`memory://`, `http://`, `hdfs://`, ...) as a bucket: slower and with fewer promises than obstore.
+
+A file is replaced as atomically as the file system's own way to write one is. Writing only where there is nothing is as
+atomic as its exclusive mode; one that has none is asked first, which two writers at one moment can both pass. Replacing
+only a certain version is checked the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ...errors import StoreError
+from .bucket import Found, Listing, Tag, missing_extra
+
+__all__ = ["FilesystemBucket", "open_filesystem"]
+
+_TIMES = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
+
+
+def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[FilesystemBucket, str]:
+    """The file system of a URL, and the path in it.
+
+    Raises:
+        StoreError: fsspec does not know the kind, or needs a library that is not installed.
+    """
+    if any(part in (".", "..") for part in url.partition("://")[2].split("/")):
+        raise StoreError(url, expected="a path below the root", found="a step up")
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise missing_extra(url, "fsspec", "fsspec") from error
+    try:
+        fs, path = url_to_fs(url.rstrip("/"), **options)
+    except (ValueError, TypeError) as error:
+        raise StoreError(url, expected="a path, or a URL that fsspec knows", found=f"{error}") from error
+    except ImportError as error:
+        raise StoreError(url, expected="the library for this kind of URL", found=f"{error}") from error
+    scheme, _, rest = url.partition("://")
+    # paths of the web are whole URLs, others are without the scheme, and some without the host
+    key = path.removeprefix(f"{scheme}://").partition("/")[2] if "://" in path else path.strip("/")
+    key = key.strip("/")
+    base = url.rstrip("/")
+    root = base[: -len(key)].removesuffix("/") if key and base.endswith(key) else base if rest else f"{scheme}:/"
+    above = path.rstrip("/")[: -len(key)] if key else path
+    return FilesystemBucket(fs, root, above, options, shared=scheme != "memory"), key
+
+
+class FilesystemBucket:
+    """A file system of fsspec.
+
+    Args:
+        url: what to call its root.
+        root: what its paths begin with.
+        shared: whether another process finds the same files.
+    """
+
+    def __init__(self, fs: Any, url: str, root: str, options: Mapping[str, Any], *, shared: bool) -> None:
+        self._fs, self.url, self._root, self.options, self.shared = fs, url, root, dict(options), shared
+        self._lock = threading.Lock()
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}{key}"
+
+    def list(self, prefix: str) -> Listing:
+        with self._told("list", prefix), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._fs.invalidate_cache()
+            rows = self._fs.ls(self._path(prefix), detail=True)
+            files = [self._found(row) for row in rows if row["type"] == "file"]
+            return Listing(files, [self._key(row["name"]) for row in rows if row["type"] == "directory"])
+        return Listing([], [])
+
+    def walk(self, prefix: str) -> Iterator[Found]:
+        with self._told("list", prefix), contextlib.suppress(FileNotFoundError):
+            self._fs.invalidate_cache()
+            rows = self._fs.find(self._path(prefix), detail=True)
+            yield from [self._found(row) for row in rows.values()]
+
+    def _key(self, path: str) -> str:
+        return path.removeprefix(self._root).strip("/")
+
+    def _found(self, row: Mapping[str, Any]) -> Found:
+        tag = next((row[name] for name in ("ETag", "etag", "md5Hash", "ino") if row.get(name)), "")
+        moment = next((row[name] for name in _TIMES if row.get(name)), None)
+        number = int.from_bytes(hashlib.blake2s(str(tag).encode(), digest_size=7).digest()) if tag else 0
+        return Found(self._key(row["name"]), row.get("size") or 0, _nanoseconds(moment), number)
+
+    def size(self, key: str) -> int:
+        with self._told("look at", key):
+            self._fs.invalidate_cache()
+            info = self._fs.info(self._path(key))
+            if info["type"] != "file":
+                raise FileNotFoundError(f"{self.url}/{key}")
+            return info["size"]
+
+    def read(self, key: str, limit: int) -> tuple[bytes, Tag]:
+        with self._told("read", key):
+            data = self._fs.cat_file(self._path(key), start=0, end=limit + 1)
+        return data, {"content": hashlib.blake2s(data).digest()}
+
+    def read_into(self, key: str, start: int, out: memoryview) -> int:
+        with self._told("read", key):
+            data = self._fs.cat_file(self._path(key), start=start, end=start + len(out))
+        out[: len(data)] = data
+        return len(data)
+
+    def put(self, key: str, data: bytes, *, replace: bool | Tag) -> None:
+        path = self._path(key)
+        with self._lock, self._told("write", key):
+            if isinstance(replace, Mapping):
+                if self.read(key, len(data) + (1 << 30))[1] != replace:
+                    raise FileExistsError(f"{self.url}/{key}")
+            elif not replace and self._fs.exists(path):
+                raise FileExistsError(f"{self.url}/{key}")
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(path, data, **({} if replace else {"mode": "create"}))
+
+    def upload(self, key: str, nbytes: int, blocks: Iterable[bytes]) -> None:
+        path = self._path(key)
+        with self._told("write", key):
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            file = self._fs.open(path, "wb")
+            try:
+                for block in blocks:
+                    file.write(block)
+                file.close()
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    file.discard()
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(path)
+                raise
+
+    def delete(self, key: str) -> None:
+        with self._told("delete", key), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(key))
+
+    def tidy(self, prefix: str) -> None:
+        with contextlib.suppress(Exception):  # many have no directories
+            self._fs.rmdir(self._path(prefix))
+
+    @contextlib.contextmanager
+    def _told(self, what: str, key: str) -> Iterator[None]:
+        url = f"{self.url}/{key}"
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError, StoreError):
+            raise
+        except NotImplementedError as error:
+            raise StoreError(url, expected=f"a file system that can {what}", found="one that cannot") from error
+        except Exception as error:  # each file system has its library's own
+            raise StoreError(
+                url,
+                expected=f"to {what} it",
+                found=f"{type(error).__name__}: {error}"[:600],
+                hint="Look at the network, the permissions and the options of the file system",
+            ) from error
+
+
+def _nanoseconds(moment: Any) -> int:
+    if isinstance(moment, datetime.datetime):
+        aware = moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)
+        return int(aware.timestamp() * 1e6) * 1000
+    return int(moment * 1e9) if isinstance(moment, (int, float)) else 0

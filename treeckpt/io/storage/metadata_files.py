@@ -1,0 +1,124 @@
+"""Small files of a checkpoint: reading the index and timings, and finding shards."""
+
+from __future__ import annotations
+
+from ...core.format.check_index import check_there, is_long
+from ...core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
+from ...core.format.records import Index
+from ...core.format.shard_header import parse_shard_name
+from ...core.format.timings import Timings, decode_timings, timings_name
+from ...errors import CheckpointError, CheckpointNotFound, CorruptError
+from ..os_errors import unreadable
+from .foreign_formats import describe_foreign
+from .shard_reader import read_header
+from .store import Store
+
+__all__ = ["read_index", "read_timings", "rebuild_from_shards"]
+
+
+def read_index(store: Store) -> Index:
+    """The index of a checkpoint.
+
+    Raises:
+        CheckpointNotFound: there is none; says whether shards are there.
+        CorruptError, FormatError: it is not as it was written, or lists far more than the files there can hold.
+    """
+    label = f"{store.url}/{INDEX_NAME}"
+    try:
+        data = store.read(INDEX_NAME, limit=MAX_INDEX)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        shards = sum(parse_shard_name(name) is not None for name in store.sizes())
+        foreign = None if shards else describe_foreign(store.url)
+        if foreign is not None:
+            expected = f"a checkpoint of treeckpt ({INDEX_NAME})"
+            raise CheckpointNotFound(store.url, expected=expected, found=foreign[0], hint=foreign[1]) from error
+        raise CheckpointNotFound(
+            store.url,
+            expected=f"a checkpoint ({INDEX_NAME})",
+            found=f"{shards} shards of a save that never finished, or lost its index" if shards else "none",
+            hint="Load another step; if the index was lost, treeckpt rebuild-index makes it again"
+            if shards
+            else "Check the path",
+        ) from error
+    except OSError as error:
+        raise unreadable(error, label, kind=CorruptError) from error
+    index = decode_index(data, label)
+    if is_long(index, len(data)):
+        check_there(index, store.sizes(), store.url)
+    return index
+
+
+def read_timings(store: Store, save_id: str) -> Timings | None:
+    """The timings of a save, None where there are none.
+
+    Raises:
+        CorruptError, FormatError: they are not as they were written.
+    """
+    name = timings_name(save_id)
+    try:
+        data = store.read(name, limit=MAX_INDEX)
+    except FileNotFoundError:
+        return None
+    timings = decode_timings(data, f"{store.url}/{name}")
+    if timings.save_id != save_id:
+        raise CorruptError(
+            f"{store.url}/{name}",
+            expected=f"timings of save {save_id}",
+            found=f"those of save {timings.save_id}",
+            hint="The file belongs to another save; restore the right one from a copy",
+        )
+    return timings
+
+
+def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool = True) -> Index:
+    """The index that the newest complete set of shards describes.
+
+    Args:
+        save_id: only of this save, if it has shards there.
+        whole: refuses shards that are cut short or too long, as those of a save that never finished are.
+
+    Raises:
+        CheckpointNotFound: there are no shards.
+        CorruptError, FormatError: no set of shards is complete and intact.
+    """
+    saves: dict[str, list[str]] = {}
+    for name in store.sizes():
+        if (parsed := parse_shard_name(name)) is not None:
+            saves.setdefault(parsed[0], []).append(name)
+    if not saves:
+        raise CheckpointNotFound(store.url, expected="shards", found="none", hint="Check the path")
+    if save_id in saves:
+        saves = {save_id: saves[save_id]}
+    found: list[Index] = []
+    errors: list[CheckpointError] = []
+    for names in saves.values():
+        try:
+            found.append(_rebuild(store, sorted(names), whole))
+        except CheckpointError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return max(found, key=lambda index: index.created_ns)
+
+
+def _rebuild(store: Store, names: list[str], whole: bool) -> Index:
+    sizes = store.sizes()
+    headers = [read_header(store, name, file_size=sizes.get(name)) for name in names]
+    index = rebuild(headers, store.url)
+    missing = sorted(set(range(index.world)) - {header.rank for _, header in headers})
+    if missing:
+        raise CorruptError(
+            store.url,
+            expected=f"shards of all {index.world} ranks",
+            found=f"none of rank {', '.join(map(str, missing[:8]))}",
+            hint="The save never finished, or shards were lost",
+        )
+    for file in index.file_list:
+        if whole and sizes.get(file.name) != file.header + file.nbytes:
+            raise CorruptError(
+                f"{store.url}/{file.name}",
+                expected=f"{file.header + file.nbytes} bytes",
+                found=f"{sizes.get(file.name)}",
+                hint="The save never finished, or the shard was cut short",
+            )
+    return index

@@ -1,0 +1,367 @@
+"""Where a checkpoint's files live: a flat directory of named files, local or in memory; or objects, see `objects`.
+
+A store writes big files in place under names that no other save uses, and publishes small ones atomically. What is
+durable when: a shard after `Writer.commit`, a published file when `publish` returns. Local shards are written with
+O_DIRECT where the file system takes it, so that a save neither waits for nor fills the page cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ...core.format.seals import check_text
+from ...errors import CheckpointExists, CorruptError
+from .local_read import LocalReader, Readers, open_regular
+from .local_write import LocalWriter, make_directory, sync_directory
+from .process_owner import this_process
+
+__all__ = ["TEXT", "Lending", "LocalStore", "MemoryStore", "Store", "Swapping", "Writer"]
+
+TEXT = 32 << 20
+"""Bytes of a text that are read at a time: the first part of a larger one is checked before the rest is read."""
+
+_UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+"""Maps without a descriptor each, where Python can do without."""
+
+
+class Writer(Protocol):
+    """A file being written, block by block, in any order.
+
+    One with a true attribute `ordered` takes them in order only, from the first byte on: an upload.
+    """
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Writes a block. Offsets are multiples of a page; only the block at the end may have an odd length."""
+        ...
+
+    def commit(self) -> None:
+        """Makes the file durable and closes it."""
+        ...
+
+    def abort(self) -> None:
+        """Closes the file and removes it; does nothing after `commit`."""
+        ...
+
+
+class Store(Protocol):
+    """A directory of files."""
+
+    @property
+    def url(self) -> str:
+        """What to call it in messages."""
+        ...
+
+    def prepare(self) -> None:
+        """Makes the directory, and what is above it, durably."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """The files and their sizes in bytes; empty where there is no such directory."""
+        ...
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        """A whole small file of text. Raises CorruptError past `limit`, FileNotFoundError where there is none.
+
+        A large one with zeros in it, as a sparse file has, is refused as soon as these are met.
+        """
+        ...
+
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        """Fills `out` from the file. Raises CorruptError where the file ends before.
+
+        Args:
+            shared: the same bytes will be read again soon, here or by another process of the host: leave them in the
+                page cache, if there is one.
+        """
+        ...
+
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+        """Fills several pieces of memory, one after the other, if that takes no more than a copy.
+
+        Returns:
+            False, with nothing read, where the bytes are not at hand, or may not be.
+
+        Raises CorruptError where the file ends before.
+        """
+        ...
+
+    def map(self, name: str, offset: int, nbytes: int) -> memoryview:
+        """Bytes of a file as memory, read when touched; writing to it changes the copy, not the file.
+
+        Raises CorruptError where the file ends before.
+        """
+        ...
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        """Starts a new file of `nbytes`."""
+        ...
+
+    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+        """Writes a small file atomically and durably. Raises CheckpointExists where one is not to be replaced."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Removes a file if it is there."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of what reading has opened; the store can be used again."""
+        ...
+
+
+@runtime_checkable
+class Swapping(Protocol):
+    """A store that can publish a file over a certain one only, whoever else does the same at that moment."""
+
+    def swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
+        """Publishes a file over the one that is there, if `holds` says so of its content.
+
+        Raises:
+            CheckpointExists: another one is there, or came meanwhile.
+        """
+        ...
+
+
+@runtime_checkable
+class Lending(Protocol):
+    """A store that can lend bytes where they lie, for who only looks at them or copies a part."""
+
+    def lend(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> AbstractContextManager[memoryview | None]:
+        """Memory with bytes of a file while the body runs; None where the bytes are not at hand, or may not be.
+
+        Args:
+            fetch: the same bytes will be read again soon, here or by another process of the host: have them at hand.
+        """
+        ...
+
+
+class LocalStore:
+    """A directory of a local (or mounted) file system.
+
+    Bytes of shards are read by `read_into`, `read_parts` and `lend`: who changes one of them changes all.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = Path(directory).absolute()
+        self._readers = Readers()
+        # bytes that are no text are written out: what it is called goes into messages, which are text
+        self._url = os.fsencode(self._directory).decode("utf-8", "backslashreplace")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def directory(self) -> Path:
+        return self._directory
+
+    def prepare(self) -> None:
+        make_directory(self._directory)
+
+    def sizes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        try:
+            with os.scandir(self._directory) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # another process may be deleting
+                        if entry.is_file(follow_symlinks=False):
+                            found[entry.name] = entry.stat(follow_symlinks=False).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return found
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        with open(open_regular(self._directory / name), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found=f"{size}")
+            # read(n) allocates n bytes at once, and a sparse file takes none
+            parts, at = [file.read(min(size, TEXT) + 1)], 0
+            while size > TEXT and parts[-1]:
+                check_text(parts[-1], at, f"{self.url}/{name}")
+                at += len(parts[-1])
+                parts.append(file.read(TEXT))
+        return b"".join(parts)
+
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        with self._reader(name) as reader:
+            reader.read_into(offset, out, shared=shared)
+
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+        with self._reader(name) as reader:
+            return reader.read_parts(offset, parts)
+
+    @contextlib.contextmanager
+    def lend(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
+        with self._reader(name) as reader, reader.lend(offset, nbytes, fetch=fetch) as memory:
+            yield memory
+
+    def _reader(self, name: str) -> AbstractContextManager[LocalReader]:
+        return self._readers.using(name, self._directory / name)
+
+    def map(self, name: str, offset: int, nbytes: int) -> memoryview:
+        fd = open_regular(self._directory / name)
+        try:
+            if offset + nbytes > (size := os.fstat(fd).st_size):
+                raise _too_short(f"{self.url}/{name}", offset, nbytes, max(size - offset, 0))
+            low = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            if not nbytes:
+                return memoryview(bytearray())
+            mapped = mmap.mmap(fd, offset + nbytes - low, access=mmap.ACCESS_COPY, offset=low, **_UNTRACKED)
+            return memoryview(mapped)[offset - low :]
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Closes the files that reads have opened, those in use when they no longer are."""
+        self._readers.close()
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        return LocalWriter(self._directory / name, nbytes)
+
+    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+        temporary = self._directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if replace:
+                os.replace(temporary, self._directory / name)
+            else:
+                _rename_new(temporary, self._directory / name)
+        except FileExistsError as error:
+            raise CheckpointExists(
+                f"{self.url}/{name}", expected="no such file", found="one, written meanwhile by another save"
+            ) from error
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        sync_directory(self._directory)
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._directory / name)
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    """Gives a file a name that must be free: by a hard link, which fails if it is taken, unlike a rename."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        # no hard links here (FAT, some network and FUSE file systems): two that publish at one moment may both succeed
+        if os.path.lexists(target):
+            raise FileExistsError(target) from error
+        os.rename(source, target)
+
+
+def _too_short(label: str, offset: int, nbytes: int, found: int) -> CorruptError:
+    return CorruptError(
+        label,
+        expected=f"{nbytes} bytes at {offset}",
+        found=f"{found} before the end of the file",
+        hint="The file was cut short; restore it from a copy",
+    )
+
+
+class MemoryStore:
+    """Files in this process's memory: for tests, and for trees that never need a disk."""
+
+    def __init__(self, name: str = "memory") -> None:
+        self._name = name
+        self._files: dict[str, bytearray] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"memory://{self._name}"
+
+    @property
+    def files(self) -> dict[str, bytearray]:
+        """The files themselves."""
+        return self._files
+
+    def prepare(self) -> None:
+        pass
+
+    def sizes(self) -> dict[str, int]:
+        return {name: len(data) for name, data in list(self._files.items())}
+
+    def _get(self, name: str) -> bytearray:
+        try:
+            return self._files[name]
+        except KeyError:
+            raise FileNotFoundError(f"{self.url}/{name}") from None
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        data = self._get(name)
+        if len(data) > limit:
+            raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found=f"{len(data)}")
+        return bytes(data)
+
+    def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
+        data = memoryview(self._get(name))[offset : offset + len(out)]
+        if len(data) < len(out):
+            raise _too_short(f"{self.url}/{name}", offset, len(out), len(data))
+        out[:] = data
+
+    def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
+        for part in parts:
+            self.read_into(name, offset, part)
+            offset += len(part)
+        return True
+
+    def map(self, name: str, offset: int, nbytes: int) -> memoryview:
+        data = bytearray(nbytes)
+        self.read_into(name, offset, memoryview(data))
+        return memoryview(data)
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        with self._lock:
+            if name in self._files:
+                raise FileExistsError(f"{self.url}/{name}")
+            self._files[name] = bytearray(nbytes)
+        return _MemoryWriter(self, name)
+
+    def publish(self, name: str, data: bytes, *, replace: bool) -> None:
+        with self._lock:
+            if name in self._files and not replace:
+                raise CheckpointExists(f"{self.url}/{name}", expected="no such file", found="one")
+            self._files[name] = bytearray(data)
+
+    def delete(self, name: str) -> None:
+        self._files.pop(name, None)
+
+    def close(self) -> None:
+        pass
+
+
+class _MemoryWriter:
+    def __init__(self, store: MemoryStore, name: str) -> None:
+        self._store, self._name, self._open = store, name, True
+
+    def write(self, offset: int, data: memoryview) -> None:
+        target = self._store.files[self._name]
+        if offset + len(data) > len(target):
+            raise ValueError(f"{self._name}: write of {len(data)} bytes at {offset} past {len(target)}")
+        memoryview(target)[offset : offset + len(data)] = data
+
+    def commit(self) -> None:
+        self._open = False
+
+    def abort(self) -> None:
+        if self._open:
+            self._open = False
+            self._store.delete(self._name)

@@ -1,0 +1,5 @@
+"""From the bytes of a checkpoint to a tree, in any layout; and its verification, repair and salvage.
+
+It imports `arrays`, `io`, `reports` and `core`; never `saving`. Start with `load`: `match` finds the saved leaf of each
+wanted one, `read_batch` plans and runs the reads. `transforms` holds the load rules.
+"""

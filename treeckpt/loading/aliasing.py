@@ -1,0 +1,157 @@
+"""Leaves of a target that share memory: two different arrays are never put into one place, where the last would win.
+
+Leaves of a target may be one tensor, or views of one. That is right where what was saved for them is one array too, by
+the index, or has the same bytes; these are then read to the side and compared, before anything is written. A leaf that
+the checkpoint lacks is not missing where it is one array with another that is filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..arrays.base import Target, TargetPiece, Window
+from ..arrays.overlaps import first_difference, is_equal, pairs_of, place_of, same_places, shared
+from ..arrays.registry import target_of
+from ..core.format.records import AliasRecord, Leaf
+from ..core.sharding.region import c_strides
+from ..core.tree.spec import ArraySpec
+from ..errors import MismatchError, TreeckptError
+from .match import Load
+from .read_batch import Filling, Means
+from .transforms.view import MadeLeaf
+
+__all__ = ["Wanted", "are_equal", "check_ties", "identity_of", "tied_to"]
+
+T = TypeVar("T")
+
+
+class Wanted(msgspec.Struct, frozen=True, gc=False):
+    """An array to be filled, and the load that is to do it."""
+
+    job: Load
+    path: str
+    target: Target
+
+
+def check_ties(wanted: Sequence[Wanted]) -> None:
+    """Refuses arrays that differ where they would be put into the same memory.
+
+    Raises:
+        MismatchError: naming two of them.
+        CorruptError: what had to be read to compare them is damaged.
+    """
+    targets = [one.target for one in wanted]
+    pairs = [pair for pair in pairs_of(targets) if not _is_one(wanted[pair[0]], wanted[pair[1]])]
+    if not pairs:
+        return
+    limit = wanted[0].job.options.memory
+    stretches = (stretch for pair in pairs for stretch in shared(targets, pair, limit // 2))
+    found = first_difference(stretches, lambda pieces: _fill(wanted, pieces), limit)
+    if found is not None:
+        first, second = (wanted[number].path for number in found)
+        raise MismatchError(
+            second,
+            expected=f"the bytes of {first}, with which it shares memory in the target",
+            found="others in the checkpoint",
+            hint="Untie the two, or put `...` in the place of one to fill the other alone",
+        )
+
+
+def tied_to(
+    lacking: Sequence[tuple[str, Any]], there: Sequence[tuple[T, Any]], rank: int, *, in_place: bool
+) -> dict[str, T]:
+    """The leaves that are lacking in a checkpoint and are one array with one that is there, each with that one.
+
+    Args:
+        lacking: (path, leaf).
+        there: (whatever tells it, leaf).
+        in_place: whether one object in both places is one array; as a pattern of new arrays it may stand for two.
+    """
+    shapes = {leaf.shape for _, leaf in lacking if hasattr(leaf, "shape")}
+    alike = [(name, leaf) for name, leaf in there if getattr(leaf, "shape", None) in shapes] if shapes else []
+    places = {place: (name, leaf) for name, leaf in alike if (place := _place_of(leaf, rank)) is not None}
+    objects = {id(leaf): name for name, leaf in alike} if in_place else {}
+    found: dict[str, T] = {}
+    for path, leaf in lacking:
+        if id(leaf) in objects:
+            found[path] = objects[id(leaf)]
+        elif (place := _place_of(leaf, rank)) in places and (in_place or places[place][1] is not leaf):
+            found[path] = places[place][0]
+    return found
+
+
+def _place_of(leaf: object, rank: int) -> object:
+    """Equal for leaves of which to fill one is to fill the other; None for one without memory."""
+    try:
+        target = target_of(leaf, "", rank)
+    except TreeckptError:
+        return None
+    return place_of(target) if target is not None else None
+
+
+def are_equal(first: tuple[Load, str], second: tuple[Load, str], spec: ArraySpec) -> bool:
+    """Whether two saved arrays, each a path in a load, have the same bytes in the regions and the dtype of a spec."""
+    wanted = [Wanted(job, path, Target(spec, None, ())) for job, path in (first, second)]
+    return is_equal(spec, lambda pieces: _fill(wanted, pieces), first[0].options.memory)
+
+
+def _fill(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
+    """Reads what is meant for targets into other memory."""
+    fillings: dict[int, tuple[Load, Filling]] = {}
+    for number, parts in pieces:
+        job, path, target = wanted[number].job, wanted[number].path, wanted[number].target
+        if id(job) not in fillings:
+            filling = Filling(job.filling.store, job.index, job.source_rank, job.recorder, whole=job.filling.whole)
+            fillings[id(job)] = job, filling
+        filling = fillings[id(job)][1]
+        filling.want(path, _leaf(wanted[number]), msgspec.structs.replace(target, pieces=parts))
+    for job, filling in fillings.values():
+        filling.run(job.options.verify, Means(job.options.memory))
+        job.filling.read_nbytes += filling.read_nbytes
+
+
+def _leaf(wanted: Wanted) -> Leaf:
+    leaf = wanted.job.find(wanted.path) or wanted.job.view.filled(wanted.path, wanted.target.spec)
+    assert leaf is not None, "what was found once is there still"
+    return leaf
+
+
+def _is_one(first: Wanted, second: Wanted) -> bool:
+    """Whether the index tells that what is meant for two targets is the same wherever they meet."""
+    if first.job is not second.job or first.target.spec.dtype != second.target.spec.dtype:
+        return False
+    a, b = _leaf(first), _leaf(second)
+    if identity_of(a) == identity_of(b) and same_places(first.target, second.target):
+        return True
+    places = _place(a, first.target), _place(b, second.target)
+    return places[0] is not None and places[0] == places[1]
+
+
+def identity_of(leaf: Leaf) -> object:
+    """Equal for saved leaves that are one array, or the same view of one."""
+    record = leaf.record
+    return (record.of, record.view) if isinstance(record, AliasRecord) else (leaf.number, None)
+
+
+def _place(leaf: Leaf, target: Target) -> tuple[int, int] | None:
+    """The array that a leaf shows all or a part of, and where it would begin in memory if all of it were there.
+
+    None where the elements do not lie as they did when they were saved.
+    """
+    record, spec = leaf.record, leaf.spec
+    if isinstance(leaf, MadeLeaf) or spec is None or spec.dtype != target.spec.dtype or len(target.pieces) != 1:
+        return None
+    window: Window | None = getattr(target.pieces[0].data, "window", None)
+    if window is None or window.shape != spec.shape:
+        return None
+    offset, strides = 0, c_strides(spec.shape, 1)
+    if isinstance(record, AliasRecord) and record.view is not None:
+        offset, strides = record.view.offset, record.view.strides
+    steps = zip(spec.shape, window.strides, strides, strict=True)
+    if any(n > 1 and step != stride * window.itemsize for n, step, stride in steps):
+        return None
+    number = record.of if isinstance(record, AliasRecord) else leaf.number
+    return number, window.address - offset * window.itemsize

@@ -1,0 +1,101 @@
+"""A shard's header made again from the index, and the proof that it is the one that was written.
+
+The index knows all that a header says but the checksums. Those are either computed anew from the data, or taken from
+what is left of the header. Only where the seal that was written is that of the header made so is it the right one; then
+the checksums are, too.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..core.format.byte_map import extents_in
+from ..core.format.damage import own_path
+from ..core.format.index import encode_manifest
+from ..core.format.records import File, Index
+from ..core.format.shard_header import Entry, ShardHeader, block_count, encode_header, hashes_at, seal_at, with_hashes
+from ..core.sharding.dtypes import dtype_of
+
+__all__ = ["headers_of", "proven_header"]
+
+
+def headers_of(index: Index, file: File) -> list[ShardHeader]:
+    """What the header of a shard may say, with zeros for checksums.
+
+    Mostly that is one; but an array without elements between two files of a rank may be in either.
+    """
+    entries = _entries(index, file)
+    found: list[tuple[Entry, ...]] = []
+    for low, high in ((0, 1), (1, 1), (0, 0), (1, 0)):
+        chosen = tuple(
+            entry
+            for entry in entries
+            if entry.nbytes or ((low or entry.start > 0) and (high or entry.start < file.nbytes))
+        )
+        if chosen not in found:
+            found.append(chosen)
+    return [_header(index, file, chosen) for chosen in found]
+
+
+def _entries(index: Index, file: File) -> list[Entry]:
+    """The regions that lie in a shard, in their order."""
+    entries: list[tuple[int, int, int, Entry]] = []
+    for extent in extents_in(index, file, empty=True):
+        leaf = index.entries[extent.leaf]
+        assert leaf.spec is not None, "only arrays have extents"
+        nbytes = extent.region.size * dtype_of(leaf.spec.dtype).itemsize
+        start = extent.start - file.header
+        path = own_path(leaf.path, file.rank)
+        entry = Entry(path, leaf.spec.dtype, leaf.spec.shape, extent.region, start, nbytes)
+        entries.append((start, nbytes, extent.leaf, entry))
+    entries.sort(key=lambda item: item[:3])
+    return [entry for *_, entry in entries]
+
+
+def _header(index: Index, file: File, entries: tuple[Entry, ...]) -> ShardHeader:
+    return ShardHeader(
+        index.save_id,
+        file.rank,
+        index.world,
+        file.part,
+        file.stream,
+        entries,
+        (0,) * block_count(file.nbytes),
+        manifest=encode_manifest(index) if file.rank == 0 and file.part == 0 else None,
+    )
+
+
+def proven_header(header: ShardHeader, old: bytes, computed: Sequence[int]) -> bytes | None:
+    """The bytes of the header that was written; None where nothing proves which that is.
+
+    Args:
+        header: what it says, but for the checksums.
+        old: the damaged header, whole.
+        computed: the checksums of the data as it is now.
+    """
+    bare = encode_header(header)
+    if len(bare) != len(old):
+        return None
+    seal = slice(seal_at(bare), seal_at(bare) + 16)
+    for hashes in (computed, _stored(bare, old, len(computed))):
+        if hashes is None or len(hashes) != len(header.hashes):
+            continue
+        new = with_hashes(bare, hashes)
+        rest = (new[: seal.start], new[seal.stop :])
+        if new[seal] == old[seal] or rest == (old[: seal.start], old[seal.stop :]):
+            return new
+    return None
+
+
+def _stored(bare: bytes, old: bytes, count: int) -> Sequence[int] | None:
+    """The checksums that the damaged header has in their place."""
+    at = hashes_at(bare)
+    nbytes = len(base64.b64encode(bytes(8 * count)))
+    try:
+        return np.frombuffer(base64.b64decode(old[at : at + nbytes], validate=True), "<u8").tolist()
+    except (binascii.Error, ValueError):
+        return None

@@ -1,0 +1,303 @@
+"""Which rows of a saved table does this rank want, and where do they lie?
+
+Rows are saved in the order of their buckets, so where the table that is wanted is parted as the saved one, its owner's
+rows are one range, and two numbers of `offsets` say which. Where it is parted otherwise (another function, another
+number of buckets), all ids are read, and of every slot the rows that are wanted are picked while it streams by.
+
+Rows of a slot that come from another table than the ids, by rules or from another checkpoint, are joined to these by
+the ids of the table that they were saved with. An id that this table lacks is filled where the target says with what,
+and else refused.
+
+Nothing of a table is left half loaded: a slot that is not in the checkpoint, or not selected, is filled where the
+target says with what, and else refused, for its old rows are not those of the new ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from ..arrays.base import Box, Target, TargetPiece, raw_dtype
+from ..arrays.registry import abstract_of, library_of, source_of
+from ..arrays.table_columns import Picked, check_order, read_ids
+from ..core.format.records import Leaf
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region
+from ..core.tree.keyed_table import Column
+from ..core.tree.row_order import buckets_of
+from ..core.tree.spec import ArraySpec, TableSpec
+from ..core.tree.structure import TABLE_KEYS
+from ..errors import CorruptError, FormatError, MismatchError
+from .join_slots import (
+    Into,
+    Join,
+    Rows,
+    all_rows,
+    filling_of,
+    ids_beside,
+    ids_of,
+    ids_to_join,
+    join,
+    no_plain_rows,
+    read_now,
+    run_now,
+)
+from .read_batch import Slot
+
+if TYPE_CHECKING:
+    from .match import Load
+
+__all__ = ["column_slot", "find_column", "refuse_plain", "slot_as_saved"]
+
+OFFSETS = TABLE_KEYS[1]
+
+
+def find_column(job: Load, column: Column, path: str) -> Leaf | None:
+    """The saved leaf of a column; None where it stays as it is, or is filled.
+
+    Raises:
+        MismatchError: it would keep rows that are not those of the ids.
+    """
+    if column.kind == "offsets":
+        return None
+    if (giver := job.options.joined.get(path)) is not None:
+        return giver.find(path)
+    leaf = job.find(path) if job.selected(path) else None
+    ids = _prefix(column, path) + TABLE_KEYS[0]
+    if leaf is not None and not job.selected(ids):
+        raise MismatchError(
+            path,
+            expected="a slot together with the ids of its rows",
+            found="only the slot selected",
+            hint=f"Select {ids} too, or the whole table and exclude what is not wanted",
+        )
+    if leaf is not None or job.find(ids) is None or not job.selected(ids):
+        if leaf is None and job.selected(path):
+            job.missing.append(path)  # with all of its table
+        return leaf
+    if column.name in column.view.table.fill:
+        return None
+    if job.selected(path):
+        job.missing.append(path)
+        if job.options.strict:
+            return None
+    raise MismatchError(
+        path,
+        expected="each slot of the table, or what to fill it with",
+        found="not in the checkpoint" if job.selected(path) else "not selected",
+        hint=f"Pass fill={{{column.name!r}: 0.0}} to the KeyedTable in like, or leave the slot out of it",
+    )
+
+
+def column_slot(job: Load, column: Column, path: str, leaf: Leaf | None) -> Slot:
+    """Wants the rows of a column, or fills them."""
+    ids_path = _prefix(column, path) + TABLE_KEYS[0]
+    ids = job.find(ids_path) if job.selected(ids_path) else None
+    if column.kind == "offsets" or ids is None:
+        return Slot(column)
+    table = column.view.table
+    rows = column.view.rows
+    if rows is None:
+        rows = column.view.rows = _find_rows(job, table.spec, table.owned, ids_path, ids)
+    wanted = _wanted(job, column, path)
+    if leaf is None:
+        return Slot(_filled(job, table.fill[column.name], wanted, rows.count, path).leaf)
+    giver = job.options.joined.get(path, job)
+    if column.kind == "slot" and (own := ids_to_join(giver, leaf, path, job, ids)) is not None:
+        found = column.view.joins.get((giver, own.number))
+        if found is None:
+            theirs = _find_rows(giver, table.spec, table.owned, ids_path, own)
+            found = join(ids_of(job, ids, ids_path, rows), ids_of(giver, own, ids_path, theirs), theirs)
+            column.view.joins[giver, own.number] = found
+        return _joined(job, giver, leaf, path, wanted, found, table.fill.get(column.name))
+    whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
+    slot = _picked(job, leaf, path, whole, rows) if rows.picked is not None else _range(job, leaf, path, whole, rows)
+    if column.kind == "ids":
+        job.filling.then(lambda: _check(job, slot, rows, column, path))
+    return slot
+
+
+def _prefix(column: Column, path: str) -> str:
+    """What the paths of a table's columns begin with."""
+    steps = path.split("/")[: -1 if column.kind != "slot" else -2]
+    return "/".join([*steps, ""])
+
+
+def _wanted(job: Load, column: Column, path: str) -> ArraySpec:
+    """What a column of the target says of kind, dtype and row shape; its number of rows says nothing."""
+    spec = abstract_of(column.array, path, job.here)
+    if spec is None or not spec.shape or spec.regions is not None:
+        raise MismatchError(
+            path,
+            expected="an array of rows, or an ArraySpec of one",
+            found=f"{type(column.array).__name__}",
+            hint='As in KeyedTable(tc.ArraySpec((0,), "int64"), {"embedding": tc.ArraySpec((0, 16), "float32")})',
+        )
+    if column.kind == "ids" and (spec.dtype, len(spec.shape)) != ("int64", 1):
+        raise MismatchError(
+            path,
+            expected="ids of int64[N]",
+            found=f"{spec.dtype} of shape {spec.shape}",
+            hint="As in np.empty(0, np.int64): an empty list alone becomes an array of float64",
+        )
+    if job.options.device == "original":
+        return spec
+    return msgspec.structs.replace(spec, device=job.options.device or spec.device)
+
+
+def _find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, leaf: Leaf) -> Rows:
+    saved = job.index.tables.get(leaf.number)
+    if saved is None or leaf.spec is None or len(leaf.spec.shape) != 1:
+        raise MismatchError(
+            path, expected="a KeyedTable in the checkpoint", found="something else", hint="Load it as what it is"
+        )
+    rows, (start, stop) = leaf.spec.shape[0], owned
+    if saved != spec:
+        picked = _scan(job, leaf, path, rows, spec, owned)
+        return Rows(spec, rows, 0, len(picked), picked)
+    if (start, stop) == (0, saved.buckets):
+        return Rows(saved, rows, 0, rows)
+    if start == stop:
+        return Rows(saved, rows, 0, 0)
+    offsets_path = path[: -len(TABLE_KEYS[0])] + OFFSETS
+    offsets = job.index.entries[leaf.number + 1]  # they stand behind the ids
+    if offsets.spec is None or offsets.spec.shape != (saved.buckets,):
+        raise FormatError(offsets_path, expected=f"the first rows of {saved.buckets} buckets", found="none")
+    firsts = np.empty(min(stop + 1, saved.buckets) - start, np.int64)
+    read_now(job, offsets, offsets_path, Region((start,), firsts.shape), Into(firsts))
+    low, high = int(firsts[0]), int(firsts[stop - start]) if stop < saved.buckets else rows
+    if not 0 <= low <= high <= rows:
+        raise FormatError(offsets_path, expected=f"rising numbers up to {rows}", found=f"{low}, {high}")
+    return Rows(saved, rows, low, high - low)
+
+
+class _Chosen:
+    """Looks at ids as they are read, and keeps which are in a range of buckets."""
+
+    def __init__(self, rows: int, spec: TableSpec, owned: tuple[int, int]) -> None:
+        self.mask, self._spec, self._owned = np.zeros(rows, bool), spec, owned
+
+    def write(self, box: Box, data: np.ndarray) -> None:
+        buckets = buckets_of(np.ascontiguousarray(data).view(np.int64), self._spec)
+        self.mask[box[0]] = (buckets >= self._owned[0]) & (buckets < self._owned[1])
+
+
+def _scan(job: Load, leaf: Leaf, path: str, rows: int, spec: TableSpec, owned: tuple[int, int]) -> np.ndarray:
+    """The numbers of the rows of a range of buckets, by a look at all ids."""
+    chosen = _Chosen(rows, spec, owned)
+    read_now(job, leaf, path, Region((0,), (rows,)), chosen)
+    return np.flatnonzero(chosen.mask)
+
+
+def _range(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> Slot:
+    """Wants rows that follow each other."""
+    if rows.count == rows.saved:
+        return job.array(path, leaf, whole, job.new, whole)
+    row = whole.shape[1:]
+    region = Region((rows.start, *(0 for _ in row)), (rows.count, *row))
+    part = msgspec.structs.replace(whole, regions=(region,))
+    return job.array(path, leaf, None, job.new, part)
+
+
+def _picked(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> Slot:
+    """Wants rows from here and there: all are read, and those that are not wanted let go of at once."""
+    numbers = rows.picked
+    assert numbers is not None, "asked before"
+
+    def make(wanted: Any, path: str) -> Target:
+        own = job.new(msgspec.structs.replace(whole, shape=(rows.count, *whole.shape[1:])), path)
+        pieces = [TargetPiece(Region.whole(whole.shape), Picked(piece.data, numbers)) for piece in own.pieces]
+        return Target(whole, own.leaf, pieces)
+
+    return job.array(path, leaf, None, make, whole)
+
+
+def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) -> Target:
+    """A slot of one number."""
+    spec = msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:]))
+    target = job.new(spec, path)
+    number = np.array([fill], np.float64).view(raw_dtype(8))
+    cast: Callable[..., np.ndarray] = library_of(spec).cast
+    element = cast(number, "float64", spec.dtype).view(raw_dtype(dtype_of(spec.dtype).itemsize))
+    for piece in target.pieces:
+        box = tuple(slice(0, n) for n in piece.region.shape)
+        piece.data.write(box, np.broadcast_to(element, piece.region.shape))
+    return target
+
+
+def _check(job: Load, slot: Slot, rows: Rows, column: Column, path: str) -> None:
+    """Compares ids that were loaded with the buckets that they were loaded for."""
+    if rows.picked is not None or not rows.count:
+        return
+    source = source_of(slot.leaf, path, job.here)
+    assert source is not None, "ids are an array"
+    if wrong := check_order(read_ids(source), rows.spec, column.view.table.owned):
+        raise CorruptError(
+            path,
+            expected=f"ids of buckets {column.view.table.owned} in rising order",
+            found=wrong,
+            hint="The table was changed after it was saved",
+        )
+
+
+# slots of another table than the ids ------------------------------------------------------------------------------
+def slot_as_saved(job: Load, leaf: Leaf) -> Slot | None:
+    """Wants a slot for a table whose ids come from another one; None for all other leaves."""
+    path, spec = leaf.path, leaf.spec
+    ids_path = ids_beside(path)
+    if ids_path is None or spec is None:
+        return None
+    home = job.options.joined.get(ids_path, job)
+    ids = home.find(ids_path) if home is not job or job.selected(ids_path) else None
+    if ids is None or ids.number not in home.index.tables:
+        return None
+    own = ids_to_join(job, leaf, path, home, ids)
+    if own is None:
+        return None
+    mine, theirs = (ids_of(x, one, ids_path, all_rows(x, one)) for x, one in ((home, ids), (job, own)))
+    wanted = spec if job.options.device == "original" else msgspec.structs.replace(spec, device=None)
+    return _joined(job, job, leaf, path, wanted, join(mine, theirs, all_rows(job, own)), None)
+
+
+def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
+    """Refuses to put a slot beside the ids of another table into plain arrays.
+
+    Raises:
+        MismatchError: the slot has ids of its own.
+    """
+    ids_path = ids_beside(path)
+    ids = job.find(ids_path) if ids_path is not None and job.selected(ids_path) else None
+    if ids is not None and ids.number in job.index.tables and ids_to_join(job, leaf, path, job, ids) is not None:
+        raise no_plain_rows(path, wanted, job.filling.store.url)
+
+
+def _joined(job: Load, giver: Load, leaf: Leaf, path: str, wanted: ArraySpec, found: Join, fill: float | None) -> Slot:
+    """Wants the rows of a slot where their ids stand in the table of `job`."""
+    assert leaf.spec is not None, "slots are arrays"
+    missing, count = found.missing, len(found.rows) + len(found.missing)
+    if len(missing) and fill is None:
+        raise MismatchError(
+            path,
+            expected=f"a row for each of the table's {count} ids",
+            found=f"none for {len(missing)} of them, as {missing[0]}, in the table of {giver.filling.store.url}",
+            hint=f"Pass like with a KeyedTable(..., fill={{{path.rpartition('/')[2]!r}: 0.0}}), or leave the slot out",
+        )
+    whole = msgspec.structs.replace(wanted, shape=(leaf.spec.shape[0], *wanted.shape[1:]))
+    giver.check(path, leaf, whole)
+    if len(missing) and fill is not None:
+        own = _filled(job, fill, wanted, count, path)
+    else:
+        own = job.new(msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:])), path)
+    low, high = (int(found.rows[0]), int(found.rows[-1]) + 1) if len(found.rows) else (0, 0)
+    region = Region((low, *(0 for _ in whole.shape[1:])), (high - low, *whole.shape[1:]))
+    pieces = [TargetPiece(region, Picked(piece.data, found.rows - low, found.places)) for piece in own.pieces]
+    filling = job.filling if giver is job else filling_of(giver)
+    job.loaded += 1
+    giver.claim(path, leaf)
+    slot = filling.want(path, leaf, Target(whole, own.leaf, pieces))
+    if giver is not job:
+        job.filling.then(lambda: run_now(filling, job))
+    return slot

@@ -1,0 +1,363 @@
+"""The load: match what is wanted with what was saved, have it read, and put the tree together.
+
+Keys, kinds, shapes, dtypes and layouts are checked before memory is touched, and then that every shard which is needed
+is there, whole and of this save. Checksums are compared as the bytes are put in place, or all of them before. Ranks do
+not talk, unless they share the reading: each reads the ranges that it wants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..arrays.base import Target
+from ..arrays.registry import abstract_of, encode, is_value, library_of, like_of, resolve, target_of
+from ..core.format.records import AliasRecord, Leaf
+from ..core.sharding.int_runs import encode_runs
+from ..core.tree.flatten import flatten, graft, own_child, replace_leaves, unflatten
+from ..core.tree.keyed_table import Column
+from ..core.tree.recursion import Walk, run
+from ..core.tree.sequences import Taking, differing
+from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import PerRankNode, Structure, any_rank
+from ..errors import MismatchError, TreeckptError
+from ..io.comm.comm import Comm, global_rank
+from ..io.os_errors import unreadable
+from ..io.storage.store import Store
+from ..reports import LoadReport
+from .aliasing import Wanted, check_ties, tied_to
+from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
+from .match import Load, LoadOptions, Make
+from .partial_fill import add_changed
+from .read_batch import Means, Slot
+from .shared_read import Relay, open_relay, together
+
+__all__ = ["load_into_from", "load_into_tree", "load_tree", "sequences_of"]
+
+
+# without like ----------------------------------------------------------------------------------------------------
+
+
+def _as_saved(job: Load) -> Callable[[], object]:
+    """Wants the whole tree, or what `select` leaves of it; gives what builds it once the arrays have been read.
+
+    Unselected leaves are `...`.
+    """
+    job.view.check_fills()
+    job.options.check_used(lambda: job.view.names)
+    made: dict[int, Slot] = {}
+    order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
+    taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
+    joined: dict[str, Slot] = {}
+    if job.index.tables and (job.view.ruled is not None or job.options.joined):
+        joined = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
+    plain = [leaf for leaf in taken if leaf.path not in joined]
+    whole = {leaf.number for leaf in plain}
+    for leaf in plain:
+        if leaf.number in made:
+            continue  # a second name for it
+        if leaf.spec is None:
+            made[leaf.number] = Slot(job.value(leaf, leaf.path))
+        elif not (isinstance(leaf.record, AliasRecord) and leaf.record.of in whole):
+            made[leaf.number] = _array_as_saved(job, leaf, leaf.spec)
+
+    def build() -> object:
+        for leaf in plain:
+            if leaf.number not in made:
+                made[leaf.number] = Slot(_alias(leaf, made, job))
+        structure = job.view.structure
+        if job.view.ruled is None and any(leaf.ranks is not None for leaf in order):
+            structure = run(_own_structure(structure, job))
+        found = {leaf.path: made[leaf.number].leaf for leaf in plain} | {path: s.leaf for path, s in joined.items()}
+        leaves = iter([found.get(leaf.path, ...) for leaf in order])
+        return unflatten(structure, leaves, resolve=resolve, rank=job.rank, namespace=job.options.namespace)
+
+    return build
+
+
+def _array_as_saved(job: Load, leaf: Leaf, saved: ArraySpec) -> Slot:
+    device = job.options.device
+    spec = saved if device == "original" else msgspec.structs.replace(saved, device=None) if saved.device else saved
+
+    if isinstance(leaf.record, AliasRecord) and leaf.record.view is not None:
+        job.filling.claims.take_view(leaf.path, spec)
+    # without torch new_array says so; a view would fail later, and less clearly
+    return job.array(leaf.path, leaf, spec, job.new, spec)
+
+
+def _alias(leaf: Leaf, made: dict[int, Slot], job: Load) -> Any:
+    record, spec = leaf.record, leaf.spec
+    assert isinstance(record, AliasRecord) and spec is not None, "only ties are left"
+    base, base_spec = made[record.of].leaf, job.index.entries[record.of].spec
+    job.loaded += 1
+    same = base_spec is not None and (base_spec.kind, base_spec.requires_grad) == (spec.kind, spec.requires_grad)
+    if record.view is None and same:
+        return base
+    strides = tuple(math.prod(spec.shape[d + 1 :]) for d in range(len(spec.shape)))
+    offset = 0
+    if record.view is not None:
+        offset, strides = record.view.offset, record.view.strides
+    return library_of(spec).view(base, spec, offset, strides)
+
+
+def _own_structure(structure: Structure, job: Load) -> Walk[Structure]:
+    """The structure with each `PerRank` reduced to the subtree of the rank that is wanted, as this rank's own."""
+    if structure is None:
+        return None
+    if isinstance(structure, PerRankNode):
+        own = own_child(structure, job.source_rank, "")
+        return PerRankNode((encode_runs([job.rank]),), (own,))
+    children = list(structure.children)
+    for at, child in enumerate(children):
+        if child is not None:
+            children[at] = yield _own_structure(child, job)
+    return msgspec.structs.replace(structure, children=tuple(children))
+
+
+# with like -------------------------------------------------------------------------------------------------------
+
+
+def _is_array_like(leaf: object) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+class _Matched(msgspec.Struct):
+    """The leaves of a tree, in its order, and what each becomes."""
+
+    leaves: list[tuple[str, object]]
+    slots: list[Slot]
+    whole: frozenset[int]
+    """The ids of sequences of values that are leaves here, as they take the saved content whole."""
+
+    def put_into(self, tree: object, leaves: Iterable[object], namespace: str) -> object:
+        """The tree with other leaves."""
+        return replace_leaves(tree, iter(leaves), namespace=namespace, whole=self.whole)
+
+
+def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
+    """The leaves of a tree like this, and slots for them; arrays are wanted, not yet read."""
+    structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
+    sequences = sequences_of(job, like, structure)
+    whole = frozenset(id(one.here) for one in sequences.values())
+    if sequences:
+        _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)
+    asked: set[str] = set()
+    pairs: list[tuple[object, str, Leaf | None]] = []
+    for text, wanted in leaves:
+        path = any_rank(text, job.rank)
+        asked.add(path)
+        leaf = None
+        if views and path in job.damaged:
+            wanted = ...
+        if id(wanted) in whole and path in sequences:
+            asked.update(sequences[path].paths)
+        elif type(wanted) is Column:
+            leaf = find_column(job, wanted, path)
+        elif wanted is not ... and job.selected(path):
+            leaf = job.find(path)
+            if leaf is None:
+                leaf = job.view.filled(path, abstract_of(wanted, path, job.here))
+            if leaf is None:
+                _check_container(job, wanted, path)
+                job.missing.append(path)
+        pairs.append((wanted, path, leaf))
+    tied = _tied(job, pairs, in_place=not views) if job.missing else {}
+    job.missing = [path for path in job.missing if path not in tied]
+    job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
+    ties: dict[tuple[int, int], Slot] = {}
+    slots = [
+        column_slot(job, wanted, path, leaf)
+        if type(wanted) is Column
+        else Slot(_content(job, sequences[path]) if whole and path in sequences else wanted)
+        if leaf is None
+        else _slot(job, wanted, path, leaf, make, ties, views)
+        for wanted, path, leaf in pairs
+    ]
+    if tied and views:
+        slots = [slots[tied.get(path, number)] for number, (_, path, _) in enumerate(pairs)]
+    return _Matched(leaves, slots, whole)
+
+
+def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Taking]:
+    """The sequences of values in a tree of a structure that take the saved ones whole, by path."""
+    try:
+        if structure == job.view.structure:
+            return {}
+    except RecursionError:  # too deep for a comparison
+        pass
+
+    def is_saved_value(path: str) -> bool:
+        return job.selected(path) and (leaf := job.find(path)) is not None and leaf.spec is None
+
+    return differing(
+        like,
+        job.view.structure,
+        is_value=is_value,
+        is_saved_value=is_saved_value,
+        rank=job.rank,
+        source_rank=job.rank if job.view.ruled is not None else job.source_rank,
+        namespace=job.options.namespace,
+    )
+
+
+def _content(job: Load, one: Taking) -> object:
+    """What a sequence of values takes."""
+    values = (job.value(leaf, path) for path in one.paths if (leaf := job.find(path)) is not None)
+    return one.content(values, resolve=resolve, namespace=job.options.namespace)
+
+
+def _check_container(job: Load, wanted: object, path: str) -> None:
+    """Refuses a container of a class that cannot be filled, where the checkpoint has leaves for it.
+
+    Raises:
+        MismatchError: naming its class.
+    """
+    if not isinstance(wanted, (Mapping, Sequence)) or isinstance(wanted, (str, bytes, bytearray, range)):
+        return
+    if any(other.startswith(f"{path}/" if path else "") for other in job.view.by_path):
+        raise MismatchError(
+            path,
+            expected="a container that can be filled, or `...`",
+            found=f"a {type(wanted).__module__}.{type(wanted).__qualname__}, and leaves below it in the checkpoint",
+            hint="Make it a dict or a list; a dict of a class of its own is filled where allow_pickle is not given",
+        )
+
+
+def _tied(job: Load, pairs: Sequence[tuple[object, str, Leaf | None]], *, in_place: bool) -> dict[str, int]:
+    """The missing leaves that are one array with a leaf which was found, each with the number of that leaf."""
+    missing = set(job.missing)
+    there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
+    lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
+    return tied_to(lacking, there, job.here, in_place=in_place)
+
+
+def _slot(
+    job: Load,
+    wanted: object,
+    path: str,
+    leaf: Leaf,
+    make: Make,
+    ties: dict[tuple[int, int], Slot],
+    views: bool,
+) -> Slot:
+    if leaf.spec is None:
+        value = job.value(leaf, path)
+        if isinstance(wanted, ArraySpec) or (_is_array_like(wanted) and make(wanted, path) is not None):
+            raise MismatchError(path, expected="an array", found=f"the value {value!r:.60} in the checkpoint")
+        return Slot(value)
+    if job.view.ruled is not None and job.index.tables:
+        refuse_plain(job, leaf, path, wanted)
+    record = leaf.record
+    base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
+    # leaves that are one object in like, and one array in the checkpoint, stay one object
+    slot = ties.get((id(wanted), base))
+    if slot is None:
+        spec = abstract_of(wanted, path, job.here) if views else None
+        slot = ties[id(wanted), base] = job.array(path, leaf, spec, make, wanted)
+    return slot
+
+
+def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
+    """Loads a new tree; see `treeckpt.load`."""
+    relay, here = _relay(comm, options, [store]), global_rank(comm)
+    with together(relay):
+        job = Load(store, comm, options)
+
+        def make(wanted: Any, path: str) -> Target | None:
+            return like_of(wanted, path, here, options.device, take=job.take)
+
+        build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True))
+    job.filling.run(options.verify, Means(options.memory, mapped=options.mmap, relay=relay))
+    return build(), job.report()
+
+
+def _as_like(job: Load, like: object, matched: _Matched) -> Callable[[], object]:
+    return lambda: matched.put_into(like, (slot.leaf for slot in matched.slots), job.options.namespace)
+
+
+def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
+    """Fills a tree in place; see `treeckpt.load_into`."""
+    [report] = load_into_from([(store, options)], tree, comm)
+    return report
+
+
+def load_into_from(sources: Sequence[tuple[Store, LoadOptions]], tree: object, comm: Comm) -> list[LoadReport]:
+    """Fills a tree from several checkpoints, each of which gives other leaves of it.
+
+    All checks of the sources come before the first byte, and all arrays before the first value.
+    """
+    options = sources[0][1]
+    relay = _relay(comm, options, [store for store, _ in sources])
+    with together(relay):
+        new, jobs, wanted = tree, list[Load](), list[Wanted]()
+        for store, own in sources:
+            job, new, more = _prepare_into(store, new, comm, own)
+            jobs.append(job)
+            wanted += more
+        check_ties(wanted)
+    means, fillings = Means(options.memory, relay=relay), [job.filling for job in jobs]
+    opened = [filling.prepare(options.verify, means, in_place=True) for filling in fillings]
+    for filling, shards in zip(fillings, opened, strict=True):
+        try:
+            filling.put(shards, means, in_place=True)
+        except OSError as error:
+            failed = unreadable(error, filling.store.url)
+            add_changed(failed, fillings)
+            raise failed from error
+        except Exception as error:
+            add_changed(error, fillings)
+            raise
+    if new is not tree:
+        graft(tree, new, is_value=is_value, namespace=options.namespace)
+    return [job.report() for job in jobs]
+
+
+def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) -> tuple[Load, object, list[Wanted]]:
+    """What is to be read into a tree, and the tree with its new values."""
+    job, here = Load(store, comm, options), global_rank(comm)
+    wanted: list[Wanted] = []
+
+    def make(leaf: Any, path: str) -> Target | None:
+        target = target_of(leaf, path, here)
+        if target is not None:
+            wanted.append(Wanted(job, path, target))
+        return target
+
+    matched = _match(job, tree, make, views=False)
+    # what is equal already stays the very object, so that only real changes need a container that can change
+    kept = [
+        old if _is_same(old, slot.leaf) else slot.leaf
+        for (_, old), slot in zip(matched.leaves, matched.slots, strict=True)
+    ]
+    if all(old is leaf for (_, old), leaf in zip(matched.leaves, kept, strict=True)):
+        return job, tree, wanted
+    new = matched.put_into(tree, kept, options.namespace)
+    if stuck := graft(tree, new, is_value=is_value, namespace=options.namespace, dry=True):
+        path, value = stuck[0]
+        raise MismatchError(
+            path,
+            expected="a value that is as saved, or in a container that can change",
+            found=f"{value!r:.60} in the checkpoint",
+            hint="Use load(path, like=tree), which returns a new tree",
+        )
+    return job, new, wanted
+
+
+def _relay(comm: Comm, options: LoadOptions, stores: Sequence[Store]) -> Relay | None:
+    return open_relay(comm, stores) if options.read == "once" else None
+
+
+def _is_same(old: object, new: object) -> bool:
+    """Whether two values are stored alike; Python's own comparison takes 1, 1.0 and True for the same."""
+    if old is new or (type(old) is type(new) and type(old) in (int, bool, str) and old == new):
+        return True
+    if _is_array_like(old) or _is_array_like(new):
+        return False
+    try:
+        stored = [msgspec.json.encode(encode(value, "", allow_pickle=False)) for value in (old, new)]
+    except TreeckptError:
+        return False
+    return stored[0] == stored[1]

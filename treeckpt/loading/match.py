@@ -1,0 +1,305 @@
+"""One load's view of a checkpoint: which saved leaf is wanted where, and may it go there?
+
+Finds leaves by path and rank, decodes values, and asks for arrays to be read; compares keys, shapes and dtypes before
+any memory is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from ..arrays.base import Target
+from ..arrays.registry import check_cast, decode, new_array
+from ..core.format.damage import BadBytes, Damaged, damaged_leaves
+from ..core.format.records import Leaf, PerRankValues, ValueRecord
+from ..core.sharding.int_runs import decode_runs
+from ..core.tree.globs import check_used, compile_globs
+from ..core.tree.spec import ArraySpec
+from ..errors import MismatchError
+from ..io.comm.comm import Comm, global_rank
+from ..io.storage.metadata_files import read_index
+from ..io.storage.slabs import Slabs
+from ..io.storage.store import Store
+from ..io.timing import Recorder
+from ..reports import LoadReport
+from .read_batch import Filling, Slot, Verify
+from .transforms.rules import Rule
+from .transforms.view import MadeLeaf, plain_view, ruled_view
+
+__all__ = ["MEMORY", "Load", "LoadOptions", "Make", "check_same"]
+
+MEMORY = 64 << 20
+"""Bytes of buffers that a load may take, unless told otherwise."""
+
+
+class LoadOptions(msgspec.Struct, frozen=True):
+    """The knobs of a load; see `treeckpt.load`."""
+
+    select: tuple[str, ...] | None = None
+    strict: bool = True
+    cast: bool = False
+    device: str | None = None
+    verify: Verify = True
+    per_rank: Literal["error", "take"] = "error"
+    copy: bool = False
+    mmap: bool = False
+    allow_pickle: bool = False
+    namespace: str = ""
+    read: Literal["each", "once"] = "each"
+    memory: int = MEMORY
+    exclude: tuple[str, ...] | None = None
+    rules: tuple[Rule, ...] = ()
+    only: frozenset[str] | None = None
+    """Paths to load, of those that are selected."""
+    bad: tuple[BadBytes, ...] | None = None
+    """What is damaged: leaves with such bytes are not loaded, nor is a shard refused for them; None refuses."""
+    joined: Mapping[str, Load] = {}
+    """Columns of tables that another checkpoint gives, by path, and the load that sees it: with `like` slots of tables
+    whose ids come from here, without it the ids of tables that get slots from here."""
+
+    def __post_init__(self) -> None:
+        for name, given, known in (
+            ("read", self.read, ("each", "once")),
+            ("per_rank", self.per_rank, ("error", "take")),
+            ("verify", self.verify, (True, False, "first", "stream")),
+        ):
+            if given not in known:
+                raise MismatchError(name, expected=" or ".join(map(repr, known)), found=f"{given!r:.60}")
+
+    def selects(self, path: str) -> bool:
+        """Whether a path is asked for: `select` names it or something above it, and `exclude` does not."""
+        if (self.select is not None and not compile_globs(self.select).match(path)) or (
+            self.only is not None and path not in self.only
+        ):
+            return False
+        return self.exclude is None or not compile_globs(self.exclude).match(path)
+
+    def check_used(self, saved: Callable[[], Iterable[str]], others: Callable[[], Iterable[str]] = tuple) -> None:
+        """Refuses globs that mean nothing, under `strict`.
+
+        Args:
+            saved: gives the names that `select` may mean.
+            others: gives what `exclude` may mean too.
+
+        Raises:
+            MismatchError: naming one.
+        """
+        if self.strict and (self.select or self.exclude):
+            names = list(saved())
+            check_used("select", self.select, names)
+            check_used("exclude", self.exclude, [*names, *others()])
+
+
+Make = Callable[[Any, str], Target | None]
+"""Gives the target of a wanted leaf at a path."""
+
+
+class Load:
+    """One load on one rank."""
+
+    def __init__(self, store: Store, comm: Comm, options: LoadOptions) -> None:
+        self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
+        self.recorder = Recorder(comm.rank)
+        self.index = read_index(store)
+        self.source_rank = comm.rank % self.index.world
+        self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
+        self.world = comm.size
+        self.view = plain_view(self.index)
+        if options.rules:
+            self.view = ruled_view(
+                self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=options.strict
+            )
+        self.take = None if options.copy else Slabs().take
+        """Memory for new arrays; with `copy` each has its own."""
+        self.damaged = self._damaged()
+        self.filling = Filling(store, self.index, self.source_rank, self.recorder, whole=options.bad is None)
+        self.loaded = 0
+        self._claimed: set[int] = set()
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+
+    def selected(self, path: str) -> bool:
+        """Whether a path is asked for, it can be had, and no rule has it stay as it is."""
+        return self.options.selects(path) and path not in self.damaged and not self.view.is_kept(path)
+
+    def _damaged(self) -> dict[str, tuple[Damaged, ...]]:
+        """By path, what of a leaf is damaged, as the rank sees it whose state is loaded."""
+        hurt = damaged_leaves(self.index, self.options.bad or (), rank=self.source_rank)
+        if not hurt:
+            return {}
+        found: dict[str, tuple[Damaged, ...]] = {}
+        for leaf in self.view.entries:
+            saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, MadeLeaf) else [leaf.number]
+            parts = [part for number in saved for part in hurt.get(number, ())]
+            if parts:
+                found[leaf.path] = tuple(msgspec.structs.replace(part, path=leaf.path) for part in parts)
+        return found
+
+    def find(self, path: str) -> Leaf | None:
+        """The saved leaf at a path; under `PerRank` the one of the rank that is wanted."""
+        found = self.view.by_path.get(path)
+        if found is None:
+            return None
+        if found[0].ranks is None:
+            return found[0]
+        if self.refuse_own and self.selected(path):
+            raise MismatchError(
+                path,
+                expected=f"state of one rank of {self.world}",
+                found=f"state saved by a world of {self.index.world}",
+                hint="The world size changed: leave this leaf out with `...` in like, or pass per_rank='take'. A "
+                'process that is alone, whatever its launcher says, passes comm="alone"',
+            )
+        for leaf in found:
+            if self.source_rank in decode_runs(leaf.ranks or ()):
+                return leaf
+        raise MismatchError(
+            path,
+            expected=f"state of rank {self.source_rank}",
+            found="state of other ranks only",
+            hint="Leave this leaf out with `...` in like",
+        )
+
+    def owns(self, leaf: Leaf) -> bool:
+        """Whether a leaf under `PerRank` is that of the rank that is wanted; refuses what `find` does."""
+        return self.source_rank in decode_runs(leaf.ranks or ()) and self.find(leaf.path) is leaf
+
+    def value(self, leaf: Leaf, path: str) -> object:
+        """A saved value."""
+        record = leaf.record
+        self.loaded += 1
+        if isinstance(record, PerRankValues):
+            position = int(np.flatnonzero(decode_runs(leaf.ranks or ()) == self.source_rank)[0])
+            return decode(record.values[position], path, allow_pickle=self.options.allow_pickle)
+        assert isinstance(record, ValueRecord), "arrays are read, not decoded"
+        return decode(record.value, path, allow_pickle=self.options.allow_pickle)
+
+    def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Make, wanted: object) -> Slot:
+        """Wants an array: as a view of what is read where that is possible, else in the target that `make` makes."""
+        self.loaded += 1
+        self.claim(path, leaf)
+        if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
+            if spec is not leaf.spec:
+                self.check(path, leaf, spec)
+            if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
+                slot = self.filling.land(path, leaf, spec)
+                if slot is not None:
+                    return slot
+        target = make(wanted, path)
+        if target is None:
+            raise MismatchError(
+                path,
+                expected="a value",
+                found=f"an array in the checkpoint, {leaf.spec and leaf.spec.dtype} of shape "
+                f"{leaf.spec and leaf.spec.shape}{self._chain(path)}",
+                hint="Put an array, a tc.ArraySpec or `...` there in like",
+            )
+        self.check(path, leaf, target.spec)
+        return self.filling.want(path, leaf, target)
+
+    def claim(self, path: str, leaf: Leaf) -> None:
+        """Counts what the index says an array takes, once, before memory is allocated for it."""
+        for source in leaf.sources.values() if isinstance(leaf, MadeLeaf) else (leaf,):
+            if source.number not in self._claimed:
+                self._claimed.add(source.number)
+                self.filling.claims.take(path, source)
+
+    def new(self, spec: Any, path: str) -> Target:
+        """A new array where the options put it."""
+        return new_array(spec, path, self.options.device, take=self.take)
+
+    def _on_host(self, spec: ArraySpec) -> bool:
+        device = self.options.device
+        if device == "original":
+            return spec.device is None
+        return device == "cpu" or (device is None and spec.device is None)
+
+    def check(self, path: str, leaf: Leaf, wanted: ArraySpec) -> None:
+        """Compares what is wanted with what was saved.
+
+        Raises:
+            MismatchError: of shape or dtype.
+        """
+        saved = leaf.spec
+        assert saved is not None, "values are decoded, not read"
+        if wanted.shape != saved.shape:
+            raise MismatchError(
+                path,
+                expected=f"shape {wanted.shape}",
+                found=f"{saved.shape} in the checkpoint{self._chain(path)}",
+                hint="Ask for the saved shape, or leave the leaf out with `...`",
+            )
+        if wanted.dtype != saved.dtype and not self.options.cast:
+            raise MismatchError(
+                path,
+                expected=wanted.dtype,
+                found=f"{saved.dtype} in the checkpoint{self._chain(path)}",
+                hint="Pass cast=True to convert",
+            )
+        if wanted.dtype != saved.dtype:
+            check_cast(wanted, saved.dtype, path)
+
+    def _chain(self, path: str) -> str:
+        chain = self.view.chain(path)
+        return f", by the rules {chain}" if chain else ""
+
+    def check_keys(self, asked: set[str], left_out: Sequence[str]) -> None:
+        """Compares what was asked for with what is there.
+
+        Args:
+            left_out: paths of `...` in like, each of which stands for all that was saved below it.
+
+        Raises:
+            MismatchError: under `strict`, naming what is missing and what is unexpected.
+        """
+        below = tuple(f"{path}/" if path else "" for path in left_out)
+        self.options.check_used(lambda: [*self.view.names, *asked])
+        self.unexpected = [
+            path
+            for path in self.view.by_path
+            if path not in asked and not path.startswith(below) and self.selected(path)
+        ]
+        if self.options.strict:
+            check_same(self.missing, self.unexpected)
+
+    def report(self) -> LoadReport:
+        return LoadReport(
+            self.filling.store.url,
+            self.filling.nbytes,
+            self.filling.read_nbytes,
+            self.loaded,
+            tuple(self.missing),
+            tuple(self.unexpected),
+            self.recorder.seconds,
+            self.view.ruled.dropped if self.view.ruled is not None else (),
+            tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
+            damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
+        )
+
+
+def check_same(missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Refuses leaves that are only wanted, or only there.
+
+    Raises:
+        MismatchError: naming some of them.
+    """
+    if not missing and not unexpected:
+        return
+    texts = [_some("missing in the checkpoint", missing), _some("not asked for", unexpected)]
+    raise MismatchError(
+        (missing or unexpected)[0],
+        expected="the leaves of like and of the checkpoint to be the same",
+        found="; ".join(text for text in texts if text),
+        hint="Pass strict=False to load what both have, or `...` in like for what you do not want",
+    )
+
+
+def _some(what: str, paths: Sequence[str]) -> str:
+    if not paths:
+        return ""
+    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    return f"{len(paths)} {what}: {', '.join(paths[:5])}{more}"

@@ -1,0 +1,194 @@
+"""What of a damaged checkpoint can be made again, and is proven to be what was written, is; the rest is left alone.
+
+The index is made from the headers of the shards. A shard's header is made from the index, and its own seal proves it;
+what was put behind the end of a shard is cut off where all before it is intact. Timings cannot be made again: they are
+a record beside the checkpoint. Each file that is replaced or taken away is kept under `<name>.<id>.damaged`; the new
+one takes its name in one step (in a store without renames it is written anew, from the copy that was kept).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+
+import msgspec
+
+from ..core.format.check_index import check_there
+from ..core.format.damage import BadBytes
+from ..core.format.file_names import damaged_name, kind_of
+from ..core.format.index import INDEX_NAME, MAX_INDEX, encode_index
+from ..core.format.records import File, Index
+from ..core.format.shard_header import BLOCK, hash_block
+from ..core.format.timings import timings_name
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError, TreeckptError
+from ..io.storage.local_write import sync_directory
+from ..io.storage.memory import aligned_buffer
+from ..io.storage.metadata_files import read_index, read_timings, rebuild_from_shards
+from ..io.storage.store import LocalStore, Store
+from ..reports import Repair, VerifyReport
+from .damage_scan import survey_shard
+from .header_rebuild import headers_of, proven_header
+from .verify import verify_store
+
+__all__ = ["repair_store"]
+
+STEP = 8 << 20
+_SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{16})"')
+
+
+def repair_store(store: Store) -> VerifyReport:
+    """See `treeckpt.verify`."""
+    repairs: list[Repair] = []
+    index = _repair_index(store, repairs)
+    check_there(index, store.sizes(), store.url)
+    for file in index.file_list:
+        _repair_shard(store, index, file, repairs)
+    report = verify_store(store)
+    if any(problem.file == INDEX_NAME for problem in report.problems):
+        _replace_index(store, index.save_id, repairs)
+        report = verify_store(store)
+    if any(problem.file == timings_name(index.save_id) for problem in report.problems):
+        _drop_timings(store, index.save_id, repairs)
+        report = verify_store(store)
+    return msgspec.structs.replace(report, repairs=tuple(repairs))
+
+
+# the index ------------------------------------------------------------------------------------------------------------
+
+
+def _repair_index(store: Store, repairs: list[Repair]) -> Index:
+    try:
+        return read_index(store)
+    except CheckpointNotFound:
+        if any((kind := kind_of(name)) is not None and kind.kind == "deleted" for name in store.sizes()):
+            raise
+        index = rebuild_from_shards(store)
+        store.publish(INDEX_NAME, encode_index(index), replace=False)
+        repairs.append(Repair(INDEX_NAME, "was missing; made again from the headers of the shards"))
+        return index
+    except (CorruptError, FormatError):
+        # which save it was the index of may still be legible: a later one beside it may never have been committed
+        try:
+            found = _SAVE_ID.search(store.read(INDEX_NAME, limit=MAX_INDEX))
+        except CorruptError:
+            if INDEX_NAME not in store.sizes():
+                raise  # no file at all: a directory, say
+            found = None
+        return _replace_index(store, found[1].decode() if found else None, repairs)
+
+
+def _replace_index(store: Store, save_id: str | None, repairs: list[Repair]) -> Index:
+    index = rebuild_from_shards(store, save_id=save_id, whole=False)
+    aside = _keep(store, INDEX_NAME)
+    store.publish(INDEX_NAME, encode_index(index), replace=True)
+    repairs.append(Repair(INDEX_NAME, "made again from the headers of the shards", aside))
+    return index
+
+
+def _drop_timings(store: Store, save_id: str, repairs: list[Repair]) -> None:
+    name = timings_name(save_id)
+    with contextlib.suppress(TreeckptError, OSError):
+        read_timings(store, save_id)
+        return
+    aside = _keep(store, name)
+    store.delete(name)
+    repairs.append(Repair(name, "taken away: how long the save took is lost, nothing else", aside))
+
+
+# shards ---------------------------------------------------------------------------------------------------------------
+
+
+def _repair_shard(store: Store, index: Index, file: File, repairs: list[Repair]) -> None:
+    """Gives a shard its header back, and its end, where that leaves nothing in doubt."""
+    size, whole = store.sizes().get(file.name), file.header + file.nbytes
+    bad = survey_shard(store, index, file, size)
+    if not bad or size is None or size < whole:
+        return
+    try:
+        header, done = _header_again(store, index, file, bad)
+    except (OSError, CheckpointError, StoreError):  # what cannot be read cannot be made again
+        return
+    if header is None:
+        return
+    if size > whole:
+        done.append(f"cut off {size - whole} bytes behind the end")
+    aside = _keep(store, file.name)
+    _rewrite(store, file, header, aside)
+    repairs.append(Repair(file.name, " and ".join(done), aside))
+
+
+def _header_again(store: Store, index: Index, file: File, bad: list[BadBytes]) -> tuple[bytes | None, list[str]]:
+    """The header that a shard is to have, and what is done to it; None where it is not known, or right already."""
+    old = bytearray(file.header)
+    store.read_into(file.name, 0, memoryview(old))
+    if bad[0].start:
+        return (bytes(old), []) if bad[-1].start >= file.header + file.nbytes else (None, [])
+    hashes = _hashes(store, file)
+    proven = (proven_header(header, bytes(old), hashes) for header in headers_of(index, file))
+    made = next((header for header in proven if header is not None), None)
+    return made, ["made the header again from the index, as its seal proves"]
+
+
+def _hashes(store: Store, file: File) -> list[int]:
+    """The checksums of the data as it is now."""
+    buffer = aligned_buffer(BLOCK)
+    found: list[int] = []
+    for at in range(0, file.nbytes, BLOCK):
+        part = buffer[: min(BLOCK, file.nbytes - at)]
+        store.read_into(file.name, file.header + at, part)
+        found.append(hash_block(part))
+    return found
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+def _keep(store: Store, name: str) -> str:
+    """Keeps a file's content under another name; gives that name."""
+    aside = damaged_name(name, secrets.token_hex(8))
+    if isinstance(store, LocalStore):
+        with contextlib.suppress(OSError):  # not every file system has hard links
+            os.link(store.directory / name, store.directory / aside, follow_symlinks=False)
+            sync_directory(store.directory)
+            return aside
+    _copy(store, name, aside, store.sizes()[name])
+    return aside
+
+
+def _copy(store: Store, source: str, target: str, nbytes: int, header: bytes = b"") -> None:
+    """Writes a new file of another one's first bytes, durably.
+
+    Args:
+        header: stands in the place of what the other one begins with; a multiple of a page.
+    """
+    writer = store.create(target, nbytes)
+    try:
+        buffer = aligned_buffer(STEP, huge=True)
+        if header:
+            first = aligned_buffer(len(header))
+            first[:] = header
+            writer.write(0, first)
+        for at in range(len(header), nbytes, STEP):
+            part = buffer[: min(STEP, nbytes - at)]
+            store.read_into(source, at, part)
+            writer.write(at, part)
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _rewrite(store: Store, file: File, header: bytes, aside: str) -> None:
+    """Gives a shard another header and its right length."""
+    whole = file.header + file.nbytes
+    if isinstance(store, LocalStore):
+        temporary = f".{file.name}.{secrets.token_hex(8)}.tmp"
+        _copy(store, file.name, temporary, whole, header)
+        (store.directory / temporary).replace(store.directory / file.name)
+        sync_directory(store.directory)
+    else:
+        store.delete(file.name)
+        _copy(store, aside, file.name, whole, header)
+    store.close()  # what was read before is another file now

@@ -1,0 +1,81 @@
+"""How the command line prints: tables and trees drawn on a terminal, plain columns and JSON elsewhere.
+
+Text from files goes through `visible` here, so no command can let a name steer the terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..core.text import visible
+
+__all__ = ["fail", "moment", "print_facts", "print_json", "print_line", "print_table"]
+
+STYLES = {"complete": "green", "partial": "yellow", "corrupt": "bold red", "foreign": "dim"}
+
+
+def print_json(thing: Any) -> None:
+    """Anything that msgspec knows, indented."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(thing), indent=2).decode() + "\n")
+
+
+def print_line(text: str, style: str = "") -> None:
+    """One line of text."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(visible(text), style=style))
+
+
+def fail(text: str) -> None:
+    """A message on the error stream."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(visible(text), style="red"))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    """A table; a cell that is a status is coloured, columns in `right` are aligned so."""
+    cells = [[visible(cell) for cell in row] for row in rows]
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        _print_plain(columns, cells, right)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold dim")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    console.print(table)
+
+
+def _print_plain(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        parts = (
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(columns, row, widths, strict=True)
+        )
+        sys.stdout.write("  ".join(parts).rstrip() + "\n")
+
+
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Names and what they are, a line each."""
+    width = max((len(name) for name, _ in facts), default=0)
+    console = Console(highlight=False, soft_wrap=True)
+    for name, text in facts:
+        console.print(Text.assemble((f"{name:<{width}}  ", "dim"), visible(text)))
+
+
+def moment(ns: int | None) -> str:
+    """A time on this machine's clock, to the second."""
+    if ns is None:
+        return "-"
+    try:
+        return datetime.fromtimestamp(ns // 10**9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "out of range"

@@ -1,0 +1,386 @@
+"""Which checkpoints are in a run directory, and in what state is each of them?
+
+`look` reads one directory's index and timings, and compares the shards' sizes with what the index says; `scan` looks at
+every directory of a run, on a disk, in memory or in an object store. What cannot be read is reported as what it is,
+never raised: other programs' directories, saves that never finished, indexes that do not decode; only where a store
+cannot be reached or refuses, nothing is said at all. Links are not followed. No shard is opened; that is `verify`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..core.analysis.outline import held_nbytes
+from ..core.analysis.profile import profile_of
+from ..core.format.file_names import PIN_NAME, is_step_name, kind_of, step_of
+from ..core.format.index import INDEX_NAME
+from ..core.format.lineage import Lineage, Mark
+from ..core.format.records import Index
+from ..core.format.shard_header import parse_shard_name
+from ..core.format.timings import Timings
+from ..core.text import visible
+from ..core.tree.spec import Value, decode_value
+from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
+from ..io.storage import metadata_files
+from ..io.storage.bucket import is_url, local_path
+from ..io.storage.open import open_folder, open_run, open_store
+from ..io.storage.run_store import Entry, Folder, LocalFolder, Remote, RunStore, folders_of
+from .active_saves import saves_under_way
+from .checkpoint_info import CheckpointInfo, Status, arranged
+from .stat_cache import FileCache, Recall
+
+__all__ = [
+    "CheckpointInfo",
+    "FileCache",
+    "Recall",
+    "Status",
+    "Summary",
+    "Took",
+    "arranged",
+    "is_checkpoint",
+    "is_there",
+    "look",
+    "look_anyway",
+    "marks_of",
+    "read_index",
+    "read_timings",
+    "scan",
+    "step_of",
+    "summarize",
+    "survey",
+]
+
+FAR = 16
+"""Folders of an object store that are looked at at a time."""
+METRICS = "metrics"
+"""The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
+
+T = TypeVar("T")
+Files = dict[str, Entry]
+"""The regular files of a directory."""
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What a list of checkpoints needs of an index."""
+
+    save_id: str
+    step: int | None
+    world: int
+    leaves: int
+    nbytes: int
+    created_ns: int
+    sizes: tuple[tuple[str, int], ...]
+    """Every shard and its size as a file."""
+    metrics: dict[str, float]
+    held_nbytes: int
+    lineage: Lineage | None = None
+
+
+def read_index(path: str | os.PathLike[str]) -> Index:
+    """The index of a checkpoint's directory.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointError: it cannot be read, or is no index.
+    """
+    return metadata_files.read_index(open_store(path))
+
+
+def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None = None) -> Timings:
+    """The timing record of a checkpoint: of the save that its index names, else of the newest save that left one.
+
+    Args:
+        save_id: that the index names, where that is known already: then it is not read.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointError: it cannot be read.
+    """
+    folder = path if not isinstance(path, (str, os.PathLike)) else open_folder(path)
+    if save_id is None:
+        with contextlib.suppress(TreeckptError):
+            save_id = metadata_files.read_index(folder.store).save_id
+    return _read_timings(folder, _timings_file(folder, _regular(folder.entries()), save_id))
+
+
+def _timings_file(folder: Folder, files: Files, save_id: str | None) -> str:
+    names = [n for n in files if (k := kind_of(n)) and k.kind == "timings" and save_id in (None, k.save_id)]
+    if not names:
+        label, expected = visible(folder.url), "the timings of a save"
+        if not any(map(_is_ours, files)):
+            raise CheckpointNotFound(label, expected="a checkpoint", found="none", hint="Check the path")
+        if INDEX_NAME not in files:
+            hint = "The save is under way, or ended before it wrote them"
+            raise CheckpointNotFound(label, expected=expected, found="none, and no index", hint=hint)
+        hint = "They are a record beside the checkpoint; without them it is still complete"
+        raise CheckpointNotFound(label, expected=expected, found="none", hint=hint)
+    return max(names, key=lambda name: (files[name].modified_ns, name))
+
+
+def _read_timings(folder: Folder, name: str) -> Timings:
+    label = visible(f"{folder.url}/{name}")
+    try:
+        timings = metadata_files.read_timings(folder.store, name.split(".")[1])
+    except OSError as error:
+        raise CorruptError(label, expected="timings", found=f"{error.strerror or error}") from error
+    if timings is None:
+        raise CheckpointNotFound(label, expected="the timings of a save", found="no such file any more")
+    return timings
+
+
+def _regular(entries: Files) -> Files:
+    return {name: entry for name, entry in entries.items() if entry.regular}
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory itself holds files of a checkpoint, complete or not."""
+    if is_url(text := os.fspath(path)):
+        entries = open_folder(text).entries()
+        return any(map(_is_ours, _regular(entries))) or INDEX_NAME in entries
+    try:
+        with os.scandir(
+            local_path(text)
+        ) as found:  # of a run with thousands of directories, none of these is looked at
+            return any(e.name == INDEX_NAME or (_is_ours(e.name) and e.is_file(follow_symlinks=False)) for e in found)
+    except OSError:
+        return False
+
+
+def is_there(run: str) -> bool:
+    """Whether there is something at a path or URL that may be a run or a checkpoint.
+
+    Raises:
+        StoreError: an object store cannot be reached, or refuses.
+    """
+    if is_url(run):
+        return bool(open_run(run).names() or open_folder(run).entries())
+    return Path(local_path(run)).is_dir()
+
+
+def _is_ours(name: str) -> bool:
+    return kind_of(name) is not None
+
+
+def scan(run: str | os.PathLike[str] | RunStore, *, cache: Recall | None = None) -> list[CheckpointInfo]:
+    """Every checkpoint of a run, newest first, then what is none; a checkpoint's own path gives that one.
+
+    The newest is what was saved last. Abandoned branches come behind all that is on the lineage of the newest.
+    Names that start with a dot, and what is no directory, are left out. A directory that cannot be listed is corrupt.
+
+    Raises:
+        StoreError: the run cannot be reached, or refuses.
+    """
+    cache = cache or FileCache(0)
+    if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
+        return [look_anyway(open_folder(run), cache=cache, follow=True)]
+    return arranged(info for _, info in survey(open_run(run), cache, anyway=True))
+
+
+def survey(run: RunStore, cache: Recall, *, anyway: bool = False) -> list[tuple[Folder, CheckpointInfo]]:
+    """Every folder of a run, and what it is.
+
+    Args:
+        anyway: looks by `look_anyway`.
+
+    Raises:
+        StoreError: where they are cannot be reached.
+    """
+    return _each_folder(run, partial(look_anyway if anyway else look, cache=cache))
+
+
+def _each_folder(run: RunStore, one: Callable[[Folder], T]) -> list[tuple[Folder, T]]:
+    folders = folders_of(run)
+    if not isinstance(run, Remote):
+        return [(folder, one(folder)) for folder in folders]
+    with ThreadPoolExecutor(FAR, "treeckpt-look") as pool:
+        return list(zip(folders, pool.map(one, folders), strict=True))
+
+
+def marks_of(run: RunStore, cache: Recall) -> list[Mark]:
+    """What the lineage of a run's checkpoints is decided from: their indexes alone, of which those known are not read.
+
+    Raises:
+        StoreError: the run cannot be reached.
+    """
+
+    def one(folder: Folder) -> Mark | None:
+        index = folder.entry(INDEX_NAME) if is_step_name(folder.name) and not folder.is_link else None
+        with contextlib.suppress(TreeckptError):
+            summary = _recall_summary(folder, index, cache) if index is not None else None
+            if summary is not None and summary.step in (None, step_of(folder.name)):
+                return Mark(step_of(folder.name) or 0, summary.save_id, summary.lineage)
+        return None
+
+    return [mark for _, mark in _each_folder(run, one) if mark is not None]
+
+
+def look_anyway(folder: Folder, *, cache: Recall | None = None, follow: bool = False) -> CheckpointInfo:
+    """As `look`, for lists to be shown: a local directory that refuses to be read is called corrupt, and says why."""
+    try:
+        return look(folder, cache=cache, follow=follow)
+    except StoreError as error:
+        if not isinstance(folder, LocalFolder):
+            raise
+        return CheckpointInfo(folder.name, folder.url, "corrupt", step_of(folder.name), error=str(error))
+
+
+def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, follow: bool = False) -> CheckpointInfo:
+    """What one directory is.
+
+    Args:
+        follow: looks behind a symbolic link: for paths that a person gave, not for what stands in a run.
+
+    Raises:
+        StoreError: it cannot be reached, or refuses to be read, which says nothing of the checkpoint.
+    """
+    cache = cache or FileCache(0)
+    folder = open_folder(path) if isinstance(path, (str, os.PathLike)) else path
+    name = folder.name
+    if folder.is_link and not follow:
+        return CheckpointInfo(name, folder.url, "foreign", error="a symbolic link, which is not followed")
+    entries = folder.entries()
+    files = _regular(entries)
+    if (index := entries.get(INDEX_NAME)) is not None:
+        try:
+            summary = _recall_summary(folder, index, cache)
+        except StoreError:  # says nothing of the checkpoint
+            raise
+        except TreeckptError as error:
+            return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
+        info = _with_index(folder, summary, files, cache)
+        if info.status == "corrupt" and folder.entries().get(INDEX_NAME, index) != index:
+            return look(folder, cache=cache, follow=follow)  # another save has replaced it since it was listed
+        return info
+    exists = folder.modified_ns() is not None
+    if any(map(_is_ours, files)) or (step_of(name) is not None and exists and not entries):
+        return _without_index(folder, files, cache)
+    error = "no checkpoint: neither an index nor shards" if exists else "not a directory"
+    return CheckpointInfo(name, folder.url, "foreign", error=error)
+
+
+def _recall_summary(folder: Folder, index: Entry, cache: Recall) -> Summary:
+    return cache.recall((folder.url, "summary"), index, lambda: summarize(metadata_files.read_index(folder.store)))
+
+
+def summarize(index: Index) -> Summary:
+    """What a list of checkpoints needs of an index."""
+    sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
+    return Summary(
+        save_id=index.save_id,
+        step=index.step,
+        world=index.world,
+        leaves=len(index.leaves),
+        nbytes=index.nbytes,
+        created_ns=index.created_ns,
+        sizes=sizes,
+        metrics=_metrics(index.metadata.get(METRICS)),
+        held_nbytes=held_nbytes(index),
+        lineage=index.lineage,
+    )
+
+
+def _metrics(value: Value) -> dict[str, float]:
+    """The numbers of a dict; users may keep something else under this key."""
+    try:
+        found = decode_value(value, METRICS)
+    except TreeckptError:
+        return {}
+    pairs: dict[Any, Any] = found if isinstance(found, dict) else {}
+    return {k: float(v) for k, v in pairs.items() if isinstance(k, str) and _is_number(v)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)
+
+
+class Took(msgspec.Struct, frozen=True):
+    """What a list of checkpoints needs of timings."""
+
+    seconds: float
+    blocked_seconds: float
+    error: str | None
+
+
+def _took(folder: Folder, name: str) -> Took:
+    timings = _read_timings(folder, name)
+    try:
+        profile = profile_of(timings)
+        return Took(profile.seconds, profile.blocked_seconds, timings.error)
+    except (ArithmeticError, LookupError) as error:  # times of any size, parents that are none
+        raise CorruptError(visible(f"{folder.url}/{name}"), expected="spans of a save", found=f"{error}") from error
+
+
+def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: Recall) -> Took:
+    name = _timings_file(folder, files, save_id)
+    return cache.recall((f"{folder.url}/{name}", "took"), files[name], lambda: _took(folder, name))
+
+
+def _with_index(folder: Folder, summary: Summary, files: Files, cache: Recall) -> CheckpointInfo:
+    took = None
+    with contextlib.suppress(TreeckptError):  # timings are a record beside the checkpoint, not part of its state
+        took = _recall_took(folder, files, summary.save_id, cache)
+    problem = _shards_problem(summary, files)
+    return CheckpointInfo(
+        name=folder.name,
+        path=folder.url,
+        status="complete" if problem is None else "corrupt",
+        step=summary.step if summary.step is not None else step_of(folder.name),
+        save_id=summary.save_id,
+        world=summary.world,
+        leaves=summary.leaves,
+        nbytes=summary.nbytes,
+        created_ns=summary.created_ns,
+        seconds=took.seconds if took else None,
+        blocked_seconds=took.blocked_seconds if took else None,
+        held_nbytes=summary.held_nbytes,
+        error=problem,
+        metrics=summary.metrics,
+        pinned=PIN_NAME in files,
+        saving=saves_under_way(folder, files),
+        lineage=summary.lineage,
+    )
+
+
+def _shards_problem(summary: Summary, files: Files) -> str | None:
+    bad: list[str] = []
+    for shard, size in summary.sizes:
+        if shard not in files:
+            bad.append(f"{shard} is missing")
+        elif files[shard].nbytes != size:
+            bad.append(f"{shard} has {files[shard].nbytes} bytes instead of {size}")
+    return f"{len(bad)} of {len(summary.sizes)} shards are not as saved: {bad[0]}" if bad else None
+
+
+def _without_index(folder: Folder, files: Files, cache: Recall) -> CheckpointInfo:
+    shards = {n: parsed for n in files if (parsed := parse_shard_name(n)) is not None}
+    newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
+    text, seconds = "no index: the save is under way, or never finished", None
+    with contextlib.suppress(TreeckptError):
+        took = _recall_took(folder, files, None, cache)
+        seconds = took.seconds
+        text = f"no index: the save failed: {took.error}" if took.error else text
+    if any((kind := kind_of(name)) and kind.kind == "deleted" for name in files):
+        text = "no index: it is being deleted, or that was cut short and the next clean-up will finish it"
+    return CheckpointInfo(
+        name=folder.name,
+        path=folder.url,
+        status="partial",
+        step=step_of(folder.name),
+        save_id=shards[newest][0] if newest else None,
+        world=shards[newest][2] if newest else None,
+        nbytes=sum(files[n].nbytes for n in shards),
+        created_ns=min((entry.modified_ns for entry in files.values()), default=None),
+        seconds=seconds,
+        error=text,
+        pinned=PIN_NAME in files,
+        saving=saves_under_way(folder, files),
+    )

@@ -1,0 +1,90 @@
+"""What a directory of a run is, as `catalog` finds it, and the order in which directories are listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from ..core.format.file_names import is_step_name, step_of
+from ..core.format.lineage import Lineage, Mark, Order, Position
+from .active_saves import SaveUnderWay
+
+__all__ = ["CheckpointInfo", "Status", "arranged", "mark_of"]
+
+Status = Literal["complete", "partial", "corrupt", "foreign"]
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True):
+    """One directory of a run."""
+
+    name: str
+    path: str
+    status: Status
+    """complete; partial: shards but no index; corrupt: the index does not decode, or shards are missing or cut short;
+    foreign: something else."""
+    step: int | None = None
+    save_id: str | None = None
+    world: int | None = None
+    leaves: int | None = None
+    nbytes: int | None = None
+    """Of the arrays, each byte once; of the shards found, for a partial one."""
+    created_ns: int | None = None
+    seconds: float | None = None
+    """From the first rank's start of the save to the end of the last one's."""
+    blocked_seconds: float | None = None
+    """Until the last rank's call returned; as long as `seconds` where the save was not in the background."""
+    held_nbytes: int | None = None
+    """Of the arrays as all ranks held them, replicas and all."""
+    error: str | None = None
+    metrics: dict[str, float] = {}
+    pinned: bool = False
+    saving: tuple[SaveUnderWay, ...] = ()
+    """Saves into this directory that have records there: those under way, and those that were killed."""
+    lineage: Lineage | None = None
+    """As its index records it."""
+    sequence: int | None = None
+    """Rises in the order in which the checkpoints of the run were saved; None where that was not asked."""
+    abandoned: bool = False
+    """Whether it is on a branch that the run has left: the newest checkpoint does not descend from it."""
+
+    @property
+    def under_way(self) -> tuple[SaveUnderWay, ...]:
+        """The saves into this directory that may still be committed."""
+        return tuple(save for save in self.saving if save.alive is not False)
+
+    @property
+    def state(self) -> str:
+        """The status in words, with the branch."""
+        return self.status + ", abandoned branch" * self.abandoned
+
+
+def mark_of(info: CheckpointInfo) -> Mark | None:
+    """What its lineage is decided from; None of what has no index, or was moved from another step."""
+    step = step_of(info.name)
+    if info.status not in ("complete", "corrupt") or info.save_id is None or step is None or info.step != step:
+        return None
+    return Mark(step, info.save_id, info.lineage) if is_step_name(info.name) else None
+
+
+def arranged(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """The directories of one run as they are listed: newest first, then abandoned branches, then other directories."""
+    found = [(info, mark_of(info)) for info in infos]
+    order = Order(mark for _, mark in found if mark is not None)
+    placed: list[tuple[CheckpointInfo, Position | None]] = []
+    for info, mark in found:
+        position = order.position(mark) if mark is not None else None
+        step = step_of(info.name) if is_step_name(info.name) else info.step
+        if position is None and step is not None:
+            position = order.position_of_step(step)
+        if position is not None:
+            info = msgspec.structs.replace(info, sequence=position.sequence, abandoned=not position.present)
+        placed.append((info, position))
+    return [info for info, _ in sorted(placed, key=_listed)]
+
+
+def _listed(placed: tuple[CheckpointInfo, Position | None]) -> tuple[Any, ...]:
+    info, (present, sequence, step) = placed[0], placed[1] or (True, 0, 0)
+    kind = info.status == "foreign", not present, info.step is None
+    return *kind, -sequence, -step, -(info.created_ns or 0), info.name

@@ -1,0 +1,59 @@
+"""How indexes, reports and managers look in a notebook: a few facts and a short table, small enough to scroll past."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+
+from ..core.html import Child, Html, el, facts, joined, table
+from ..core.text import bytes_text, seconds_text
+from ..io.storage.run_store import RunStore
+from .active_saves import under_way_text
+from .catalog import CheckpointInfo, scan
+
+__all__ = ["checkpoint_rows", "moment_text", "run_html"]
+
+ROWS = 20
+COLUMNS = ("checkpoint", "state", "step", "size", "leaves", "ranks", "saved", "took", "blocked")
+
+
+def moment_text(ns: int | None) -> str:
+    """Unix nanoseconds in UTC, to the second."""
+    if ns is None:
+        return "–"
+    try:
+        return datetime.fromtimestamp(ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return "out of range"
+
+
+def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
+    """A row of `COLUMNS` for each checkpoint."""
+    return [
+        (
+            info.name,
+            info.state if not info.error else f"{info.state}: {info.error}",
+            info.step,
+            bytes_text(info.nbytes) if info.nbytes is not None else None,
+            info.leaves,
+            info.world,
+            moment_text(info.created_ns),
+            seconds_text(info.seconds) if info.seconds is not None else None,
+            seconds_text(info.blocked_seconds) if info.blocked_seconds is not None else None,
+        )
+        for info in found
+    ]
+
+
+def run_html(run: str | RunStore, summary: str) -> Html:
+    """The newest checkpoints of a run."""
+    found = [info for info in scan(run) if info.status != "foreign"]
+    saving = [under_way_text(save, time.time_ns()) for info in found for save in info.saving]
+    return joined([
+        el("p", el("code", summary)),
+        facts([("checkpoints", sum(info.status == "complete" for info in found)),
+               ("on disk", bytes_text(sum(info.nbytes or 0 for info in found)))]),
+        *(el("p", text) for text in saving),
+        table(COLUMNS, checkpoint_rows(found[:ROWS]), right=("step", "size", "leaves", "ranks", "took", "blocked")),
+        el("p", f"and {len(found) - ROWS} older") if len(found) > ROWS else None,
+    ])  # fmt: skip

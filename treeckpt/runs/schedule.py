@@ -1,0 +1,207 @@
+"""When a step is to be saved: at an interval, after a time, and when a signal says that the process is to end.
+
+An interval in steps is the same on every rank by itself. Clocks and signals are not: so rank 0 decides, without waiting
+for anybody, and at its n-th call already for call n + 1. Each rank finds that decision on the board when it makes call
+n + 1, at the latest a moment after rank 0 has made its call n; where ranks train in step it is there already, and
+nobody waits. A signal handler only sets a flag: the next call on that rank posts it, the next call on rank 0 after that
+decides, and all ranks save at the call after: within two steps of the signal, and at the same step on every rank. Once
+the signal has come, waits for a rank without heartbeats end after a few seconds (`io.comm.waiting`).
+
+Without `seconds` and without signals nothing is posted at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable
+from numbers import Real
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from ..errors import RankError, TreeckptError
+from ..io.comm import waiting
+from ..io.comm.channel import Channel
+from ..io.comm.comm import Comm
+from ..io.comm.waiting import ENDING, LIMIT
+
+__all__ = ["Pace"]
+
+_log = logging.getLogger("treeckpt")
+_HISTORY = 256
+"""Decisions to save that stay on the board, for ranks that are behind."""
+
+
+class _Plan(msgspec.Struct, array_like=True):
+    """What rank 0 has decided."""
+
+    decided: int
+    """The last call that is decided about."""
+    due: list[int]
+    """Calls at which the time is up."""
+    stop: int
+    """The call at which a signal makes all ranks save, 0 for none."""
+
+
+class Pace:
+    """Says which steps are to be saved.
+
+    Args:
+        every: steps between saves.
+        seconds: between saves, by rank 0's clock.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        *,
+        every: int | None = None,
+        seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, given, least in (("every", every, 1), ("seconds", seconds, 0)):
+            if given is None:
+                continue
+            if isinstance(given, bool) or not isinstance(given, Real) or not given >= least:
+                hint = f"{name}=None saves at no interval"
+                raise TreeckptError(name, expected=f"a number, {least} or more", found=f"{given!r}", hint=hint)
+        self._every, self._seconds, self._clock = every, seconds, clock
+        self._comm = Channel(comm, "pace")
+        # every rank makes its managers in the same order: the number tells their messages apart
+        self._number = self._comm.memory["managers"] = self._comm.memory.get("managers", 0) + 1
+        self._calls, self._last = 0, clock()
+        self._plan = _Plan(1, [], 0)
+        self._signal = 0
+        self._asked = self._listening = False
+        self._handlers: dict[int, Any] = {}
+        self.stopping = False
+        """Whether a signal has made the last call say that this step is to be saved."""
+
+    def restart(self) -> None:
+        """Counts the time until the next save from now."""
+        self._last = self._clock()
+
+    def due(self, step: int) -> bool:
+        """Whether to save this step. Call it once a step, on every rank."""
+        self._calls += 1
+        at_interval = self._every is not None and step > 0 and step % self._every == 0
+        if self._seconds is None and not self._listening:
+            return at_interval
+        if self._comm.size == 1:
+            stop, self.stopping = bool(self._signal) and not self.stopping, self.stopping or bool(self._signal)
+            return at_interval or stop or self._is_time()
+        plan = self._decide() if self._comm.rank == 0 else self._hear()
+        if self._calls == plan.stop:
+            self.stopping = True
+        return at_interval or self._calls in (plan.stop, *plan.due)
+
+    def _is_time(self) -> bool:
+        return self._seconds is not None and self._clock() - self._last >= self._seconds
+
+    # ranks ---------------------------------------------------------------------------------------------------
+
+    def _key(self, what: str) -> str:
+        return f"{self._number}/{what}"
+
+    def _decide(self) -> _Plan:
+        """On rank 0: the plan as it was; then decides about the next call."""
+        plan, following = self._plan, self._calls + 1
+        due, stop = plan.due[-_HISTORY:], plan.stop
+        if self._is_time():
+            due = [*due, following]
+            self.restart()
+        if not stop and self._listening and (self._signal or self._comm.wait([self._key("signal")], 0)[0] is not None):
+            stop = following
+        self._plan = _Plan(following, due, stop)
+        self._comm.post(self._key("plan"), msgspec.msgpack.encode(self._plan))
+        return self._plan
+
+    def _hear(self) -> _Plan:
+        """On other ranks: tells of a signal, and reads what rank 0 has decided about this call."""
+        if self._signal and not self._asked:
+            self._asked = True
+            self._comm.post(self._key("signal"), b"%d" % self._signal)
+        if self._calls > self._plan.decided:
+            self._read()
+        return self._plan
+
+    def _read(self) -> None:
+        """Waits for the plan that covers this call; it is mostly there already."""
+        limit, pause, start, logged = self._comm.timeout * 2 + 1, 0.0005, time.monotonic(), False
+        while True:
+            data = self._comm.wait([self._key("plan")], 0)[0]
+            if data is not None:
+                self._plan = msgspec.msgpack.decode(data, type=_Plan)
+            if self._plan.decided >= self._calls:
+                return
+            waited = time.monotonic() - start
+            if not logged and waited > waiting.NOTICE:
+                waiting.log_waiting(self._comm.rank, [0], waiting.NOTICE, "should_save or step")
+                logged = True
+            since = ENDING.since
+            if waited > limit or (since is not None and time.monotonic() - max(start, since) > ENDING.limit):
+                raise RankError(
+                    "ranks",
+                    ranks={0: waiting.silence_text(limit)},
+                    expected="rank 0's word on whether to save this step",
+                    hint="Call should_save or step once a step, on every rank",
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    # signals -------------------------------------------------------------------------------------------------
+
+    def listen(self, signals: Iterable[int], rank_timeout: float = LIMIT) -> None:
+        """Handles signals from now on.
+
+        Args:
+            rank_timeout: seconds without a heartbeat of another rank after which waits for it end, from the signal on.
+
+        Raises:
+            TreeckptError: this is not the main thread.
+        """
+
+        if not 0 < rank_timeout < math.inf:
+            hint = f"By default it is {LIMIT:g}"
+            raise TreeckptError("rank_timeout", expected="seconds, more than 0", found=f"{rank_timeout!r}", hint=hint)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signal = number
+            ENDING.signal()
+
+        fresh = not self._handlers
+        for number in signals:
+            try:
+                before = signal.signal(number, note)
+            except ValueError as error:
+                raise TreeckptError(
+                    "save_on_signal",
+                    expected="a call in the main thread, and signals that can be handled",
+                    found=f"{error}",
+                ) from error
+            self._handlers.setdefault(number, before)
+        if fresh and self._handlers:
+            ENDING.listen(rank_timeout)
+        self._listening = True
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Gives the signals back to whoever had them, and removes this rank's messages.
+
+        Args:
+            error: why there will be no save any more: a signal that waits for one does now what it would have done.
+        """
+        for number, before in self._handlers.items():
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+        if self._handlers:
+            ENDING.leave(ended=error is None or not self.stopping)
+        self._handlers.clear()
+        if self._asked:
+            self._comm.drop([self._key("signal")])
+        if error is not None and self._signal and not self.stopping:
+            name = signal.Signals(self._signal).name
+            _log.error("treeckpt: ends by %s without a last save: %s: %s", name, type(error).__name__, error)
+            signal.raise_signal(self._signal)

@@ -1,0 +1,95 @@
+"""Which checkpoint of a run to take: the newest that is whole, or the best? Says what is passed over, and why.
+
+By default a checkpoint is whole if its index decodes and every shard that it names has its size; nothing is read for
+that but the index. On request everything is read and compared with its checksums.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container
+
+from .. import api
+from ..core.analysis.retention_policy import Best, best_of
+from ..errors import CheckpointNotFound, TreeckptError
+from ..io.storage.foreign_formats import describe_foreign
+from .catalog import CheckpointInfo
+from .run import Run, step_info
+
+__all__ = ["Finder"]
+
+_log = logging.getLogger("treeckpt")
+
+
+class Finder:
+    """Looks for checkpoints in a run. Warnings go to the log `treeckpt`, each once."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._said: set[tuple[str, str]] = set()
+
+    def say(self, path: str, what: str) -> None:
+        """Logs a warning, unless it was logged before."""
+        if (path, what) not in self._said:
+            self._said.add((path, what))
+            _log.warning("%s: %s", path, what)
+
+    def complete(self) -> list[CheckpointInfo]:
+        """Every checkpoint that is whole, newest first."""
+        return [info for info in self._run.look() if info.status == "complete"]
+
+    def newest(
+        self, *, verify: bool = False, without: Container[int] = (), busy: Container[str] = ()
+    ) -> CheckpointInfo | None:
+        """The newest checkpoint that is whole.
+
+        Args:
+            verify: reads everything.
+            without: steps that are not wanted.
+            busy: directories in which a save is known to be under way: nothing is said of them.
+        """
+        for info in self._run.look():
+            if step_info(info).step in without:
+                continue
+            why = info.error or info.status if info.status != "complete" else ""
+            if not why and verify:
+                why = self._problem(info)
+            if not why:
+                return info
+            if info.name not in busy:
+                self.say(info.path, f"passed over, {info.status}: {why}")
+        return None
+
+    def _problem(self, info: CheckpointInfo) -> str:
+        try:
+            report = api.verify(self._run.store.folder(info.name).store)
+        except TreeckptError as error:
+            return str(error)
+        return "" if report.ok else f"{len(report.problems)} problems, first {report.problems[0].text}"
+
+    def best(self, policy: Best) -> int | None:
+        """The step that is best by a policy's metric, None where no checkpoint has it."""
+        found = best_of((step_info(info) for info in self.complete()), policy)
+        return found[0].step if found else None
+
+    def choose(self, step: int | None, tried: Container[int]) -> CheckpointInfo:
+        """What to restore: this step, or the newest that was not tried yet.
+
+        Raises:
+            CheckpointNotFound: there is nothing.
+            CheckpointError: the step is corrupt.
+        """
+        if step is not None:
+            return self._run.checkpoint(step)
+        found = self.newest(without=tried)
+        if found is None and (foreign := describe_foreign(self._run.url)) is not None:
+            expected = "a run of checkpoints of treeckpt"
+            raise CheckpointNotFound(self._run.url, expected=expected, found=foreign[0], hint=foreign[1])
+        if found is None:
+            raise CheckpointNotFound(
+                self._run.url,
+                expected="a checkpoint to restore",
+                found="only such as cannot be loaded" if tried else "none",
+                hint="See what treeckpt verify says of each" if tried else "Start anew where latest() is None",
+            )
+        return found

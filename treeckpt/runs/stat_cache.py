@@ -1,0 +1,72 @@
+"""Remembering what was made of files, for as long as they stay the same: also that they cannot be read."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from ..errors import StoreError, TreeckptError
+from ..io.storage.run_store import Entry
+
+__all__ = ["FileCache", "Recall"]
+
+T = TypeVar("T")
+
+
+class Recall(Protocol):
+    """Something that remembers what was made of files."""
+
+    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+        """`read()`, or its result or error from before; `entry` is the file that it reads, as it is now."""
+        ...
+
+
+class FileCache:
+    """What was last made of files, for as long as their identity, time and size stay the same.
+
+    Args:
+        entries: the least recently used is dropped beyond this number.
+    """
+
+    def __init__(self, entries: int = 4096) -> None:
+        self._entries = entries
+        self._found: OrderedDict[tuple[str, str], tuple[tuple[int, ...], Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: Path, read: Callable[[Path], T]) -> T:
+        """`read(path)`, or its result or error from before."""
+        try:
+            found = path.stat(follow_symlinks=False)
+        except OSError:
+            return read(path)
+        entry = Entry(found.st_size, found.st_mtime_ns, found.st_ino)
+        return self.recall((str(path), read.__qualname__), entry, lambda: read(path))
+
+    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+        """`read()`, or its result or error from before; `entry` is the file that it reads, as it is now."""
+        stamp = (entry.modified_ns, entry.nbytes, entry.number)
+        with self._lock:
+            kept = self._found.get(key)
+            if kept is not None and kept[0] == stamp:
+                self._found.move_to_end(key)
+                return _result(kept[1])
+        try:
+            result: T | TreeckptError = read()
+        except StoreError:
+            raise
+        except TreeckptError as error:
+            result = error
+        with self._lock:
+            self._found[key] = (stamp, result)
+            while len(self._found) > self._entries:
+                self._found.popitem(last=False)
+        return _result(result)
+
+
+def _result(kept: Any) -> Any:
+    if isinstance(kept, TreeckptError):
+        raise kept.with_traceback(None)
+    return kept
