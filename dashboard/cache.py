@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from treeckpt.io.storage.run_store import Entry
-from treeckpt.runs.catalog import FileCache, Summary, Took
+from treeckpt.runs.catalog import FileCache, SaveDuration, Summary
 
 from .tables import SCHEMA
 
@@ -37,7 +37,7 @@ BATCH = 256
 """Summaries that are written together."""
 
 T = TypeVar("T")
-_TYPES: dict[str, Any] = {"summary": Summary, "took": Took}
+_TYPES: dict[str, Any] = {"summary": Summary, "took": SaveDuration}
 
 
 def default_directory() -> Path:

@@ -42,9 +42,9 @@ __all__ = [
     "CheckpointInfo",
     "FileCache",
     "Recall",
+    "SaveDuration",
     "Status",
     "Summary",
-    "Took",
     "arranged",
     "is_checkpoint",
     "is_there",
@@ -302,7 +302,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)
 
 
-class Took(msgspec.Struct, frozen=True):
+class SaveDuration(msgspec.Struct, frozen=True):
     """What a list of checkpoints needs of timings."""
 
     seconds: float
@@ -310,16 +310,16 @@ class Took(msgspec.Struct, frozen=True):
     error: str | None
 
 
-def _took(folder: Folder, name: str) -> Took:
+def _took(folder: Folder, name: str) -> SaveDuration:
     timings = _read_timings(folder, name)
     try:
         profile = profile_of(timings)
-        return Took(profile.seconds, profile.blocked_seconds, timings.error)
+        return SaveDuration(profile.seconds, profile.blocked_seconds, timings.error)
     except (ArithmeticError, LookupError) as error:  # times of any size, parents that are none
         raise CorruptError(visible(f"{folder.url}/{name}"), expected="spans of a save", found=f"{error}") from error
 
 
-def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: Recall) -> Took:
+def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: Recall) -> SaveDuration:
     name = _timings_file(folder, files, save_id)
     return cache.recall((f"{folder.url}/{name}", "took"), files[name], lambda: _took(folder, name))
 

@@ -30,7 +30,7 @@ from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import as_step
 from ..errors import TreeckptError
 from ..io.comm.channel import Channel
-from ..io.comm.collective import ask
+from ..io.comm.collective import from_rank0
 from ..io.comm.comm import as_comm
 from ..io.comm.waiting import LIMIT
 from ..io.storage.reader_leases import hold_lease
@@ -42,11 +42,11 @@ from .catalog import METRICS
 from .history import History
 from .notebook import run_html
 from .options import best_policy, check_options, is_maker, numbers_of, policies_of
-from .pending_saves import Flights, Sweeper
+from .pending_saves import PendingSaves, RetentionRunner
 from .registered_state import Registered, Registering
 from .restore import Restorer
 from .run import GRACE, CleanReport, Run, step_info
-from .schedule import Pace
+from .schedule import SaveSchedule
 from .select import Finder
 
 __all__ = ["Manager"]
@@ -94,10 +94,10 @@ class Manager(Registering):
         self._restorer = Restorer(
             self._run, self._finder, self._comm, self._saving_comm, self._registered, self._history
         )
-        self._pace = Pace(self._saving_comm, every=every, seconds=seconds)
+        self._pace = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
         self._background, self._options = background, {"overwrite": True, **options}
-        self._flights = Flights(self._sweep)
-        self._sweeper = Sweeper(self._run, self._policies, self._finder, self._flights, grace=grace)
+        self._flights = PendingSaves(self._sweep)
+        self._sweeper = RetentionRunner(self._run, self._policies, self._finder, self._flights, grace=grace)
         self._exit: int | None = None
         self._reached: int | None = None
         self.count = 0
@@ -371,4 +371,4 @@ class Manager(Registering):
             self.close()
 
     def _ask(self, what: str, answer: Callable[[], Any], kind: Any) -> Any:
-        return ask(self._comm, f"{self._run.url} {what}", answer, kind)
+        return from_rank0(self._comm, f"{self._run.url} {what}", answer, kind)

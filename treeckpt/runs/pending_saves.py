@@ -21,12 +21,12 @@ from ..saving.future import Pending
 from .run import CleanReport, Run
 from .select import Finder
 
-__all__ = ["Flights", "Sweeper"]
+__all__ = ["PendingSaves", "RetentionRunner"]
 
 _log = logging.getLogger("treeckpt")
 
 
-class Flights:
+class PendingSaves:
     """The background saves that have not ended yet, or whose failure nobody has been told of.
 
     Args:
@@ -158,14 +158,16 @@ class Flights:
         self._landed()
 
 
-class Sweeper:
+class RetentionRunner:
     """Cleans a run up, on rank 0.
 
     Args:
         flights: tell what this process is saving.
     """
 
-    def __init__(self, run: Run, policies: Sequence[Policy], finder: Finder, flights: Flights, *, grace: float) -> None:
+    def __init__(
+        self, run: Run, policies: Sequence[Policy], finder: Finder, flights: PendingSaves, *, grace: float
+    ) -> None:
         self._run, self._policies, self._finder, self._flights, self._grace = run, policies, finder, flights, grace
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ..errors import MismatchError, TreeckptError
-from ..io.comm.collective import ask, tally
+from ..io.comm.collective import from_rank0, gather_errors
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults
 from ..io.storage.reader_leases import hold_lease
@@ -71,7 +71,7 @@ class Restorer:
             options = {**options, "verify": "first"}
         while True:
             try:
-                choice = ask(self._comm, f"{self._run.url} restore", lambda: self._choose(step, tried), _Choice)
+                choice = from_rank0(self._comm, f"{self._run.url} restore", lambda: self._choose(step, tried), _Choice)
             except TreeckptError as error:
                 if tried and fills:
                     error.add_hint(_LEFT)
@@ -79,7 +79,7 @@ class Restorer:
             with hold_lease(self._run.folder(choice.step)) if self._comm.rank == 0 else contextlib.nullcontext():
                 differs = None if choice.asked == step else self._differs(choice.asked, step)
                 result, error = self._load(choice, like, into, options) if differs is None else (None, differs)
-                faults = tally(self._comm, f"{choice.path} restore", error)
+                faults = gather_errors(self._comm, f"{choice.path} restore", error)
             if not faults:
                 if self._chosen is not None and (mark := mark_of(self._chosen)) is not None:
                     self._history.restored(mark)

@@ -29,7 +29,7 @@ from ..io.comm.channel import Channel
 from ..io.comm.comm import Comm
 from ..io.comm.waiting import ENDING, LIMIT
 
-__all__ = ["Pace"]
+__all__ = ["SaveSchedule"]
 
 _log = logging.getLogger("treeckpt")
 _HISTORY = 256
@@ -47,7 +47,7 @@ class _Plan(msgspec.Struct, array_like=True):
     """The call at which a signal makes all ranks save, 0 for none."""
 
 
-class Pace:
+class SaveSchedule:
     """Says which steps are to be saved.
 
     Args:

@@ -19,30 +19,30 @@ from typing import TypeVar
 import msgspec
 
 from ..arrays.base import Source
-from ..arrays.describe import SMALL, Brought, box_digests, bring, content_digests, piece_digests, place_tables
+from ..arrays.describe import SMALL, Brought, box_digests, content_digests, describe_tree, piece_digests, place_tables
 from ..arrays.stateful import expand
 from ..core.format.index import INDEX_NAME
-from ..core.planning.rank_trees import Plenum, digest_of
+from ..core.planning.rank_trees import GlobalTree, digest_of
 from ..core.sharding.region import Region
 from ..core.tree.spec import Value, encode_value
 from ..core.tree.structure import check_unicode
 from ..errors import CheckpointError, CheckpointExists
 from ..io.comm.comm import Comm, members_of
-from ..io.comm.failures import Ended, Fault, fault_of, ours, raise_faults, silent_faults
+from ..io.comm.failures import CoordinatorReply, Fault, raise_faults, silent_faults, to_fault, wrap_os_error
 from ..io.comm.rounds import Round
 from ..io.os_errors import hint_for
 from ..io.storage.leftovers import clear_leftovers
 from ..io.storage.metadata_files import read_index
 from ..io.storage.store import Store
 from ..io.timing import Recorder
-from .commit import Facts
+from .commit import SaveInfo
 from .messages import (
     Arguments,
     BoxDigests,
-    Hello,
-    Joined,
-    Terms,
-    Told,
+    Decision,
+    MergedTree,
+    RankProposal,
+    RankTree,
     check_hellos,
     check_idle,
     clashing_of,
@@ -59,10 +59,10 @@ from .messages import (
 from .options import Follow, SaveOptions, follow_of
 from .plan_cache import Plans, boxes_of, kept_plans, make_plans
 
-__all__ = ["Agreed", "Standing", "agree"]
+__all__ = ["Agreed", "PreviousSave", "agree"]
 
 
-class Standing(msgspec.Struct, frozen=True):
+class PreviousSave(msgspec.Struct, frozen=True):
     """How it stands with this rank's saves before."""
 
     lost: Exception | None = None
@@ -74,7 +74,7 @@ class Standing(msgspec.Struct, frozen=True):
 class Agreed(msgspec.Struct, frozen=True):
     """A save that all ranks have agreed to."""
 
-    facts: Facts
+    facts: SaveInfo
     sources: dict[str, Source]
     """What this rank brings, by path; to be emptied once it is copied."""
     plans: Plans | None
@@ -94,7 +94,7 @@ class Agreed(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, facts=facts)
 
 
-_Word = TypeVar("_Word", bound=Ended)
+_Word = TypeVar("_Word", bound=CoordinatorReply)
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 _Boxes = tuple[tuple[str, Region], ...]
 
@@ -106,7 +106,7 @@ def agree(
     options: SaveOptions,
     metadata: Mapping[str, object],
     recorder: Recorder,
-    standing: Standing,
+    standing: PreviousSave,
 ) -> Agreed | None:
     """Agrees with all ranks on a save; None if it is to be skipped.
 
@@ -119,7 +119,7 @@ def agree(
 class _Agreement:
     """One rank's way to an agreement. The attributes are filled in the order of the protocol."""
 
-    def __init__(self, store: Store, comm: Comm, options: SaveOptions, recorder: Recorder, standing: Standing):
+    def __init__(self, store: Store, comm: Comm, options: SaveOptions, recorder: Recorder, standing: PreviousSave):
         self.store, self.comm, self.options = store, comm, options
         self.recorder, self.standing = recorder, standing
         self.round = Round(comm, f"{store.url} step {options.step}")
@@ -135,7 +135,7 @@ class _Agreement:
     def reach(self, tree: object, metadata: Mapping[str, object]) -> Agreed | None:
         missed = self.round.join()
         if missed is not None:
-            raise_faults(_decode(missed, type=Ended).faults, self.store.url, self.comm)
+            raise_faults(_decode(missed, type=CoordinatorReply).faults, self.store.url, self.comm)
         with self.round.heartbeats():
             return self._reach(tree, metadata)
 
@@ -144,22 +144,22 @@ class _Agreement:
             fault = self._bring(tree, metadata)
         with self.recorder.span("agree"):
             heard = self.round.gather(_encode(self._hello(fault)))
-            terms = self._terms(decode_each(heard, Hello)) if heard is not None else None
+            terms = self._terms(decode_each(heard, RankProposal)) if heard is not None else None
             ends = self.options.rehearsal or (terms is not None and terms.skipped)
             last = terms is not None and not terms.tellers and not terms.boxes
-            self.terms = self._share(terms, Terms, last=last, ends=ends)
+            self.terms = self._share(terms, Decision, last=last, ends=ends)
             raise_faults(self.terms.faults, self.store.url, self.comm, cause=self.error)
             if self.terms.skipped:
                 return None
-            joined = self._tell() if self.terms.tellers else Joined((), None, self.terms.boxes)
+            joined = self._tell() if self.terms.tellers else MergedTree((), None, self.terms.boxes)
             if joined.boxes:
                 self._compare(joined.boxes)
         return self._agreed(joined.plenum)
 
     def _fault(self, error: Exception, *, common: bool = False) -> Fault:
         """This rank's failure; those of the system become errors of ours."""
-        self.error = ours(error, self.store.url)
-        return fault_of(self.error, self.comm.rank, common=common)
+        self.error = wrap_os_error(error, self.store.url)
+        return to_fault(self.error, self.comm.rank, common=common)
 
     def _share(self, message: _Word | None, kind: type[_Word], *, last: bool, ends: bool) -> _Word:
         """The coordinator's word, on every rank.
@@ -182,7 +182,7 @@ class _Agreement:
                 check_unicode(key, "custom_metadata")
             self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
             expanded = expand(tree, rank=self.comm.rank, namespace=self.options.namespace)
-            self.brought = bring(
+            self.brought = describe_tree(
                 tree if expanded is None else expanded.tree,
                 rank=self.comm.rank,
                 members=members_of(self.comm),
@@ -195,7 +195,7 @@ class _Agreement:
             return self._fault(error)
         return None
 
-    def _hello(self, fault: Fault | None) -> Hello:
+    def _hello(self, fault: Fault | None) -> RankProposal:
         inventory = b""
         if self.brought is not None:
             try:
@@ -216,7 +216,7 @@ class _Agreement:
             options.busy,
             options.rehearsal,
         )
-        return Hello(
+        return RankProposal(
             fault,
             arguments,
             inventory,
@@ -228,7 +228,7 @@ class _Agreement:
             {key: digest(value) for key, value in self.metadata.items()},
         )
 
-    def _terms(self, hellos: dict[int, Hello]) -> Terms:
+    def _terms(self, hellos: dict[int, RankProposal]) -> Decision:
         self.hellos = hellos
         faults = [hello.fault for hello in hellos.values() if hello.fault is not None]
         faults += silent_faults(self.round.lost)
@@ -248,7 +248,7 @@ class _Agreement:
             except Exception as error:
                 faults.append(self._fault(error, common=True))
         self.own_values = [(path, r, v) for r, hello in hellos.items() for path, v in hello.own_values.items()]
-        return Terms(
+        return Decision(
             tuple(faults),
             save_id=secrets.token_hex(8),
             created_ns=self.recorder.created_ns,
@@ -260,7 +260,7 @@ class _Agreement:
             boxes=boxes,
         )
 
-    def _boxes(self, joined: Plenum | None) -> _Boxes:
+    def _boxes(self, joined: GlobalTree | None) -> _Boxes:
         """On rank 0: what listed pieces hold in common, as far as it is to be compared."""
         assert self.brought is not None, "faults were raised before"
         found = boxes_of(self.comm, key_of(self.hellos), joined, self.brought.inventory)
@@ -277,10 +277,10 @@ class _Agreement:
             own.fault = self._fault(error)
         messages = self.round.gather(_encode(own))
         result = self._compared(boxes, messages) if messages is not None else None
-        result = self._share(result, Ended, last=True, ends=self.options.rehearsal)
+        result = self._share(result, CoordinatorReply, last=True, ends=self.options.rehearsal)
         raise_faults(result.faults, self.store.url, self.comm, cause=self.error)
 
-    def _compared(self, boxes: _Boxes, messages: dict[int, bytes]) -> Ended:
+    def _compared(self, boxes: _Boxes, messages: dict[int, bytes]) -> CoordinatorReply:
         found = decode_each(messages, BoxDigests)
         faults = [one.fault for one in found.values() if one.fault is not None] + silent_faults(self.round.lost)
         if not faults:
@@ -288,7 +288,7 @@ class _Agreement:
                 compare_boxes(boxes, found)
             except Exception as error:
                 faults = [self._fault(error, common=True)]
-        return Ended(tuple(faults))
+        return CoordinatorReply(tuple(faults))
 
     def _prepare(self) -> None:
         """The coordinator makes the directory, and looks for what stands there."""
@@ -317,7 +317,7 @@ class _Agreement:
                 hint=hint_for(error),
             ) from error
 
-    def _tell(self) -> Joined:
+    def _tell(self) -> MergedTree:
         message = b""
         if self.comm.rank in self.terms.tellers:
             assert self.brought is not None, "faults were raised before"
@@ -325,27 +325,27 @@ class _Agreement:
             pieces = (
                 {key: content for group in self.pieces for key, content in group.items()} if self.terms.clash else {}
             )
-            message = _encode(Told(inventory, self.contents | pieces, self.brought.values))
+            message = _encode(RankTree(inventory, self.contents | pieces, self.brought.values))
         heard = self.round.gather(message)
         joined = self._join(heard) if heard is not None else None
         last = joined is not None and not joined.boxes
-        joined = self._share(joined, Joined, last=last, ends=self.options.rehearsal)
+        joined = self._share(joined, MergedTree, last=last, ends=self.options.rehearsal)
         raise_faults(joined.faults, self.store.url, self.comm, cause=self.error)
         return joined
 
-    def _join(self, heard: dict[int, bytes]) -> Joined:
+    def _join(self, heard: dict[int, bytes]) -> MergedTree:
         if self.round.lost:
-            return Joined(tuple(silent_faults(self.round.lost)), None)
+            return MergedTree(tuple(silent_faults(self.round.lost)), None)
         try:
-            told = {rank: _decode(message, type=Told) for rank, message in heard.items() if message}
+            told = {rank: _decode(message, type=RankTree) for rank, message in heard.items() if message}
             self.values = {path: value for tale in reversed(told.values()) for path, value in tale.values.items()}
             joined = None if self.terms.known else join(self.hellos, told, self.comm.size)  # shapes before contents
             compare({rank: tale.contents for rank, tale in told.items()})
-            return Joined((), joined, self._boxes(joined))
+            return MergedTree((), joined, self._boxes(joined))
         except Exception as error:
-            return Joined((self._fault(error, common=True),), None)
+            return MergedTree((self._fault(error, common=True),), None)
 
-    def _agreed(self, joined: Plenum | None) -> Agreed:
+    def _agreed(self, joined: GlobalTree | None) -> Agreed:
         assert self.brought is not None, "faults were raised before"
         options, terms, first = self.options, self.terms, self.comm.rank == 0
         plans: Plans | None = None
@@ -357,7 +357,7 @@ class _Agreement:
                 place_tables(self.brought, plans.plenum, self.comm.rank)
         except Exception as error:
             self._fault(error)
-        facts = Facts(
+        facts = SaveInfo(
             self.comm.rank,
             self.comm.size,
             terms.save_id,

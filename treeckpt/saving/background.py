@@ -24,20 +24,20 @@ from ..arrays.base import Piece
 from ..core.format.timings import BLOCKING
 from ..errors import CheckpointError, TreeckptError
 from ..io.comm.comm import Comm
-from ..io.comm.failures import fault_of, ours
+from ..io.comm.failures import to_fault, wrap_os_error
 from ..io.storage.store import MemoryStore, Store
 from ..io.timing import Recorder
 from . import at_exit
-from .agree import Agreed, Standing, agree
+from .agree import Agreed, PreviousSave, agree
 from .future import Pending
 from .options import Busy, SaveOptions
 from .plan_cache import Plans
 from .process_channel import WriterGone, WriterProcess
 from .save import complete, report_of
-from .shard_writer import Here, Wrote, staged_stream
+from .shard_writer import InlineWriter, WriteResult, staged_stream
 from .staging import pinning, stage, start_after
 from .staging_memory import Arena, ArenaPool, Lease, area_offsets
-from .writer_process import There, address_of, arrange, detach, modules_of
+from .writer_process import ProcessWriter, address_of, arrange, detach, modules_of
 from .writer_server import ENTRY
 
 __all__ = ["Staging", "WriterKind", "prewarm_tree", "save_async_tree", "session_of", "standing_of"]
@@ -91,14 +91,14 @@ class Session:
         weakref.finalize(self, self.writer.end).atexit = False  # the process ends by itself when this one has
         at_exit.watch_session(self)
 
-    def standing(self, busy: Busy, timeout: float | None) -> Standing:
+    def standing(self, busy: Busy, timeout: float | None) -> PreviousSave:
         """How it stands with the save before, which is waited for if `busy` says so."""
         before = self.current
         if before is None:
-            return Standing()
+            return PreviousSave()
         if not before.done():
             if busy != "wait":
-                return Standing(running=before.path)
+                return PreviousSave(running=before.path)
             if not before.wait(timeout):
                 late = CheckpointError(
                     before.path,
@@ -106,9 +106,9 @@ class Session:
                     found="it is still under way, and goes on",
                     hint='Save less often, wait longer, or pass busy="skip"',
                 )
-                return Standing(lost=late)
+                return PreviousSave(lost=late)
         self.current = None
-        return Standing(lost=before.take_lost())
+        return PreviousSave(lost=before.take_lost())
 
     def forget(self) -> None:
         """In a forked child: none of it is this process's."""
@@ -123,10 +123,10 @@ def session_of(comm: Comm) -> Session:
     return comm.memory.get(_MEMORY) or comm.memory.setdefault(_MEMORY, Session())
 
 
-def standing_of(comm: Comm) -> Standing:
+def standing_of(comm: Comm) -> PreviousSave:
     """For a save in the caller's thread: waits for the one before, and says how it ended."""
     session: Session | None = comm.memory.get(_MEMORY)
-    return Standing() if session is None else session.standing("wait", None)
+    return PreviousSave() if session is None else session.standing("wait", None)
 
 
 class _Timed:
@@ -166,8 +166,8 @@ def save_async_tree(
             return Pending(store.url, skipped=True)
         if agreed.plans is None:  # the others have to be told, and all raise the same
             assert agreed.error is not None, "what kept this rank from planning is known"
-            here = Here(store, agreed.facts, None, recorder, error=agreed.error)
-            complete(agreed, store, timed, recorder, here, Wrote(fault_of(agreed.error, comm.rank)))
+            here = InlineWriter(store, agreed.facts, None, recorder, error=agreed.error)
+            complete(agreed, store, timed, recorder, here, WriteResult(to_fault(agreed.error, comm.rank)))
             raise AssertionError("a save without plans fails")
         pending = Pending(store.url, limit=timed.timeout)
         stack.enter_context(agreed.talk.heartbeats())
@@ -237,7 +237,7 @@ class _Job:
         try:
             act()
         except Exception as error:
-            self._error = self._error or ours(error, self._store.url)
+            self._error = self._error or wrap_os_error(error, self._store.url)
 
     def stage(self) -> None:
         """Copies what this rank writes; a failure is kept for telling the others."""
@@ -295,12 +295,14 @@ class _Job:
         facts, store, recorder, session = self._agreed.facts, self._store, self._recorder, self._session
         process = session.writer.process
         if self._error is not None or self._lease is None or self._address is None or process is None:
-            here = Here(store, facts, self._plans, recorder, error=self._error)
+            here = InlineWriter(store, facts, self._plans, recorder, error=self._error)
             wrote = self._write_here(here)
             self._release()
             complete(self._agreed, store, self._comm, recorder, here, wrote)
             return
-        there = There(process, session.writer.known, store, facts, self._plans, recorder, limit=self._comm.timeout)
+        there = ProcessWriter(
+            process, session.writer.known, store, facts, self._plans, recorder, limit=self._comm.timeout
+        )
         try:
             wrote = there.write(self._lease.arena, self._address)
             self._release()
@@ -313,10 +315,10 @@ class _Job:
             if there.broken:
                 session.writer.end()
 
-    def _write_here(self, here: Here) -> Wrote:
+    def _write_here(self, here: InlineWriter) -> WriteResult:
         if self._error is not None or self._lease is None:
             assert self._error is not None, "what is not staged has failed"
-            return Wrote(fault_of(self._error, self._agreed.facts.rank))
+            return WriteResult(to_fault(self._error, self._agreed.facts.rank))
         memory = self._lease.arena.memory
         return here.write(lambda plans: staged_stream(plans.own, memory))
 

@@ -1,6 +1,7 @@
 """How is an agreed save written, judged and published? As functions of plain data, the same wherever they run.
 
-`Facts` and the plans say all there is to say of a save but the bytes themselves, so a process that has no tree and no
+`SaveInfo` and the plans say all there is to say of a save but the bytes themselves, so a process that has no tree and
+no
 torch can write its shards and publish its index. What is written follows from them alone: header, manifest and index.
 """
 
@@ -24,17 +25,17 @@ from ..core.planning.plan import FilePlan, place
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.spec import Value
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound
-from ..io.comm.failures import fault_of, ours, silent_faults
+from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
 from ..io.storage.metadata_files import read_index
 from ..io.storage.store import MemoryStore, Store, Swapping
 from ..io.timing import Recorder
-from .messages import Done, FileRow, Verdict
+from .messages import CommitResult, FileRow, WriteReport
 from .plan_cache import Plans
 from .shard_stream import SaveFile, entries_of, run_save
 
 __all__ = [
     "IN_PLACE",
-    "Facts",
+    "SaveInfo",
     "Stream",
     "as_in_place",
     "judge",
@@ -50,7 +51,7 @@ Stream = tuple[Sequence[FilePlan], Callable[[int], Sequence[Piece]]]
 """What files are made of: for each a plan of its bytes, and the pieces by number of leaf."""
 
 
-class Facts(msgspec.Struct, frozen=True, array_like=True):
+class SaveInfo(msgspec.Struct, frozen=True, array_like=True):
     """What the ranks agreed on, as one of them needs it to write; with the plans, all but the bytes."""
 
     rank: int
@@ -73,14 +74,14 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     """On rank 0: of a manager's checkpoint."""
 
 
-def shard_names(facts: Facts, plans: Plans) -> list[str]:
+def shard_names(facts: SaveInfo, plans: Plans) -> list[str]:
     """The files that this rank writes."""
     return [shard_name(facts.save_id, facts.rank, facts.world, file.part) for file in plans.own.files]
 
 
 def write_shards(
     store: Store,
-    facts: Facts,
+    facts: SaveInfo,
     plans: Plans,
     stream: Stream,
     recorder: Recorder,
@@ -103,7 +104,7 @@ def write_shards(
     )
 
 
-def _header(facts: Facts, plans: Plans, file: FilePlan, manifest: str | None) -> ShardHeader:
+def _header(facts: SaveInfo, plans: Plans, file: FilePlan, manifest: str | None) -> ShardHeader:
     def describe(number: int) -> tuple[str, str, tuple[int, ...]]:
         leaf = plans.leaf(number)
         assert leaf.spec is not None, "arrays only are written"
@@ -121,7 +122,7 @@ def _header(facts: Facts, plans: Plans, file: FilePlan, manifest: str | None) ->
     )
 
 
-def _index(facts: Facts, plans: Plans, placed: Any, files: FileTable) -> Index:
+def _index(facts: SaveInfo, plans: Plans, placed: Any, files: FileTable) -> Index:
     return build_index(
         plans.plenum,
         placed,
@@ -138,12 +139,12 @@ def _index(facts: Facts, plans: Plans, placed: Any, files: FileTable) -> Index:
 
 def judge(
     store: Store,
-    facts: Facts,
+    facts: SaveInfo,
     plans: Plans | None,
-    reports: Mapping[int, Done],
+    reports: Mapping[int, WriteReport],
     lost: Mapping[int, str],
     recorder: Recorder,
-) -> tuple[Verdict, Exception | None]:
+) -> tuple[CommitResult, Exception | None]:
     """What the coordinator makes of all ranks' reports: it publishes if all did well.
 
     Returns:
@@ -163,20 +164,20 @@ def judge(
                 publishing = True
                 _publish(store, data, facts)
         except Exception as met:
-            error = ours(met, store.url)
+            error = wrap_os_error(met, store.url)
             if in_place := publishing and may_be_in_place(store, facts.save_id):
                 error = as_in_place(error)
-            faults.append(fault_of(error, 0, common=isinstance(error, CheckpointExists)))
+            faults.append(to_fault(error, 0, common=isinstance(error, CheckpointExists)))
     if not faults:
         # it is committed: the rest may fail without harm
         with contextlib.suppress(Exception):
             _put_timings(store, facts, reports, None, recorder)
         with contextlib.suppress(Exception):
             _remove_previous(store, facts.previous)
-        return Verdict((), True), None
+        return CommitResult((), True), None
     with contextlib.suppress(Exception):  # the error that is being reported matters more
         _put_timings(store, facts, reports, "; ".join(f"rank {f.rank}: {f.text}" for f in faults)[:4000], recorder)
-    return Verdict(tuple(faults), in_place), error
+    return CommitResult(tuple(faults), in_place), error
 
 
 def _check_there(store: Store, index: Index) -> None:
@@ -205,7 +206,7 @@ def _check_there(store: Store, index: Index) -> None:
             )
 
 
-def _publish(store: Store, data: bytes, facts: Facts) -> None:
+def _publish(store: Store, data: bytes, facts: SaveInfo) -> None:
     """Puts the index up; where the store can tell, only over that of the save which this one is to replace."""
     if facts.previous and isinstance(store, Swapping):
 
@@ -217,7 +218,7 @@ def _publish(store: Store, data: bytes, facts: Facts) -> None:
         store.publish(INDEX_NAME, data, replace=facts.overwrite)
 
 
-def _placed(facts: Facts, plans: Plans, reports: Mapping[int, Done]) -> Index:
+def _placed(facts: SaveInfo, plans: Plans, reports: Mapping[int, WriteReport]) -> Index:
     rows = [row for report in reports.values() for row in report.files]
     placed, totals = place([leaf for _, leaf in plans.arrays], plans.shares, facts.world)
     for rank, report in reports.items():
@@ -251,7 +252,7 @@ def as_in_place(error: Exception) -> Exception:
 
 
 def _put_timings(
-    store: Store, facts: Facts, reports: Mapping[int, Done], error: str | None, recorder: Recorder
+    store: Store, facts: SaveInfo, reports: Mapping[int, WriteReport], error: str | None, recorder: Recorder
 ) -> None:
     told = (span for rank, report in reports.items() if rank for span in report.timings)
     names = sorted({report.host for report in reports.values()} - {""})

@@ -9,23 +9,23 @@ import msgspec
 import xxhash
 
 from ..core.format.timings import Span
-from ..core.planning.rank_trees import Inventory, Plenum, RankClass, check_apart, piece_key, unify
+from ..core.planning.rank_trees import GlobalTree, Inventory, RankClass, check_apart, merge_rank_trees, piece_key
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.region import Region
 from ..core.tree.spec import Value
 from ..errors import CheckpointError, MismatchError
-from ..io.comm.failures import Ended, Fault
+from ..io.comm.failures import CoordinatorReply, Fault
 
 __all__ = [
     "Arguments",
     "BoxDigests",
-    "Done",
+    "CommitResult",
+    "Decision",
     "FileRow",
-    "Hello",
-    "Joined",
-    "Terms",
-    "Told",
-    "Verdict",
+    "MergedTree",
+    "RankProposal",
+    "RankTree",
+    "WriteReport",
     "check_hellos",
     "check_idle",
     "clashing_of",
@@ -59,7 +59,7 @@ class Arguments(msgspec.Struct, frozen=True, array_like=True):
     """Nothing is to be written: ranks only agree on the plan."""
 
 
-class Hello(msgspec.Struct, array_like=True):
+class RankProposal(msgspec.Struct, array_like=True):
     """A rank is here, and this is what it brings, as digests."""
 
     fault: Fault | None
@@ -77,7 +77,7 @@ class Hello(msgspec.Struct, array_like=True):
     """Digests of the values of `custom_metadata`."""
 
 
-class Terms(Ended, array_like=True):
+class Decision(CoordinatorReply, array_like=True):
     """What the coordinator decides after hello."""
 
     save_id: str
@@ -93,10 +93,10 @@ class Terms(Ended, array_like=True):
     clash: bool = False
     """Ranks that hold the same pieces do not have the same in them: tellers send digests of each."""
     boxes: tuple[tuple[str, Region], ...] = ()
-    """Without tellers, what `Joined.boxes` says."""
+    """Without tellers, what `MergedTree.boxes` says."""
 
 
-class Told(msgspec.Struct, array_like=True):
+class RankTree(msgspec.Struct, array_like=True):
     """A teller's inventory, if that is not known, and digests of its contents by path."""
 
     inventory: Inventory | None
@@ -104,10 +104,10 @@ class Told(msgspec.Struct, array_like=True):
     values: dict[str, Value]
 
 
-class Joined(Ended, array_like=True):
+class MergedTree(CoordinatorReply, array_like=True):
     """All inventories as one; None where every rank has kept it."""
 
-    plenum: Plenum | None
+    plenum: GlobalTree | None
     boxes: tuple[tuple[str, Region], ...] = ()
     """What several listed pieces of an array hold, and ranks compare in one more exchange."""
 
@@ -120,7 +120,7 @@ class BoxDigests(msgspec.Struct, array_like=True):
     """By number of the box, for each piece that holds it."""
 
 
-class Done(msgspec.Struct, array_like=True):
+class WriteReport(msgspec.Struct, array_like=True):
     """How a rank's writing went."""
 
     fault: Fault | None
@@ -130,7 +130,7 @@ class Done(msgspec.Struct, array_like=True):
     """The name of the rank's machine."""
 
 
-class Verdict(Ended, array_like=True):
+class CommitResult(CoordinatorReply, array_like=True):
     """How the save ended."""
 
     in_place: bool
@@ -146,7 +146,7 @@ def decode_each(messages: Mapping[int, bytes], kind: type[T]) -> dict[int, T]:
     return {rank: met[message] for rank, message in messages.items()}
 
 
-def check_hellos(hellos: Mapping[int, Hello]) -> None:
+def check_hellos(hellos: Mapping[int, RankProposal]) -> None:
     """Refuses calls of save that contradict each other.
 
     Raises:
@@ -177,7 +177,7 @@ def check_hellos(hellos: Mapping[int, Hello]) -> None:
                 )
 
 
-def check_idle(hellos: Mapping[int, Hello]) -> None:
+def check_idle(hellos: Mapping[int, RankProposal]) -> None:
     """Refuses to begin while a rank is still busy with an earlier save.
 
     Raises:
@@ -193,12 +193,12 @@ def check_idle(hellos: Mapping[int, Hello]) -> None:
             )
 
 
-def key_of(hellos: Mapping[int, Hello]) -> str:
+def key_of(hellos: Mapping[int, RankProposal]) -> str:
     """Names the plan that follows from all ranks' inventories."""
     return xxhash.xxh3_128_hexdigest(b"".join(hellos[rank].digest for rank in sorted(hellos)))
 
 
-def tellers_of(hellos: Mapping[int, Hello]) -> tuple[int, ...]:
+def tellers_of(hellos: Mapping[int, RankProposal]) -> tuple[int, ...]:
     """One rank of each kind, also of those that hold the same pieces; none if all bring the same."""
     kinds: dict[tuple[bytes, bytes], int] = {}
     for rank, hello in sorted(hellos.items()):
@@ -273,12 +273,12 @@ def _named(key: str) -> str:
     return key.replace("\0", "@", 1).replace("\0", "+", 1)
 
 
-def is_known(hellos: Mapping[int, Hello], key: str) -> bool:
+def is_known(hellos: Mapping[int, RankProposal], key: str) -> bool:
     """Whether every rank has kept the plan of that key."""
     return all(hello.remembered == key for hello in hellos.values())
 
 
-def join(hellos: Mapping[int, Hello], told: Mapping[int, Told], world: int) -> Plenum:
+def join(hellos: Mapping[int, RankProposal], told: Mapping[int, RankTree], world: int) -> GlobalTree:
     """All inventories as one.
 
     Raises:
@@ -292,4 +292,4 @@ def join(hellos: Mapping[int, Hello], told: Mapping[int, Told], world: int) -> P
         inventory = told[ranks[0]].inventory
         assert inventory is not None, "the first rank of each kind was asked"
         classes.append(RankClass(encode_runs(ranks), inventory))
-    return unify(classes, world)
+    return merge_rank_trees(classes, world)

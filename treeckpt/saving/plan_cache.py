@@ -7,7 +7,15 @@ from typing import Any
 import msgspec
 
 from ..core.planning.plan import SavePlan, plan_save
-from ..core.planning.rank_trees import Inventory, LeafSpec, Plenum, RankClass, array_leaves, contested, unify
+from ..core.planning.rank_trees import (
+    GlobalTree,
+    Inventory,
+    LeafSpec,
+    RankClass,
+    array_leaves,
+    contested,
+    merge_rank_trees,
+)
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region
@@ -25,7 +33,7 @@ class Plans(msgspec.Struct, frozen=True):
     key: str
     """Of the inventories."""
     max_shard_bytes: int
-    plenum: Plenum
+    plenum: GlobalTree
     arrays: list[tuple[int, ArrayLeaf]]
     """The arrays to be written, each with its leaf's number."""
     shares: list[Any]
@@ -41,7 +49,7 @@ def kept_plans(comm: Comm) -> Plans | None:
     return comm.memory.get(_MEMORY)
 
 
-def make_plans(comm: Comm, key: str, joined: Plenum | None, inventory: Inventory, *, max_shard_bytes: int) -> Plans:
+def make_plans(comm: Comm, key: str, joined: GlobalTree | None, inventory: Inventory, *, max_shard_bytes: int) -> Plans:
     """The plans of inventories with this key, made anew or as they were kept.
 
     Args:
@@ -58,13 +66,13 @@ def make_plans(comm: Comm, key: str, joined: Plenum | None, inventory: Inventory
             return kept
         joined = joined or kept.plenum
     if joined is None:
-        joined = unify([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
+        joined = merge_rank_trees([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
     plans = plans_of(key, joined, comm.rank, max_shard_bytes=max_shard_bytes)
     comm.memory[_MEMORY] = plans
     return plans
 
 
-def boxes_of(comm: Comm, key: str, joined: Plenum | None, inventory: Inventory) -> list[tuple[str, Region, int]]:
+def boxes_of(comm: Comm, key: str, joined: GlobalTree | None, inventory: Inventory) -> list[tuple[str, Region, int]]:
     """What listed pieces of inventories with this key hold in common, as `contested` says; kept as plans are.
 
     Args:
@@ -78,13 +86,13 @@ def boxes_of(comm: Comm, key: str, joined: Plenum | None, inventory: Inventory) 
     if joined is None and kept is not None and kept.key == key:
         joined = kept.plenum
     if joined is None and any(isinstance(leaf.layout, BoxLayout) for leaf in inventory.leaves):
-        joined = unify([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
+        joined = merge_rank_trees([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
     found = contested(joined) if joined is not None else []
     comm.memory[_BOXES] = key, found
     return found
 
 
-def plans_of(key: str, plenum: Plenum, rank: int, *, max_shard_bytes: int) -> Plans:
+def plans_of(key: str, plenum: GlobalTree, rank: int, *, max_shard_bytes: int) -> Plans:
     """What follows from a global tree: the same on every rank, and in every process.
 
     Raises:

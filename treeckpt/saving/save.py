@@ -22,21 +22,23 @@ import msgspec
 
 from ..errors import RankError
 from ..io.comm.comm import Comm
-from ..io.comm.failures import fault_of, raise_faults
+from ..io.comm.failures import raise_faults, to_fault
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import SaveReport
-from .agree import Agreed, Standing, agree
+from .agree import Agreed, PreviousSave, agree
 from .commit import IN_PLACE, Stream, remove, shard_names
-from .messages import Done, Verdict
+from .messages import CommitResult, WriteReport
 from .options import SaveOptions
 from .plan_cache import Plans
-from .shard_writer import Here, Scribe, Wrote
+from .shard_writer import InlineWriter, ShardWriter, WriteResult
 
 __all__ = ["complete", "report_of", "save_tree"]
 
 
-def complete(agreed: Agreed, store: Store, comm: Comm, recorder: Recorder, scribe: Scribe, wrote: Wrote) -> None:
+def complete(
+    agreed: Agreed, store: Store, comm: Comm, recorder: Recorder, scribe: ShardWriter, wrote: WriteResult
+) -> None:
     """Reports what this rank has written, and sees the save to its end.
 
     Raises:
@@ -44,18 +46,18 @@ def complete(agreed: Agreed, store: Store, comm: Comm, recorder: Recorder, scrib
     """
     talk, plans = agreed.talk, agreed.plans
     try:
-        done = Done(wrote.fault, wrote.files, tuple(recorder.spans), socket.gethostname())
+        done = WriteReport(wrote.fault, wrote.files, tuple(recorder.spans), socket.gethostname())
         try:
             with recorder.span("gather"):
                 heard = talk.gather(msgspec.msgpack.encode(done))
         except RankError as error:
             if comm.rank == 0:  # it alone could commit: what all ranks have written is left over
-                failed = msgspec.structs.replace(done, fault=fault_of(error, 0))
+                failed = msgspec.structs.replace(done, fault=to_fault(error, 0))
                 scribe.judge({0: msgspec.msgpack.encode(failed)}, {})
                 remove(store, shard_names(agreed.facts, plans) if plans is not None else [])
             raise
         verdict = scribe.judge(heard, talk.lost) if heard is not None else None
-        ended = msgspec.msgpack.decode(talk.share(verdict, last=True), type=Verdict)
+        ended = msgspec.msgpack.decode(talk.share(verdict, last=True), type=CommitResult)
         if ended.faults and not ended.in_place and plans is not None:
             remove(store, shard_names(agreed.facts, plans))
     finally:
@@ -70,15 +72,15 @@ def save_tree(
     comm: Comm,
     options: SaveOptions,
     metadata: Mapping[str, object],
-    standing: Standing | None = None,
+    standing: PreviousSave | None = None,
 ) -> SaveReport:
     """Saves a tree; see `treeckpt.save`."""
     recorder = Recorder(comm.rank)
     with recorder.span("save"):
-        agreed = agree(store, tree, comm, options, metadata, recorder, standing or Standing())
+        agreed = agree(store, tree, comm, options, metadata, recorder, standing or PreviousSave())
         assert agreed is not None, "only a save in the background is skipped"
         agreed = agreed.with_lineage()
-        here = Here(store, agreed.facts, agreed.plans, recorder, error=agreed.error)
+        here = InlineWriter(store, agreed.facts, agreed.plans, recorder, error=agreed.error)
         try:
             with agreed.talk.heartbeats():
                 complete(agreed, store, comm, recorder, here, here.write(lambda plans: source_stream(agreed, plans)))

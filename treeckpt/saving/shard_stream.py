@@ -251,7 +251,7 @@ def _save_file(
 
         try:
             if getattr(writer, "ordered", False):
-                hashes = stream(_Nowhere())
+                hashes = stream(NullWriter())
                 put_head(hashes)
                 if stream(writer) != hashes:
                     raise _changed(f"{store.url}/{file.name}")
@@ -265,7 +265,7 @@ def _save_file(
     return base, file.plan.nbytes
 
 
-class _Nowhere:
+class NullWriter:
     """Takes what is only hashed."""
 
     def write(self, offset: int, data: memoryview) -> None: ...

@@ -20,27 +20,27 @@ from ..core.format.save_progress import Progress
 from ..core.format.timings import timings_name
 from ..core.planning.plan import FilePlan, SavePlan, Write
 from ..core.sharding.region import Region
-from ..io.comm.failures import Fault, fault_of, ours
+from ..io.comm.failures import Fault, to_fault, wrap_os_error
 from ..io.storage.leftovers import clear_leftovers
 from ..io.storage.progress_file import ProgressNote
 from ..io.storage.store import Store, Swapping
 from ..io.timing import Recorder
-from .commit import Facts, Stream, judge, may_be_in_place, remove, shard_names, write_shards
-from .messages import Done, FileRow
+from .commit import SaveInfo, Stream, judge, may_be_in_place, remove, shard_names, write_shards
+from .messages import FileRow, WriteReport
 from .plan_cache import Plans
 from .staging_memory import area_offsets
 
-__all__ = ["Here", "Scribe", "Wrote", "staged_stream"]
+__all__ = ["InlineWriter", "ShardWriter", "WriteResult", "staged_stream"]
 
 
-class Wrote(msgspec.Struct, frozen=True, array_like=True):
+class WriteResult(msgspec.Struct, frozen=True, array_like=True):
     """How a rank's writing went."""
 
     fault: Fault | None
     files: tuple[FileRow, ...] = ()
 
 
-class Scribe(Protocol):
+class ShardWriter(Protocol):
     """What completes a save on a rank."""
 
     error: Exception | None
@@ -71,7 +71,7 @@ def staged_stream(plan: SavePlan, memory: np.ndarray) -> Stream:
     return files, pieces
 
 
-class Here:
+class InlineWriter:
     """This process as the scribe of one save.
 
     Args:
@@ -82,7 +82,7 @@ class Here:
     def __init__(
         self,
         store: Store,
-        facts: Facts,
+        facts: SaveInfo,
         plans: Plans | None,
         recorder: Recorder,
         *,
@@ -95,7 +95,7 @@ class Here:
         self._done = False
         """Whether all is written, which the others may know already."""
 
-    def write(self, stream: Callable[[Plans], Stream]) -> Wrote:
+    def write(self, stream: Callable[[Plans], Stream]) -> WriteResult:
         """Writes this rank's shards; a failure is for telling the others, so it is returned, not raised."""
         facts, plans = self._facts, self._plans
         try:
@@ -109,13 +109,13 @@ class Here:
             rows = write_shards(self._note.counting(), facts, plans, stream(plans), self._recorder)
             self._note.commit()
             self._done = True
-            return Wrote(None, rows)
+            return WriteResult(None, rows)
         except Exception as error:
-            self.error = ours(error, self._store.url)
-            return Wrote(fault_of(self.error, facts.rank))
+            self.error = wrap_os_error(error, self._store.url)
+            return WriteResult(to_fault(self.error, facts.rank))
 
     def judge(self, heard: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        reports = {rank: msgspec.msgpack.decode(message, type=Done) for rank, message in heard.items()}
+        reports = {rank: msgspec.msgpack.decode(message, type=WriteReport) for rank, message in heard.items()}
         verdict, error = judge(self._store, self._facts, self._plans, reports, lost, self._recorder)
         self.error = self.error or error
         return msgspec.msgpack.encode(verdict)
@@ -140,5 +140,5 @@ class Here:
             return
         remove(self._store, [*shard_names(facts, plans), *([timings_name(facts.save_id)] * (not facts.rank))])
         if facts.world > 1 and not facts.rank:
-            done = Done(fault_of(error, facts.rank), (), (), socket.gethostname())
+            done = WriteReport(to_fault(error, facts.rank), (), (), socket.gethostname())
             self.judge({0: msgspec.msgpack.encode(done)}, {})

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.base import HostArray, HostMemory, Piece
-from ..arrays.threads import Team
+from ..arrays.threads import WorkerThreads
 from ..core.planning.plan import FilePlan, SavePlan, Write
 from .shard_stream import feed
 from .staging_memory import area_offsets
@@ -152,4 +152,4 @@ def _copy(stretches: list[Stretch]) -> None:
         for target, source in stretches
         for at in range(0, len(source), STRIDE)
     ]
-    Team(THREADS)([partial(np.copyto, target, source) for target, source in parts])
+    WorkerThreads(THREADS)([partial(np.copyto, target, source) for target, source in parts])

@@ -10,19 +10,19 @@ import msgspec
 
 from ..core.format.save_progress import progress_name
 from ..errors import CheckpointError
-from ..io.comm.failures import fault_of
+from ..io.comm.failures import to_fault
 from ..io.storage.object_store import ObjectStore
 from ..io.storage.store import LocalStore, Store
 from ..io.timing import Recorder
-from .commit import Facts, as_in_place, may_be_in_place, remove
-from .messages import Done, Verdict
+from .commit import SaveInfo, as_in_place, may_be_in_place, remove
+from .messages import CommitResult, WriteReport
 from .plan_cache import Plans
 from .process_channel import WriterGone, WriterProcess
-from .shard_writer import Here, Wrote
+from .shard_writer import InlineWriter, WriteResult
 from .staging_memory import Arena
-from .writer_server import Answer, Arrange, Assignment, Attach, Detach, End, Judge, Modules, Reply
+from .writer_server import Answer, Attach, Commit, Detach, End, Modules, Reply, SetPlan, WriteShards
 
-__all__ = ["There", "address_of", "arrange", "detach", "modules_of"]
+__all__ = ["ProcessWriter", "address_of", "arrange", "detach", "modules_of"]
 
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
@@ -39,7 +39,7 @@ def address_of(store: Store) -> bytes | None:
         return None
 
 
-class There:
+class ProcessWriter:
     """The writer process as the scribe of one save.
 
     Args:
@@ -52,7 +52,7 @@ class There:
         process: WriterProcess,
         known: set[str | int],
         store: Store,
-        facts: Facts,
+        facts: SaveInfo,
         plans: Plans,
         recorder: Recorder,
         *,
@@ -73,29 +73,29 @@ class There:
         """
         arrange(self._process, self._known, self._plans, arena, limit=self._limit)
 
-    def write(self, arena: Arena, address: bytes) -> Wrote:
+    def write(self, arena: Arena, address: bytes) -> WriteResult:
         """Has the process write this rank's shards out of the arena."""
         try:
             self.arrange(arena)
-            answer = self._ask(Assignment(self._facts, address, arena.number, self._recorder.trail))
-            return _decode(answer.data, type=Wrote)
+            answer = self._ask(WriteShards(self._facts, address, arena.number, self._recorder.trail))
+            return _decode(answer.data, type=WriteResult)
         except WriterGone as gone:
-            return Wrote(fault_of(self._gone(gone), self._facts.rank))
+            return WriteResult(to_fault(self._gone(gone), self._facts.rank))
 
     def judge(self, heard: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        faults = lost or any(_decode(message, type=Done).fault for message in heard.values())
+        faults = lost or any(_decode(message, type=WriteReport).fault for message in heard.values())
         if self.broken or faults:  # there is nothing to publish but an error
-            here = Here(self._store, self._facts, self._plans, self._recorder)
+            here = InlineWriter(self._store, self._facts, self._plans, self._recorder)
             return here.judge(heard, lost)
         try:
-            return self._ask(Judge(dict(heard), dict(lost), self._recorder.trail)).data
+            return self._ask(Commit(dict(heard), dict(lost), self._recorder.trail)).data
         except WriterGone as gone:
             error: Exception = self._gone(gone)
             if in_place := may_be_in_place(self._store, self._facts.save_id):
                 error = as_in_place(error)
-            return _encode(Verdict((fault_of(error, self._facts.rank),), in_place))
+            return _encode(CommitResult((to_fault(error, self._facts.rank),), in_place))
 
-    def _ask(self, request: Assignment | Judge | End) -> Answer:
+    def _ask(self, request: WriteShards | Commit | End) -> Answer:
         self._process.channel.send(_encode(request), timeout=self._limit)
         while True:
             data, _ = self._process.channel.receive(timeout=self._limit)
@@ -137,7 +137,7 @@ def arrange(process: WriterProcess, known: set[str | int], plans: Plans, arena: 
     if key not in known:
         known.difference_update([kept for kept in known if isinstance(kept, str)])
         plenum = msgspec.Raw(_encode(plans.plenum))
-        request = Arrange(plans.key, plans.own.rank, plans.max_shard_bytes, plenum)
+        request = SetPlan(plans.key, plans.own.rank, plans.max_shard_bytes, plenum)
         process.channel.send(_encode(request), timeout=limit)
         known.add(key)
     if arena.number not in known:

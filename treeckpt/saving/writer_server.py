@@ -18,29 +18,29 @@ import msgspec
 import numpy as np
 
 from ..core.format.timings import Span
-from ..core.planning.rank_trees import Plenum
-from ..io.comm.failures import fault_of
+from ..core.planning.rank_trees import GlobalTree
+from ..io.comm.failures import to_fault
 from ..io.storage.object_store import open_address
 from ..io.storage.store import LocalStore, Store
-from ..io.timing import Recorder, Trail
-from .commit import Facts
+from ..io.timing import Recorder, RecorderSnapshot
+from .commit import SaveInfo
 from .plan_cache import Plans, plans_of
 from .process_channel import Channel, WriterGone
-from .shard_writer import Here, Wrote, staged_stream
+from .shard_writer import InlineWriter, WriteResult, staged_stream
 from .staging_memory import map_arena
 
 __all__ = [
     "ENTRY",
     "Advanced",
     "Answer",
-    "Arrange",
-    "Assignment",
     "Attach",
+    "Commit",
     "Detach",
     "End",
-    "Judge",
     "Modules",
     "Reply",
+    "SetPlan",
+    "WriteShards",
     "serve",
 ]
 
@@ -48,7 +48,7 @@ ENTRY = "treeckpt.saving.writer_server:serve"
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
-class Arrange(msgspec.Struct, tag=True, array_like=True):
+class SetPlan(msgspec.Struct, tag=True, array_like=True):
     """The plans of this key, to be kept."""
 
     key: str
@@ -70,21 +70,21 @@ class Detach(msgspec.Struct, tag=True, array_like=True):
     arena: int
 
 
-class Assignment(msgspec.Struct, tag=True, array_like=True):
+class WriteShards(msgspec.Struct, tag=True, array_like=True):
     """A save whose bytes are staged."""
 
-    facts: Facts
+    facts: SaveInfo
     address: bytes
     arena: int
-    trail: Trail
+    trail: RecorderSnapshot
 
 
-class Judge(msgspec.Struct, tag=True, array_like=True):
+class Commit(msgspec.Struct, tag=True, array_like=True):
     """What all ranks have reported on the save that was written last."""
 
     heard: dict[int, bytes]
     lost: dict[int, str]
-    trail: Trail
+    trail: RecorderSnapshot
 
 
 class End(msgspec.Struct, tag=True, array_like=True):
@@ -110,7 +110,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
     """Where this process's own failure came from."""
 
 
-Request = Arrange | Attach | Detach | Assignment | Judge | End | Modules
+Request = SetPlan | Attach | Detach | WriteShards | Commit | End | Modules
 Reply = Advanced | Answer
 
 
@@ -140,7 +140,7 @@ def _complete_package() -> None:
 
 def serve(channel: Channel) -> None:
     """Does what the parent asks for, until it asks no more."""
-    desk = _Desk(channel)
+    desk = WriterServer(channel)
     with contextlib.suppress(WriterGone):
         while True:
             data, fds = channel.receive()
@@ -150,7 +150,7 @@ def serve(channel: Channel) -> None:
                 channel.send(_encode(answer))
 
 
-class _Desk:
+class WriterServer:
     """What the writer process keeps: plans, arenas, and the save that it is at."""
 
     def __init__(self, channel: Channel) -> None:
@@ -158,20 +158,20 @@ class _Desk:
         self._plans: Plans | None = None
         self._arenas: dict[int, np.ndarray] = {}
         self._broken: Exception | None = None
-        self._at: tuple[Store, Facts, Here] | None = None
+        self._at: tuple[Store, SaveInfo, InlineWriter] | None = None
 
     def do(self, request: Request, fds: list[int]) -> Answer | None:
-        if isinstance(request, Assignment):
+        if isinstance(request, WriteShards):
             return self._write(request)
-        if isinstance(request, Judge):
+        if isinstance(request, Commit):
             return self._judge(request)
         if isinstance(request, End):
             return self._end()
         if isinstance(request, Modules):
             return Answer(_encode(sorted(sys.modules)))
         try:
-            if isinstance(request, Arrange):
-                plenum = _decode(request.plenum, type=Plenum)
+            if isinstance(request, SetPlan):
+                plenum = _decode(request.plenum, type=GlobalTree)
                 self._plans = plans_of(request.key, plenum, request.rank, max_shard_bytes=request.max_shard_bytes)
             elif isinstance(request, Attach):
                 self._arenas[request.arena] = map_arena(fds[0], request.nbytes)
@@ -190,7 +190,7 @@ class _Desk:
             self._at = None
         return Answer(b"")
 
-    def _write(self, request: Assignment) -> Answer:
+    def _write(self, request: WriteShards) -> Answer:
         facts, recorder = request.facts, Recorder.resumed(request.facts.rank, request.trail)
         broken, self._broken = self._broken, None
         try:
@@ -200,17 +200,17 @@ class _Desk:
             assert plans is not None and plans.key == facts.key, "plans are sent before they are needed"
             store = _open(request.address)
         except Exception as error:
-            return Answer(_encode(Wrote(fault_of(error, facts.rank))), (), _trace(error))
-        here = Here(store, facts, plans, recorder, heard=self._advanced)
+            return Answer(_encode(WriteResult(to_fault(error, facts.rank))), (), _trace(error))
+        here = InlineWriter(store, facts, plans, recorder, heard=self._advanced)
         self._at = store, facts, here
         wrote = here.write(lambda plans: staged_stream(plans.own, memory))
         return Answer(_encode(wrote), tuple(recorder.spans[len(request.trail.spans) :]), _trace(here.error))
 
-    def _judge(self, request: Judge) -> Answer:
+    def _judge(self, request: Commit) -> Answer:
         assert self._at is not None and self._plans is not None, "it has written before"
         store, facts, _ = self._at
         recorder = Recorder.resumed(facts.rank, request.trail)
-        here = Here(store, facts, self._plans, recorder)
+        here = InlineWriter(store, facts, self._plans, recorder)
         verdict = here.judge(request.heard, request.lost)
         return Answer(verdict, tuple(recorder.spans[len(request.trail.spans) :]), _trace(here.error))
 

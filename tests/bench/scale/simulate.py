@@ -20,7 +20,7 @@ from treeckpt.core.format.records import Index
 from treeckpt.core.format.shard_header import shard_name
 from treeckpt.core.format.timings import Span, timings_name
 from treeckpt.core.planning.plan import LoadPlan, Want, place, plan_load
-from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, digest_of, unify
+from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, digest_of, merge_rank_trees
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Layout, MeshLayout, held_by, replicas
@@ -29,15 +29,15 @@ from treeckpt.core.tree.flatten import flatten
 from treeckpt.io.comm.fanout import SPANS, spans_for
 from treeckpt.io.storage.store import MemoryStore
 from treeckpt.io.timing import Recorder
-from treeckpt.saving.commit import Facts, judge
+from treeckpt.saving.commit import SaveInfo, judge
 from treeckpt.saving.messages import (
     Arguments,
-    Done,
-    Hello,
-    Joined,
-    Terms,
-    Told,
-    Verdict,
+    CommitResult,
+    Decision,
+    MergedTree,
+    RankProposal,
+    RankTree,
+    WriteReport,
     check_hellos,
     decode_each,
     is_known,
@@ -187,7 +187,7 @@ class _World:
         arguments = Arguments("run/step_00000100", 100, False, False, 1 << 62, "wait", False)
         messages: list[bytes] = []
         for inventory, ranks in self.kinds:
-            hello = Hello(None, arguments, digest_of(inventory), bytes(16), remembered, {})
+            hello = RankProposal(None, arguments, digest_of(inventory), bytes(16), remembered, {})
             messages += [_encode(hello)] * len(ranks)
         return messages
 
@@ -201,15 +201,15 @@ class _World:
         bundles, hellos = self._gather(messages)
         heard, (key, tellers) = _timed(lambda: _heard(hellos))
         inventory_of = {ranks[0]: inventory for inventory, ranks in self.kinds}
-        told = {rank: _encode(Told(inventory_of[rank], {}, {})) for rank in tellers}
+        told = {rank: _encode(RankTree(inventory_of[rank], {}, {})) for rank in tellers}
         figures.told_nbytes = sum(map(len, told.values()))
         figures.messages = 2 * self.size + len(told)
-        terms = Terms((), save_id="0" * 16, created_ns=1 << 60, key=key, tellers=tellers, known=False, skipped=False)
+        terms = Decision((), save_id="0" * 16, created_ns=1 << 60, key=key, tellers=tellers, known=False, skipped=False)
         self._share(_encode(terms), last=not told)
 
         def joined() -> bytes:
-            tales = {rank: _decode(message, type=Told) for rank, message in told.items()}
-            return _encode(Joined((), join(decode_each(hellos, Hello), tales, self.size)))
+            tales = {rank: _decode(message, type=RankTree) for rank, message in told.items()}
+            return _encode(MergedTree((), join(decode_each(hellos, RankProposal), tales, self.size)))
 
         joining, word = _timed(joined) if told else (0.0, b"")
         if told:
@@ -237,9 +237,9 @@ class _World:
         """What follows for one rank."""
 
         def make() -> Plans:
-            plenum = _decode(word, type=Joined).plenum if word else None
+            plenum = _decode(word, type=MergedTree).plenum if word else None
             if plenum is None:
-                plenum = unify([RankClass(encode_runs(range(self.size)), self.kinds[0][0])], self.size)
+                plenum = merge_rank_trees([RankClass(encode_runs(range(self.size)), self.kinds[0][0])], self.size)
             return plans_of(key, plenum, rank, max_shard_bytes=1 << 62)
 
         self.figures.plan, plans = _timed(make)
@@ -255,18 +255,18 @@ class _World:
         figures.write_least = max(1.0, float(least.max() / totals.mean()))
         messages = [_encode(_report(rank, int(nbytes))) for rank, nbytes in enumerate(totals.tolist())]
         bundles, _ = self._gather(messages)
-        self._share(_encode(Verdict((), True)), last=True)
+        self._share(_encode(CommitResult((), True)), last=True)
         for talk in self._talks.values():
             talk.join()
         figures.alone, figures.root = (talk.servers[0] for talk in self._talks.values())
         figures.leader = self._talks[SPANS].busiest
         figures.done_nbytes = max(map(len, messages))
-        facts = Facts(0, self.size, "0" * 16, 0, 100, False, plans.key, 1 << 62)
+        facts = SaveInfo(0, self.size, "0" * 16, 0, 100, False, plans.key, 1 << 62)
         names = (shard_name(facts.save_id, rank, self.size, 0) for rank in range(self.size))
         store = _Written({name: nbytes + HEADER for name, nbytes in zip(names, totals.tolist(), strict=True)})
 
         def publish() -> None:
-            reports = {rank: _decode(message, type=Done) for rank, message in enumerate(messages)}
+            reports = {rank: _decode(message, type=WriteReport) for rank, message in enumerate(messages)}
             verdict, error = judge(store, facts, plans, reports, {}, Recorder(0))
             assert error is None and not verdict.faults
 
@@ -281,7 +281,7 @@ class _World:
 
 def _heard(messages: dict[int, bytes]) -> tuple[str, tuple[int, ...]]:
     """What the coordinator makes of all hellos: the key of the plan, and who is to tell more."""
-    hellos = decode_each(messages, Hello)
+    hellos = decode_each(messages, RankProposal)
     check_hellos(hellos)
     key = key_of(hellos)
     return key, () if is_known(hellos, key) else tellers_of(hellos)
@@ -291,7 +291,7 @@ def _replicated(layout: Layout) -> bool:
     return isinstance(layout, MeshLayout) and len(replicas(layout)) > 1
 
 
-def _report(rank: int, nbytes: int) -> Done:
+def _report(rank: int, nbytes: int) -> WriteReport:
     start = 1_700_000_000_000_000_000 + rank * 977
     spans = tuple(
         Span(
@@ -304,7 +304,7 @@ def _report(rank: int, nbytes: int) -> Done:
         )
         for i, name in enumerate(PHASES)
     )
-    return Done(None, ((rank, 0, 0, nbytes, HEADER),), spans)
+    return WriteReport(None, ((rank, 0, 0, nbytes, HEADER),), spans)
 
 
 class _Loads:
