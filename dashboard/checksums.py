@@ -7,7 +7,8 @@ import msgspec
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
-from treeckpt.io.storage.shard_reader import open_shard, verify_shard
+from treeckpt.io.storage.checkpoint import Checkpoint
+from treeckpt.io.storage.shard_reader import verify_shard
 from treeckpt.io.storage.store import Store
 
 from .library import Missing
@@ -53,8 +54,7 @@ def checksums_page(store: Store, outline: Outline, number: int, start: int) -> C
     start = min(start, file.nbytes)
     stop = min(start + PART, file.nbytes)
     try:
-        opened = open_shard(store, index, file, store.sizes().get(file.name))
-        verify_shard(store, opened, start, stop)
+        verify_shard(store, Checkpoint(store, index).shard(file), start, stop)
     except (TreeckptError, OSError) as error:
         return ChecksumsPage(number, start, start, file.nbytes, None, visible(str(error)))
     return ChecksumsPage(number, start, stop, file.nbytes, stop if stop < file.nbytes else None, None)

@@ -19,8 +19,9 @@ from treeckpt.core.format.byte_map import chunk_count
 from treeckpt.core.format.records import Index, Leaf
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.open import open_store
-from treeckpt.loading.compare import Side, delta_of, verdict_of
+from treeckpt.loading.compare import delta_of, verdict_of
 from treeckpt.runs.catalog import CheckpointInfo
 
 from .library import Library, Missing
@@ -42,7 +43,7 @@ Show = Literal["different", "structure", "content", "equal", "all"]
 class Comparison:
     """Two checkpoints side by side."""
 
-    def __init__(self, a: Side, b: Side) -> None:
+    def __init__(self, a: Checkpoint, b: Checkpoint) -> None:
         self.a, self.b = a, b
         self.found = diff(a.index, b.index)
         self.pairs = comparable(a.index, b.index, self.found)
@@ -111,7 +112,7 @@ class Comparisons:
             if kept is not None and kept[0] is one and kept[1] is two:
                 self._kept.move_to_end(key)
                 return kept[2]
-        made = Comparison(Side(open_store(a.path), one), Side(open_store(b.path), two))
+        made = Comparison(Checkpoint(open_store(a.path), one), Checkpoint(open_store(b.path), two))
         with self._lock:
             self._kept[key] = (one, two, made)
             while len(self._kept) > self._entries:

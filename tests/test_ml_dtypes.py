@@ -18,7 +18,8 @@ from tests.world import errors_of, on_ranks
 from treeckpt import rules as R
 from treeckpt.core.analysis.element_stats import element_texts
 from treeckpt.core.sharding.dtypes import dtype_of, numpy_dtype
-from treeckpt.loading.compare import Side, value_changes
+from treeckpt.io.storage.checkpoint import Checkpoint
+from treeckpt.loading.compare import value_changes
 from treeckpt.trees import gathering, sending
 
 TYPES = [
@@ -250,7 +251,7 @@ def test_elements_are_shown_and_compared(kind: Any) -> None:
     before, after = np.array([1, low, 1, 1]).astype(kind), np.array([1, low, low, 1]).astype(kind)
     texts = element_texts(before.view(np.uint8).reshape(4, -1), before.dtype.name)
     assert [complex(text) for text in texts] == before.astype(np.complex128).tolist()
-    one, other = (Side(saved({"x": array})) for array in (before, after))
+    one, other = (Checkpoint(saved({"x": array})) for array in (before, after))
     [change] = value_changes(one, other)
     assert change.delta is not None
     gap = float(np.abs(before.astype(np.complex128) - after.astype(np.complex128)).max())
@@ -259,7 +260,7 @@ def test_elements_are_shown_and_compared(kind: Any) -> None:
 
 def test_two_numbers_of_an_element_are_compared_one_by_one() -> None:
     one, other = torch.tensor([0x21, 0x43], dtype=torch.uint8), torch.tensor([0x21, 0x73], dtype=torch.uint8)
-    sides = [Side(saved({"x": tensor.view(torch.float4_e2m1fn_x2)})) for tensor in (one, other)]
+    sides = [Checkpoint(saved({"x": tensor.view(torch.float4_e2m1fn_x2)})) for tensor in (one, other)]
     [change] = value_changes(*sides)
     assert change.delta is not None
     assert (change.delta.elements, change.delta.changed, change.delta.max_abs) == (2, 1, 4.0)

@@ -12,15 +12,16 @@ from treeckpt.core.analysis.diff import comparable, diff
 from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt.errors import CorruptError
+from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.store import LocalStore
-from treeckpt.loading.compare import Side, delta_of, value_changes, verdict_of
+from treeckpt.loading.compare import delta_of, value_changes, verdict_of
 
 
 def sides(tmp_path, *trees, **options):
     found = []
     for n, tree in enumerate(trees):
         write_checkpoint(tmp_path / f"{n}", tree, **options)
-        found.append(Side(LocalStore(tmp_path / f"{n}")))
+        found.append(Checkpoint(LocalStore(tmp_path / f"{n}")))
     return found
 
 
@@ -36,6 +37,7 @@ BIG = np.arange(400_000, dtype=np.float32).reshape(1000, 400)
 def test_equal_checkpoints_are_known_to_be_equal_without_reading(tmp_path):
     a, b = sides(tmp_path, gpt_state(layers=1), gpt_state(layers=1))
     for side in (a, b):  # headers only
+        assert side.index.leaves
         side.store.map = side.store.read = None
     assert set(verdicts(a, b).values()) == {"equal"}
     assert list(value_changes(a, b)) == []
@@ -57,7 +59,7 @@ def test_another_sharding_is_read_to_be_compared(tmp_path):
 
     write_checkpoint(tmp_path / "a", {"x": BIG}, layouts=layout(Shard(0), Replicate()))
     write_checkpoint(tmp_path / "b", {"x": BIG + (BIG > 399_000)}, layouts=layout(Shard(1), Shard(0)))
-    a, b = Side(LocalStore(tmp_path / "a")), Side(LocalStore(tmp_path / "b"))
+    a, b = Checkpoint(LocalStore(tmp_path / "a")), Checkpoint(LocalStore(tmp_path / "b"))
     assert verdicts(a, b) == {"x": "unknown"}
     [change] = value_changes(a, b)
     assert (change.delta.changed, change.delta.max_abs, change.delta.elements) == (999, 1.0, 400_000)
@@ -95,7 +97,7 @@ def test_arrays_of_single_ranks_are_compared_rank_by_rank(tmp_path):
 def test_text_and_empty_arrays_have_no_numbers(tmp_path):
     for name, text in (("0", "c"), ("1", "d")):
         treeckpt.save(tmp_path / name, {"t": np.array(["ab", text]), "e": np.zeros((0, 3))})
-    a, b = Side(LocalStore(tmp_path / "0")), Side(LocalStore(tmp_path / "1"))
+    a, b = Checkpoint(LocalStore(tmp_path / "0")), Checkpoint(LocalStore(tmp_path / "1"))
     [change] = value_changes(a, b)
     assert (change.path, change.delta.changed, change.delta.max_abs) == ("t", 1, None)
 
@@ -110,7 +112,7 @@ def test_damaged_bytes_are_an_error_not_a_difference(tmp_path):
         list(value_changes(a, b))
     shard.write_bytes(data[:-4096])
     with pytest.raises(CorruptError, match="bytes"):
-        list(value_changes(a, Side(LocalStore(tmp_path / "1"))))
+        list(value_changes(a, Checkpoint(LocalStore(tmp_path / "1"))))
 
 
 def test_the_command_says_by_how_much(tmp_path, capsys):

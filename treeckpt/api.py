@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -17,18 +16,17 @@ from .core.format.records import Index
 from .core.tree.flatten import flatten, replace_leaves
 from .io.comm.comm import Comm, as_comm, global_rank
 from .io.os_errors import unreadable
-from .io.storage.metadata_files import read_index
+from .io.storage.checkpoint import Checkpoint
 from .io.storage.open import open_store
 from .io.storage.store import Store
-from .loading.consistent_reads import on_one_version
-from .loading.load import load_into_tree, load_tree
+from .loading.consistent_reads import on_one_version, on_versions
 from .loading.match import MEMORY, LoadOptions
-from .loading.overlay import Bank, as_bank, globs_of, load_bank, load_bank_into
+from .loading.overlay import Bank, CheckpointOverlay, globs_of
 from .loading.read_batch import Verify
 from .loading.repair import repair_store
 from .loading.salvage import salvaging
 from .loading.transforms import Renaming, Transforms, as_rules
-from .loading.verify import publish_rebuilt, verify_store
+from .loading.verify import publish_rebuilt, verify_checkpoint
 from .reports import LoadReport, SaveReport, VerifyReport
 from .saving.background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
 from .saving.future import Pending
@@ -37,7 +35,8 @@ from .saving.save import save_tree
 
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
 
-Path = str | os.PathLike[str] | Store
+SavePath = str | os.PathLike[str] | Store
+Path = SavePath | Checkpoint
 AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for the default one
 
 
@@ -58,7 +57,7 @@ def _step(step: int | None) -> int | None:
 
 
 def save(
-    path: Path,
+    path: SavePath,
     tree: Any,
     *,
     step: int | None = None,
@@ -105,7 +104,7 @@ def save(
 
 
 def save_async(
-    path: Path,
+    path: SavePath,
     tree: Any,
     *,
     step: int | None = None,
@@ -242,11 +241,12 @@ def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: An
     if like is not None:
         like = expanded(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
 
-    def load_version(version: Any) -> tuple[Any, LoadReport]:
-        with _origin(version) as (new_tree, _, stores), _without_cycles():
-            return new_tree(like, comm, salvaging(stores, comm, options, on_corrupt))
+    def load_version(version: Checkpoint | Bank) -> tuple[Any, LoadReport]:
+        overlay = CheckpointOverlay(version)
+        with _without_cycles():
+            return overlay.load(like, comm, salvaging(overlay.checkpoints, comm, options, on_corrupt))
 
-    return on_one_version(path, load_version, together=options.read == "once", doubt=lambda found: found[1].damaged)
+    return on_versions(path, load_version, together=options.read == "once", is_suspect=lambda found: found[1].damaged)
 
 
 def load_into(
@@ -289,52 +289,38 @@ def load_into(
         globs_of(exclude), rules,
     )  # fmt: skip
     comm = as_comm(comm, talks=False)
-    return on_one_version(
+    return on_versions(
         path,
-        lambda version: _load_into(version, tree, comm, options, on_corrupt),
+        lambda version: _load_into(CheckpointOverlay(version), tree, comm, options, on_corrupt),
         together=read == "once",
-        doubt=lambda report: report.damaged,
+        is_suspect=lambda report: report.damaged,
     )
 
 
-def _load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> LoadReport:
-    with _origin(path) as (new_tree, into_tree, stores), _without_cycles():
-        options = salvaging(stores, comm, options, on_corrupt)
+def _load_into(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> LoadReport:
+    with _without_cycles():
+        options = salvaging(overlay.checkpoints, comm, options, on_corrupt)
         found = expand(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
         if found is None:
-            return into_tree(tree, comm, options)
+            return overlay.load_into(tree, comm, options)
 
         def as_saved(at: str) -> Any:
             own = msgspec.structs.replace(options, select=(at,) if at else None, strict=False, copy=False, read="each")
-            return new_tree(None, comm, own)[0]
+            return overlay.load(None, comm, own)[0]
 
-        report, more = found.restore(as_saved, lambda target: into_tree(target, comm, options))
+        report, more = found.restore(as_saved, lambda target: overlay.load_into(target, comm, options))
         return msgspec.structs.replace(report, loaded=report.loaded + more)
 
 
-Loads = tuple[Callable[..., tuple[Any, LoadReport]], Callable[..., LoadReport], Sequence[Store]]
-"""What makes a new tree, what fills one, and where both read."""
-
-
 @contextlib.contextmanager
-def _origin(path: Path | Bank | Sequence[Any]) -> Iterator[Loads]:
-    """How to load from a checkpoint, or from several."""
-    bank = as_bank(path)
-    with contextlib.ExitStack() as stack:
-        if bank is None:
-            store: Any = stack.enter_context(opened(path))  # pyright: ignore[reportArgumentType]
-            yield partial(load_tree, store), partial(load_into_tree, store), [store]
-        else:
-            stores = [stack.enter_context(opened(source.path)) for source in bank.sources]
-            yield partial(load_bank, bank, stores), partial(load_bank_into, bank, stores), stores
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[Store]:
-    """The store of a path; what reading has opened is closed at the end."""
+def opened(path: Path) -> Iterator[Checkpoint]:
+    """Opens a checkpoint; what reading has opened is closed at the end."""
+    if isinstance(path, Checkpoint):
+        yield path
+        return
     store = open_store(path)
     try:
-        yield store
+        yield Checkpoint(store)
     except OSError as error:
         raise unreadable(error, store.url) from error
     finally:
@@ -347,8 +333,8 @@ def inspect(path: Path) -> Index:
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
     """
-    with opened(path) as store:
-        return read_index(store)
+    with opened(path) as checkpoint:
+        return checkpoint.index
 
 
 def verify(path: Path, *, repair: bool = False) -> VerifyReport:
@@ -364,9 +350,9 @@ def verify(path: Path, *, repair: bool = False) -> VerifyReport:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
     """
     if not repair:
-        return on_one_version(path, verify_store, doubt=lambda report: report.problems)
-    with opened(path) as store:
-        return repair_store(store)
+        return on_one_version(path, verify_checkpoint, is_suspect=lambda report: report.problems)
+    with opened(path) as checkpoint:
+        return repair_store(checkpoint.store)
 
 
 def rebuild_index(path: Path, *, replace: bool = False) -> Index:
@@ -379,8 +365,8 @@ def rebuild_index(path: Path, *, replace: bool = False) -> Index:
         CheckpointExists: there is one, and `replace` is not given.
         CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
     """
-    with opened(path) as store:
-        return publish_rebuilt(store, replace=replace)
+    with opened(path) as checkpoint:
+        return publish_rebuilt(checkpoint.store, replace=replace)
 
 
 def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:

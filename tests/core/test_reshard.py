@@ -11,6 +11,7 @@ from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard, StridedShard, held_by, local_shape
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.errors import LayoutError
+from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.store import LocalStore
 from treeckpt.io.timing import Recorder
 from treeckpt.loading.read_batch import ReadBatch, ReadOptions
@@ -31,7 +32,7 @@ def read_by_a_load(path, index, layout, rank, glob):
     """Bytes that the loader reads for one rank, verified, of the arrays whose path ends so."""
     import numpy as np
 
-    filling = ReadBatch(LocalStore(path), index, 0, Recorder(0))
+    filling = ReadBatch(Checkpoint(LocalStore(path), index), 0, Recorder(0))
     for leaf in index.entries:
         if leaf.spec is None or not leaf.path.endswith(glob):
             continue

@@ -24,7 +24,7 @@ from ..core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRa
 from ..core.sharding.int_runs import length_of
 from ..core.text import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text, value_type
 from ..errors import CheckpointNotFound, TreeckptError
-from ..loading.compare import Side, ValueChange, value_changes
+from ..loading.compare import ValueChange, value_changes
 from ..report.terminal import fail, moment, print_facts, print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.active_saves import under_way_text
@@ -285,8 +285,7 @@ def _leaf_facts(index: Index, leaf: Leaf) -> list[tuple[str, str]]:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    with opened(options.first) as one, opened(options.second) as two:
-        a, b = Side(one), Side(two)
+    with opened(options.first) as a, opened(options.second) as b:
         found = diff(a.index, b.index)
         values = list(value_changes(a, b, found)) if options.values else None
     if options.json:

@@ -11,16 +11,14 @@ import numpy as np
 from ..arrays.base import HostArray, Storage, TargetPiece, raw_dtype
 from ..arrays.lazy import Lazy
 from ..arrays.registry import decode
-from ..core.format.check_index import check_there
 from ..core.format.chunks import BoxChunks
-from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankValues, ValueRecord
+from ..core.format.records import AliasRecord, ArrayRecord, Leaf, PerRankValues, ValueRecord
 from ..core.planning.plan import READ_LIMIT, Want, plan_load
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import Region, flat_regions, intersect, overlapping
 from ..errors import FormatError, TreeckptError
-from ..io.storage.metadata_files import read_index
-from ..io.storage.shard_reader import Shards
+from ..io.storage.checkpoint import Checkpoint, ShardReader
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..loading.read_tasks import list_readings, run_readings
@@ -31,10 +29,11 @@ from .values import Refused
 __all__ = ["read_native"]
 
 
-class _Checkpoint:
-    def __init__(self, store: Store, index: Index, addresses: Addresses, refused: list[Refused] | None) -> None:
+class _NativeLeaves:
+    def __init__(self, checkpoint: Checkpoint, addresses: Addresses, refused: list[Refused] | None) -> None:
+        index = checkpoint.index
         self.index, self.addresses, self.refused = index, addresses, refused
-        self.shards = Shards(store, index, Recorder(0), verify=True)
+        self.shards = ShardReader(checkpoint, Recorder(0), verify=True)
         ranks = {file.rank for file in index.file_list if file.part}
         self.borders: dict[int, Sequence[int]] = {
             rank: [file.stream for file in index.files_of(rank)][1:] for rank in ranks
@@ -136,10 +135,11 @@ def read_native(store: Store, addresses: Addresses, refused: list[Refused] | Non
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
         MismatchError: a value whose class is not in this program, or which is pickled; noted in `refused` if given.
     """
-    index = read_index(store)
-    check_there(index, store.sizes(), store.url)
-    checkpoint = _Checkpoint(store, index, addresses, refused)
-    structure, leaves, findings = spread_ranks(index.structure, checkpoint.leaf)
+    checkpoint = Checkpoint(store)
+    checkpoint.check_there()
+    index = checkpoint.index
+    saved = _NativeLeaves(checkpoint, addresses, refused)
+    structure, leaves, findings = spread_ranks(index.structure, saved.leaf)
     metadata = {
         key: decode(value, f"custom_metadata/{key}", allow_pickle=False) for key, value in index.metadata.items()
     }

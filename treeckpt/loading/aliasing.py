@@ -104,7 +104,7 @@ def _fill(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetP
     for number, parts in pieces:
         job, path, target = wanted[number].job, wanted[number].path, wanted[number].target
         if id(job) not in fillings:
-            filling = ReadBatch(job.filling.store, job.index, job.source_rank, job.recorder, whole=job.filling.whole)
+            filling = ReadBatch(job.checkpoint, job.source_rank, job.recorder, whole=job.filling.whole)
             fillings[id(job)] = job, filling
         filling = fillings[id(job)][1]
         filling.want(path, _leaf(wanted[number]), msgspec.structs.replace(target, pieces=parts))

@@ -1,17 +1,17 @@
-"""What an index says that arrays take, counted before memory is allocated for it and compared with the files there."""
+"""Counts the bytes that the index claims for arrays, before memory is allocated, and compares them with the files."""
 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 from ..core.format.check_index import ENTRY, FREE
 from ..core.format.chunks import WholeChunk, count_chunks
-from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
+from ..core.format.records import AliasRecord, ArrayRecord, Leaf
 from ..core.sharding.dtypes import dtype_of
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, MismatchError
-from ..io.storage.shard_reader import open_shard
-from ..io.storage.store import Store
+from ..io.storage.checkpoint import Checkpoint
 
 __all__ = ["Claims"]
 
@@ -22,19 +22,24 @@ TIMES = 16
 
 
 class Claims:
-    """The bytes and chunks that one load asks for.
+    """The bytes and chunks that one load needs.
 
     Args:
-        whole: whether a shard that is cut short is named even where what is wanted of it is there.
+        whole: names a shard that is cut short, even where the wanted bytes of it are there.
     """
 
-    def __init__(self, store: Store, index: Index, *, whole: bool) -> None:
-        self.store, self.index, self.whole = store, index, whole
-        self._claimed = self._chunks = self._views = self._present = 0
-        self._sizes: dict[str, int] | None = None
+    def __init__(self, checkpoint: Checkpoint, *, whole: bool) -> None:
+        self._checkpoint, self._whole = checkpoint, whole
+        self._claimed = self._chunks = self._views = 0
+
+    @cached_property
+    def _present(self) -> int:
+        """Bytes of all shards that are there."""
+        sizes = self._checkpoint.sizes
+        return sum(sizes.get(file.name, 0) for file in self._checkpoint.index.file_list)
 
     def take(self, path: str, leaf: Leaf) -> None:
-        """Counts what the index says an array takes, before memory is allocated for it.
+        """Counts the bytes and chunks of an array, before memory is allocated for it.
 
         Raises:
             CorruptError: more than all the shards that are there.
@@ -42,37 +47,34 @@ class Claims:
         spec, record = leaf.spec, leaf.record
         if spec is None or type(record) is AliasRecord:
             return
-        if self._sizes is None:
-            self._sizes = self.store.sizes()
-            self._present = sum(self._sizes.get(file.name, 0) for file in self.index.file_list)
         self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
         if type(record) is ArrayRecord and type(record.chunks) is not WholeChunk:
             self._chunks += count_chunks(record.chunks)
         if self._claimed > self._present or (self._chunks - FREE) * ENTRY > self._present:
-            raise self._short(path, self._sizes)
+            raise self._too_many(path)
 
     def take_view(self, path: str, spec: ArraySpec) -> None:
-        """The same of a view without its array, which takes memory of its own: it may repeat bytes any number of times.
+        """Counts a view whose base is not loaded: it takes memory of its own, and may repeat bytes any number of times.
 
         Raises:
             MismatchError: it takes far more than all the shards that are there.
         """
         self._views += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-        most = VIEWS + TIMES * sum(self.store.sizes().values()) if self._views > VIEWS else VIEWS
+        most = VIEWS + TIMES * sum(self._checkpoint.sizes.values()) if self._views > VIEWS else VIEWS
         if self._views > most:
             raise MismatchError(
-                f"{path}: {self.store.url}",
+                f"{path}: {self._checkpoint.url}",
                 expected=f"views that take at most {most} bytes",
                 found=f"{self._views} bytes for shape {spec.shape}",
                 hint="Load the array that it is a view of too: then it takes no memory of its own",
             )
 
-    def _short(self, path: str, sizes: dict[str, int]) -> CorruptError:
-        for file in self.index.file_list:
-            if (found := sizes.get(file.name)) != file.header + file.nbytes and self.whole:
-                open_shard(self.store, self.index, file, found)  # says what is wrong with it
+    def _too_many(self, path: str) -> CorruptError:
+        for file in self._checkpoint.index.file_list:
+            if self._checkpoint.sizes.get(file.name) != file.header + file.nbytes and self._whole:
+                self._checkpoint.shard(file)  # raises an error that says what is wrong with it
         return CorruptError(
-            f"{path}: {self.store.url}",
+            f"{path}: {self._checkpoint.url}",
             expected=f"shards that hold {self._claimed} bytes of arrays in {self._chunks} chunks, as the index says",
             found=f"{self._present} bytes in all shards",
             hint="The index is not that of these shards; try treeckpt verify --repair",

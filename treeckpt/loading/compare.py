@@ -12,22 +12,19 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import HostArray, Target, TargetPiece, raw_dtype
-from ..core.analysis.checksum_diff import Checksums, Verdict, compare_bytes
+from ..core.analysis.checksum_diff import Verdict, compare_bytes
 from ..core.analysis.diff import Diff, comparable, diff
 from ..core.analysis.element_stats import as_numbers
-from ..core.format.check_index import check_there
-from ..core.format.records import File, Index, Leaf
+from ..core.format.records import Leaf
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import Region, flat_regions
 from ..errors import MismatchError
-from ..io.storage.metadata_files import read_index
-from ..io.storage.shard_reader import open_shard
-from ..io.storage.store import Store
+from ..io.storage.checkpoint import Checkpoint
 from ..io.timing import Recorder
 from .read_batch import ReadBatch, ReadOptions
 
-__all__ = ["Delta", "Side", "ValueChange", "delta_of", "read_box", "value_changes", "verdict_of"]
+__all__ = ["Delta", "ValueChange", "delta_of", "read_box", "value_changes", "verdict_of"]
 
 PART = 16 << 20
 """Bytes of each side that are compared at a time."""
@@ -60,34 +57,14 @@ class ValueChange(msgspec.Struct, frozen=True):
     delta: Delta | None = None
 
 
-class Side:
-    """One of the two checkpoints: its index, and the checksums of its shards as they are asked for."""
-
-    def __init__(self, store: Store, index: Index | None = None) -> None:
-        self.store, self.index = store, read_index(store) if index is None else index
-        self._sizes: dict[str, int] | None = None
-        self._known: dict[str, Checksums] = {}
-
-    def checksums(self, file: File) -> Checksums:
-        """Those of a shard.
-
-        Raises:
-            CorruptError: it is not the one that the index means.
-        """
-        if file.name not in self._known:
-            if self._sizes is None:
-                self._sizes = self.store.sizes()
-            opened = open_shard(self.store, self.index, file, self._sizes.get(file.name))
-            self._known[file.name] = Checksums(np.array(opened.hashes, np.uint64), opened.block)
-        return self._known[file.name]
-
-
-def verdict_of(a: Side, x: Leaf, b: Side, y: Leaf) -> Verdict:
+def verdict_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf) -> Verdict:
     """What checksums say of two arrays of one shape and dtype."""
     return compare_bytes(a.index, x, b.index, y, (a.checksums, b.checksums))
 
 
-def value_changes(a: Side, b: Side, found: Diff | None = None, *, exact: bool = True) -> Iterator[ValueChange]:
+def value_changes(
+    a: Checkpoint, b: Checkpoint, found: Diff | None = None, *, exact: bool = True
+) -> Iterator[ValueChange]:
     """The arrays that both checkpoints have, and whose contents differ.
 
     Args:
@@ -95,7 +72,7 @@ def value_changes(a: Side, b: Side, found: Diff | None = None, *, exact: bool = 
         exact: reads what checksums cannot tell, and measures every difference; otherwise the verdict may be "unknown".
     """
     for side in (a, b):
-        check_there(side.index, side.store.sizes(), side.store.url)
+        side.check_there()
     for x, y in comparable(a.index, b.index, found or diff(a.index, b.index)):
         verdict = verdict_of(a, x, b, y)
         delta = delta_of(a, x, b, y) if exact and verdict != "equal" else None
@@ -108,7 +85,7 @@ def _nbytes(leaf: Leaf) -> int:
     return Region.whole(leaf.spec.shape).size * dtype_of(leaf.spec.dtype).itemsize
 
 
-def delta_of(a: Side, x: Leaf, b: Side, y: Leaf, *, cap: int | None = None) -> Delta:
+def delta_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf, *, cap: int | None = None) -> Delta:
     """Reads two arrays of one shape and dtype, and measures how they differ.
 
     Args:
@@ -166,7 +143,7 @@ class _Sums:
         return Delta(elements, self.compared, self.changed, most, mean, self.not_finite)
 
 
-def read_box(side: Side, leaf: Leaf, region: Region, *, rank: int = 0) -> np.ndarray:
+def read_box(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int = 0) -> np.ndarray:
     """A region of an array, as raw elements in C order; its bytes are compared with their checksums.
 
     Args:
@@ -174,7 +151,7 @@ def read_box(side: Side, leaf: Leaf, region: Region, *, rank: int = 0) -> np.nda
     """
     assert leaf.spec is not None, "values are in the index"
     memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
-    filling = ReadBatch(side.store, side.index, rank, Recorder(0))
+    filling = ReadBatch(checkpoint, rank, Recorder(0))
     filling.want(leaf.path, leaf, Target(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
     filling.run(True, ReadOptions(memory=PART))
     return memory

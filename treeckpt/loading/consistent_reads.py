@@ -1,8 +1,9 @@
-"""Reading one whole version of a checkpoint that others may overwrite: again where it is replaced meanwhile."""
+"""Reads one whole version of a checkpoint that another process may overwrite: reads again if it was replaced."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,27 +11,55 @@ import msgspec
 
 from ..errors import CheckpointError, TreeckptError
 from ..io.os_errors import unreadable
+from ..io.storage.checkpoint import Checkpoint, Replaced
 from ..io.storage.open import open_store
-from ..io.storage.versions import Replaced, Version
+from ..io.storage.store import Store
 from .overlay import Bank, as_bank
 
-__all__ = ["on_one_version"]
+__all__ = ["on_one_version", "on_versions"]
 
 T = TypeVar("T")
 
 TRIES = 20
-"""Versions that are tried: a save takes longer than to find out that it was replaced."""
+"""Versions that are tried: a save takes longer than it takes to find out that a version was replaced."""
 
 
 def on_one_version(
-    path: Any, act: Callable[[Any], T], *, together: bool = False, doubt: Callable[[T], object] = lambda _: False
+    path: Any,
+    act: Callable[[Checkpoint], T],
+    *,
+    together: bool = False,
+    is_suspect: Callable[[T], object] = lambda _: False,
 ) -> T:
-    """What `act` gives for a path, a store or a bank, from one version of each checkpoint.
+    """Does what `on_versions` does, for one checkpoint.
+
+    Raises:
+        CheckpointError: as `on_versions`; or the path is a bank.
+    """
+
+    def act_on_one(version: Checkpoint | Bank) -> T:
+        if isinstance(version, Bank):
+            raise CheckpointError("path", expected="one checkpoint", found=f"{version!r:.200}")
+        return act(version)
+
+    return on_versions(path, act_on_one, together=together, is_suspect=is_suspect)
+
+
+def on_versions(
+    path: Any,
+    act: Callable[[Checkpoint | Bank], T],
+    *,
+    together: bool = False,
+    is_suspect: Callable[[T], object] = lambda _: False,
+) -> T:
+    """Returns what `act` returns for a path, a store or a bank, from one version of each checkpoint.
 
     Args:
-        act: is called with a version of the path; again where it failed, and the version was replaced meanwhile.
-        together: ranks read together, and learn together that a version was replaced.
-        doubt: whether what was found may come of that too.
+        path: what is opened; an opened checkpoint, or a bank of these, is passed on as it is.
+        act: receives the opened checkpoint, or the bank with an opened checkpoint as the path of each source. It is
+            called again if it failed and a version was replaced meanwhile.
+        together: the ranks read together, and learn together that a version was replaced.
+        is_suspect: whether a result may come from a replaced version, as a report of damage may.
 
     Raises:
         CheckpointNotFound: a checkpoint was deleted meanwhile.
@@ -38,20 +67,20 @@ def on_one_version(
     """
     bank = as_bank(path)
     given = [path] if bank is None else [source.path for source in bank.sources]
-    if all(isinstance(one, Version) for one in given):
-        return act(path)
+    if all(isinstance(one, Checkpoint) for one in given):
+        return act(path if bank is None else bank)
     with contextlib.ExitStack() as stack:
-        stores = [stack.enter_context(contextlib.closing(open_store(one))) for one in given]
+        stores = [stack.enter_context(contextlib.closing(_store_of(one))) for one in given]
         for _ in range(TRIES):
-            versions = [Version(store) for store in stores]
+            checkpoints = [Checkpoint(store) for store in stores]
             try:
-                found = act(versions[0] if bank is None else _with(bank, versions))
-                if not doubt(found) or not _is_replaced(versions):
+                found = act(checkpoints[0] if bank is None else _opened(bank, checkpoints))
+                if not is_suspect(found) or not _any_replaced(checkpoints):
                     return found
             except Replaced:
                 pass
             except (TreeckptError, OSError) as error:
-                if together or not _is_replaced(versions):
+                if together or not _any_replaced(checkpoints):
                     if isinstance(error, OSError):
                         raise unreadable(error, stores[0].url) from error
                     raise
@@ -63,11 +92,14 @@ def on_one_version(
     )
 
 
-def _is_replaced(versions: list[Version]) -> bool:
-    return any(version.is_replaced() for version in versions)
+def _store_of(path: str | os.PathLike[str] | Store | Checkpoint) -> Store:
+    return path.store if isinstance(path, Checkpoint) else open_store(path)
 
 
-def _with(bank: Bank, versions: list[Version]) -> Bank:
-    """The bank with versions in the place of its paths."""
-    pairs = zip(bank.sources, versions, strict=True)
-    return Bank([msgspec.structs.replace(source, path=version) for source, version in pairs])
+def _any_replaced(checkpoints: list[Checkpoint]) -> bool:
+    return any(one.is_replaced() for one in checkpoints)
+
+
+def _opened(bank: Bank, checkpoints: list[Checkpoint]) -> Bank:
+    pairs = zip(bank.sources, checkpoints, strict=True)
+    return Bank([msgspec.structs.replace(source, path=one) for source, one in pairs])

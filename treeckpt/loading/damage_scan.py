@@ -8,7 +8,7 @@ from ..core.format.damage import BadBytes
 from ..core.format.records import File, Index
 from ..errors import CheckpointError
 from ..io.storage.memory import aligned_buffer
-from ..io.storage.shard_reader import Opened, matches, open_shard
+from ..io.storage.shard_reader import OpenedShard, matches, open_shard
 from ..io.storage.store import Store
 
 __all__ = ["open_for_survey", "survey_opened", "survey_shard"]
@@ -32,7 +32,7 @@ def survey_shard(store: Store, index: Index, file: File, size: int | None) -> li
 
 def open_for_survey(
     store: Store, index: Index, file: File, size: int | None, *, keep: bool = False
-) -> Opened | BadBytes:
+) -> OpenedShard | BadBytes:
     """A shard, or all of its bytes as bad ones where its header cannot be believed; see `open_shard`."""
     whole = file.header + file.nbytes
     if size is None:
@@ -46,7 +46,7 @@ def open_for_survey(
     return BadBytes(file.name, 0, whole, why)
 
 
-def survey_opened(store: Store, opened: Opened, size: int) -> list[BadBytes]:
+def survey_opened(store: Store, opened: OpenedShard, size: int) -> list[BadBytes]:
     """What is bad of a shard with a header that is believed, by where it starts."""
     file = opened.file
     whole = file.header + file.nbytes
@@ -58,7 +58,7 @@ def survey_opened(store: Store, opened: Opened, size: int) -> list[BadBytes]:
     return _joined(found)
 
 
-def _bad_blocks(store: Store, opened: Opened, there: int) -> Iterator[BadBytes]:
+def _bad_blocks(store: Store, opened: OpenedShard, there: int) -> Iterator[BadBytes]:
     """The blocks that differ from their checksums, of a data area with its first `there` bytes left."""
     file, block = opened.file, opened.block
     step = max(STEP // block, 1) * block
@@ -79,7 +79,7 @@ def _bad_blocks(store: Store, opened: Opened, there: int) -> Iterator[BadBytes]:
             yield BadBytes(file.name, first, first + len(data), f"only a second try could read them: {failed}")
 
 
-def _error_of(store: Store, opened: Opened, start: int, out: memoryview) -> str:
+def _error_of(store: Store, opened: OpenedShard, start: int, out: memoryview) -> str:
     """What reading fails with; empty if it does not."""
     try:
         store.read_into(opened.file.name, opened.file.header + start, out)

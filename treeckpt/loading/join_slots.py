@@ -151,7 +151,7 @@ def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> Non
 
 def filling_of(job: Load) -> ReadBatch:
     """A filling of its own from the checkpoint of a load."""
-    return ReadBatch(job.filling.store, job.index, job.source_rank, job.recorder, whole=job.filling.whole)
+    return ReadBatch(job.checkpoint, job.source_rank, job.recorder, whole=job.filling.whole)
 
 
 def run_now(filling: ReadBatch, job: Load) -> None:

@@ -271,7 +271,7 @@ def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
     ids_path = ids_beside(path)
     ids = job.find(ids_path) if ids_path is not None and job.selected(ids_path) else None
     if ids is not None and ids.number in job.index.tables and ids_to_join(job, leaf, path, job, ids) is not None:
-        raise no_plain_rows(path, wanted, job.filling.store.url)
+        raise no_plain_rows(path, wanted, job.checkpoint.url)
 
 
 def _joined(
@@ -284,7 +284,7 @@ def _joined(
         raise MismatchError(
             path,
             expected=f"a row for each of the table's {count} ids",
-            found=f"none for {len(missing)} of them, as {missing[0]}, in the table of {giver.filling.store.url}",
+            found=f"none for {len(missing)} of them, as {missing[0]}, in the table of {giver.checkpoint.url}",
             hint=f"Pass like with a KeyedTable(..., fill={{{path.rpartition('/')[2]!r}: 0.0}}), or leave the slot out",
         )
     whole = msgspec.structs.replace(wanted, shape=(leaf.spec.shape[0], *wanted.shape[1:]))

@@ -26,7 +26,7 @@ from ..core.tree.structure import PerRankNode, Structure, any_rank
 from ..errors import MismatchError, TreeckptError
 from ..io.comm.comm import Comm, global_rank
 from ..io.os_errors import unreadable
-from ..io.storage.store import Store
+from ..io.storage.checkpoint import Checkpoint
 from ..reports import LoadReport
 from .aliasing import Wanted, check_ties, tied_to
 from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
@@ -260,11 +260,11 @@ def _slot(
     return slot
 
 
-def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
+def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    relay, here = _relay(comm, options, [store]), global_rank(comm)
+    relay, here = _relay(comm, options, [checkpoint]), global_rank(comm)
     with together(relay):
-        job = Load(store, comm, options)
+        job = Load(checkpoint, comm, options)
 
         def make(wanted: Any, path: str) -> Target | None:
             return like_of(wanted, path, here, options.device, take=job.take)
@@ -278,23 +278,23 @@ def _as_like(job: Load, like: object, matched: _Matched) -> Callable[[], object]
     return lambda: matched.put_into(like, (slot.leaf for slot in matched.slots), job.options.namespace)
 
 
-def load_into_tree(store: Store, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
+def load_into_tree(checkpoint: Checkpoint, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
-    [report] = load_into_from([(store, options)], tree, comm)
+    [report] = load_into_from([(checkpoint, options)], tree, comm)
     return report
 
 
-def load_into_from(sources: Sequence[tuple[Store, LoadOptions]], tree: object, comm: Comm) -> list[LoadReport]:
+def load_into_from(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: object, comm: Comm) -> list[LoadReport]:
     """Fills a tree from several checkpoints, each of which gives other leaves of it.
 
     All checks of the sources come before the first byte, and all arrays before the first value.
     """
     options = sources[0][1]
-    relay = _relay(comm, options, [store for store, _ in sources])
+    relay = _relay(comm, options, [checkpoint for checkpoint, _ in sources])
     with together(relay):
         new, jobs, wanted = tree, list[Load](), list[Wanted]()
-        for store, own in sources:
-            job, new, more = _prepare_into(store, new, comm, own)
+        for checkpoint, own in sources:
+            job, new, more = _prepare_into(checkpoint, new, comm, own)
             jobs.append(job)
             wanted += more
         check_ties(wanted)
@@ -304,7 +304,7 @@ def load_into_from(sources: Sequence[tuple[Store, LoadOptions]], tree: object, c
         try:
             filling.put(shards, means, in_place=True)
         except OSError as error:
-            failed = unreadable(error, filling.store.url)
+            failed = unreadable(error, filling.checkpoint.url)
             add_changed(failed, fillings)
             raise failed from error
         except Exception as error:
@@ -315,9 +315,11 @@ def load_into_from(sources: Sequence[tuple[Store, LoadOptions]], tree: object, c
     return [job.report() for job in jobs]
 
 
-def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) -> tuple[Load, object, list[Wanted]]:
+def _prepare_into(
+    checkpoint: Checkpoint, tree: object, comm: Comm, options: LoadOptions
+) -> tuple[Load, object, list[Wanted]]:
     """What is to be read into a tree, and the tree with its new values."""
-    job, here = Load(store, comm, options), global_rank(comm)
+    job, here = Load(checkpoint, comm, options), global_rank(comm)
     wanted: list[Wanted] = []
 
     def make(leaf: Any, path: str) -> Target | None:
@@ -346,8 +348,8 @@ def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) 
     return job, new, wanted
 
 
-def _relay(comm: Comm, options: LoadOptions, stores: Sequence[Store]) -> SharedRead | None:
-    return open_relay(comm, stores) if options.read == "once" else None
+def _relay(comm: Comm, options: LoadOptions, checkpoints: Sequence[Checkpoint]) -> SharedRead | None:
+    return open_relay(comm, checkpoints) if options.read == "once" else None
 
 
 def _is_same(old: object, new: object) -> bool:

@@ -21,9 +21,8 @@ from ..core.tree.globs import check_used, compile_globs
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
-from ..io.storage.metadata_files import read_index
+from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.slabs import Slabs
-from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import LoadReport
 from .read_batch import LeafPlaceholder, ReadBatch, Verify
@@ -101,10 +100,10 @@ Make = Callable[[Any, str], Target | None]
 class Load:
     """One load on one rank."""
 
-    def __init__(self, store: Store, comm: Comm, options: LoadOptions) -> None:
+    def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions) -> None:
         self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
         self.recorder = Recorder(comm.rank)
-        self.index = read_index(store)
+        self.checkpoint, self.index = checkpoint, checkpoint.index
         self.source_rank = comm.rank % self.index.world
         self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
         self.world = comm.size
@@ -116,7 +115,7 @@ class Load:
         self.take = None if options.copy else Slabs().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
-        self.filling = ReadBatch(store, self.index, self.source_rank, self.recorder, whole=options.bad is None)
+        self.filling = ReadBatch(checkpoint, self.source_rank, self.recorder, whole=options.bad is None)
         self.loaded = 0
         self._claimed: set[int] = set()
         self.missing: list[str] = []
@@ -268,7 +267,7 @@ class Load:
 
     def report(self) -> LoadReport:
         return LoadReport(
-            self.filling.store.url,
+            self.checkpoint.url,
             self.filling.nbytes,
             self.filling.read_nbytes,
             self.loaded,

@@ -20,19 +20,19 @@ from ..core.tree.merge import merge
 from ..core.tree.structure import any_rank, paths_of
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.comm.comm import Comm, global_rank
+from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.store import Store
 from ..reports import LoadReport
 from .aliasing import tied_to
 from .join_slots import ids_beside, no_plain_rows
-from .load import load_into_from, load_tree, sequences_of
+from .load import load_into_from, load_into_tree, load_tree, sequences_of
 from .match import Load, LoadOptions, check_same
 from .transforms import Renaming, Transforms, as_rules
 from .transforms.rules import Rule
 
-__all__ = ["Bank", "From", "as_bank", "load_bank", "load_bank_into", "members_of", "refuse_rules"]
+__all__ = ["Bank", "CheckpointOverlay", "From", "as_bank", "globs_of", "members_of", "refuse_rules"]
 
-_Given = TypeVar("_Given")
-_Seen = TypeVar("_Seen")
+T = TypeVar("T")
 
 
 class From(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class From(msgspec.Struct, frozen=True):
         optional: it may be missing, and then gives nothing.
     """
 
-    path: str | os.PathLike[str] | Store
+    path: str | os.PathLike[str] | Store | Checkpoint
     select: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
     rename: Renaming = None
@@ -82,28 +82,24 @@ def as_bank(path: Any) -> Bank | None:
 class _Part(msgspec.Struct):
     """One checkpoint, and what it is to give."""
 
-    store: Store
     options: LoadOptions
     job: Load
-    """Which only looks."""
+    """A load that finds leaves and reads none."""
     wins: set[str]
     joined: dict[str, Load]
     """As `LoadOptions` has it."""
 
 
-def members_of(bank: Bank, given: Iterable[_Given], look: Callable[[From, _Given], _Seen]) -> list[_Seen]:
-    """What a look at each checkpoint of a bank finds; those that are missing and may be are left out.
-
-    Args:
-        given: beside the sources, what else a look needs.
+def members_of(bank: Bank, look: Callable[[From], T]) -> list[T]:
+    """Applies a function to each source of a bank, and leaves out optional sources whose checkpoint is missing.
 
     Raises:
         CheckpointNotFound: one is missing that is not optional, or all are.
     """
-    found: list[_Seen] = []
-    for source, one in zip(bank.sources, given, strict=True):
+    found: list[T] = []
+    for source in bank.sources:
         try:
-            found.append(look(source, one))
+            found.append(look(source))
         except CheckpointNotFound:
             if not source.optional:
                 raise
@@ -130,9 +126,7 @@ def _asked(like: Any, comm: Comm, options: LoadOptions) -> dict[str, Any]:
     return {any_rank(path, comm.rank): leaf for path, leaf in leaves}
 
 
-def _settled(
-    bank: Bank, stores: Sequence[Store], asked: Mapping[str, Any], comm: Comm, options: LoadOptions
-) -> list[_Part]:
+def _settled(bank: Bank, asked: Mapping[str, Any], comm: Comm, options: LoadOptions) -> list[_Part]:
     """Who gives what, by the indexes.
 
     Raises:
@@ -141,16 +135,17 @@ def _settled(
     """
     refuse_rules(options.rules)
 
-    def look(source: From, store: Store) -> _Part:
+    def look(source: From) -> _Part:
+        assert isinstance(source.path, Checkpoint), "the bank is opened"
         rules = as_rules(source.rename, source.transforms)
         own = msgspec.structs.replace(
             options, select=globs_of(source.select), exclude=globs_of(source.exclude), rules=rules
         )
         return _Part(
-            store, msgspec.structs.replace(options, rules=rules, strict=False), Load(store, comm, own), set(), {}
+            msgspec.structs.replace(options, rules=rules, strict=False), Load(source.path, comm, own), set(), {}
         )
 
-    parts = members_of(bank, stores, look)
+    parts = members_of(bank, look)
 
     def names() -> frozenset[str]:
         return frozenset(asked).union(*(part.job.view.names for part in parts))
@@ -251,30 +246,27 @@ def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> Non
             giver.joined[ids] = home.job
             continue
         if path in asked and asked[path] is not ... and type(asked[path]) is not Column:
-            raise no_plain_rows(path, asked[path], giver.job.filling.store.url)
+            raise no_plain_rows(path, asked[path], giver.job.checkpoint.url)
         giver.wins.discard(path)
         home.joined[path] = giver.job
 
 
-def load_bank(
-    bank: Bank, stores: Sequence[Store], like: object, comm: Comm, options: LoadOptions
-) -> tuple[object, LoadReport]:
-    """Loads a new tree; see `treeckpt.load`."""
+def _load_bank(bank: Bank, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     asked = {} if like is None else _asked(like, comm, options)
-    parts = _settled(bank, stores, asked, comm, options)
+    parts = _settled(bank, asked, comm, options)
     reports: list[LoadReport] = []
     if like is None:
         _join_tables(parts, None)
         trees: list[object] = []
         for part in parts:
-            tree, report = load_tree(part.store, None, comm, _options(part))
+            tree, report = load_tree(part.job.checkpoint, None, comm, _options(part))
             trees.append(tree)
             reports.append(report)
         return _merged(trees, comm, options), _joined(reports, [], [])
     missing, unexpected = _check_asked(parts, like, asked, comm, options)
     _join_tables(parts, asked)
     for part in parts:
-        like, report = load_tree(part.store, like, comm, _options(part))
+        like, report = load_tree(part.job.checkpoint, like, comm, _options(part))
         reports.append(report)
     return like, _joined(reports, missing, unexpected)
 
@@ -288,14 +280,38 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
     return unflatten(structure, leaves, resolve=resolve, rank=comm.rank, namespace=options.namespace)
 
 
-def load_bank_into(bank: Bank, stores: Sequence[Store], tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
-    """Fills a tree in place; see `treeckpt.load_into`."""
+def _load_bank_into(bank: Bank, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
     asked = _asked(tree, comm, options)
-    parts = _settled(bank, stores, asked, comm, options)
+    parts = _settled(bank, asked, comm, options)
     missing, unexpected = _check_asked(parts, tree, asked, comm, options, in_place=True)
     _join_tables(parts, asked)
-    reports = load_into_from([(part.store, _options(part)) for part in parts], tree, comm)
+    reports = load_into_from([(part.job.checkpoint, _options(part)) for part in parts], tree, comm)
     return _joined(reports, missing, unexpected)
+
+
+class CheckpointOverlay(msgspec.Struct, frozen=True):
+    """What a load reads: one opened checkpoint, or a bank whose sources are opened checkpoints."""
+
+    source: Checkpoint | Bank
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Every checkpoint that is read from."""
+        if isinstance(self.source, Checkpoint):
+            return [self.source]
+        return [one.path for one in self.source.sources if isinstance(one.path, Checkpoint)]
+
+    def load(self, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
+        """Loads a new tree; see `treeckpt.load`."""
+        if isinstance(self.source, Bank):
+            return _load_bank(self.source, like, comm, options)
+        return load_tree(self.source, like, comm, options)
+
+    def load_into(self, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
+        """Fills a tree in place; see `treeckpt.load_into`."""
+        if isinstance(self.source, Bank):
+            return _load_bank_into(self.source, tree, comm, options)
+        return load_into_tree(self.source, tree, comm, options)
 
 
 def _joined(reports: Sequence[LoadReport], missing: Sequence[str], unexpected: Sequence[str]) -> LoadReport:

@@ -42,9 +42,9 @@ def changed_in(filling: ReadBatch) -> list[str]:
     """The paths of a target's arrays that may hold some of what was read."""
     stretches: dict[str, tuple[File, list[tuple[int, int]]]] = {}
     for reading in filling.begun:
-        file = reading.stretch.opened.file
+        file = reading.stretch.shard.file
         found = stretches.setdefault(file.name, (file, []))[1]
-        found.append((file.header + reading.stretch.low, file.header + reading.stretch.high))
+        found.append((file.header + reading.stretch.start, file.header + reading.stretch.stop))
     met: set[int] = set()
     for file, ranges in stretches.values():
         starts, stops = np.array(sorted(ranges), np.int64).T

@@ -17,15 +17,14 @@ import numpy as np
 from ..arrays.base import HostArray, HostMemory, Target, TargetPiece, raw_dtype
 from ..arrays.registry import check_library, library_of, mark_written
 from ..core.format.chunks import BoxChunks, WholeChunk
-from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, LeafRecord
+from ..core.format.records import AliasRecord, ArrayRecord, Leaf, LeafRecord
 from ..core.planning.plan import Block, Chunk, Copy, Run, Want, cuts, plan_load, plan_runs
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect, overlapping
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError
+from ..io.storage.checkpoint import Checkpoint, ShardReader
 from ..io.storage.page_cache import cache_room
-from ..io.storage.shard_reader import Shards
-from ..io.storage.store import Store
 from ..io.timing import Recorder
 from .check_sizes import Claims
 from .read_tasks import STRETCH, LoadedRange, ReadTask, list_landings, list_readings, read_limit, run_map, run_readings
@@ -83,12 +82,13 @@ class _Casting:
 class ReadBatch:
     """What one load wants read."""
 
-    def __init__(self, store: Store, index: Index, source_rank: int, recorder: Recorder, *, whole: bool = True) -> None:
+    def __init__(self, checkpoint: Checkpoint, source_rank: int, recorder: Recorder, *, whole: bool = True) -> None:
         self.whole = whole
         """Whether shards that are cut short are refused, even where what is wanted is there."""
-        self.store, self.index, self.source_rank, self.recorder = store, index, source_rank, recorder
+        self.checkpoint, self.index = checkpoint, checkpoint.index
+        self.source_rank, self.recorder = source_rank, recorder
         self.nbytes = self.read_nbytes = 0
-        self.claims = Claims(store, index, whole=whole)
+        self.claims = Claims(checkpoint, whole=whole)
         self._landings: list[_Landing] = []
         self._wants: list[Want] = []
         self._pieces: list[TargetPiece] = []
@@ -264,7 +264,7 @@ class ReadBatch:
         """Reads everything, where no target exists before."""
         self.put(self.prepare(verify, means), means)
 
-    def prepare(self, verify: Verify, means: ReadOptions, *, in_place: bool = False) -> Shards:
+    def prepare(self, verify: Verify, means: ReadOptions, *, in_place: bool = False) -> ShardReader:
         """Opens the shards that are needed, and lists what is to be read. No target is written.
 
         Args:
@@ -273,7 +273,7 @@ class ReadBatch:
         Raises:
             CorruptError: a shard is missing, cut short, or of another save.
         """
-        shards = Shards(self.store, self.index, self.recorder, verify=verify is not False, whole=self.whole)
+        shards = ShardReader(self.checkpoint, self.recorder, verify=verify is not False, whole=self.whole)
         if means.mapped:
             self._map(shards)
         limit = read_limit(means.memory)
@@ -285,7 +285,7 @@ class ReadBatch:
             self._check(shards, means)
         return shards
 
-    def put(self, shards: Shards, means: ReadOptions, *, in_place: bool = False) -> None:
+    def put(self, shards: ShardReader, means: ReadOptions, *, in_place: bool = False) -> None:
         """Reads what was listed and puts it in place; each block is compared with its checksum on the way.
 
         Args:
@@ -311,7 +311,7 @@ class ReadBatch:
             self.index.save_id, [*lands, *((w.region, [(c.rank, c.start) for c in w.chunks]) for w in self._wants)]
         )
 
-    def _readings(self, shards: Shards, numbers: Sequence[int], limit: int) -> list[ReadTask]:
+    def _readings(self, shards: ShardReader, numbers: Sequence[int], limit: int) -> list[ReadTask]:
         """What is to be read for some of the landings and wants."""
         first = len(self._landings)
         lands = [self._landings[i] for i in numbers if i < first]
@@ -336,7 +336,7 @@ class ReadBatch:
         stop = chunk.start + region.size
         return Block(chunk.rank, chunk.start, stop, (Copy(number, region, region, chunk.start, stop),))
 
-    def _map(self, shards: Shards) -> None:
+    def _map(self, shards: ShardReader) -> None:
         lands, self._landings = self._landings, []
         runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
         self._show(lands, runs, run_map(shards, runs, lambda i: lands[i].path))
@@ -349,7 +349,7 @@ class ReadBatch:
                 wrap = library_of(landing.spec).wrap
                 landing.slot.leaf = wrap(landing.spec, place.memory, landing.start - place.start)
 
-    def _check(self, shards: Shards, means: ReadOptions) -> None:
+    def _check(self, shards: ShardReader, means: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
         total = sum(reading.nbytes for _, readings in self._work for reading in readings)
         stays = total < cache_room() // 2

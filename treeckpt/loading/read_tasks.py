@@ -21,8 +21,9 @@ from ..arrays.threads import WorkerThreads
 from ..core.format.shard_header import BLOCK
 from ..core.planning.plan import READ_LIMIT, Block, Copy, Run
 from ..core.sharding.region import c_strides
+from ..io.storage.checkpoint import ShardReader
 from ..io.storage.memory import PAGE, aligned_buffer
-from ..io.storage.shard_reader import ByteRange, Shards, stretch_of
+from ..io.storage.shard_reader import ByteRange, aligned_range
 
 __all__ = [
     "STRETCH",
@@ -60,11 +61,11 @@ class ReadTask(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        return self.stretch.high - self.stretch.low
+        return self.stretch.stop - self.stretch.start
 
 
 def list_readings(
-    shards: Shards,
+    shards: ShardReader,
     blocks: Iterable[Block],
     targets: Callable[[int], TargetPiece],
     *,
@@ -78,12 +79,12 @@ def list_readings(
     """
     readings: list[ReadTask] = []
     for block in blocks:
-        opened, start = shards.locate(block.rank, block.start, block.stop, paths(block.copies[0].want))
-        stretch = stretch_of(opened, start, start + block.stop - block.start, verify=shards.verify)
+        shard, start = shards.locate(block.rank, block.start, block.stop, paths(block.copies[0].want))
+        stretch = aligned_range(shard, start, start + block.stop - block.start, verify=shards.verify)
         wanted = sum(copy.box.size * itemsize(copy.want) for copy in block.copies)
         shared = wanted < SPARSE * (block.stop - block.start)
-        skip = start - stretch.low
-        straight = _straight(block, skip, stretch.high - stretch.low, targets)
+        skip = start - stretch.start
+        straight = _straight(block, skip, stretch.stop - stretch.start, targets)
         readings.append(ReadTask(stretch, None, _user(block, skip, targets, itemsize), shared, straight))
     return readings
 
@@ -148,33 +149,33 @@ class LoadedRange(msgspec.Struct, frozen=True):
     memory: memoryview
 
 
-def run_map(shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]) -> list[LoadedRange]:
+def run_map(shards: ShardReader, runs: Sequence[Run], paths: Callable[[int], str]) -> list[LoadedRange]:
     """Maps each run, copy-on-write: bytes are read when they are touched, and never compared with checksums."""
     landed: list[LoadedRange] = []
     for run in runs:
-        opened, start = shards.locate(run.rank, run.start, run.stop, paths(run.members[0]))
-        stretch = stretch_of(opened, start, start + run.stop - run.start, verify=False)
-        position = opened.file.header + stretch.low
-        memory = shards.store.map(opened.file.name, position, stretch.high - stretch.low)
-        landed.append(LoadedRange(run.start, memory[start - stretch.low :]))
+        shard, start = shards.locate(run.rank, run.start, run.stop, paths(run.members[0]))
+        stretch = aligned_range(shard, start, start + run.stop - run.start, verify=False)
+        position = shard.file.header + stretch.start
+        memory = shards.store.map(shard.file.name, position, stretch.stop - stretch.start)
+        landed.append(LoadedRange(run.start, memory[start - stretch.start :]))
     return landed
 
 
 def list_landings(
-    shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]
+    shards: ShardReader, runs: Sequence[Run], paths: Callable[[int], str]
 ) -> tuple[list[LoadedRange], list[ReadTask]]:
     """Page-aligned memory for each run, where arrays can stay, and what is to be read into it."""
     landed: list[LoadedRange] = []
     readings: list[ReadTask] = []
     for run in runs:
-        opened, start = shards.locate(run.rank, run.start, run.stop, paths(run.members[0]))
-        whole = stretch_of(opened, start, start + run.stop - run.start, verify=shards.verify)
-        memory = aligned_buffer(whole.high - whole.low, huge=True)
-        landed.append(LoadedRange(run.start, memory[start - whole.low :]))
-        step = max(STRETCH // opened.block, 1) * opened.block
-        for low in range(whole.low, whole.high, step):
-            part = ByteRange(opened, low, min(low + step, whole.high))
-            readings.append(ReadTask(part, memory[low - whole.low : part.high - whole.low]))
+        shard, start = shards.locate(run.rank, run.start, run.stop, paths(run.members[0]))
+        whole = aligned_range(shard, start, start + run.stop - run.start, verify=shards.verify)
+        memory = aligned_buffer(whole.stop - whole.start, huge=True)
+        landed.append(LoadedRange(run.start, memory[start - whole.start :]))
+        step = max(STRETCH // shard.block, 1) * shard.block
+        for low in range(whole.start, whole.stop, step):
+            part = ByteRange(shard, low, min(low + step, whole.stop))
+            readings.append(ReadTask(part, memory[low - whole.start : part.stop - whole.start]))
     return landed, readings
 
 
@@ -193,7 +194,7 @@ def ring_of(readings: Iterable[ReadTask], count: int) -> queue.Queue[memoryview]
 
 
 def run_readings(
-    shards: Shards, readings: Sequence[ReadTask], *, memory: int, begin: Callable[[ReadTask], object] | None = None
+    shards: ShardReader, readings: Sequence[ReadTask], *, memory: int, begin: Callable[[ReadTask], object] | None = None
 ) -> int:
     """Carries out readings, a few at a time.
 
@@ -223,7 +224,7 @@ def run_readings(
         if reading.out is not None:
             shards.read(reading.stretch, reading.out[: reading.nbytes], shared=reading.shared)
             return
-        with shards.lent(reading.stretch, fetch=reading.shared) as lent:
+        with shards.mapped(reading.stretch, fetch=reading.shared) as lent:
             if lent is not None:
                 if reading.use is not None:
                     started(reading)

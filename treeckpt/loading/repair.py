@@ -23,6 +23,7 @@ from ..core.format.records import File, Index
 from ..core.format.shard_header import BLOCK, hash_block
 from ..core.format.timings import timings_name
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError, TreeckptError
+from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.local_write import sync_directory
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import read_index, read_timings, rebuild_from_shards
@@ -30,7 +31,7 @@ from ..io.storage.store import LocalStore, Store
 from ..reports import Repair, VerifyReport
 from .damage_scan import survey_shard
 from .header_rebuild import headers_of, proven_header
-from .verify import verify_store
+from .verify import verify_checkpoint
 
 __all__ = ["repair_store"]
 
@@ -45,13 +46,13 @@ def repair_store(store: Store) -> VerifyReport:
     check_there(index, store.sizes(), store.url)
     for file in index.file_list:
         _repair_shard(store, index, file, repairs)
-    report = verify_store(store)
+    report = verify_checkpoint(Checkpoint(store))
     if any(problem.file == INDEX_NAME for problem in report.problems):
         _replace_index(store, index.save_id, repairs)
-        report = verify_store(store)
+        report = verify_checkpoint(Checkpoint(store))
     if any(problem.file == timings_name(index.save_id) for problem in report.problems):
         _drop_timings(store, index.save_id, repairs)
-        report = verify_store(store)
+        report = verify_checkpoint(Checkpoint(store))
     return msgspec.structs.replace(report, repairs=tuple(repairs))
 
 

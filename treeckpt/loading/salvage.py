@@ -11,20 +11,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..core.format.check_index import check_there
 from ..core.format.damage import BadBytes
 from ..errors import MismatchError
 from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
-from ..io.storage.metadata_files import read_index
-from ..io.storage.store import Store
+from ..io.storage.checkpoint import Checkpoint
 from .damage_scan import survey_shard
 from .match import LoadOptions
 
 __all__ = ["salvaging", "survey"]
 
 
-def survey(store: Store, comm: Comm) -> tuple[BadBytes, ...]:
+def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
     """All bytes of a checkpoint's shards that are not as saved. Every rank has to call.
 
     Raises:
@@ -33,16 +31,16 @@ def survey(store: Store, comm: Comm) -> tuple[BadBytes, ...]:
     """
 
     def own() -> list[BadBytes]:
-        index, sizes = read_index(store), store.sizes()
-        check_there(index, sizes, store.url)
+        checkpoint.check_there()
+        index, sizes = checkpoint.index, checkpoint.sizes
         files = index.file_list[comm.rank :: comm.size]
-        return [bad for file in files for bad in survey_shard(store, index, file, sizes.get(file.name))]
+        return [bad for file in files for bad in survey_shard(checkpoint.store, index, file, sizes.get(file.name))]
 
-    found = [bad for part in all_gather(comm, f"load {store.url}", own, list[BadBytes]) for bad in part]
+    found = [bad for part in all_gather(comm, f"load {checkpoint.url}", own, list[BadBytes]) for bad in part]
     return tuple(sorted(found, key=lambda bad: (bad.file, bad.start)))
 
 
-def salvaging(stores: Sequence[Store], comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadOptions:
+def salvaging(checkpoints: Sequence[Checkpoint], comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadOptions:
     """The options of a load with what is damaged, where that is to be skipped.
 
     Raises:
@@ -50,13 +48,13 @@ def salvaging(stores: Sequence[Store], comm: Comm, options: LoadOptions, on_corr
     """
     if on_corrupt == "error":
         return options
-    if on_corrupt != "skip" or len(stores) != 1:
+    if on_corrupt != "skip" or len(checkpoints) != 1:
         raise MismatchError(
             "on_corrupt",
             expected="'error', or 'skip' for one checkpoint",
-            found=f"{on_corrupt!r:.40} for {len(stores)}",
+            found=f"{on_corrupt!r:.40} for {len(checkpoints)}",
             hint="Salvage the damaged checkpoint alone, save what came of it, and load the several then",
         )
     # all is compared now: not again before the first byte is written
     verify = True if options.verify == "first" else options.verify
-    return msgspec.structs.replace(options, bad=survey(stores[0], comm), verify=verify)
+    return msgspec.structs.replace(options, bad=survey(checkpoints[0], comm), verify=verify)

@@ -25,8 +25,7 @@ import xxhash
 from ..errors import CheckpointError, CheckpointNotFound, RankError
 from ..io.comm.comm import Comm
 from ..io.comm.waiting import log_if_slow
-from ..io.storage.shard_reader import Shards
-from ..io.storage.versions import Replaced, Version
+from ..io.storage.checkpoint import Checkpoint, Replaced, ShardReader
 from .read_tasks import ReadTask, ring_of, run_readings
 
 __all__ = ["Part", "SharedRead", "open_relay", "together"]
@@ -50,8 +49,8 @@ class SharedRead:
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group, self._rank, self._size = group, rank, size
-        self.versions: Sequence[Version] = ()
-        """Of the checkpoints that are being read."""
+        self.checkpoints: Sequence[Checkpoint] = ()
+        """Those that are being read."""
 
     def agree(self, save_id: str, wants: Sequence[object]) -> list[Part]:
         """What this rank wants, by who else on the host wants it.
@@ -96,7 +95,7 @@ class SharedRead:
         replaced = False
         if fault is not None:
             try:
-                replaced = isinstance(fault, Replaced) or any(version.is_replaced() for version in self.versions)
+                replaced = isinstance(fault, Replaced) or any(one.is_replaced() for one in self.checkpoints)
             except CheckpointNotFound as error:
                 fault = error
         text = None if fault is None else f"{type(fault).__name__}: {fault}"[:2000]
@@ -123,7 +122,7 @@ class SharedRead:
 
     def run(
         self,
-        shards: Shards,
+        shards: ShardReader,
         work: Sequence[tuple[Sequence[int], Sequence[ReadTask]]],
         *,
         memory: int,
@@ -159,7 +158,7 @@ class SharedRead:
 
     def _share(
         self,
-        shards: Shards,
+        shards: ShardReader,
         readings: Sequence[ReadTask],
         members: Sequence[int],
         fault: Exception | None,
@@ -206,7 +205,7 @@ class SharedReadSession:
 
     def __init__(
         self,
-        shards: Shards,
+        shards: ShardReader,
         group: Any,
         rank: int,
         members: Sequence[int],
@@ -331,11 +330,11 @@ def together(relay: SharedRead | None) -> Iterator[None]:
         relay.settle(None)
 
 
-def open_relay(comm: Comm, stores: Sequence[Any] = ()) -> SharedRead | None:
+def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint]) -> SharedRead | None:
     """The relay of a world; None if this process is alone. The first call makes a group, on all ranks.
 
     Args:
-        stores: from which the next load reads.
+        checkpoints: from which the next load reads.
 
     Raises:
         CheckpointError: the ranks are not those of torch.distributed's default group.
@@ -346,7 +345,7 @@ def open_relay(comm: Comm, stores: Sequence[Any] = ()) -> SharedRead | None:
         with log_if_slow(comm.rank, "load with read='once'"):
             comm.memory[_MEMORY] = SharedRead(_new_group(comm), comm.rank, comm.size)
     relay: SharedRead = comm.memory[_MEMORY]
-    relay.versions = [store for store in stores if isinstance(store, Version)]
+    relay.checkpoints = checkpoints
     return relay
 
 

@@ -4,38 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.format.check_index import check_there
 from ..core.format.damage import BadBytes, damaged_leaves
 from ..core.format.index import INDEX_NAME, encode_index, folded_index, rebuild
 from ..core.format.records import Index
 from ..core.format.shard_header import ShardHeader, decode_header
 from ..core.format.timings import timings_name
 from ..errors import CheckpointError, CheckpointExists, TreeckptError
+from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.leftovers import list_leftovers
-from ..io.storage.metadata_files import read_index, read_timings, rebuild_from_shards
-from ..io.storage.shard_reader import Opened
+from ..io.storage.metadata_files import read_timings, rebuild_from_shards
+from ..io.storage.shard_reader import OpenedShard
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import Problem, VerifyReport
 from .damage_scan import open_for_survey, survey_opened
 
-__all__ = ["publish_rebuilt", "verify_store"]
+__all__ = ["publish_rebuilt", "verify_checkpoint"]
 
 SHOWN = 5
 
 
-def verify_store(store: Store) -> VerifyReport:
+def verify_checkpoint(checkpoint: Checkpoint) -> VerifyReport:
     """See `treeckpt.verify`."""
-    recorder, index = Recorder(0), read_index(store)
+    recorder = Recorder(0)
+    store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
+    checkpoint.check_there()
     problems: list[Problem] = []
     headers: list[tuple[int, ShardHeader]] = []
-    nbytes, sizes = 0, store.sizes()
-    check_there(index, sizes, store.url)
+    nbytes = 0
     for file in index.file_list:
         opened = open_for_survey(store, index, file, sizes.get(file.name), keep=True)
         bad = [opened] if isinstance(opened, BadBytes) else survey_opened(store, opened, sizes[file.name])
         problems += [_problem(index, part) for part in bad]
-        if isinstance(opened, Opened) and not bad:
+        if isinstance(opened, OpenedShard) and not bad:
             nbytes += file.nbytes
             try:
                 headers.append((file.header, decode_header(opened.header, f"{store.url}/{file.name}")))

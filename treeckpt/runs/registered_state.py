@@ -23,7 +23,7 @@ from ..core.tree.globs import compile_globs
 from ..core.tree.structure import empty_places, key_text, keys_of
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm
-from ..io.storage.store import Store
+from ..io.storage.checkpoint import Checkpoint
 from ..loading.match import LoadOptions
 from ..loading.overlay import globs_of
 from ..loading.transforms import as_rules
@@ -135,7 +135,7 @@ class Registered:
 
     # restoring ---------------------------------------------------------------------------------------------------
 
-    def restore(self, store: Store, like: Any, into: Any, comm: Comm, options: Mapping[str, Any]) -> Any:
+    def restore(self, checkpoint: Checkpoint, like: Any, into: Any, comm: Comm, options: Mapping[str, Any]) -> Any:
         """Loads a tree as `treeckpt.load`, or fills one, and gives what is registered its state.
 
         Raises:
@@ -143,24 +143,24 @@ class Registered:
         """
         if not self:
             if into is not None:
-                return api.load_into(store, into, comm=comm, **options)
-            return api.load(store, like, comm=comm, **options)
-        index = api.inspect(store)
+                return api.load_into(checkpoint, into, comm=comm, **options)
+            return api.load(checkpoint, like, comm=comm, **options)
+        index = checkpoint.index
         names = _Selection(index, options)
         options = names.beside({THINGS: self._things, READERS: self._readers})
-        states = self._states(store, names, comm, options)
+        states = self._states(checkpoint, names, comm, options)
         things = {name: self._things[name] for name in names.wanted(THINGS, self._things)}
-        resumed = _with_resumed(things, store, names, comm, options)
+        resumed = _with_resumed(things, checkpoint, names, comm, options)
         target = {THINGS: resumed, READERS: ...} if things or names.left(THINGS, self._things) else {}
         if into is not None:
             result: Any = _fill(
-                store, _as_dict(into), {**dict.fromkeys((THINGS, READERS), ...), **target}, comm, options
+                checkpoint, _as_dict(into), {**dict.fromkeys((THINGS, READERS), ...), **target}, comm, options
             )
         else:
-            result = _load(store, like, index, comm, options)
+            result = _load(checkpoint, like, index, comm, options)
             if target:
                 rest = dict.fromkeys((key for key in _roots(index) if key not in target), ...)
-                _fill(store, {}, {**rest, **target}, comm, _for_filling(options))
+                _fill(checkpoint, {}, {**rest, **target}, comm, _for_filling(options))
         for name, thing in resumed.items():
             if thing is not things[name]:
                 _take_back(things[name], thing)
@@ -168,7 +168,9 @@ class Registered:
             self._readers[name].load(state)
         return result
 
-    def _states(self, store: Store, names: _Selection, comm: Comm, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _states(
+        self, checkpoint: Checkpoint, names: _Selection, comm: Comm, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """This rank's state of each reader."""
         wanted = names.wanted(READERS, self._readers)
         if not wanted:
@@ -185,7 +187,7 @@ class Registered:
             )
         ranks = range(world) if any(callable(policy) for policy in changed.values()) else [comm.rank % world]
         reading = {key: options[key] for key in ("verify", "allow_pickle") if key in options}
-        found = dict(zip(ranks, states_of_all_ranks(store, READERS, world, ranks=ranks, **reading), strict=True))
+        found = dict(zip(ranks, states_of_all_ranks(checkpoint, READERS, world, ranks=ranks, **reading), strict=True))
 
         def state_of(name: str) -> Any:
             policy = changed.get(name)
@@ -250,7 +252,7 @@ class _Selection:
 
 
 def _with_resumed(
-    things: dict[str, Any], store: Store, names: _Selection, comm: Comm, options: Mapping[str, Any]
+    things: dict[str, Any], checkpoint: Checkpoint, names: _Selection, comm: Comm, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The things with optimizers that can take what was saved, whatever they have."""
     optimizers = "torch" in sys.modules and [
@@ -262,7 +264,7 @@ def _with_resumed(
     from ..training.sources import CheckpointSource, Options
 
     rules = as_rules(options.get("rename"), options.get("transforms"))
-    source = CheckpointSource(store, comm, Options(allow_pickle=options.get("allow_pickle", False), rules=rules))
+    source = CheckpointSource(checkpoint, comm, Options(allow_pickle=options.get("allow_pickle", False), rules=rules))
     found = {name: with_resumed(things[name], (THINGS, name), source, names.selects) for name in optimizers}
     return {**things, **found}
 
@@ -274,25 +276,27 @@ def _take_back(thing: Any, filled: Any) -> None:
     graft(thing, without_resumed(filled), is_value=is_value)
 
 
-def _fill(store: Store, into: dict[str, Any], parts: dict[str, Any], comm: Comm, options: Mapping[str, Any]) -> Any:
+def _fill(
+    checkpoint: Checkpoint, into: dict[str, Any], parts: dict[str, Any], comm: Comm, options: Mapping[str, Any]
+) -> Any:
     """Fills a dict's values and other parts at the root beside them, in one load."""
     tree = {**into, **parts}
-    report = api.load_into(store, tree, comm=comm, **options)
+    report = api.load_into(checkpoint, tree, comm=comm, **options)
     into.update((key, tree[key]) for key in into)
     return report
 
 
-def _load(store: Store, like: Any, index: Index, comm: Comm, options: Mapping[str, Any]) -> Any:
+def _load(checkpoint: Checkpoint, like: Any, index: Index, comm: Comm, options: Mapping[str, Any]) -> Any:
     """The tree without what is registered."""
     ours = {THINGS, READERS}
     if like is not None:
-        tree = api.load(store, {**_as_dict(like), **dict.fromkeys(ours, ...)}, comm=comm, **options)
+        tree = api.load(checkpoint, {**_as_dict(like), **dict.fromkeys(ours, ...)}, comm=comm, **options)
     else:
         rest = [key for key in _roots(index) if key not in ours]
         select = options.get("select")
         if select is None:
             select = [_literal(key_text(key)) for key in rest]
-        tree = api.load(store, comm=comm, **{**options, "select": select})
+        tree = api.load(checkpoint, comm=comm, **{**options, "select": select})
     return {key: value for key, value in tree.items() if key not in ours}
 
 

@@ -18,6 +18,7 @@ from ..core.tree.merge import merge
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import Structure
 from ..io.comm.comm import Comm
+from ..io.storage.checkpoint import Checkpoint
 from ..loading.aliasing import are_equal
 from ..loading.match import LoadOptions
 from ..loading.overlay import Bank, From, globs_of, members_of, refuse_rules
@@ -37,7 +38,7 @@ class BankSource:
     def __init__(self, bank: Bank, comm: Comm, options: Options) -> None:
         refuse_rules(options.rules)
         self.comm, self.options = comm, options
-        members = members_of(bank, bank.sources, self._look)
+        members = members_of(bank, self._look)
         self._met = [member for _, member in members]
         for source, member in members:
             _globs(source, options.strict).check_used(lambda member=member: member.names, lambda: self.names)
@@ -54,16 +55,17 @@ class BankSource:
             kept = own.union(beside[member])
             member.add(*(Drop(path, optional=True) for path in member.leaves if path not in kept))
         self.members = [member for member, _ in given if member.leaves]
-        self._bank = Bank([From(m.path, transforms=m.rules, exclude=beside[m] or None) for m in self.members])
+        self._bank = Bank([From(m.checkpoint, transforms=m.rules, exclude=beside[m] or None) for m in self.members])
         self.url = ", ".join(member.url for member in self.members)
         self.world = next((m.world for m in self.members if m.world != comm.size), comm.size)
         self.step = (self._giver_of("param_groups") or self.members[-1]).step
         dropped, renamed = zip(*(member.ruled for member in self.members), strict=True)
         self.ruled = sum(dropped, ()), sum(renamed, ())
 
-    def _look(self, source: From, _: object) -> tuple[From, CheckpointSource]:
+    def _look(self, source: From) -> tuple[From, CheckpointSource]:
         rules = as_rules(source.rename, source.transforms)
         options = msgspec.structs.replace(self.options, rules=(carried(*rules),) if rules else ())
+        assert isinstance(source.path, Checkpoint), "the bank is opened"
         return source, CheckpointSource(source.path, self.comm, options)
 
     def _giver_of(self, part: str) -> CheckpointSource | None:
@@ -91,8 +93,8 @@ class BankSource:
         first, second = (self._giver[path] for path in paths)
         if first is second:
             return first.are_equal(paths, wanted)
-        with first.opened() as one, second.opened() as other:
-            return are_equal((one, paths[0]), (other, paths[1]), wanted_of(wanted, paths[0], self.comm))
+        jobs = (first.reading_job(), paths[0]), (second.reading_job(), paths[1])
+        return are_equal(*jobs, wanted_of(wanted, paths[0], self.comm))
 
     def is_spread(self, path: str) -> bool:
         return self._giver[path].is_spread(path)

@@ -9,22 +9,17 @@ from typing import Any
 from ..core.tree.structure import keys_of
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
+from ..io.storage.checkpoint import Checkpoint
 from ..loading.overlay import as_bank
 from .banks import BankSource
 from .sources import CheckpointSource, Options, Source, TreeSource, children_of
 
-__all__ = ["is_stored", "open_source", "stores_of"]
+__all__ = ["is_stored", "open_source"]
 
 
 def is_stored(given: Any) -> bool:
     """Whether it is a path, a store, or several of them; no tree in memory."""
-    return isinstance(given, (str, os.PathLike)) or hasattr(given, "sizes") or as_bank(given) is not None
-
-
-def stores_of(given: Any) -> list[Any]:
-    """The paths or stores of a checkpoint, or of several."""
-    bank = as_bank(given)
-    return [given] if bank is None else [source.path for source in bank.sources]
+    return isinstance(given, (str, os.PathLike, Checkpoint)) or hasattr(given, "sizes") or as_bank(given) is not None
 
 
 def open_source(given: Any, comm: Comm, options: Options) -> Source:
@@ -39,7 +34,7 @@ def open_source(given: Any, comm: Comm, options: Options) -> Source:
         source = TreeSource(given, comm, options)
     elif bank is not None:
         source = BankSource(bank, comm, options)
-    elif isinstance(given, (str, os.PathLike)) or hasattr(given, "sizes"):
+    elif isinstance(given, Checkpoint):
         source = CheckpointSource(given, comm, options)
     else:
         raise MismatchError(

@@ -19,8 +19,9 @@ from ..core.tree.flatten import PerRank
 from ..core.tree.structure import PerRankNode
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
-from ..loading.consistent_reads import on_one_version
-from ..loading.overlay import globs_of
+from ..io.storage.checkpoint import Checkpoint
+from ..loading.consistent_reads import on_versions
+from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms, as_rules, carried
@@ -29,7 +30,7 @@ from .capture import live_of, ties_of
 from .fitting import check_entry, settle_ties, without_ties
 from .modules import Entry, Modules, collect, hidden, load_made, materialise, on_meta, settle_shards, shards_of
 from .names import Key, key_path, put_in
-from .opening import is_stored, open_source, stores_of
+from .opening import is_stored, open_source
 from .optimizers import Live, Optimizers, survey
 from .parts import compare_extra, loads_of
 from .plans import OptimizerPlan, apply_optimizers, plan_optimizers
@@ -94,7 +95,8 @@ def restore(
     comm = as_comm(comm, talks=False)
 
     def restore_version(given: Any) -> RestoreReport:
-        with together(open_relay(comm, stores_of(given)) if read == "once" else None):
+        opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
+        with together(open_relay(comm, opened) if read == "once" else None):
             rules = as_rules(rename, transforms)
             rules = (carried(*rules),) if rules else ()
             chosen = Options(cast, verify, allow_pickle, read, rules, globs_of(select), globs_of(exclude), strict)
@@ -108,7 +110,7 @@ def restore(
         return job.run(device)
 
     if is_stored(source):
-        return on_one_version(source, restore_version, together=read == "once")
+        return on_versions(source, restore_version, together=read == "once")
     return restore_version(source)
 
 

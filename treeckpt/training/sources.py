@@ -7,8 +7,7 @@ are filled in place, at the very end. A tree in memory gives only what this rank
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -25,6 +24,7 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import TABLE_KEYS, PerRankNode, Structure, any_rank, keys_of
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
+from ..io.storage.checkpoint import Checkpoint
 from ..loading.aliasing import are_equal, identity_of
 from ..loading.match import Load, LoadOptions
 from ..loading.read_batch import Verify
@@ -158,10 +158,10 @@ def descend(node: Structure, keys: Sequence[Any]) -> Structure:
 class CheckpointSource:
     """A checkpoint on a store."""
 
-    def __init__(self, path: Any, comm: Comm, options: Options) -> None:
-        self.path, self.comm, self.options = path, comm, options
-        self.index = api.inspect(path)
-        self.url, self.world, self.step = str(getattr(path, "url", path)), self.index.world, self.index.step
+    def __init__(self, checkpoint: Checkpoint, comm: Comm, options: Options) -> None:
+        self.checkpoint, self.comm, self.options = checkpoint, comm, options
+        self.index, self.url = checkpoint.index, checkpoint.url
+        self.world, self.step = self.index.world, self.index.step
         self.rules = options.rules
         self.view = self._view()
         self._unselected = self.view
@@ -209,17 +209,15 @@ class CheckpointSource:
         if len({identity_of(self.view.by_path[path][0]) for path in paths}) == 1:
             return True
         spec = wanted_of(wanted, paths[0], self.comm)
-        with self.opened() as job:
-            return are_equal((job, paths[0]), (job, paths[1]), spec)
+        job = self.reading_job()
+        return are_equal((job, paths[0]), (job, paths[1]), spec)
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Load]:
-        """A load by which its arrays are looked at."""
+    def reading_job(self) -> Load:
+        """A load that reads some arrays of the checkpoint, to compare them."""
         options = LoadOptions(
             cast=self.options.cast, verify=self.options.verify, per_rank="take", rules=self.rules, strict=False
         )
-        with api.opened(self.path) as store:
-            yield Load(store, self.comm, options)
+        return Load(self.checkpoint, self.comm, options)
 
     def is_spread(self, path: str) -> bool:
         leaf = self.view.by_path[path][0]
@@ -234,18 +232,18 @@ class CheckpointSource:
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
     def part(self, name: str) -> Any:
-        tree = api.load(self.path, select=name, comm=self.comm, per_rank="take", **self._reading)
+        tree = api.load(self.checkpoint, select=name, comm=self.comm, per_rank="take", **self._reading)
         return tree[name]
 
     def own(self, name: str, policy: Policy) -> Any:
-        return load_own(self.path, name, policy, self.comm, saved_world=self.world, **self._reading)
+        return load_own(self.checkpoint, name, policy, self.comm, saved_world=self.world, **self._reading)
 
     @property
     def _reading(self) -> dict[str, Any]:
         return {**self.options.reading, "transforms": self.rules}
 
     def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
-        return fill_from(self.path, target, self.comm, self.options, take=take, rules=self.rules)
+        return fill_from(self.checkpoint, target, self.comm, self.options, take=take, rules=self.rules)
 
 
 def fill_from(

@@ -26,7 +26,6 @@ from .progress_file import is_alive
 from .reader_leases import LEASE, owner_of
 from .run_store import Entry, Folder, LocalFolder
 from .store import LocalStore, Store
-from .versions import Version
 
 __all__ = [
     "GRACE",
@@ -200,7 +199,6 @@ class _StoreFolder:
 
 def folder_of(store: Store) -> Folder:
     """A checkpoint's store as a directory."""
-    store = store.inner if isinstance(store, Version) else store
     if type(store) is LocalStore:
         return LocalFolder(store.directory)
     return ObjectFolder(store) if type(store) is ObjectStore else _StoreFolder(store)

@@ -1,4 +1,4 @@
-"""Small files of a checkpoint: reading the index and timings, and finding shards."""
+"""Reads the small files of a checkpoint, its index and timings, and rebuilds an index from the shards."""
 
 from __future__ import annotations
 
@@ -13,19 +13,40 @@ from .foreign_formats import describe_foreign
 from .shard_reader import read_header
 from .store import Store
 
-__all__ = ["read_index", "read_timings", "rebuild_from_shards"]
+__all__ = ["decode_and_check", "read_index", "read_index_bytes", "read_timings", "rebuild_from_shards"]
 
 
 def read_index(store: Store) -> Index:
-    """The index of a checkpoint.
+    """Returns the index of a checkpoint.
 
     Raises:
         CheckpointNotFound: there is none; says whether shards are there.
         CorruptError, FormatError: it is not as it was written, or lists far more than the files there can hold.
     """
-    label = f"{store.url}/{INDEX_NAME}"
+    return decode_and_check(store, read_index_bytes(store))
+
+
+def decode_and_check(store: Store, data: bytes) -> Index:
+    """Decodes an index.
+
+    Raises:
+        CorruptError, FormatError: it is not as it was written, or lists far more than the files there can hold.
+    """
+    index = decode_index(data, f"{store.url}/{INDEX_NAME}")
+    if is_long(index, len(data)):
+        check_there(index, store.sizes(), store.url)
+    return index
+
+
+def read_index_bytes(store: Store) -> bytes:
+    """Returns the content of a checkpoint's `index.json`.
+
+    Raises:
+        CheckpointNotFound: there is none; says whether shards are there.
+        CorruptError: it cannot be read.
+    """
     try:
-        data = store.read(INDEX_NAME, limit=MAX_INDEX)
+        return store.read(INDEX_NAME, limit=MAX_INDEX)
     except (FileNotFoundError, NotADirectoryError) as error:
         shards = sum(parse_shard_name(name) is not None for name in store.sizes())
         foreign = None if shards else describe_foreign(store.url)
@@ -41,15 +62,11 @@ def read_index(store: Store) -> Index:
             else "Check the path",
         ) from error
     except OSError as error:
-        raise unreadable(error, label, kind=CorruptError) from error
-    index = decode_index(data, label)
-    if is_long(index, len(data)):
-        check_there(index, store.sizes(), store.url)
-    return index
+        raise unreadable(error, f"{store.url}/{INDEX_NAME}", kind=CorruptError) from error
 
 
 def read_timings(store: Store, save_id: str) -> Timings | None:
-    """The timings of a save, None where there are none.
+    """Returns the timings of a save, None where there are none.
 
     Raises:
         CorruptError, FormatError: they are not as they were written.
@@ -71,10 +88,10 @@ def read_timings(store: Store, save_id: str) -> Timings | None:
 
 
 def rebuild_from_shards(store: Store, *, save_id: str | None = None, whole: bool = True) -> Index:
-    """The index that the newest complete set of shards describes.
+    """Returns the index that the newest complete set of shards describes.
 
     Args:
-        save_id: only of this save, if it has shards there.
+        save_id: rebuilds the index of this save only, if it has shards there.
         whole: refuses shards that are cut short or too long, as those of a save that never finished are.
 
     Raises:

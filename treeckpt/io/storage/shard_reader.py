@@ -1,9 +1,8 @@
-"""Shards as a reader sees them: opened once, known to be the files that the index means, read by verified spans."""
+"""Opens a shard, checks that it is the file that the index describes, and reads ranges that match their checksums."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -12,47 +11,46 @@ from ...core.format.records import File, Index
 from ...core.format.seals import check_text
 from ...core.format.shard_header import ShardHeader, block_count, decode_header, hash_block, hash_parts, header_nbytes
 from ...errors import CheckpointError, CorruptError
-from ..timing import Recorder
 from .memory import PAGE, aligned_buffer
-from .store import TEXT, Lending, Store
+from .store import TEXT, Store
 
 __all__ = [
     "ByteRange",
-    "Opened",
-    "Shards",
+    "OpenedShard",
+    "aligned_range",
+    "check_blocks",
+    "check_parts",
     "matches",
     "open_shard",
     "read_header",
-    "read_stretch",
-    "stretch_of",
+    "read_range",
     "verify_shard",
 ]
 
 _RESTORE = "The file was lost, changed or cut short; restore it from a copy, or load with on_corrupt='skip'"
-
-
 STEP = 8 << 20
 """Bytes that are verified at a time."""
 
 
-class Opened(msgspec.Struct, frozen=True):
-    """A shard whose header was read and found to be the one that the index means."""
+class OpenedShard(msgspec.Struct, frozen=True):
+    """A shard whose header was read, and is the one that the index describes."""
 
     file: File
     hashes: tuple[int, ...]
     block: int
     index: Index
     header: bytes = b""
-    """As it is in the file, where it was to be kept."""
+    """The bytes of the header, where `keep` was given."""
 
 
 def read_header(
     store: Store, name: str, *, entries: bool = True, file_size: int | None = None
 ) -> tuple[int, ShardHeader]:
-    """(bytes of the header, what it says), without its entries if those are not wanted.
+    """Returns the size of a shard's header in bytes, and its content.
 
     Args:
-        file_size: the file's, in bytes, where that is known; else the store is asked.
+        entries: decodes the entries too.
+        file_size: in bytes, where it is known; else the store is listed.
 
     Raises:
         CorruptError, FormatError: naming the file.
@@ -62,10 +60,10 @@ def read_header(
 
 
 def _header_data(store: Store, name: str, file_size: int | None, wanted: int | None) -> bytearray:
-    """The header of a shard.
+    """Returns the bytes of a shard's header.
 
     Args:
-        wanted: its bytes by the index, if there is one.
+        wanted: its size by the index, in bytes; None without an index.
     """
     label = f"{store.url}/{name}"
     prefix = bytearray(8)
@@ -89,26 +87,26 @@ def _header_data(store: Store, name: str, file_size: int | None, wanted: int | N
 
 def open_shard(
     store: Store, index: Index, file: File, size: int | None, *, whole: bool = True, keep: bool = False
-) -> Opened:
-    """Reads a shard's header and checks that it is the file that the index means.
+) -> OpenedShard:
+    """Reads a shard's header and checks that it is the file that the index describes.
 
     Args:
-        size: the file's, in bytes; None where it is missing.
+        size: of the file, in bytes; None where it is missing.
         whole: refuses a file that was cut short or has grown, even where its header is intact.
-        keep: keeps the header, for who wants its entries too.
+        keep: keeps the bytes of the header, for callers that need its entries too.
 
     Raises:
-        CorruptError: missing, cut short, grown, or of another save or rank; names the leaves and the bytes.
+        CorruptError: it is missing, cut short, grown, or of another save or rank; names the leaves and the bytes.
     """
     expected = file.header + file.nbytes
     if size is None:
-        where = _named(store, index, file, 0, expected)
+        where = _leaves_and_file(store, index, file, 0, expected)
         raise CorruptError(where, expected="a shard", found="no such file", hint=_RESTORE)
     if whole and size != expected:
         first, last = min(size, expected), max(size, expected)
         found = "are missing" if size < expected else "are too many"
         raise CorruptError(
-            _named(store, index, file, first, last),
+            _leaves_and_file(store, index, file, first, last),
             expected=f"{expected} bytes",
             found=f"{size}: {first}:{last} of the file {found}",
             hint=_RESTORE,
@@ -118,7 +116,7 @@ def open_shard(
         header = decode_header(data, f"{store.url}/{file.name}", entries=False)
     except CheckpointError as error:
         raise type(error)(
-            _named(store, index, file, 0, file.header),
+            _leaves_and_file(store, index, file, 0, file.header),
             expected=error.expected,
             found=f"{error.found}, in bytes 0:{file.header} of the file",
             hint=error.hint or _RESTORE,
@@ -128,158 +126,109 @@ def open_shard(
     wanted = (index.save_id, file.rank, file.part, file.stream, file.header, blocks)
     if found != wanted:
         raise CorruptError(
-            _named(store, index, file, 0, file.header),
+            _leaves_and_file(store, index, file, 0, file.header),
             expected="save {}, rank {}, part {}, at {}, header {}, {} checksums".format(*wanted),
             found="save {}, rank {}, part {}, at {}, header {}, {} checksums".format(*found)
             + f", in bytes 0:{file.header} of the file",
             hint="The file belongs to another save; restore the right one from a copy",
         )
-    return Opened(file, header.hashes, header.block, index, bytes(data) if keep else b"")
+    return OpenedShard(file, header.hashes, header.block, index, bytes(data) if keep else b"")
 
 
-def _check_blocks(store: Store, opened: Opened, start: int, data: memoryview) -> None:
-    """Compares checksums of data that starts at a border of a block."""
-    for at in range(0, len(data), opened.block):
-        block = data[at : at + opened.block]
-        _compare(store, opened, start + at, len(block), hash_block(block))
+def check_blocks(store: Store, shard: OpenedShard, start: int, data: memoryview) -> None:
+    """Compares data with the checksums of its blocks.
+
+    Args:
+        start: where the data starts in the data area, in bytes; a multiple of the block.
+
+    Raises:
+        CorruptError: a block differs.
+    """
+    for at in range(0, len(data), shard.block):
+        block = data[at : at + shard.block]
+        _compare(store, shard, start + at, len(block), hash_block(block))
 
 
-def _check_parts(store: Store, opened: Opened, start: int, parts: Sequence[memoryview]) -> None:
-    """The same of data that lies in several places."""
+def check_parts(store: Store, shard: OpenedShard, start: int, parts: Sequence[memoryview]) -> None:
+    """Does the same for data that lies in several places of memory, in order."""
     if len(parts) == 1:
-        _check_blocks(store, opened, start, parts[0])
+        check_blocks(store, shard, start, parts[0])
         return
     at = start
     block: list[memoryview] = []
-    need = opened.block
+    need = shard.block
     for part in parts:
         while len(part):
             block.append(part[:need])
             part = part[need:]
             need -= len(block[-1])
             if not need:
-                _compare(store, opened, at, opened.block, hash_parts(block))
-                at, block, need = at + opened.block, [], opened.block
+                _compare(store, shard, at, shard.block, hash_parts(block))
+                at, block, need = at + shard.block, [], shard.block
     if block:
-        _compare(store, opened, at, opened.block - need, hash_parts(block))
+        _compare(store, shard, at, shard.block - need, hash_parts(block))
 
 
-def matches(opened: Opened, start: int, block: memoryview) -> bool:
-    """Whether a block, which starts at `start` in the data area, is as it was saved."""
-    return hash_block(block) == opened.hashes[start // opened.block]
+def matches(shard: OpenedShard, start: int, block: memoryview) -> bool:
+    """Whether a block that starts at `start` in the data area has its checksum."""
+    return hash_block(block) == shard.hashes[start // shard.block]
 
 
-def _compare(store: Store, opened: Opened, start: int, nbytes: int, found: int) -> None:
-    if found != opened.hashes[start // opened.block]:
-        first = start + opened.file.header
+def _compare(store: Store, shard: OpenedShard, start: int, nbytes: int, found: int) -> None:
+    if found != shard.hashes[start // shard.block]:
+        first = start + shard.file.header
         raise CorruptError(
-            _named(store, opened.index, opened.file, first, first + nbytes),
+            _leaves_and_file(store, shard.index, shard.file, first, first + nbytes),
             expected="bytes that match their checksum",
             found=f"changed bytes in {first}:{first + nbytes} of the file",
             hint="Restore the file from a copy, or load with on_corrupt='skip'",
         )
 
 
-def _named(store: Store, index: Index, file: File, first: int, last: int) -> str:
-    """A file, after the leaves with bytes in a stretch of it, for an error."""
+def _leaves_and_file(store: Store, index: Index, file: File, first: int, last: int) -> str:
+    """Names a file for an error, after the leaves that have bytes in `first:last` of it."""
     paths = [index.entries[number].path or "<root>" for number in leaves_in(index, file, first, last)]
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     return f"{', '.join(paths[:3])}{more}: {store.url}/{file.name}" if paths else f"{store.url}/{file.name}"
 
 
 class ByteRange(msgspec.Struct, frozen=True):
-    """Bytes of a shard's data area, rounded out to what is read to have them verified."""
+    """Bytes `start:stop` of a shard's data area."""
 
-    opened: Opened
-    low: int
-    high: int
-
-
-def stretch_of(opened: Opened, start: int, stop: int, *, verify: bool) -> ByteRange:
-    """The stretch to read for bytes `start:stop` of a data area."""
-    step = opened.block if verify else PAGE
-    return ByteRange(opened, start // step * step, min(-(-stop // step) * step, opened.file.nbytes))
+    shard: OpenedShard
+    start: int
+    stop: int
 
 
-def read_stretch(store: Store, stretch: ByteRange, out: memoryview, *, verify: bool, shared: bool = False) -> None:
-    """Reads it, verified if asked."""
-    file = stretch.opened.file
-    store.read_into(file.name, file.header + stretch.low, out, shared=shared)
-    if verify:
-        _check_blocks(store, stretch.opened, stretch.low, out)
+def aligned_range(shard: OpenedShard, start: int, stop: int, *, verify: bool) -> ByteRange:
+    """The range to read for bytes `start:stop` of a data area: whole blocks with checksums, or whole pages without."""
+    step = shard.block if verify else PAGE
+    return ByteRange(shard, start // step * step, min(-(-stop // step) * step, shard.file.nbytes))
 
 
-class Shards:
-    """The shards of one checkpoint, opened (header read and checked) when first needed.
+def read_range(store: Store, wanted: ByteRange, out: memoryview, *, verify: bool, shared: bool = False) -> None:
+    """Fills `out` with a range.
 
-    Args:
-        whole: refuses shards that are cut short, even where what is wanted of them is there.
+    Raises:
+        CorruptError: with `verify`, a block differs from its checksum.
     """
-
-    def __init__(self, store: Store, index: Index, recorder: Recorder, *, verify: bool, whole: bool = True) -> None:
-        self.store, self.index, self.verify, self.recorder, self.whole = store, index, verify, recorder, whole
-        self._lending = store if isinstance(store, Lending) else None
-        self._opened: dict[str, Opened] = {}
-        self._sizes: dict[str, int] | None = None
-
-    def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[Opened, int]:
-        """The shard with bytes `start:stop` of a rank's stream, and where they start in its data area."""
-        file, position = self.index.locate(rank, start, stop, path)
-        if file.name not in self._opened:
-            self._opened[file.name] = self._open(file)
-        return self._opened[file.name], position - file.header
-
-    def _open(self, file: File) -> Opened:
-        if self._sizes is None:
-            self._sizes = self.store.sizes()
-        return open_shard(self.store, self.index, file, self._sizes.get(file.name), whole=self.whole)
-
-    def read(self, stretch: ByteRange, out: memoryview, *, shared: bool = False) -> None:
-        """Reads a stretch, verified if that is asked of these shards, leaving a span."""
-        begin = self.recorder.now()
-        read_stretch(self.store, stretch, out, verify=self.verify, shared=shared)
-        self.recorder.add("read", begin, self.recorder.now(), len(out))
-
-    @contextlib.contextmanager
-    def lent(self, stretch: ByteRange, *, fetch: bool) -> Iterator[memoryview | None]:
-        """A stretch where it lies, verified like one that is read, while the body runs; None if not at hand."""
-        if self._lending is None:
-            yield None
-            return
-        begin = self.recorder.now()
-        file = stretch.opened.file
-        start, nbytes = file.header + stretch.low, stretch.high - stretch.low
-        with self._lending.lend(file.name, start, nbytes, fetch=fetch) as memory:
-            if memory is not None:
-                if self.verify:
-                    _check_blocks(self.store, stretch.opened, stretch.low, memory)
-                self.recorder.add("read", begin, self.recorder.now(), len(memory))
-            yield memory
-
-    def read_parts(self, stretch: ByteRange, parts: Sequence[memoryview]) -> bool:
-        """Reads a stretch straight to where it belongs, if its bytes are at hand; False if not."""
-        begin = self.recorder.now()
-        opened = stretch.opened
-        if not self.store.read_parts(opened.file.name, opened.file.header + stretch.low, parts):
-            return False
-        if self.verify:
-            _check_parts(self.store, opened, stretch.low, parts)
-        self.recorder.add("read", begin, self.recorder.now(), stretch.high - stretch.low)
-        return True
+    file = wanted.shard.file
+    store.read_into(file.name, file.header + wanted.start, out, shared=shared)
+    if verify:
+        check_blocks(store, wanted.shard, wanted.start, out)
 
 
-def verify_shard(store: Store, opened: Opened, start: int = 0, stop: int | None = None) -> int:
+def verify_shard(store: Store, shard: OpenedShard, start: int = 0, stop: int | None = None) -> int:
     """Compares every checksum of a shard, or those of bytes `start:stop` of its data; returns the bytes that were read.
 
     Raises:
         CorruptError: naming the file and the bytes.
     """
-    step = STEP // opened.block * opened.block or opened.block
-    whole = stretch_of(
-        opened, start, opened.file.nbytes if stop is None else min(stop, opened.file.nbytes), verify=True
-    )
+    nbytes = shard.file.nbytes
+    step = STEP // shard.block * shard.block or shard.block
+    whole = aligned_range(shard, start, nbytes if stop is None else min(stop, nbytes), verify=True)
     buffer = aligned_buffer(step, huge=True)
-    for low in range(whole.low, whole.high, step):
-        stretch = ByteRange(opened, low, min(low + step, whole.high))
-        read_stretch(store, stretch, buffer[: stretch.high - stretch.low], verify=True)
-    return max(whole.high - whole.low, 0)
+    for low in range(whole.start, whole.stop, step):
+        part = ByteRange(shard, low, min(low + step, whole.stop))
+        read_range(store, part, buffer[: part.stop - part.start], verify=True)
+    return max(whole.stop - whole.start, 0)

@@ -1,0 +1,168 @@
+"""An opened checkpoint: its store, its index, and the headers of its shards, each read and decoded once per call.
+
+A save with `overwrite=True` publishes its index and then deletes the files of the previous save. A reader that has the
+previous index then finds files missing, which says nothing about either save: the new version must be read instead.
+So everything that is read through one `Checkpoint` belongs to one save, or the read fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from ...core.analysis.checksum_diff import Checksums
+from ...core.format.check_index import check_there
+from ...core.format.index import INDEX_NAME
+from ...core.format.records import File, Index
+from ...errors import CheckpointError, CheckpointNotFound
+from ..timing import Recorder
+from .metadata_files import decode_and_check, read_index_bytes
+from .shard_reader import ByteRange, OpenedShard, check_blocks, check_parts, open_shard, read_range
+from .store import Lending, Store
+
+__all__ = ["Checkpoint", "Replaced", "ShardReader"]
+
+
+class Replaced(CheckpointError):
+    """Another save has replaced the version that was being read."""
+
+
+class Checkpoint:
+    """One version of a checkpoint.
+
+    Args:
+        index: the decoded index, where the caller has it already.
+    """
+
+    def __init__(self, store: Store, index: Index | None = None) -> None:
+        self.store, self.url = store, store.url
+        self._index_bytes: bytes | None = None
+        self._shards: dict[tuple[str, bool], OpenedShard] = {}
+        self._checksums: dict[str, Checksums] = {}
+        if index is not None:
+            self.index = index
+
+    @cached_property
+    def index(self) -> Index:
+        """The index, read when it is first needed.
+
+        Raises:
+            CheckpointNotFound, CorruptError, FormatError: as `read_index`.
+        """
+        self._index_bytes = read_index_bytes(self.store)
+        return decode_and_check(self.store, self._index_bytes)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Every file of the store and its size in bytes, listed once."""
+        return self.store.sizes()
+
+    def check_there(self) -> None:
+        """Refuses an index that describes far more bytes than the files can hold.
+
+        Raises:
+            CorruptError: it does.
+        """
+        check_there(self.index, self.sizes, self.url)
+
+    def shard(self, file: File, *, whole: bool = True) -> OpenedShard:
+        """A shard whose header was read and checked.
+
+        Args:
+            whole: refuses a shard that is cut short, even where the wanted bytes are there.
+
+        Raises:
+            CorruptError: it is missing, or is not the file that the index describes.
+        """
+        key = (file.name, whole)
+        if key not in self._shards:
+            self._shards[key] = open_shard(self.store, self.index, file, self.sizes.get(file.name), whole=whole)
+        return self._shards[key]
+
+    def checksums(self, file: File) -> Checksums:
+        """The checksums of a shard's blocks.
+
+        Raises:
+            CorruptError: as `shard`.
+        """
+        if file.name not in self._checksums:
+            shard = self.shard(file)
+            self._checksums[file.name] = Checksums(np.array(shard.hashes, np.uint64), shard.block)
+        return self._checksums[file.name]
+
+    def is_replaced(self) -> bool:
+        """Whether another index has been published since this one was read.
+
+        Raises:
+            CheckpointNotFound: there is no index any more.
+        """
+        if self._index_bytes is None:
+            return False
+        try:
+            return self.store.read(INDEX_NAME, limit=len(self._index_bytes)) != self._index_bytes
+        except FileNotFoundError as error:
+            raise CheckpointNotFound(
+                self.url,
+                expected=f"a checkpoint ({INDEX_NAME})",
+                found="none: it was deleted while it was being read",
+                hint="Load another step",
+            ) from error
+        except CheckpointError:  # longer than the one before
+            return True
+        except Exception:
+            return False
+
+
+class ShardReader:
+    """Reads byte ranges of a checkpoint's shards, and records a span for each.
+
+    Args:
+        verify: compares every block that is read with its checksum.
+        whole: as for `Checkpoint.shard`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, recorder: Recorder, *, verify: bool, whole: bool = True) -> None:
+        self.checkpoint, self.store, self.verify = checkpoint, checkpoint.store, verify
+        self._recorder, self._whole = recorder, whole
+        self._lending = self.store if isinstance(self.store, Lending) else None
+
+    def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[OpenedShard, int]:
+        """The shard with bytes `start:stop` of a rank's stream, and where they start in its data area."""
+        file, position = self.checkpoint.index.locate(rank, start, stop, path)
+        return self.checkpoint.shard(file, whole=self._whole), position - file.header
+
+    def read(self, wanted: ByteRange, out: memoryview, *, shared: bool = False) -> None:
+        """Fills `out` with a range."""
+        begin = self._recorder.now()
+        read_range(self.store, wanted, out, verify=self.verify, shared=shared)
+        self._recorder.add("read", begin, self._recorder.now(), len(out))
+
+    @contextlib.contextmanager
+    def mapped(self, wanted: ByteRange, *, fetch: bool) -> Iterator[memoryview | None]:
+        """A range as mapped memory while the body runs, verified as `read` does; None where it cannot be mapped."""
+        if self._lending is None:
+            yield None
+            return
+        begin = self._recorder.now()
+        file = wanted.shard.file
+        position, nbytes = file.header + wanted.start, wanted.stop - wanted.start
+        with self._lending.lend(file.name, position, nbytes, fetch=fetch) as memory:
+            if memory is not None:
+                if self.verify:
+                    check_blocks(self.store, wanted.shard, wanted.start, memory)
+                self._recorder.add("read", begin, self._recorder.now(), len(memory))
+            yield memory
+
+    def read_parts(self, wanted: ByteRange, parts: Sequence[memoryview]) -> bool:
+        """Reads a range straight into its destinations if it is in the page cache; False, with nothing read, if not."""
+        begin = self._recorder.now()
+        shard = wanted.shard
+        if not self.store.read_parts(shard.file.name, shard.file.header + wanted.start, parts):
+            return False
+        if self.verify:
+            check_parts(self.store, shard, wanted.start, parts)
+        self._recorder.add("read", begin, self._recorder.now(), wanted.stop - wanted.start)
+        return True
