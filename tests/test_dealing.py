@@ -14,18 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.arrays.base import HostMemory
+from treeckpt.arrays.base import HostMemory, TargetPiece
 from treeckpt.core.format.shard_header import BLOCK, hash_block, hash_parts
-from treeckpt.core.planning.plan import cuts
+from treeckpt.core.planning.plan import Chunk, cuts
 from treeckpt.core.sharding.region import Region
 from treeckpt.io.storage.store import LocalStore
 from treeckpt.loading import scatter
+from treeckpt.loading.read_request import MemoryRun, ReadRequest, request_for
 
 from . import strategies
 
 
 @st.composite
-def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray], scatter.Scatter]:
+def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray], int, scatter.Scatter]:
     """A stream, places in it, the memory of each, and what deals it."""
     start = draw(st.integers(0, 1000))
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
@@ -38,28 +39,28 @@ def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np
     stream = np.random.default_rng(0).integers(1, 256, total).astype(np.uint8)
     outs = [np.zeros(length, np.uint8) for _, length in places]
     found = [
-        scatter.Destination("x", 0, first, length, out.ctypes.data, HostMemory(out.ctypes.data, (length,), 1, out))
+        ReadRequest("x", (0, first, length), MemoryRun(out.ctypes.data, HostMemory(out.ctypes.data, (length,), 1, out)))
         for (first, length), out in zip(places, outs, strict=True)
     ]
-    return stream, [(first - start, length) for first, length in places], outs, scatter.Scatter(start, found)
+    return stream, [(first - start, length) for first, length in places], outs, start, scatter.Scatter(found)
 
 
 @given(members(), st.data())
 def test_a_dealer_deals_each_member_its_bytes_whatever_the_boxes(made, data: st.DataObject) -> None:
-    stream, places, outs, dealer = made
+    stream, places, outs, start, dealer = made
     cut = sorted({0, len(stream), *data.draw(st.lists(st.integers(0, len(stream)), max_size=4))})
     for low, high in data.draw(st.permutations(list(itertools.pairwise(cut)))):
-        dealer.write((slice(low, high),), stream[low:high])
+        dealer.copy(start + low, start + high, stream[low:high].ctypes.data)
     for (first, length), out in zip(places, outs, strict=True):
         assert out.tolist() == stream[first : first + length].tolist()
 
 
 @given(members(), st.data())
 def test_the_parts_of_a_stretch_are_its_members_memory_and_cover_it(made, data: st.DataObject) -> None:
-    stream, places, outs, dealer = made
+    stream, places, outs, start, dealer = made
     low = data.draw(st.integers(0, len(stream)))
     high = data.draw(st.integers(low, len(stream)))
-    parts = dealer.parts(low, high)
+    parts = dealer.parts(start + low, start + high)
     inside = sorted((max(s, low), min(s + n, high)) for s, n in places if max(s, low) < min(s + n, high))
     if parts is None:
         assert any(a[1] > b[0] for a, b in itertools.pairwise(inside)), "only members that overlap are refused"
@@ -86,12 +87,13 @@ def test_rows_that_are_one_run_in_both_are_dealt_as_boxes_are_copied(data: st.Da
     full = np.arange(np.prod(shape, dtype=int), dtype=np.int16).reshape(shape)
     source, target = np.ascontiguousarray(full[chunk.slices()]), np.full(region.shape, -1, np.int16)
     memory = HostMemory(target.ctypes.data, target.shape, 2, target)
-    member = scatter.deal("x", (chunk, 0, 100), region, memory, box)
+    request = request_for("x", Chunk(chunk, 0, 100), TargetPiece(region, memory), box, 2)
     expected = np.where(np.isin(full, full[box.slices()]), full, -1)[region.slices()]
-    if member is not None:
+    if isinstance(request.destination, MemoryRun):
         stream = np.concatenate([np.zeros(100, np.uint8), np.frombuffer(source.tobytes(), np.uint8)])
-        run = stream[member.start : member.start + member.nbytes]
-        scatter.Scatter(member.start, [member]).write((slice(0, member.nbytes),), run)
+        _, start, nbytes = request.byte_range
+        run = stream[start : start + nbytes]
+        scatter.Scatter([request]).copy(start, start + nbytes, run.ctypes.data)
         assert (target == expected).all()
     elif box == chunk == region:
         raise AssertionError("a whole array is one run")

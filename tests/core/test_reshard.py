@@ -32,16 +32,16 @@ def read_by_a_load(path, index, layout, rank, glob):
     """Bytes that the loader reads for one rank, verified, of the arrays whose path ends so."""
     import numpy as np
 
-    filling = ReadBatch(Checkpoint(LocalStore(path), index), 0, Recorder(0))
+    batch = ReadBatch(Checkpoint(LocalStore(path), index), 0, Recorder(0))
     for leaf in index.entries:
         if leaf.spec is None or not leaf.path.endswith(glob):
             continue
         for held in held_by(layout, leaf.spec.shape, rank):
             memory = np.empty(held.region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
             spec = ArraySpec(leaf.spec.shape, leaf.spec.dtype)
-            filling.want(leaf.path, leaf, Target(spec, memory, [TargetPiece(held.region, HostArray(memory))]))
-    filling.run(True, ReadOptions(memory=64 << 20))
-    return filling.read_nbytes
+            batch.add_target(leaf.path, leaf, Target(spec, memory, [TargetPiece(held.region, HostArray(memory))]))
+    batch.run(True, ReadOptions(memory=64 << 20))
+    return batch.read_nbytes
 
 
 @pytest.mark.parametrize(

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, Storage, TargetPiece, raw_dtype
+from ..arrays.base import Storage, raw_dtype
 from ..arrays.lazy import Lazy
 from ..arrays.registry import decode
-from ..core.format.chunks import BoxChunks
-from ..core.format.records import AliasRecord, ArrayRecord, Leaf, PerRankValues, ValueRecord
-from ..core.planning.plan import READ_LIMIT, Want, plan_load
+from ..core.format.records import AliasRecord, Leaf, PerRankValues, ValueRecord
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
-from ..core.sharding.region import Region, flat_regions, intersect, overlapping
-from ..errors import FormatError, TreeckptError
-from ..io.storage.checkpoint import Checkpoint, ShardReader
+from ..core.sharding.region import Region, flat_regions
+from ..errors import TreeckptError
+from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.store import Store
-from ..io.timing import Recorder
-from ..loading.read_tasks import list_readings, run_readings
+from ..loading.read_batch import read_region
 from .contents import Contents, spread_ranks
 from .files import Addresses, Flat, strided_array
 from .values import Refused
@@ -31,13 +27,7 @@ __all__ = ["read_native"]
 
 class _NativeLeaves:
     def __init__(self, checkpoint: Checkpoint, addresses: Addresses, refused: list[Refused] | None) -> None:
-        index = checkpoint.index
-        self.index, self.addresses, self.refused = index, addresses, refused
-        self.shards = ShardReader(checkpoint, Recorder(0), verify=True)
-        ranks = {file.rank for file in index.file_list if file.part}
-        self.borders: dict[int, Sequence[int]] = {
-            rank: [file.stream for file in index.files_of(rank)][1:] for rank in ranks
-        }
+        self._checkpoint, self.index, self.addresses, self.refused = checkpoint, checkpoint.index, addresses, refused
         self._bases: dict[tuple[int, int | None], int] = {}
 
     def leaf(self, number: int, rank: int | None) -> tuple[str, Any]:
@@ -104,28 +94,7 @@ class _NativeLeaves:
 
     def read(self, leaf: Leaf, region: Region, rank: int | None) -> np.ndarray:
         """A region of an array, its checksums compared."""
-        assert leaf.spec is not None, "an array has a spec"
-        itemsize = dtype_of(leaf.spec.dtype).itemsize
-        out = np.empty(region.shape, raw_dtype(itemsize))
-        if not region.size:
-            return out
-        chunks = self.index.chunks_of(leaf, region, rank=rank)
-        covered = sum(common.size for c in chunks if (common := intersect(c.region, region)) is not None)
-        listed = isinstance(leaf.record, ArrayRecord) and isinstance(leaf.record.chunks, BoxChunks)
-        if covered != region.size or (listed and overlapping([c.region for c in chunks])):
-            raise FormatError(
-                leaf.path,
-                expected=f"chunks that hold each of {region.size} elements once",
-                found=f"{covered} elements" if covered != region.size else "chunks that overlap",
-                hint="The index does not describe the whole array; try treeckpt rebuild-index",
-            )
-        plan = plan_load([Want(region, itemsize, chunks)], borders=self.borders)
-        piece = TargetPiece(region, HostArray(out))
-        readings = list_readings(
-            self.shards, plan.blocks, lambda i: piece, itemsize=lambda i: itemsize, paths=lambda i: leaf.path
-        )
-        run_readings(self.shards, readings, memory=READ_LIMIT)
-        return out
+        return read_region(self._checkpoint, leaf, region, rank=rank or 0)
 
 
 def read_native(store: Store, addresses: Addresses, refused: list[Refused] | None = None) -> Contents:

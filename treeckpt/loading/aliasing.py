@@ -100,17 +100,14 @@ def are_equal(first: tuple[Load, str], second: tuple[Load, str], spec: ArraySpec
 
 def _fill(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
     """Reads what is meant for targets into other memory."""
-    fillings: dict[int, tuple[Load, ReadBatch]] = {}
+    batches: dict[Load, ReadBatch] = {}
     for number, parts in pieces:
         job, path, target = wanted[number].job, wanted[number].path, wanted[number].target
-        if id(job) not in fillings:
-            filling = ReadBatch(job.checkpoint, job.source_rank, job.recorder, whole=job.filling.whole)
-            fillings[id(job)] = job, filling
-        filling = fillings[id(job)][1]
-        filling.want(path, _leaf(wanted[number]), msgspec.structs.replace(target, pieces=parts))
-    for job, filling in fillings.values():
-        filling.run(job.options.verify, ReadOptions(job.options.memory))
-        job.filling.read_nbytes += filling.read_nbytes
+        batch = batches.setdefault(job, job.new_batch())
+        batch.add_target(path, _leaf(wanted[number]), msgspec.structs.replace(target, pieces=parts))
+    for job, batch in batches.items():
+        batch.run(job.options.verify, ReadOptions(job.options.memory))
+        job.batch.read_nbytes += batch.read_nbytes
 
 
 def _leaf(wanted: Wanted) -> Leaf:

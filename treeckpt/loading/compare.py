@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, Target, TargetPiece, raw_dtype
 from ..core.analysis.checksum_diff import Verdict, compare_bytes
 from ..core.analysis.diff import Diff, comparable, diff
 from ..core.analysis.element_stats import as_numbers
@@ -21,10 +20,9 @@ from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import Region, flat_regions
 from ..errors import MismatchError
 from ..io.storage.checkpoint import Checkpoint
-from ..io.timing import Recorder
-from .read_batch import ReadBatch, ReadOptions
+from .read_batch import read_region
 
-__all__ = ["Delta", "ValueChange", "delta_of", "read_box", "value_changes", "verdict_of"]
+__all__ = ["Delta", "ValueChange", "delta_of", "value_changes", "verdict_of"]
 
 PART = 16 << 20
 """Bytes of each side that are compared at a time."""
@@ -107,7 +105,7 @@ def delta_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf, *, cap: int | None 
         step = max(1, PART // itemsize)
         for start in range(0, min(elements, left), step):
             for region in flat_regions(x.spec.shape, start, min(start + step, elements, left)):
-                sums.add(read_box(a, x, region, rank=rank), read_box(b, y, region, rank=other), x.spec.dtype)
+                sums.add(read_region(a, x, region, rank=rank), read_region(b, y, region, rank=other), x.spec.dtype)
         left -= min(elements, left)
     return sums.delta(elements * len(ranks))
 
@@ -141,17 +139,3 @@ class _Sums:
     def delta(self, elements: int) -> Delta:
         most, mean = (self.most, self.total / self.finite) if self.finite else (None, None)
         return Delta(elements, self.compared, self.changed, most, mean, self.not_finite)
-
-
-def read_box(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int = 0) -> np.ndarray:
-    """A region of an array, as raw elements in C order; its bytes are compared with their checksums.
-
-    Args:
-        rank: whose array, under `PerRank`.
-    """
-    assert leaf.spec is not None, "values are in the index"
-    memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
-    filling = ReadBatch(checkpoint, rank, Recorder(0))
-    filling.want(leaf.path, leaf, Target(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
-    filling.run(True, ReadOptions(memory=PART))
-    return memory

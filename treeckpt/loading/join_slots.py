@@ -19,7 +19,6 @@ from ..core.sharding.region import Region
 from ..core.tree.spec import TableSpec
 from ..core.tree.structure import TABLE_KEYS
 from ..errors import FormatError, MismatchError
-from .read_batch import ReadBatch, ReadOptions
 from .transforms.composed_array import Constant
 from .transforms.view import MadeLeaf
 
@@ -31,14 +30,12 @@ __all__ = [
     "Join",
     "Rows",
     "all_rows",
-    "filling_of",
     "ids_beside",
     "ids_of",
     "ids_to_join",
     "join",
     "no_plain_rows",
     "read_now",
-    "run_now",
 ]
 
 
@@ -144,21 +141,9 @@ def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> Non
     if saved.dtype != "int64":
         raise FormatError(path, expected="an array of int64", found=saved.dtype)
     job.claim(path, leaf)
-    before = filling_of(job)
-    before.want(path, leaf, Target(saved, None, (TargetPiece(region, into),)))
-    run_now(before, job)
-
-
-def filling_of(job: Load) -> ReadBatch:
-    """A filling of its own from the checkpoint of a load."""
-    return ReadBatch(job.checkpoint, job.source_rank, job.recorder, whole=job.filling.whole)
-
-
-def run_now(filling: ReadBatch, job: Load) -> None:
-    """Reads what a filling wants, and counts it among what a load reads."""
-    filling.run(job.options.verify is not False, ReadOptions(job.options.memory))
-    job.filling.nbytes += filling.nbytes
-    job.filling.read_nbytes += filling.read_nbytes
+    before = job.new_batch()
+    before.add_target(path, leaf, Target(saved, None, (TargetPiece(region, into),)))
+    job.run_now(before)
 
 
 def no_plain_rows(path: str, wanted: Any, where: str) -> MismatchError:

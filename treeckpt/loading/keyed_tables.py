@@ -36,16 +36,14 @@ from .join_slots import (
     Join,
     Rows,
     all_rows,
-    filling_of,
     ids_beside,
     ids_of,
     ids_to_join,
     join,
     no_plain_rows,
     read_now,
-    run_now,
 )
-from .read_batch import LeafPlaceholder
+from .read_request import LeafPlaceholder
 
 if TYPE_CHECKING:
     from .match import Load
@@ -116,7 +114,7 @@ def column_slot(job: Load, column: Column, path: str, leaf: Leaf | None) -> Leaf
     whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
     slot = _picked(job, leaf, path, whole, rows) if rows.picked is not None else _range(job, leaf, path, whole, rows)
     if column.kind == "ids":
-        job.filling.then(lambda: _check(job, slot, rows, column, path))
+        job.batch.then(lambda: _check(job, slot, rows, column, path))
     return slot
 
 
@@ -296,10 +294,10 @@ def _joined(
     low, high = (int(found.rows[0]), int(found.rows[-1]) + 1) if len(found.rows) else (0, 0)
     region = Region((low, *(0 for _ in whole.shape[1:])), (high - low, *whole.shape[1:]))
     pieces = [TargetPiece(region, Picked(piece.data, found.rows - low, found.places)) for piece in own.pieces]
-    filling = job.filling if giver is job else filling_of(giver)
+    batch = job.batch if giver is job else giver.new_batch()
     job.loaded += 1
     giver.claim(path, leaf)
-    slot = filling.want(path, leaf, Target(whole, own.leaf, pieces))
+    slot = batch.add_target(path, leaf, Target(whole, own.leaf, pieces))
     if giver is not job:
-        job.filling.then(lambda: run_now(filling, job))
+        job.batch.then(lambda: job.run_now(batch))
     return slot

@@ -32,7 +32,8 @@ from .aliasing import Wanted, check_ties, tied_to
 from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
 from .match import Load, LoadOptions, Make
 from .partial_fill import add_changed
-from .read_batch import LeafPlaceholder, ReadOptions
+from .read_batch import ReadOptions
+from .read_request import LeafPlaceholder
 from .shared_read import SharedRead, open_relay, together
 
 __all__ = ["load_into_from", "load_into_tree", "load_tree", "sequences_of"]
@@ -83,7 +84,7 @@ def _array_as_saved(job: Load, leaf: Leaf, saved: ArraySpec) -> LeafPlaceholder:
     spec = saved if device == "original" else msgspec.structs.replace(saved, device=None) if saved.device else saved
 
     if isinstance(leaf.record, AliasRecord) and leaf.record.view is not None:
-        job.filling.claims.take_view(leaf.path, spec)
+        job.batch.claims.take_view(leaf.path, spec)
     # without torch new_array says so; a view would fail later, and less clearly
     return job.array(leaf.path, leaf, spec, job.new, spec)
 
@@ -270,7 +271,7 @@ def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOpt
             return like_of(wanted, path, here, options.device, take=job.take)
 
         build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True))
-    job.filling.run(options.verify, ReadOptions(options.memory, mapped=options.mmap, relay=relay))
+    job.batch.run(options.verify, ReadOptions(options.memory, mapped=options.mmap, relay=relay))
     return build(), job.report()
 
 
@@ -298,17 +299,17 @@ def load_into_from(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             jobs.append(job)
             wanted += more
         check_ties(wanted)
-    means, fillings = ReadOptions(options.memory, relay=relay), [job.filling for job in jobs]
-    opened = [filling.prepare(options.verify, means, in_place=True) for filling in fillings]
-    for filling, shards in zip(fillings, opened, strict=True):
+    reading, batches = ReadOptions(options.memory, relay=relay), [job.batch for job in jobs]
+    readers = [batch.prepare(options.verify, reading, in_place=True) for batch in batches]
+    for batch, reader in zip(batches, readers, strict=True):
         try:
-            filling.put(shards, means, in_place=True)
+            batch.put(reader, reading, in_place=True)
         except OSError as error:
-            failed = unreadable(error, filling.checkpoint.url)
-            add_changed(failed, fillings)
+            failed = unreadable(error, batch.checkpoint.url)
+            add_changed(failed, batches)
             raise failed from error
         except Exception as error:
-            add_changed(error, fillings)
+            add_changed(error, batches)
             raise
     if new is not tree:
         graft(tree, new, is_value=is_value, namespace=options.namespace)

@@ -25,7 +25,8 @@ from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.slabs import Slabs
 from ..io.timing import Recorder
 from ..reports import LoadReport
-from .read_batch import LeafPlaceholder, ReadBatch, Verify
+from .read_batch import ReadBatch, ReadOptions, Verify
+from .read_request import LeafPlaceholder
 from .transforms.rules import Rule
 from .transforms.view import MadeLeaf, plain_view, ruled_view
 
@@ -115,7 +116,7 @@ class Load:
         self.take = None if options.copy else Slabs().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
-        self.filling = ReadBatch(checkpoint, self.source_rank, self.recorder, whole=options.bad is None)
+        self.batch = ReadBatch(checkpoint, self.source_rank, self.recorder, whole=options.bad is None)
         self.loaded = 0
         self._claimed: set[int] = set()
         self.missing: list[str] = []
@@ -185,7 +186,7 @@ class Load:
             if spec is not leaf.spec:
                 self.check(path, leaf, spec)
             if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
-                slot = self.filling.land(path, leaf, spec)
+                slot = self.batch.add_new_array(path, leaf, spec)
                 if slot is not None:
                     return slot
         target = make(wanted, path)
@@ -198,14 +199,24 @@ class Load:
                 hint="Put an array, a tc.ArraySpec or `...` there in like",
             )
         self.check(path, leaf, target.spec)
-        return self.filling.want(path, leaf, target)
+        return self.batch.add_target(path, leaf, target)
 
     def claim(self, path: str, leaf: Leaf) -> None:
         """Counts what the index says an array takes, once, before memory is allocated for it."""
         for source in leaf.sources.values() if isinstance(leaf, MadeLeaf) else (leaf,):
             if source.number not in self._claimed:
                 self._claimed.add(source.number)
-                self.filling.claims.take(path, source)
+                self.batch.claims.take(path, source)
+
+    def new_batch(self) -> ReadBatch:
+        """Returns another batch of reads from the same checkpoint."""
+        return ReadBatch(self.checkpoint, self.source_rank, self.recorder, whole=self.batch.whole)
+
+    def run_now(self, batch: ReadBatch) -> None:
+        """Reads another batch at once, and counts its bytes among those of the load."""
+        batch.run(self.options.verify is not False, ReadOptions(self.options.memory))
+        self.batch.nbytes += batch.nbytes
+        self.batch.read_nbytes += batch.read_nbytes
 
     def new(self, spec: Any, path: str) -> Target:
         """A new array where the options put it."""
@@ -268,8 +279,8 @@ class Load:
     def report(self) -> LoadReport:
         return LoadReport(
             self.checkpoint.url,
-            self.filling.nbytes,
-            self.filling.read_nbytes,
+            self.batch.nbytes,
+            self.batch.read_nbytes,
             self.loaded,
             tuple(self.missing),
             tuple(self.unexpected),

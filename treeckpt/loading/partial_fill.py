@@ -1,7 +1,6 @@
-"""What a fill that failed has left in its target, for the text of the error.
+"""Says in the error of a failed fill which arrays of the target may have changed.
 
-Which bytes had reached their arrays is known by the stretches of the shards that were read; an array with bytes in one
-of these may have changed, all others have not.
+An array may have changed if it has bytes in a range of a shard that was written to its targets; all others have not.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ __all__ = ["add_changed"]
 SHOWN = 5
 
 
-def add_changed(error: Exception, fillings: Sequence[ReadBatch]) -> None:
+def add_changed(error: Exception, batches: Sequence[ReadBatch]) -> None:
     """Adds to the error of a fill which arrays of the target may have changed."""
-    total, changed = sum(len(filling.asked) for filling in fillings), [p for f in fillings for p in changed_in(f)]
+    total = sum(len(batch.targets) for batch in batches)
+    changed = [path for batch in batches for path in changed_in(batch)]
     if changed:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         names = ", ".join(path or "<root>" for path in changed[:SHOWN])
@@ -38,25 +38,25 @@ def add_changed(error: Exception, fillings: Sequence[ReadBatch]) -> None:
         error.add_note(text)
 
 
-def changed_in(filling: ReadBatch) -> list[str]:
-    """The paths of a target's arrays that may hold some of what was read."""
-    stretches: dict[str, tuple[File, list[tuple[int, int]]]] = {}
-    for reading in filling.begun:
-        file = reading.stretch.shard.file
-        found = stretches.setdefault(file.name, (file, []))[1]
-        found.append((file.header + reading.stretch.start, file.header + reading.stretch.stop))
+def changed_in(batch: ReadBatch) -> list[str]:
+    """Returns the paths of the target's arrays that may hold some of what was read."""
+    written: dict[str, tuple[File, list[tuple[int, int]]]] = {}
+    for task in batch.written:
+        file = task.byte_range.shard.file
+        found = written.setdefault(file.name, (file, []))[1]
+        found.append((file.header + task.byte_range.start, file.header + task.byte_range.stop))
     met: set[int] = set()
-    for file, ranges in stretches.values():
+    for file, ranges in written.values():
         starts, stops = np.array(sorted(ranges), np.int64).T
         starts, stops = coalesce(starts, stops, 0)[0].T.tolist()
-        for extent in extents_in(filling.index, file):
+        for extent in extents_in(batch.checkpoint.index, file):
             at = bisect_right(stops, extent.start)
             if at < len(starts) and starts[at] < extent.stop:
                 met.add(extent.leaf)
-    return [path for path, leaf in filling.asked if not met.isdisjoint(_numbers(leaf))]
+    return [path for path, leaf in batch.targets if not met.isdisjoint(_numbers(leaf))]
 
 
 def _numbers(leaf: Leaf) -> list[int]:
-    """The saved arrays whose bytes a leaf takes."""
+    """Returns the numbers of the saved arrays whose bytes a leaf takes."""
     leaves = leaf.sources.values() if isinstance(leaf, MadeLeaf) else [leaf]
     return [one.record.of if isinstance(one.record, AliasRecord) else one.number for one in leaves]

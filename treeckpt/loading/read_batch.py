@@ -1,14 +1,14 @@
-"""Reading what a load wants: arrays that stay where they are read, and regions that are copied to where they belong.
+"""Collects what one load reads, and reads it.
 
-A whole array that one chunk holds *lands*: its run of the file is read once into page-aligned memory, and the array
-is a view of that. Everything else (regions, several chunks, other devices, other dtypes, targets that exist) is
-read through a few buffers and copied box by box.
+A whole array that one chunk holds becomes a view of the page-aligned memory that its range of the file is read into,
+once. Everything else (regions, several chunks, other devices, other dtypes, targets that exist) is read through a few
+buffers and copied to its place, or straight into the target where it is contiguous and in the page cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +18,7 @@ from ..arrays.base import HostArray, HostMemory, Target, TargetPiece, raw_dtype
 from ..arrays.registry import check_library, library_of, mark_written
 from ..core.format.chunks import BoxChunks, WholeChunk
 from ..core.format.records import AliasRecord, ArrayRecord, Leaf, LeafRecord
-from ..core.planning.plan import Block, Chunk, Copy, Run, Want, cuts, plan_load, plan_runs
+from ..core.planning.plan import Chunk, cuts, plan_runs
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect, overlapping
 from ..core.tree.spec import ArraySpec
@@ -27,17 +27,22 @@ from ..io.storage.checkpoint import Checkpoint, ShardReader
 from ..io.storage.page_cache import cache_room
 from ..io.timing import Recorder
 from .check_sizes import Claims
-from .read_tasks import STRETCH, LoadedRange, ReadTask, list_landings, list_readings, read_limit, run_map, run_readings
-from .scatter import Destination, Scatter, deal
+from .read_request import BoxCopy, LeafPlaceholder, MemoryRun, NewArray, ReadRequest, request_for
+from .read_tasks import DEVICE_READ, ReadTask, list_tasks, map_arrays, read_limit, run_tasks
+from .scatter import Scatter, ScatterSlice
 from .shared_read import Part, SharedRead, together
 from .transforms.assemble import only_chunk, pieces_of
 from .transforms.view import MadeLeaf
 
-__all__ = ["LeafPlaceholder", "ReadBatch", "ReadOptions", "Verify"]
+__all__ = ["ReadBatch", "ReadOptions", "Verify", "read_region"]
 
 Verify = bool | Literal["first", "stream"]
 SMALL = 64 << 10
-"""Bytes up to which each rank reads an array itself, rather than be handed it by another."""
+"""Bytes up to which each rank reads an array itself, rather than receive it from another rank."""
+
+
+REGION_MEMORY = 16 << 20
+"""Bytes of buffers for one region."""
 
 
 class ReadOptions(msgspec.Struct, frozen=True):
@@ -46,31 +51,13 @@ class ReadOptions(msgspec.Struct, frozen=True):
     memory: int
     """Bytes of buffers, at most."""
     mapped: bool = False
-    """Whole arrays are mapped, not read."""
+    """Maps whole arrays instead of reading them."""
     relay: SharedRead | None = None
-    """Where what several ranks want is read by one of them."""
+    """The ranks that share their reads; None if each rank reads for itself."""
 
 
-class LeafPlaceholder:
-    """A place for a leaf: known at once, or once its bytes have been read."""
-
-    __slots__ = ("leaf",)
-
-    def __init__(self, leaf: Any = None) -> None:
-        self.leaf = leaf
-
-
-class _Landing(msgspec.Struct):
-    slot: LeafPlaceholder
-    spec: ArraySpec
-    path: str
-    rank: int
-    start: int
-    nbytes: int
-
-
-class _Casting:
-    """A target of another dtype than was saved."""
+class _CastingWriter:
+    """Casts to the dtype of a target what was saved with another one."""
 
     def __init__(self, inner: Any, spec: ArraySpec, saved: str) -> None:
         self.inner, self.spec, self.saved = inner, spec, saved
@@ -80,31 +67,32 @@ class _Casting:
 
 
 class ReadBatch:
-    """What one load wants read."""
+    """What one load reads from one checkpoint.
+
+    Args:
+        source_rank: whose array is read, of arrays that each rank has of its own.
+        whole: refuses shards that are cut short, even where the wanted bytes are there.
+    """
 
     def __init__(self, checkpoint: Checkpoint, source_rank: int, recorder: Recorder, *, whole: bool = True) -> None:
-        self.whole = whole
-        """Whether shards that are cut short are refused, even where what is wanted is there."""
-        self.checkpoint, self.index = checkpoint, checkpoint.index
-        self.source_rank, self.recorder = source_rank, recorder
+        self.checkpoint, self.whole = checkpoint, whole
+        self._index, self._source_rank, self._recorder = checkpoint.index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
         self.claims = Claims(checkpoint, whole=whole)
-        self._landings: list[_Landing] = []
-        self._wants: list[Want] = []
-        self._pieces: list[TargetPiece] = []
-        self._paths: list[str] = []
-        self._members: list[Destination] = []
-        self._boxes = 0
+        self._new_arrays: list[ReadRequest[NewArray]] = []
+        self._runs: list[ReadRequest[MemoryRun]] = []
+        self._boxes: list[ReadRequest[BoxCopy]] = []
         self._after: list[Callable[[], None]] = []
         self._targets: list[object] = []
-        self.asked: list[tuple[str, Leaf]] = []
-        """Paths of the targets, and what was saved for them."""
-        self.begun: list[ReadTask] = []
-        """Whose bytes have reached their targets, or may have."""
+        self.targets: list[tuple[str, Leaf]] = []
+        """The path of each target, and the saved leaf that fills it."""
+        self.written: list[ReadTask] = []
+        """Reads whose bytes have reached their targets, or may have."""
         self._work: list[tuple[Sequence[int], list[ReadTask]]] = []
+        """Reads, and the ranks that share them."""
 
-    def land(self, path: str, leaf: Leaf, spec: ArraySpec) -> LeafPlaceholder | None:
-        """Wants a whole array as a view of what is read; None if it does not lie in one chunk."""
+    def add_new_array(self, path: str, leaf: Leaf, spec: ArraySpec) -> LeafPlaceholder | None:
+        """Adds a whole array that becomes a view of what is read; None if it does not lie in one chunk."""
         record = leaf.record
         if not math.prod(spec.shape) or (isinstance(record, AliasRecord) and record.view is not None):
             return None
@@ -114,63 +102,47 @@ class ReadBatch:
         if chunk is None or chunk.start % (dtype.itemsize // dtype.parts):
             return None
         check_library(spec, path)
-        slot = LeafPlaceholder()
+        placeholder = LeafPlaceholder()
         nbytes = math.prod(spec.shape) * dtype.itemsize
-        self._landings.append(_Landing(slot, spec, path, chunk.rank, chunk.start, nbytes))
+        self._new_arrays.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), NewArray(placeholder, spec)))
         self.nbytes += nbytes
-        return slot
+        return placeholder
 
     def _only_chunk(self, leaf: Leaf) -> WholeChunk | Chunk | None:
         """The chunk that is all of an array, None if there are several."""
         record = leaf.record
         if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):
-            return record.chunks  # nearly all there is: spared a list
+            return record.chunks  # the usual case, without a list
         if isinstance(leaf, MadeLeaf):
-            return only_chunk(self.index, leaf, self.source_rank)
-        chunks = self.index.chunks_of(leaf, rank=self.source_rank)
+            return only_chunk(self._index, leaf, self._source_rank)
+        chunks = self._index.chunks_of(leaf, rank=self._source_rank)
         return chunks[0] if len(chunks) == 1 else None
 
-    def want(self, path: str, leaf: Leaf, target: Target) -> LeafPlaceholder:
-        """Wants a target's regions copied to it."""
+    def add_target(self, path: str, leaf: Leaf, target: Target) -> LeafPlaceholder:
+        """Adds the regions of a target, into which a saved array is copied.
+
+        Raises:
+            FormatError: the index does not have every element once.
+        """
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
         self._targets.append(target.leaf)
-        self.asked.append((path, leaf))
+        self.targets.append((path, leaf))
         if isinstance(leaf, MadeLeaf):
-            self._want_made(path, leaf, target)
-            return LeafPlaceholder(target.leaf)
-        if self._want_whole(path, leaf.record, target, spec):
-            return LeafPlaceholder(target.leaf)
-        pieces = list(target.pieces)
-        if target.spec.dtype != spec.dtype:
-            pieces = [TargetPiece(p.region, _Casting(p.data, target.spec, spec.dtype)) for p in pieces]
-        itemsize = dtype_of(spec.dtype).itemsize
-        self.nbytes += sum(piece.region.size for piece in pieces) * itemsize
-        record = leaf.record
-        if isinstance(record, AliasRecord) and record.view is not None:
-            self._want_view(path, leaf, record, pieces)
-        else:
-            for piece in pieces:
-                self._want_piece(path, leaf, piece, itemsize)
+            for wanted in pieces_of(leaf, target):
+                if isinstance(wanted, tuple):
+                    self._add_pieces(path, wanted[0], [wanted[1]])
+                else:
+                    self._after.append(wanted)
+        elif not self._add_whole(path, leaf.record, target, spec):
+            pieces = list(target.pieces)
+            if target.spec.dtype != spec.dtype:
+                pieces = [TargetPiece(p.region, _CastingWriter(p.data, target.spec, spec.dtype)) for p in pieces]
+            self._add_pieces(path, leaf, pieces)
         return LeafPlaceholder(target.leaf)
 
-    def _want_made(self, path: str, leaf: MadeLeaf, target: Target) -> None:
-        """Wants the boxes of saved arrays that rules made an array of."""
-        for wanted in pieces_of(leaf, target):
-            if not isinstance(wanted, tuple):
-                self._after.append(wanted)
-                continue
-            source, piece = wanted
-            assert source.spec is not None, "values are not cut"
-            itemsize, record = dtype_of(source.spec.dtype).itemsize, source.record
-            self.nbytes += piece.region.size * itemsize
-            if isinstance(record, AliasRecord) and record.view is not None:
-                self._want_view(path, source, record, [piece])
-            else:
-                self._want_piece(path, source, piece, itemsize)
-
-    def _want_whole(self, path: str, record: LeafRecord, target: Target, spec: ArraySpec) -> bool:
-        """Wants an array whole, from the one chunk that holds it, where nothing but bytes has to be moved."""
+    def _add_whole(self, path: str, record: LeafRecord, target: Target, spec: ArraySpec) -> bool:
+        """Adds an array whose one chunk has the bytes of a contiguous target; False for any other."""
         if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk) or len(target.pieces) != 1:
             return False
         memory = target.pieces[0].data
@@ -179,42 +151,26 @@ class ReadBatch:
         nbytes = math.prod(spec.shape) * memory.itemsize
         self.nbytes += nbytes
         chunk = record.chunks
-        self._members.append(Destination(path, chunk.rank, chunk.start, nbytes, memory.address, memory))
+        self._runs.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), MemoryRun(memory.address, memory)))
         return True
 
-    def _join_members(self, limit: int, *, apart: bool) -> None:
-        """What lies together is wanted as one stretch of bytes, cut at borders of checksums.
+    def _add_pieces(self, path: str, leaf: Leaf, pieces: Sequence[TargetPiece]) -> None:
+        """Adds regions of a saved array, or of a view of one."""
+        assert leaf.spec is not None, "values are decoded, not read"
+        itemsize, record = dtype_of(leaf.spec.dtype).itemsize, leaf.record
+        self.nbytes += sum(piece.region.size for piece in pieces) * itemsize
+        if isinstance(record, AliasRecord) and record.view is not None:
+            self._add_view(path, leaf, record, pieces)
+        else:
+            for piece in pieces:
+                self._add_piece(path, leaf, piece, itemsize)
 
-        Args:
-            apart: large ones stay alone, so that ranks which want the same one can tell.
-        """
-        members, self._members = self._members, []
-        close = [m for m in members if not (apart and m.nbytes > SMALL)]
-        for member in members if apart else ():
-            if member.nbytes > SMALL:
-                self._want_stretch([member], [(member.start, member.start + member.nbytes)])
-        self._boxes = len(self._wants)
-        for run in plan_runs([(m.rank, m.start, m.nbytes) for m in close], borders=self.index.borders):
-            inside = [close[i] for i in run.members]
-            file, _ = self.index.locate(run.rank, run.start, run.stop, inside[0].path)
-            self._want_stretch(inside, cuts(run.start, run.stop, file.stream, limit))
-
-    def _want_stretch(self, members: Sequence[Destination], parts: Iterable[tuple[int, int]]) -> None:
-        """Wants parts of the stream, which go to members that lie together."""
-        rank, start, path = members[0].rank, members[0].start, members[0].path
-        stop = max(member.start + member.nbytes for member in members)
-        piece = TargetPiece(Region((0,), (stop - start,)), Scatter(start, members))
-        for low, high in parts:
-            part = Region((low - start,), (high - low,))
-            self._wants.append(Want(part, 1, (Chunk(part, rank, low),)))
-            self._pieces.append(piece)
-            self._paths.append(path)
-
-    def _want_piece(self, path: str, leaf: Leaf, piece: TargetPiece, itemsize: int) -> None:
+    def _add_piece(self, path: str, leaf: Leaf, piece: TargetPiece, itemsize: int) -> None:
         if not piece.region.size:
             return
-        chunks = self.index.chunks_of(leaf, piece.region, rank=self.source_rank)
-        covered = sum(_overlap(chunk.region, piece.region) for chunk in chunks)
+        chunks = self._index.chunks_of(leaf, piece.region, rank=self._source_rank)
+        boxes = [intersect(chunk.region, piece.region) for chunk in chunks]
+        covered = sum(box.size for box in boxes if box is not None)
         listed = isinstance(leaf.record, ArrayRecord) and isinstance(leaf.record.chunks, BoxChunks)
         if covered != piece.region.size or (listed and overlapping([chunk.region for chunk in chunks])):
             raise FormatError(
@@ -223,48 +179,38 @@ class ReadBatch:
                 found=f"{covered} elements" if covered != piece.region.size else "chunks that overlap",
                 hint="The index does not describe the whole array; try treeckpt rebuild-index",
             )
-        left = [chunk for chunk in chunks if not self._want_run(path, chunk, piece)]
-        if left:
-            self._wants.append(Want(piece.region, itemsize, left))
-            self._pieces.append(piece)
-            self._paths.append(path)
+        for chunk, box in zip(chunks, boxes, strict=True):
+            if box is not None and box.size:
+                request = request_for(path, chunk, piece, box, itemsize)
+                kind = self._runs if type(request.destination) is MemoryRun else self._boxes
+                kind.append(request)
 
-    def _want_run(self, path: str, chunk: Chunk, piece: TargetPiece) -> bool:
-        """Wants what a chunk has of a piece as a run of bytes, if it is one."""
-        box = intersect(chunk.region, piece.region)
-        if box is None or not isinstance(piece.data, HostMemory):
-            return False
-        member = deal(path, (chunk.region, chunk.rank, chunk.start), piece.region, piece.data, box)
-        if member is not None:
-            self._members.append(member)
-        return member is not None
-
-    def _want_view(self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece]) -> None:
-        """A view is cut out of its base, which is read whole."""
-        base, view, spec = self.index.entries[record.of], record.view, leaf.spec
+    def _add_view(self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece]) -> None:
+        """Adds the whole base of a view, from which the view is copied."""
+        base, view, spec = self._index.entries[record.of], record.view, leaf.spec
         assert base.spec is not None and view is not None and spec is not None, "checked when the index was read"
         raw = raw_dtype(dtype_of(spec.dtype).itemsize)
         memory = np.empty(base.spec.shape, raw)
-        self._want_piece(path, base, TargetPiece(Region.whole(base.spec.shape), HostArray(memory)), raw.itemsize)
+        self._add_piece(path, base, TargetPiece(Region.whole(base.spec.shape), HostArray(memory)), raw.itemsize)
         strides = tuple(s * raw.itemsize for s in view.strides)
 
-        def cut() -> None:
+        def copy_view() -> None:
             window = np.ndarray(spec.shape, raw, memory, view.offset * raw.itemsize, strides)
             for piece in pieces:
                 box = tuple(slice(0, n) for n in piece.region.shape)
                 piece.data.write(box, window[piece.region.slices()])
 
-        self._after.append(cut)
+        self._after.append(copy_view)
 
     def then(self, act: Callable[[], None]) -> None:
-        """Has something done when everything has been read."""
+        """Adds a function to call when everything has been read."""
         self._after.append(act)
 
-    def run(self, verify: Verify, means: ReadOptions) -> None:
+    def run(self, verify: Verify, options: ReadOptions) -> None:
         """Reads everything, where no target exists before."""
-        self.put(self.prepare(verify, means), means)
+        self.put(self.prepare(verify, options), options)
 
-    def prepare(self, verify: Verify, means: ReadOptions, *, in_place: bool = False) -> ShardReader:
+    def prepare(self, verify: Verify, options: ReadOptions, *, in_place: bool = False) -> ShardReader:
         """Opens the shards that are needed, and lists what is to be read. No target is written.
 
         Args:
@@ -273,19 +219,22 @@ class ReadBatch:
         Raises:
             CorruptError: a shard is missing, cut short, or of another save.
         """
-        shards = ShardReader(self.checkpoint, self.recorder, verify=verify is not False, whole=self.whole)
-        if means.mapped:
-            self._map(shards)
-        limit = read_limit(means.memory)
-        self._join_members(min(limit, STRETCH), apart=means.relay is not None)
-        parts = self._parts(means.relay)
-        with together(means.relay):
-            self._work = [(part.members, self._readings(shards, part.wants, limit)) for part in parts]
+        reader = ShardReader(self.checkpoint, self._recorder, verify=verify is not False, whole=self.whole)
+        if options.mapped:
+            map_arrays(reader, self._new_arrays)
+            self._new_arrays = []
+        relay, limit = options.relay, read_limit(options.memory)
+        requests = [*self._new_arrays, *self._scattered(min(limit, DEVICE_READ), apart=relay is not None), *self._boxes]
+        parts = [Part((0,), list(range(len(requests))))]
+        if relay is not None:
+            parts = relay.agree(self._index.save_id, [_key(request) for request in requests])
+        with together(relay):
+            self._work = [(p.members, list_tasks(reader, [requests[i] for i in p.wants], limit)) for p in parts]
         if verify == "first" and in_place:
-            self._check(shards, means)
-        return shards
+            self._verify_first(reader, options)
+        return reader
 
-    def put(self, shards: ShardReader, means: ReadOptions, *, in_place: bool = False) -> None:
+    def put(self, reader: ShardReader, options: ReadOptions, *, in_place: bool = False) -> None:
         """Reads what was listed and puts it in place; each block is compared with its checksum on the way.
 
         Args:
@@ -293,75 +242,61 @@ class ReadBatch:
         """
         if in_place:
             mark_written(self._targets)
-        with together(means.relay):
-            if means.relay is not None:
-                self.read_nbytes += means.relay.run(shards, self._work, memory=means.memory, begin=self.begun.append)
+        relay, memory, on_write = options.relay, options.memory, self.written.append
+        with together(relay):
+            if relay is not None:
+                self.read_nbytes += relay.run(reader, self._work, memory=memory, on_write=on_write)
             else:
-                for _, readings in self._work:
-                    self.read_nbytes += run_readings(shards, readings, memory=means.memory, begin=self.begun.append)
+                for _, tasks in self._work:
+                    self.read_nbytes += run_tasks(reader, tasks, memory=memory, on_write=on_write)
             for action in self._after:
                 action()
 
-    def _parts(self, relay: SharedRead | None) -> list[Part]:
-        """Landings, then wants, by number; those that other ranks have too by which ranks that are."""
-        if relay is None:
-            return [Part((0,), list(range(len(self._landings) + len(self._wants))))]
-        lands = [(x.rank, x.start, x.nbytes) for x in self._landings]
-        return relay.agree(
-            self.index.save_id, [*lands, *((w.region, [(c.rank, c.start) for c in w.chunks]) for w in self._wants)]
-        )
+    def _scattered(self, limit: int, *, apart: bool) -> list[ReadRequest[ScatterSlice]]:
+        """Joins contiguous requests that lie close together, and cuts them at multiples of `limit` of their file.
 
-    def _readings(self, shards: ShardReader, numbers: Sequence[int], limit: int) -> list[ReadTask]:
-        """What is to be read for some of the landings and wants."""
-        first = len(self._landings)
-        lands = [self._landings[i] for i in numbers if i < first]
-        wants = [i - first for i in numbers if i >= first]
-        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
-        landed, readings = list_landings(shards, runs, lambda i: lands[i].path)
-        self._show(lands, runs, landed)
-        boxes = [i for i in wants if i < self._boxes]
-        wants = boxes + [i for i in wants if i >= self._boxes]
-        plan = plan_load([self._wants[i] for i in boxes], borders=self.index.borders, limit=limit)
-        return readings + list_readings(
-            shards,
-            [*plan.blocks, *(self._stretch(i, wants[i]) for i in range(len(boxes), len(wants)))],
-            lambda i: self._pieces[wants[i]],
-            itemsize=lambda i: self._wants[wants[i]].itemsize,
-            paths=lambda i: self._paths[wants[i]],
-        )
+        Args:
+            apart: keeps large ones apart, so that ranks that want the same one can share the read.
+        """
+        large = [run for run in self._runs if apart and run.byte_range[2] > SMALL]
+        close = [run for run in self._runs if run.byte_range[2] <= SMALL] if large else self._runs
+        found = [ReadRequest(run.path, run.byte_range, ScatterSlice(Scatter([run]))) for run in large]
+        for run in plan_runs([one.byte_range for one in close], borders=self._index.borders):
+            inside = [close[i] for i in run.members]
+            path, piece = inside[0].path, ScatterSlice(Scatter(inside))
+            file, _ = self._index.locate(run.rank, run.start, run.stop, path)
+            for low, high in cuts(run.start, run.stop, file.stream, limit):
+                found.append(ReadRequest(path, (run.rank, low, high - low), piece))
+        return found
 
-    def _stretch(self, number: int, want: int) -> Block:
-        """The block that holds a stretch of members, and nothing else."""
-        region, [chunk] = self._wants[want].region, self._wants[want].chunks
-        stop = chunk.start + region.size
-        return Block(chunk.rank, chunk.start, stop, (Copy(number, region, region, chunk.start, stop),))
-
-    def _map(self, shards: ShardReader) -> None:
-        lands, self._landings = self._landings, []
-        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
-        self._show(lands, runs, run_map(shards, runs, lambda i: lands[i].path))
-
-    def _show(self, landings: Sequence[_Landing], runs: Sequence[Run], landed: Sequence[LoadedRange]) -> None:
-        """Makes arrays of the memory that runs land in."""
-        for run, place in zip(runs, landed, strict=True):
-            for member in run.members:
-                landing = landings[member]
-                wrap = library_of(landing.spec).wrap
-                landing.slot.leaf = wrap(landing.spec, place.memory, landing.start - place.start)
-
-    def _check(self, shards: ShardReader, means: ReadOptions) -> None:
+    def _verify_first(self, reader: ShardReader, options: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
-        total = sum(reading.nbytes for _, readings in self._work for reading in readings)
+        total = sum(task.nbytes for _, tasks in self._work for task in tasks)
         stays = total < cache_room() // 2
-        with together(means.relay):
-            for members, readings in self._work:
-                mine = means.relay.owned(readings, members) if means.relay is not None else readings
-                checks = [ReadTask(reading.stretch, shared=reading.shared or stays) for reading in mine]
-                run_readings(shards, checks, memory=means.memory)
+        relay = options.relay
+        with together(relay):
+            for members, tasks in self._work:
+                mine = relay.owned(tasks, members) if relay is not None else tasks
+                checks = [ReadTask(task.byte_range, shared=task.shared or stays) for task in mine]
+                run_tasks(reader, checks, memory=options.memory)
 
 
-def _overlap(a: Region, b: Region) -> int:
-    return math.prod(
-        max(0, min(o1 + n1, o2 + n2) - max(o1, o2))
-        for o1, n1, o2, n2 in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
-    )
+def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int = 0) -> np.ndarray:
+    """Reads a region of an array, as raw elements in C order, and compares its bytes with their checksums.
+
+    Args:
+        rank: whose array, under `PerRank`.
+    """
+    assert leaf.spec is not None, "values are in the index"
+    memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
+    batch = ReadBatch(checkpoint, rank, Recorder(0))
+    batch.add_target(leaf.path, leaf, Target(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
+    batch.run(True, ReadOptions(memory=REGION_MEMORY))
+    return memory
+
+
+def _key(request: ReadRequest[Any]) -> object:
+    """Equal, as text, for requests of several ranks that are read by the same reads."""
+    copy = request.destination
+    shape = (copy.box, copy.chunk, copy.itemsize) if isinstance(copy, BoxCopy) else type(copy).__name__
+    return request.byte_range, shape

@@ -1,252 +1,274 @@
-"""Runs the plan of a load: reads stretches of shards in, and copies or leaves them where they are wanted.
+"""Lists the reads of a load, and runs them: ranges of shards that fill memory, or are copied to where they belong.
 
-Each block of a plan is read, rounded out to the borders of checksums, verified, and its boxes are copied to their
-targets; several are under way at once, in as many buffers. Runs of whole arrays land in page-aligned memory and stay
-there. What is to be read is listed first (`ReadTask`) and then carried out: by this process alone (`run_readings`),
-or shared with other ranks of the host (`loading.shared_read`).
+Requests that lie close together are read as one range, rounded out to whole blocks with checksums, and verified. A few
+reads run at once, each with a buffer, unless the bytes stay in the memory that they are read into. Reads are listed
+first (`ReadTask`) and then carried out: by this process alone (`run_tasks`), or shared with other ranks of the host
+(`loading.shared_read`).
 """
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
-from typing import TypeGuard
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from ..arrays.base import Spread, TargetPiece, raw_dtype
 from ..arrays.threads import WorkerThreads
 from ..core.format.shard_header import BLOCK
-from ..core.planning.plan import READ_LIMIT, Block, Copy, Run
-from ..core.sharding.region import c_strides
+from ..core.planning.plan import READ_GAP, READ_LIMIT, plan_runs, tiles
+from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
 from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.shard_reader import ByteRange, aligned_range
+from .read_request import BoxCopy, NewArray, ReadRequest
+from .scatter import ScatterSlice
 
-__all__ = [
-    "STRETCH",
-    "LoadedRange",
-    "ReadTask",
-    "list_landings",
-    "list_readings",
-    "read_limit",
-    "ring_of",
-    "run_map",
-    "run_readings",
-]
+__all__ = ["DEVICE_READ", "ReadTask", "buffers_for", "list_tasks", "map_arrays", "read_limit", "run_tasks"]
+
+D = TypeVar("D")
 
 READERS = 3
-STRETCH = 4 << 20
-"""Bytes of one read where any would do: a device wants several under way more than it wants them large."""
+DEVICE_READ = 4 << 20
+"""Bytes of one read where any size would do: a device wants several requests in flight more than large ones."""
 ALONE = 1 << 20
 """Bytes that are read before threads are ready."""
 SPARSE = 0.75
-"""Part of a block that this rank wants, below which it is taken that other ranks of the host want the rest of it."""
+"""Part of a range that this rank wants, below which other ranks of the host probably want the rest of it."""
+
+
+class Sink(Protocol):
+    """What is done with the bytes of one read."""
+
+    def parts(self) -> list[memoryview] | None:
+        """Returns the memory that the read can fill directly, in order; None where it needs a buffer."""
+        ...
+
+    def write(self, data: memoryview) -> None:
+        """Copies what was read to its destinations."""
+        ...
+
+
+class ScatterSink(msgspec.Struct, frozen=True):
+    """Bytes `start:stop` of a rank's stream, between `before` and `after` bytes that are read only to be verified."""
+
+    destination: ScatterSlice
+    start: int
+    stop: int
+    before: int
+    after: int
+
+    def parts(self) -> list[memoryview] | None:
+        inside = self.destination.scatter.parts(self.start, self.stop)
+        if inside is None:
+            return None
+        first, last = memoryview(bytearray(self.before)), memoryview(bytearray(self.after))
+        return [part for part in (first, *inside, last) if len(part)]
+
+    def write(self, data: memoryview) -> None:
+        address = np.frombuffer(data, np.uint8).ctypes.data + self.before
+        self.destination.scatter.copy(self.start, self.stop, address)
+
+
+class BoxSink(msgspec.Struct, frozen=True):
+    """Boxes in a rank's stream from byte `start` on, which follows `before` bytes that are read only to be verified."""
+
+    boxes: Sequence[ReadRequest[BoxCopy]]
+    start: int
+    before: int
+
+    def parts(self) -> list[memoryview] | None:
+        return None
+
+    def write(self, data: memoryview) -> None:
+        memory = np.frombuffer(data, np.uint8)
+        for box in self.boxes:
+            _, start, nbytes = box.byte_range
+            first = self.before + start - self.start
+            box.destination.write(memory[first : first + nbytes])
 
 
 class ReadTask(msgspec.Struct, frozen=True):
-    """A stretch to be read."""
+    """One read."""
 
-    stretch: ByteRange
+    byte_range: ByteRange
     out: memoryview | None = None
-    """Where it stays; None for a buffer that is used again."""
-    use: Callable[[memoryview], None] | None = None
-    """What is done with the bytes; None if they only are to be verified, or stay."""
+    """Memory where the bytes stay; None for a buffer that is used again."""
+    sink: Sink | None = None
+    """None if the bytes are only verified, or stay."""
     shared: bool = False
     """Whether other ranks of the host read it too: then through the page cache, so that the device reads it once."""
-    parts: Callable[[], list[memoryview] | None] | None = None
-    """The memory where it can be read straight to instead, in order; None where it cannot."""
 
     @property
     def nbytes(self) -> int:
-        return self.stretch.stop - self.stretch.start
+        return self.byte_range.stop - self.byte_range.start
 
 
-def list_readings(
-    shards: ShardReader,
-    blocks: Iterable[Block],
-    targets: Callable[[int], TargetPiece],
-    *,
-    itemsize: Callable[[int], int],
-    paths: Callable[[int], str],
-) -> list[ReadTask]:
-    """What is to be read: a stretch per block, whose boxes are copied to their targets.
+def list_tasks(reader: ShardReader, requests: Sequence[ReadRequest[Any]], limit: int) -> list[ReadTask]:
+    """Returns the reads that fill the destinations of requests; new arrays exist then, without their bytes.
 
     Args:
-        targets: the piece that want number i fills.
+        requests: for `NewArray`, `BoxCopy` and `ScatterSlice`.
+        limit: bytes of one read into a buffer, at most.
+
+    Raises:
+        CorruptError: a shard is missing, cut short, or of another save.
     """
-    readings: list[ReadTask] = []
-    for block in blocks:
-        shard, start = shards.locate(block.rank, block.start, block.stop, paths(block.copies[0].want))
-        stretch = aligned_range(shard, start, start + block.stop - block.start, verify=shards.verify)
-        wanted = sum(copy.box.size * itemsize(copy.want) for copy in block.copies)
-        shared = wanted < SPARSE * (block.stop - block.start)
-        skip = start - stretch.start
-        straight = _straight(block, skip, stretch.stop - stretch.start, targets)
-        readings.append(ReadTask(stretch, None, _user(block, skip, targets, itemsize), shared, straight))
-    return readings
+    tasks = _new_array_tasks(reader, _with(requests, NewArray))
+    tasks += _box_tasks(reader, _with(requests, BoxCopy), limit)
+    tasks += [_scatter_task(reader, request) for request in _with(requests, ScatterSlice)]
+    return tasks
 
 
-def _straight(
-    block: Block, skip: int, nbytes: int, targets: Callable[[int], TargetPiece]
-) -> Callable[[], list[memoryview] | None] | None:
-    """The memory of a block's one copy, with some to spare for what is read only to be verified."""
-    if len(block.copies) != 1:
-        return None
-    [copy] = block.copies
-    data = targets(copy.want).data
-    if not _is_spread(data):
-        return None
-    low, size = copy.box.offset[0], copy.box.size
-
-    def parts() -> list[memoryview] | None:
-        inside = data.parts(low, low + size)
-        ends = [memoryview(bytearray(n)) for n in (skip, nbytes - skip - size)]
-        return None if inside is None else [part for part in (ends[0], *inside, ends[1]) if len(part)]
-
-    return parts
+def _with(requests: Sequence[ReadRequest[Any]], kind: type[D]) -> list[ReadRequest[D]]:
+    return [request for request in requests if type(request.destination) is kind]
 
 
-@lru_cache(maxsize=64)
-def _spreads(kind: type) -> bool:
-    return issubclass(kind, Spread)  # takes tens of microseconds, and is asked for each stretch
-
-
-def _is_spread(data: object) -> TypeGuard[Spread]:
-    return _spreads(type(data))
-
-
-def _user(
-    block: Block, skip: int, targets: Callable[[int], TargetPiece], itemsize: Callable[[int], int]
-) -> Callable[[memoryview], None]:
-    def use(memory: memoryview) -> None:
-        data = np.frombuffer(memory, np.uint8)[skip:]
-        for copy in block.copies:
-            _place(data, block, copy, targets(copy.want), itemsize(copy.want))
-
-    return use
-
-
-def _place(data: np.ndarray, block: Block, copy: Copy, piece: TargetPiece, itemsize: int) -> None:
-    raw = raw_dtype(itemsize)
-    first = copy.start - block.start
-    box, outer = copy.box, copy.chunk
-    if box.shape == outer.shape:
-        source = data[first : first + box.size * itemsize].view(raw).reshape(box.shape)
-    else:
-        span = data[first : first + copy.stop - copy.start]
-        source = np.ndarray(box.shape, raw, span, strides=c_strides(outer.shape, itemsize))
-    where = box.relative_to(piece.region)
-    piece.data.write(where.slices(), source)
-
-
-class LoadedRange(msgspec.Struct, frozen=True):
-    """Memory that holds a run of a rank's stream, the byte at stream offset `start` first."""
-
-    start: int
-    memory: memoryview
-
-
-def run_map(shards: ShardReader, runs: Sequence[Run], paths: Callable[[int], str]) -> list[LoadedRange]:
-    """Maps each run, copy-on-write: bytes are read when they are touched, and never compared with checksums."""
-    landed: list[LoadedRange] = []
-    for run in runs:
-        shard, start = shards.locate(run.rank, run.start, run.stop, paths(run.members[0]))
-        stretch = aligned_range(shard, start, start + run.stop - run.start, verify=False)
-        position = shard.file.header + stretch.start
-        memory = shards.store.map(shard.file.name, position, stretch.stop - stretch.start)
-        landed.append(LoadedRange(run.start, memory[start - stretch.start :]))
-    return landed
-
-
-def list_landings(
-    shards: ShardReader, runs: Sequence[Run], paths: Callable[[int], str]
-) -> tuple[list[LoadedRange], list[ReadTask]]:
-    """Page-aligned memory for each run, where arrays can stay, and what is to be read into it."""
-    landed: list[LoadedRange] = []
-    readings: list[ReadTask] = []
-    for run in runs:
-        shard, start = shards.locate(run.rank, run.start, run.stop, paths(run.members[0]))
-        whole = aligned_range(shard, start, start + run.stop - run.start, verify=shards.verify)
+def _new_array_tasks(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> list[ReadTask]:
+    """Reads of whole arrays into page-aligned memory, where they stay."""
+    tasks: list[ReadTask] = []
+    for run in plan_runs([r.byte_range for r in requests], borders=reader.checkpoint.index.borders):
+        shard, start = reader.locate(run.rank, run.start, run.stop, requests[run.members[0]].path)
+        whole = aligned_range(shard, start, start + run.stop - run.start, verify=reader.verify)
         memory = aligned_buffer(whole.stop - whole.start, huge=True)
-        landed.append(LoadedRange(run.start, memory[start - whole.start :]))
-        step = max(STRETCH // shard.block, 1) * shard.block
+        step = max(DEVICE_READ // shard.block, 1) * shard.block
         for low in range(whole.start, whole.stop, step):
             part = ByteRange(shard, low, min(low + step, whole.stop))
-            readings.append(ReadTask(part, memory[low - whole.start : part.stop - whole.start]))
-    return landed, readings
+            tasks.append(ReadTask(part, memory[low - whole.start : part.stop - whole.start]))
+        _view_arrays(requests, run.members, memory[start - whole.start :], run.start)
+    return tasks
+
+
+def map_arrays(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> None:
+    """Maps arrays copy-on-write: bytes are read when they are touched, and never compared with checksums."""
+    for run in plan_runs([r.byte_range for r in requests], borders=reader.checkpoint.index.borders):
+        shard, start = reader.locate(run.rank, run.start, run.stop, requests[run.members[0]].path)
+        whole = aligned_range(shard, start, start + run.stop - run.start, verify=False)
+        memory = reader.store.map(shard.file.name, shard.file.header + whole.start, whole.stop - whole.start)
+        _view_arrays(requests, run.members, memory[start - whole.start :], run.start)
+
+
+def _view_arrays(
+    requests: Sequence[ReadRequest[NewArray]], members: Iterable[int], memory: memoryview, start: int
+) -> None:
+    """Makes arrays of memory that holds a rank's stream from byte `start` on."""
+    for member in members:
+        request = requests[member]
+        request.destination.view(memory, request.byte_range[1] - start)
+
+
+def _box_tasks(reader: ShardReader, requests: Sequence[ReadRequest[BoxCopy]], limit: int) -> list[ReadTask]:
+    """Reads of boxes, cut into tiles of at most `limit` bytes; tiles that lie close together are read at once."""
+    boxes = [tile for request in requests for tile in _tiles(request, limit)]
+    tasks: list[ReadTask] = []
+    for run in plan_runs([b.byte_range for b in boxes], borders=reader.checkpoint.index.borders, limit=limit):
+        inside = [boxes[member] for member in run.members]
+        shard, start = reader.locate(run.rank, run.start, run.stop, inside[0].path)
+        whole = aligned_range(shard, start, start + run.stop - run.start, verify=reader.verify)
+        shared = sum(box.destination.nbytes for box in inside) < SPARSE * (run.stop - run.start)
+        tasks.append(ReadTask(whole, None, BoxSink(inside, run.start, start - whole.start), shared))
+    return tasks
+
+
+def _tiles(request: ReadRequest[BoxCopy], limit: int) -> Iterable[ReadRequest[BoxCopy]]:
+    copy, (rank, start, _) = request.destination, request.byte_range
+    first = byte_runs(copy.box, copy.chunk, copy.itemsize).first
+    for box in tiles(copy.box, copy.chunk, copy.itemsize, limit=limit, gap=READ_GAP):
+        if box == copy.box:
+            yield request
+            return
+        low, high = byte_runs(box, copy.chunk, copy.itemsize).span
+        byte_range = (rank, start + low - first, high - low)
+        yield ReadRequest(request.path, byte_range, msgspec.structs.replace(copy, box=box))
+
+
+def _scatter_task(reader: ShardReader, request: ReadRequest[ScatterSlice]) -> ReadTask:
+    rank, low, nbytes = request.byte_range
+    shard, start = reader.locate(rank, low, low + nbytes, request.path)
+    whole = aligned_range(shard, start, start + nbytes, verify=reader.verify)
+    before, after = start - whole.start, whole.stop - start - nbytes
+    return ReadTask(whole, None, ScatterSink(request.destination, low, low + nbytes, before, after))
 
 
 def read_limit(memory: int) -> int:
-    """Bytes of one block, so that a few of them, rounded out to the borders of checksums, fit into the memory."""
+    """Returns the bytes of one read, so that a few, rounded out to whole blocks with checksums, fit into the memory."""
     return min(READ_LIMIT, max(memory // READERS // BLOCK * BLOCK - 2 * BLOCK, BLOCK))
 
 
-def ring_of(readings: Iterable[ReadTask], count: int) -> queue.Queue[memoryview]:
-    """`count` buffers, each large enough for those readings that bring no memory of their own."""
-    largest = max((reading.nbytes for reading in readings if reading.out is None), default=0)
-    ring: queue.Queue[memoryview] = queue.Queue()
+def buffers_for(tasks: Iterable[ReadTask], count: int) -> queue.Queue[memoryview]:
+    """Returns `count` buffers, each large enough for every task that has no memory of its own."""
+    largest = max((task.nbytes for task in tasks if task.out is None), default=0)
+    buffers: queue.Queue[memoryview] = queue.Queue()
     for _ in range(count if largest else 0):
-        ring.put(aligned_buffer(-(-largest // PAGE) * PAGE, huge=True))
-    return ring
+        buffers.put(aligned_buffer(-(-largest // PAGE) * PAGE, huge=True))
+    return buffers
 
 
-def run_readings(
-    shards: ShardReader, readings: Sequence[ReadTask], *, memory: int, begin: Callable[[ReadTask], object] | None = None
+def run_tasks(
+    reader: ShardReader, tasks: Sequence[ReadTask], *, memory: int, on_write: Callable[[ReadTask], object] | None = None
 ) -> int:
-    """Carries out readings, a few at a time.
+    """Carries out reads, a few at a time; the first error stops what has not begun, and is raised.
 
     Args:
-        memory: bytes of buffers, at most, as long as one reading needs no more.
-        begin: is called with each reading before its first byte is put in place.
+        memory: bytes of buffers, at most, unless one read needs more.
+        on_write: is called with each task that has a sink, before its first byte is put in place.
 
     Returns:
         Bytes read from data areas.
     """
-    largest = max((reading.nbytes for reading in readings if reading.out is None), default=0)
-    readers = max(1, min(READERS, memory // max(largest, 1)))
-    ring = ring_of(readings, readers)
-    started = begin or (lambda _: None)
+    largest = max((task.nbytes for task in tasks if task.out is None), default=0)
+    threads = max(1, min(READERS, memory // max(largest, 1)))
+    runner = _TaskRunner(reader, buffers_for(tasks, threads), on_write or (lambda _: None))
+    nbytes = sum(task.nbytes for task in tasks)
+    if len(tasks) <= 1 or nbytes < ALONE:
+        for task in tasks:
+            runner.run(task)
+    else:
+        WorkerThreads(threads)([partial(runner.run, task) for task in tasks])
+    return nbytes
 
-    def job(reading: ReadTask) -> None:
-        parts = reading.parts() if reading.parts is not None else None
-        if parts is not None:
-            straight = True
-            try:
-                straight = shards.read_parts(reading.stretch, parts)
-            finally:
-                if straight:  # or it failed midway
-                    started(reading)
-            if straight:
-                return
-        if reading.out is not None:
-            shards.read(reading.stretch, reading.out[: reading.nbytes], shared=reading.shared)
+
+class _TaskRunner(msgspec.Struct, frozen=True):
+    """What the threads of one load share."""
+
+    reader: ShardReader
+    buffers: queue.Queue[memoryview]
+    on_write: Callable[[ReadTask], object]
+
+    def run(self, task: ReadTask) -> None:
+        """Carries out one read: into its destinations, into its own memory, from mapped memory, or through a buffer."""
+        if self._read_parts(task):
             return
-        with shards.mapped(reading.stretch, fetch=reading.shared) as lent:
-            if lent is not None:
-                if reading.use is not None:
-                    started(reading)
-                    reading.use(lent)
+        if task.out is not None:
+            self.reader.read(task.byte_range, task.out[: task.nbytes], shared=task.shared)
+            return
+        with self.reader.mapped(task.byte_range, fetch=task.shared) as memory:
+            if memory is not None:
+                self._write(task, memory)
                 return
-        out = ring.get()
+        buffer = self.buffers.get()
         try:
-            shards.read(reading.stretch, out[: reading.nbytes], shared=reading.shared)
-            if reading.use is not None:
-                started(reading)
-                reading.use(out[: reading.nbytes])
+            self.reader.read(task.byte_range, buffer[: task.nbytes], shared=task.shared)
+            self._write(task, buffer[: task.nbytes])
         finally:
-            ring.put(out)
+            self.buffers.put(buffer)
 
-    _in_parallel(job, readings, readers)
-    return sum(reading.nbytes for reading in readings)
+    def _read_parts(self, task: ReadTask) -> bool:
+        """Reads straight into the destinations; False, with nothing changed, where that is not possible."""
+        parts = task.sink.parts() if task.sink is not None else None
+        if parts is None:
+            return False
+        done = True
+        try:
+            done = self.reader.read_parts(task.byte_range, parts)
+        finally:
+            if done:  # or it failed midway
+                self.on_write(task)
+        return done
 
-
-def _in_parallel(job: Callable[[ReadTask], None], readings: Sequence[ReadTask], threads: int) -> None:
-    """Does jobs on a few threads; the first error stops what has not begun, and is raised."""
-    if len(readings) <= 1 or sum(reading.nbytes for reading in readings) < ALONE:
-        for reading in readings:
-            job(reading)
-        return
-    WorkerThreads(threads)([partial(job, reading) for reading in readings])
+    def _write(self, task: ReadTask, data: memoryview) -> None:
+        if task.sink is not None:
+            self.on_write(task)
+            task.sink.write(data)

@@ -1,8 +1,8 @@
-"""Dealing bytes out: a stretch of a rank's stream goes to the memory of the arrays, or parts of arrays, that lie there.
+"""Scatters one contiguous range of a rank's stream into the arrays, or parts of arrays, that lie there.
 
-Whatever is one run of bytes both in the file and in memory is dealt: small arrays and large ones that are wanted whole,
-and rows of them. The stretch is read and verified like any other array of bytes; only here it falls apart again, by
-one copy for each member, or none: what waits in the page cache is read straight to where it belongs.
+It takes whatever is contiguous both in the file and in memory: small arrays, large ones that are wanted whole, and rows
+of them. The range is read and verified as one, and then copied to each destination; or read straight into them without
+a copy, where the bytes are in the page cache.
 """
 
 from __future__ import annotations
@@ -12,82 +12,48 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import msgspec
-import numpy as np
 
-from ..arrays.base import Box, HostMemory
-from ..core.sharding.region import Region, byte_runs
+from .read_request import MemoryRun, ReadRequest
 
-__all__ = ["Destination", "Scatter", "deal"]
+__all__ = ["Scatter", "ScatterSlice"]
 
 WRITABLE = 0x200
 """PyBUF_WRITE of CPython's buffers."""
 _view_of = ctypes.pythonapi.PyMemoryView_FromMemory  # an array type of ctypes for each size takes ten times as long
 _view_of.restype, _view_of.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 MOST = 256
-"""Members of a stretch above which it is read at once and dealt from a buffer."""
-
-
-class Destination(msgspec.Struct, frozen=True, gc=False):
-    """A run of bytes: where it lies in `rank`'s stream, and the memory that it is to fill."""
-
-    path: str
-    rank: int
-    start: int
-    nbytes: int
-    address: int
-    memory: HostMemory
-    """Keeps what is at the address where it is."""
-
-
-def deal(
-    path: str, chunk: tuple[Region, int, int], region: Region, memory: HostMemory, box: Region
-) -> Destination | None:
-    """The member that fills `box` of a wanted region from a chunk; None where it is not one run of bytes in both.
-
-    Args:
-        chunk: its region, the rank that wrote it, and where it starts in that rank's stream.
-        memory: what holds `region`.
-    """
-    whole, rank, start = chunk
-    source = byte_runs(box, whole, memory.itemsize)
-    target = byte_runs(box, region, memory.itemsize)
-    if source.counts or target.counts:
-        return None
-    return Destination(path, rank, start + source.first, source.length, memory.address + target.first, memory)
+"""Destinations in a range above which it is read into a buffer and copied from there."""
 
 
 class Scatter:
-    """The memory of some members as one stretch of bytes, the byte at stream offset `start` first.
+    """The destinations of requests that lie close together in one rank's stream.
 
     Args:
-        members: by where they start. They may overlap, and leave gaps.
+        requests: ordered by where they start. They may overlap, and leave gaps.
     """
 
-    def __init__(self, start: int, members: Sequence[Destination]) -> None:
-        self._starts = [member.start - start for member in members]
-        self._longest = max((member.nbytes for member in members), default=0)
-        self._members = members
+    def __init__(self, requests: Sequence[ReadRequest[MemoryRun]]) -> None:
+        self._starts = [request.byte_range[1] for request in requests]
+        self._longest = max((request.byte_range[2] for request in requests), default=0)
+        self._requests = requests
 
     def _between(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """For each member with bytes in `low:high`: where they begin and stop, and the address of the first."""
+        """For each destination with bytes in `low:high`: where they start and stop, and the address of the first."""
         first, last = bisect_left(self._starts, low - self._longest), bisect_left(self._starts, high)
-        for start, member in zip(self._starts[first:last], self._members[first:last], strict=True):
-            begin, stop = max(start, low), min(start + member.nbytes, high)
+        for start, request in zip(self._starts[first:last], self._requests[first:last], strict=True):
+            begin, stop = max(start, low), min(start + request.byte_range[2], high)
             if begin < stop:
-                yield begin, stop, member.address + begin - start
+                yield begin, stop, request.destination.address + begin - start
 
-    def write(self, box: Box, data: np.ndarray) -> None:
-        """Takes bytes `box[0]` of the stretch."""
-        [part] = box
-        data = np.ascontiguousarray(data)
-        base = data.ctypes.data - part.start
-        for begin, stop, address in self._between(part.start, part.stop):
-            ctypes.memmove(address, base + begin, stop - begin)
+    def copy(self, low: int, high: int, address: int) -> None:
+        """Copies bytes `low:high` of the stream, which start at `address` in memory, to their destinations."""
+        for begin, stop, target in self._between(low, high):
+            ctypes.memmove(target, address + begin - low, stop - begin)
 
     def parts(self, low: int, high: int) -> list[memoryview] | None:
-        """The memory that bytes `low:high` go to, in order, with some to spare for the gaps.
+        """Returns the memory that bytes `low:high` go to, in order, with spare memory for the gaps.
 
-        None where there are too many, or members overlap.
+        None where there are too many parts, or destinations overlap.
         """
         parts: list[memoryview] = []
         at = low
@@ -101,3 +67,9 @@ class Scatter:
         if at < high:
             parts.append(memoryview(bytearray(high - at)))
         return parts
+
+
+class ScatterSlice(msgspec.Struct, frozen=True):
+    """The destinations of a part of a scattered range."""
+
+    scatter: Scatter

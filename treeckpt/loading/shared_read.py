@@ -26,7 +26,7 @@ from ..errors import CheckpointError, CheckpointNotFound, RankError
 from ..io.comm.comm import Comm
 from ..io.comm.waiting import log_if_slow
 from ..io.storage.checkpoint import Checkpoint, Replaced, ShardReader
-from .read_tasks import ReadTask, ring_of, run_readings
+from .read_tasks import ReadTask, buffers_for, run_tasks
 
 __all__ = ["Part", "SharedRead", "open_relay", "together"]
 
@@ -126,7 +126,7 @@ class SharedRead:
         work: Sequence[tuple[Sequence[int], Sequence[ReadTask]]],
         *,
         memory: int,
-        begin: Callable[[ReadTask], object],
+        on_write: Callable[[ReadTask], object],
     ) -> int:
         """Carries out lists of readings, each together with its members, who bring equal ones. Every rank has to call.
 
@@ -134,7 +134,7 @@ class SharedRead:
 
         Args:
             work: the members and the readings of each list; those that are shared come first.
-            memory, begin: as for `run_readings`.
+            memory, on_write: as for `run_tasks`.
 
         Returns:
             Bytes that this rank read from data areas.
@@ -147,9 +147,9 @@ class SharedRead:
         for members, readings in work:
             try:
                 if len(members) > 1:
-                    nbytes += self._share(shards, readings, members, fault, begin)
+                    nbytes += self._share(shards, readings, members, fault, on_write)
                 elif fault is None:
-                    nbytes += run_readings(shards, readings, memory=memory, begin=begin)
+                    nbytes += run_tasks(shards, readings, memory=memory, on_write=on_write)
             except Exception as error:
                 fault = fault or error
         if fault is not None:
@@ -162,12 +162,12 @@ class SharedRead:
         readings: Sequence[ReadTask],
         members: Sequence[int],
         fault: Exception | None,
-        begin: Callable[[ReadTask], object],
+        on_write: Callable[[ReadTask], object],
     ) -> int:
         """Carries out readings together with the other members; `fault` is why this rank only takes part."""
-        ring = ring_of(readings, WINDOW)
+        ring = buffers_for(readings, WINDOW)
         with ThreadPoolExecutor(READERS, "treeckpt-read") as pool:
-            convoy = SharedReadSession(shards, self._group, self._rank, members, pool, fault, begin)
+            convoy = SharedReadSession(shards, self._group, self._rank, members, pool, fault, on_write)
             under_way: collections.deque[tuple[_Turn, memoryview | None]] = collections.deque()
             for number in range(len(readings) + WINDOW):
                 if number >= WINDOW and under_way:
@@ -211,9 +211,9 @@ class SharedReadSession:
         members: Sequence[int],
         pool: ThreadPoolExecutor,
         fault: Exception | None,
-        begin: Callable[[ReadTask], object],
+        on_write: Callable[[ReadTask], object],
     ) -> None:
-        self.fault, self._begin = fault, begin
+        self.fault, self._on_write = fault, on_write
         self._shards, self._group, self._rank, self._members, self._pool = shards, group, rank, members, pool
 
     def start(self, number: int, reading: ReadTask, memory: memoryview) -> _Turn:
@@ -225,7 +225,7 @@ class SharedReadSession:
         turn = _Turn(number, reading, memory, owner, None, [], status)
         if owner == self._rank:
             if self.fault is None:
-                turn.read = self._pool.submit(self._shards.read, reading.stretch, memory, shared=reading.shared)
+                turn.read = self._pool.submit(self._shards.read, reading.byte_range, memory, shared=reading.shared)
             return turn
         with self._reaching(owner):
             turn.receipts = [
@@ -236,10 +236,10 @@ class SharedReadSession:
     def finish(self, turn: _Turn) -> None:
         """Waits for a stretch, hands it on if it is this rank's to do, and uses it."""
         sent = self._hand_on(turn) if turn.owner == self._rank else self._receive(turn)
-        if self.fault is None and turn.reading.use is not None:
+        if self.fault is None and turn.reading.sink is not None:
             try:
-                self._begin(turn.reading)
-                turn.reading.use(turn.memory)
+                self._on_write(turn.reading)
+                turn.reading.sink.write(turn.memory)
             except Exception as error:
                 self.fault = error
         for rank, work in sent:

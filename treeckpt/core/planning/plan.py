@@ -159,9 +159,20 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def plan_runs(
-    chunks: Sequence[tuple[int, int, int]], *, gap: int = READ_GAP, borders: dict[int, Sequence[int]] | None = None
+    chunks: Sequence[tuple[int, int, int]],
+    *,
+    gap: int = READ_GAP,
+    borders: dict[int, Sequence[int]] | None = None,
+    limit: int | None = None,
 ) -> list[Run]:
-    """Stretches that hold whole chunks, given as (rank, start, nbytes); neighbours are joined."""
+    """Joins ranges that lie close together in one file of a rank's stream.
+
+    Args:
+        chunks: each range as (rank, start, nbytes).
+        gap: unneeded bytes that are rather read than skipped.
+        borders: by rank, the stream offsets where a new file starts.
+        limit: bytes of one run, at most, unless a single range is longer; None for any size.
+    """
     by_rank: dict[int, list[int]] = {}
     for i, (rank, _, _) in enumerate(chunks):
         by_rank.setdefault(rank, []).append(i)
@@ -178,8 +189,25 @@ def plan_runs(
             for k, (low, high) in enumerate(bounds.tolist()):
                 places: list[int] = here[first[k] : first[k + 1]].tolist()
                 inside = tuple(order[i] for i in places)
-                runs.append(Run(rank, low, high, inside))
+                runs += [Run(rank, low, high, inside)] if limit is None else _split(rank, inside, chunks, limit)
     return runs
+
+
+def _split(rank: int, members: Sequence[int], chunks: Sequence[tuple[int, int, int]], limit: int) -> Iterable[Run]:
+    """Cuts a run between its members, so that none spans more than `limit` bytes; members are ordered by start."""
+    inside: list[int] = []
+    first = reach = 0
+    for member in members:
+        _, start, nbytes = chunks[member]
+        if inside and max(start + nbytes, reach) - first > limit:
+            yield Run(rank, first, reach, tuple(inside))
+            inside = []
+        if not inside:
+            first = reach = start
+        inside.append(member)
+        reach = max(reach, start + nbytes)
+    if inside:
+        yield Run(rank, first, reach, tuple(inside))
 
 
 def cuts(start: int, stop: int, origin: int, step: int) -> Iterable[tuple[int, int]]:
@@ -204,20 +232,19 @@ def plan_load(
         gap: unneeded bytes that are rather read than skipped.
         borders: by rank, the stream offsets where a new file starts: no read crosses one.
     """
-    by_rank: dict[int, list[Copy]] = {}
+    copies: list[Copy] = []
+    ranges: list[tuple[int, int, int]] = []
     for i, want in enumerate(wants):
         for chunk in want.chunks:
             common = chunk.region if chunk.region == want.region else intersect(chunk.region, want.region)
             if common is None or not common.size:
                 continue
-            copies = by_rank.setdefault(chunk.rank, [])
             for box in tiles(common, chunk.region, want.itemsize, limit=limit, gap=gap):
                 first, last = byte_runs(box, chunk.region, want.itemsize).span
                 copies.append(Copy(i, box, chunk.region, chunk.start + first, chunk.start + last))
-    blocks: list[Block] = []
-    for rank in sorted(by_rank):
-        blocks += _blocks(rank, by_rank[rank], limit, gap, (borders or {}).get(rank, ()))
-    return LoadPlan(tuple(blocks))
+                ranges.append((chunk.rank, chunk.start + first, last - first))
+    runs = plan_runs(ranges, gap=gap, borders=borders, limit=limit)
+    return LoadPlan(tuple(Block(r.rank, r.start, r.stop, tuple(copies[i] for i in r.members)) for r in runs))
 
 
 def tiles(box: Region, outer: Region, itemsize: int, *, limit: int, gap: int) -> Iterable[Region]:
@@ -249,25 +276,3 @@ def _widest_gap(runs: ByteRuns) -> int:
         widest = max(widest, step - reach)
         reach += (n - 1) * step
     return widest
-
-
-def _blocks(rank: int, copies: list[Copy], limit: int, gap: int, borders: Sequence[int]) -> list[Block]:
-    copies.sort(key=lambda copy: copy.start)
-    starts = np.array([copy.start for copy in copies], np.int64)
-    stops = np.array([copy.stop for copy in copies], np.int64)
-    _, members = coalesce(starts, stops, gap)
-    file = np.searchsorted(np.asarray(borders, np.int64), starts, side="right") if len(borders) else members * 0
-    groups, files = members.tolist(), file.tolist()
-    blocks: list[Block] = []
-    open_at, first, reach = 0, copies[0].start, copies[0].stop
-    for i in range(1, len(copies) + 1):
-        if i < len(copies):
-            copy = copies[i]
-            same = groups[i] == groups[open_at] and files[i] == files[open_at]
-            if same and max(copy.stop, reach) - first <= limit:
-                reach = max(reach, copy.stop)
-                continue
-        blocks.append(Block(rank, first, reach, tuple(copies[open_at:i])))
-        if i < len(copies):
-            open_at, first, reach = i, copies[i].start, copies[i].stop
-    return blocks
