@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from .core.format.file_names import as_step
 from .core.format.records import Index
 from .core.tree.flatten import flatten, replace_leaves
 from .io.comm.comm import Comm, as_comm, global_rank
+from .io.gc_pause import gc_paused
 from .io.os_errors import unreadable
 from .io.storage.metadata_files import read_index
 from .io.storage.open import open_store
@@ -30,31 +30,15 @@ from .loading.salvage import salvaging
 from .loading.transforms import Renaming, Transforms, as_rules
 from .loading.verify import publish_rebuilt, verify_store
 from .reports import LoadReport, SaveReport, VerifyReport
-from .saving.background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
+from .saving.background import prewarm_tree, save_async_tree
 from .saving.future import Pending
-from .saving.options import Busy, SaveOptions, shard_limit
+from .saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
 from .saving.save import save_tree
 
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
 
 Path = str | os.PathLike[str] | Store
 AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for the default one
-
-
-@contextlib.contextmanager
-def _without_cycles() -> Iterator[None]:
-    """Pauses the cyclic garbage collector: a tree of 20,000 leaves makes many small objects, none of them cyclic."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _step(step: int | None) -> int | None:
-    return None if step is None else as_step(step)
 
 
 def save(
@@ -97,11 +81,15 @@ def save(
         RankError: ranks failed or fell silent; raised on every rank.
         StoreError: an object store cannot be reached, or refuses.
     """
-    shard_bytes = shard_limit(max_shard_bytes)
-    options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, shard_bytes, namespace)
-    comm = as_comm(comm)
-    with _without_cycles():
-        return save_tree(open_store(path), tree, comm, options, custom_metadata or {}, standing_of(comm))
+    options = SaveOptions(
+        step=None if step is None else as_step(step),
+        overwrite=overwrite,
+        verify_replicas=verify_replicas,
+        allow_pickle=allow_pickle,
+        max_shard_bytes=shard_limit(max_shard_bytes),
+        namespace=namespace,
+    )
+    return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {})
 
 
 def save_async(
@@ -116,9 +104,9 @@ def save_async(
     allow_pickle: bool = False,
     max_shard_bytes: int | None = None,
     namespace: str = "",
-    staging: Staging = "copy",
+    staging: StagingMode = "copy",
     writer: WriterKind = "process",
-    busy: Busy = "wait",
+    busy: BusyPolicy = "wait",
     timeout: float | None = None,
 ) -> Pending:
     """Saves a tree in the background. Call it on every rank.
@@ -147,20 +135,19 @@ def save_async(
         CheckpointError: an earlier save in the background failed, and nobody has asked for its result; or one is still
             under way, and `busy` is "error".
     """
-    shard_bytes = shard_limit(max_shard_bytes)
-    options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, shard_bytes, namespace, busy)
-    comm = as_comm(comm)
-    with _without_cycles():
-        return save_async_tree(
-            open_store(path),
-            tree,
-            comm,
-            options,
-            custom_metadata or {},
-            staging=staging,
-            writer=writer,
-            timeout=timeout,
-        )
+    options = SaveOptions(
+        step=None if step is None else as_step(step),
+        overwrite=overwrite,
+        verify_replicas=verify_replicas,
+        allow_pickle=allow_pickle,
+        max_shard_bytes=shard_limit(max_shard_bytes),
+        namespace=namespace,
+        busy=busy,
+        staging=staging,
+        writer=writer,
+        timeout=timeout,
+    )
+    return save_async_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {})
 
 
 def prewarm(tree: Any, *, writer: WriterKind = "process", comm: AnyComm = None) -> None:
@@ -171,9 +158,7 @@ def prewarm(tree: Any, *, writer: WriterKind = "process", comm: AnyComm = None) 
     Raises:
         TreeckptError: the tree cannot be saved.
     """
-    comm = as_comm(comm)
-    with _without_cycles():
-        prewarm_tree(tree, comm, writer=writer)
+    prewarm_tree(tree, as_comm(comm), writer)
 
 
 def load(
@@ -243,7 +228,7 @@ def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: An
         like = expanded(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
 
     def load_version(version: Any) -> tuple[Any, LoadReport]:
-        with _origin(version) as (new_tree, _, stores), _without_cycles():
+        with _origin(version) as (new_tree, _, stores), gc_paused():
             return new_tree(like, comm, salvaging(stores, comm, options, on_corrupt))
 
     return on_one_version(path, load_version, together=options.read == "once", doubt=lambda found: found[1].damaged)
@@ -298,7 +283,7 @@ def load_into(
 
 
 def _load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> LoadReport:
-    with _origin(path) as (new_tree, into_tree, stores), _without_cycles():
+    with _origin(path) as (new_tree, into_tree, stores), gc_paused():
         options = salvaging(stores, comm, options, on_corrupt)
         found = expand(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
         if found is None:
