@@ -180,7 +180,7 @@ class _Agreement:
         else:
             reply = conclude(received)
             failed = bool(reply.faults)
-            settle = failed or reply.ends_save or self.options.plan_only
+            settle = failed or self.options.plan_only or (isinstance(reply, Decision) and reply.skipped)
             self.round.share(_encode(reply), last=failed or reply.is_last, settle=settle)
         raise_faults(reply.faults, self.store.url, self.comm, cause=self.error)
         return reply

@@ -33,8 +33,8 @@ from .plan_cache import GlobalPlan
 from .process_channel import WriterGone
 from .save import complete, save_report
 from .session import Session, session_of
-from .shard_writer import InlineWriter, ShardWriter, TreeSource
-from .staging import StagedSource, cuda_pinning, order_device_copies, stage
+from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
+from .staging import StagedShardSource, cuda_pinning, order_device_copies, stage
 from .staging_memory import Lease, area_offsets
 from .writer_process import ProcessWriter
 from .writer_server import address_of
@@ -171,7 +171,7 @@ class _BackgroundSave:
             if self._error is None:
                 with agreed.recorder.span("stage", plan.own.nbytes):
                     self._lease = self._session.pool.lease(_arena_nbytes(plan), cuda_pinning())
-                    stage(TreeSource(plan, agreed.sources), self._lease.arena.memory)
+                    stage(TreeShardSource(plan, agreed.sources), self._lease.arena.memory)
         except Exception as error:
             self._error = wrap_os_error(error, agreed.store.url)
         agreed.sources.clear()
@@ -214,7 +214,7 @@ class _BackgroundSave:
             return InlineWriter(store, info, plan, recorder, error=self._error)
         arena, process, address = self._lease.arena, self._session.writer, self._address
         if address is None:
-            return InlineWriter(store, info, plan, recorder, StagedSource(plan, arena.memory))
+            return InlineWriter(store, info, plan, recorder, StagedShardSource(plan, arena.memory))
         timeout = agreed.comm.timeout
         return ProcessWriter(process, store, info, plan, recorder, arena, address, timeout=timeout)
 

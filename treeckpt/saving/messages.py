@@ -77,11 +77,6 @@ class AgreementReply(CoordinatorReply, array_like=True):
         """Whether no other exchange of the agreement follows."""
         return True
 
-    @property
-    def ends_save(self) -> bool:
-        """Whether nothing else follows at all."""
-        return False
-
 
 class Decision(AgreementReply, array_like=True):
     """The coordinator's reply to the proposals."""
@@ -104,10 +99,6 @@ class Decision(AgreementReply, array_like=True):
     @property
     def is_last(self) -> bool:
         return not self.representatives and not self.boxes
-
-    @property
-    def ends_save(self) -> bool:
-        return self.skipped
 
 
 class RankTree(msgspec.Struct, array_like=True):
@@ -171,15 +162,18 @@ def check_arguments(proposals: Mapping[int, RankProposal]) -> None:
         MismatchError: naming the argument and the rank.
     """
     first = proposals[0]
+    expected = {"path": first.path, **msgspec.structs.asdict(first.options)}
     for rank, proposal in proposals.items():
-        if proposal.path != first.path:
-            raise _unequal_arguments(first, "path", first.path, proposal.path, rank)
-        if proposal.options is first.options or proposal.options == first.options:
+        if proposal.path == first.path and proposal.options == first.options:
             continue
-        for name in CommonOptions.__struct_fields__:
-            expected, found = getattr(first.options, name), getattr(proposal.options, name)
-            if expected != found:
-                raise _unequal_arguments(first, name, expected, found, rank)
+        found = {"path": proposal.path, **msgspec.structs.asdict(proposal.options)}
+        name = next(name for name, value in expected.items() if found[name] != value)
+        raise MismatchError(
+            first.path,
+            expected=f"the same {name} on every rank, as {expected[name]!r} on rank 0",
+            found=f"{found[name]!r} on rank {rank}",
+            hint="Call save with the same arguments on every rank",
+        )
     for rank, proposal in proposals.items():
         for key, content in proposal.metadata.items():
             if first.metadata.get(key) != content:
@@ -190,15 +184,6 @@ def check_arguments(proposals: Mapping[int, RankProposal]) -> None:
                     hint="Give the same on every rank, or on rank 0 alone; what each rank has of its own belongs into "
                     "the tree, in tc.PerRank",
                 )
-
-
-def _unequal_arguments(first: RankProposal, name: str, expected: object, found: object, rank: int) -> MismatchError:
-    return MismatchError(
-        first.path,
-        expected=f"the same {name} on every rank, as {expected!r} on rank 0",
-        found=f"{found!r} on rank {rank}",
-        hint="Call save with the same arguments on every rank",
-    )
 
 
 def check_idle(proposals: Mapping[int, RankProposal]) -> None:

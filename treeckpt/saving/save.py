@@ -32,7 +32,7 @@ from .commit import PUBLISHED_HINT, remove_files, shard_names
 from .messages import CommitResult, WriteReport
 from .options import LineageSource, SaveOptions
 from .session import previous_save
-from .shard_writer import InlineWriter, ShardWriter, TreeSource, WriteResult
+from .shard_writer import InlineWriter, ShardWriter, TreeShardSource, WriteResult
 
 __all__ = ["complete", "save_report", "save_tree"]
 
@@ -57,7 +57,7 @@ def save_tree(
         assert agreed is not None, "only a save in the background is skipped"
         agreed = agreed.with_lineage()
         plan = agreed.plan
-        source = TreeSource(plan, agreed.sources) if plan is not None else None
+        source = TreeShardSource(plan, agreed.sources) if plan is not None else None
         writer = InlineWriter(store, agreed.info, plan, recorder, source, error=agreed.error)
         try:
             with agreed.round.heartbeats():

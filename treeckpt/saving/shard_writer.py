@@ -42,7 +42,7 @@ from .messages import CommitResult, FileRow, WriteReport
 from .plan_cache import GlobalPlan
 from .shard_stream import ShardFile, ShardSource, write_files
 
-__all__ = ["InlineWriter", "ShardWriter", "TreeSource", "WriteResult"]
+__all__ = ["InlineWriter", "ShardWriter", "TreeShardSource", "WriteResult"]
 
 
 class WriteResult(msgspec.Struct, frozen=True, array_like=True):
@@ -81,7 +81,7 @@ class ShardWriter(Protocol):
         ...
 
 
-class TreeSource(msgspec.Struct, frozen=True):
+class TreeShardSource(msgspec.Struct, frozen=True):
     """Shards straight out of the tree's arrays."""
 
     plan: GlobalPlan

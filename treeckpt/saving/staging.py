@@ -24,7 +24,7 @@ from .plan_cache import GlobalPlan
 from .shard_stream import ShardSource, append_entry, piece_of
 from .staging_memory import PinMemory, area_offsets
 
-__all__ = ["StagedSource", "cuda_pinning", "order_device_copies", "stage"]
+__all__ = ["StagedShardSource", "cuda_pinning", "order_device_copies", "stage"]
 
 ADDRESS_COPY_LIMIT = 32 << 10
 """Bytes below which arrays are copied by address: for a larger one the time that numpy takes to begin is small."""
@@ -53,7 +53,7 @@ def cuda_pinning() -> PinMemory | None:
 
 
 @runtime_checkable
-class DeviceArray(Protocol):
+class HostCopyable(Protocol):
     """An array that its library copies to host memory."""
 
     def copy_to(self, box: Box, out: np.ndarray) -> Callable[[], None] | None:
@@ -69,7 +69,7 @@ class _MemorySink:
     """Memory that is filled from the front.
 
     Args:
-        delayed: gets the large copies, to be made later; None where the source is gone by then.
+        delayed: gets the large copies, to be executed later; None where the source is gone by then.
     """
 
     def __init__(self, memory: np.ndarray, delayed: list[ByteCopy] | None) -> None:
@@ -145,13 +145,13 @@ def _stage_entry(
     piece = piece_of(write, pieces)
     if isinstance(piece.data, (HostArray, HostMemory)):
         append_entry(_MemorySink(target, delayed), write, pieces)
-    elif not isinstance(piece.data, DeviceArray):  # what is read for the copy is gone after that
+    elif not isinstance(piece.data, HostCopyable):  # what is read for the copy is gone after that
         append_entry(_MemorySink(target, None), write, pieces)
     elif (wait := piece.data.copy_to(write.region.relative_to(piece.region).slices(), target)) is not None:
         device_copies.append(wait)
 
 
-class StagedSource:
+class StagedShardSource:
     """Shards out of staging memory, where each data area is one entry.
 
     Args:

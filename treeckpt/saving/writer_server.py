@@ -27,7 +27,7 @@ from .commit import SaveInfo
 from .plan_cache import GlobalPlan, compute_plan
 from .process_channel import ProcessChannel, WriterGone
 from .shard_writer import InlineWriter, WriteResult
-from .staging import StagedSource
+from .staging import StagedShardSource
 from .staging_memory import map_arena
 
 __all__ = [
@@ -220,7 +220,7 @@ class WriterServer:
                 raise error
             plan = self._plan
             assert plan is not None, "the plan is sent before the save"
-            source, store = StagedSource(plan, self._arenas[request.arena]), _open_store(request.address)
+            source, store = StagedShardSource(plan, self._arenas[request.arena]), _open_store(request.address)
         except Exception as failed:
             return Answer(_encode(WriteResult(to_fault(failed, info.rank))), (), _trace(failed))
         recorder = Recorder.resumed(info.rank, request.recorder)
