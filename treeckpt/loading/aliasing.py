@@ -1,8 +1,8 @@
-"""Leaves of a target that share memory: two different arrays are never put into one place, where the last would win.
+"""Checks leaves of a target that share memory: two different saved arrays are never written to the same memory.
 
-Leaves of a target may be one tensor, or views of one. That is right where what was saved for them is one array too, by
-the index, or has the same bytes; these are then read to the side and compared, before anything is written. A leaf that
-the checkpoint lacks is not missing where it is one array with another that is filled.
+Leaves of a target may be one tensor, or views of one. That is allowed where the saved leaves are one array too, by the
+index, or have the same bytes; then these are read into other memory and compared, before anything is written. A leaf
+that the checkpoint lacks is not missing where it is one array with another that is filled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Wanted(msgspec.Struct, frozen=True, gc=False):
 
 
 def check_ties(wanted: Sequence[Wanted]) -> None:
-    """Refuses arrays that differ where they would be put into the same memory.
+    """Refuses arrays that differ where they would be written to the same memory.
 
     Raises:
         MismatchError: naming two of them.
@@ -63,12 +63,12 @@ def check_ties(wanted: Sequence[Wanted]) -> None:
 def tied_to(
     lacking: Sequence[tuple[str, Any]], there: Sequence[tuple[T, Any]], rank: int, *, in_place: bool
 ) -> dict[str, T]:
-    """The leaves that are lacking in a checkpoint and are one array with one that is there, each with that one.
+    """Returns the leaves that a checkpoint lacks and that are one array with one that it has, each with that one.
 
     Args:
         lacking: (path, leaf).
-        there: (whatever tells it, leaf).
-        in_place: whether one object in both places is one array; as a pattern of new arrays it may stand for two.
+        there: (a name for it, leaf).
+        in_place: whether one object in both places is one array; as a pattern of new arrays it may mean two.
     """
     shapes = {leaf.shape for _, leaf in lacking if hasattr(leaf, "shape")}
     alike = [(name, leaf) for name, leaf in there if getattr(leaf, "shape", None) in shapes] if shapes else []
@@ -84,7 +84,7 @@ def tied_to(
 
 
 def _place_of(leaf: object, rank: int) -> object:
-    """Equal for leaves of which to fill one is to fill the other; None for one without memory."""
+    """Returns a key, equal for leaves that are filled together; None for a leaf without memory."""
     try:
         target = target_of(leaf, "", rank)
     except TreeckptError:
@@ -99,7 +99,7 @@ def are_equal(first: tuple[Load, str], second: tuple[Load, str], spec: ArraySpec
 
 
 def _fill(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
-    """Reads what is meant for targets into other memory."""
+    """Reads what is wanted for targets into other memory."""
     batches: dict[Load, ReadBatch] = {}
     for number, parts in pieces:
         job, path, target = wanted[number].job, wanted[number].path, wanted[number].target
@@ -117,7 +117,7 @@ def _leaf(wanted: Wanted) -> Leaf:
 
 
 def _is_one(first: Wanted, second: Wanted) -> bool:
-    """Whether the index tells that what is meant for two targets is the same wherever they meet."""
+    """Whether two targets take the same saved bytes wherever they share memory, by the index."""
     if first.job is not second.job or first.target.spec.dtype != second.target.spec.dtype:
         return False
     a, b = _leaf(first), _leaf(second)
@@ -128,13 +128,13 @@ def _is_one(first: Wanted, second: Wanted) -> bool:
 
 
 def identity_of(leaf: Leaf) -> object:
-    """Equal for saved leaves that are one array, or the same view of one."""
+    """Returns a key, equal for saved leaves that are one array, or the same view of one."""
     record = leaf.record
     return (record.of, record.view) if isinstance(record, AliasRecord) else (leaf.number, None)
 
 
 def _place(leaf: Leaf, target: Target) -> tuple[int, int] | None:
-    """The array that a leaf shows all or a part of, and where it would begin in memory if all of it were there.
+    """Returns the number of the saved array of a leaf, and the address at which all of it would start in memory.
 
     None where the elements do not lie as they did when they were saved.
     """

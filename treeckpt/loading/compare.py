@@ -1,6 +1,6 @@
-"""Do two checkpoints hold the same numbers, and by how much do they differ?
+"""Compares the arrays of two checkpoints, and measures how much they differ.
 
-Checksums of the shards' headers answer first, for nothing: what they call equal or changed is not read to know it.
+Checksums in the shards' headers are compared first: arrays that these show to be equal or changed need no read.
 `delta_of` reads two arrays, a part at a time, and measures the difference. Nothing here needs torch.
 """
 
@@ -56,14 +56,14 @@ class ValueChange(msgspec.Struct, frozen=True):
 
 
 def verdict_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf) -> Verdict:
-    """What checksums say of two arrays of one shape and dtype."""
+    """Returns the verdict of the checksums on two arrays of one shape and dtype."""
     return compare_bytes(a.index, x, b.index, y, (a.checksums, b.checksums))
 
 
 def value_changes(
     a: Checkpoint, b: Checkpoint, found: Diff | None = None, *, exact: bool = True
 ) -> Iterator[ValueChange]:
-    """The arrays that both checkpoints have, and whose contents differ.
+    """Yields the arrays that both checkpoints have, and whose contents differ.
 
     Args:
         found: the difference of the indexes, if it is known.
@@ -111,7 +111,7 @@ def delta_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf, *, cap: int | None 
 
 
 class _Sums:
-    """What is known of the parts that were compared so far."""
+    """Totals over the parts that were compared so far."""
 
     def __init__(self) -> None:
         self.compared = self.changed = self.finite = self.not_finite = 0

@@ -47,7 +47,7 @@ def open_for_survey(
 
 
 def survey_opened(store: Store, opened: OpenedShard, size: int) -> list[BadBytes]:
-    """What is bad of a shard with a header that is believed, by where it starts."""
+    """Returns the damaged bytes of a shard whose header is intact, by where they start."""
     file = opened.file
     whole = file.header + file.nbytes
     found = list(_bad_blocks(store, opened, min(size, whole) - file.header))
@@ -80,7 +80,7 @@ def _bad_blocks(store: Store, opened: OpenedShard, there: int) -> Iterator[BadBy
 
 
 def _error_of(store: Store, opened: OpenedShard, start: int, out: memoryview) -> str:
-    """What reading fails with; empty if it does not."""
+    """Returns the text of the error of a read; empty if it succeeds."""
     try:
         store.read_into(opened.file.name, opened.file.header + start, out)
     except (CheckpointError, OSError) as error:
@@ -89,7 +89,7 @@ def _error_of(store: Store, opened: OpenedShard, start: int, out: memoryview) ->
 
 
 def _joined(found: list[BadBytes]) -> list[BadBytes]:
-    """Neighbours that are bad for the same reason, as one."""
+    """Joins neighbours that are damaged for the same reason."""
     joined: list[BadBytes] = []
     for bad in found:
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""Which rows of saved slots belong to which ids: slots that stand beside the ids of another table are joined to these.
+"""Joins slots to the ids of another table, id by id.
 
 Rules and banks of checkpoints can put a slot beside ids that it was not saved with. The ids of its rows are those of
 the table in which it was saved, whatever rules make of the rest of that table.
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """The rows that are wanted of a table."""
+    """The wanted rows of a table."""
 
     spec: TableSpec
     saved: int
@@ -63,13 +63,13 @@ class Join(msgspec.Struct, frozen=True):
 
 
 def ids_beside(path: str) -> str | None:
-    """Where the ids stand of the table that has a slot at a path; None for a path of no slot."""
+    """Returns the path of the ids of the table that has a slot at a path; None for a path of no slot."""
     *table, slots, _ = ("", *path.split("/"))
     return "/".join([*table[1:], TABLE_KEYS[0]]) if slots == TABLE_KEYS[2] else None
 
 
 def ids_to_join(giver: Load, leaf: Leaf, path: str, home: Load, ids: Leaf) -> Leaf | None:
-    """The ids that a slot was saved with; None where these are the ids of its table, or each row is alike.
+    """Returns the ids that a slot was saved with; None where these are the ids of its table, or all rows are equal.
 
     Raises:
         MismatchError: there are none, or rules moved its rows.
@@ -91,14 +91,14 @@ def ids_to_join(giver: Load, leaf: Leaf, path: str, home: Load, ids: Leaf) -> Le
 
 
 def _saved_ids(job: Load, slot: str) -> Leaf | None:
-    """The ids that a slot of this name was saved with."""
+    """Returns the ids that a slot of this name was saved with."""
     leaves = job.index.by_path.get(ids_beside(slot) or "", ())
     own = [leaf for leaf in leaves if leaf.ranks is None or job.source_rank in decode_runs(leaf.ranks)]
     return next((leaf for leaf in own if leaf.number in job.index.tables), None)
 
 
 def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
-    """The ids of some rows of a table."""
+    """Reads the ids of some rows of a table."""
     ids = np.empty(rows.count, np.int64)
     if rows.picked is None:
         read_now(job, leaf, path, Region((rows.start,), (rows.count,)), Into(ids))
@@ -108,7 +108,7 @@ def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
 
 
 def join(ids: np.ndarray, theirs: np.ndarray, rows: Rows) -> Join:
-    """Finds ids among those of other rows."""
+    """Finds the rows that have given ids."""
     order = np.argsort(theirs)
     at = np.searchsorted(theirs, ids, sorter=order)
     at = order[np.minimum(at, len(theirs) - 1)] if len(theirs) else at
@@ -119,13 +119,13 @@ def join(ids: np.ndarray, theirs: np.ndarray, rows: Rows) -> Join:
 
 
 def all_rows(job: Load, ids: Leaf) -> Rows:
-    """All rows of the table with these ids."""
+    """Returns all rows of the table with these ids."""
     assert ids.spec is not None, "ids are an array"
     return Rows(job.index.tables[ids.number], ids.spec.shape[0], 0, ids.spec.shape[0])
 
 
 class Into:
-    """Takes a stretch of a one-dimensional array."""
+    """Writes to a one-dimensional array."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array.view(raw_dtype(array.itemsize))
@@ -135,7 +135,7 @@ class Into:
 
 
 def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> None:
-    """Reads a part of an array at once, before it is known what else to read."""
+    """Reads a part of an array at once, because what else is read depends on it."""
     saved = leaf.spec
     assert saved is not None, "arrays only are read"
     if saved.dtype != "int64":
@@ -147,7 +147,7 @@ def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> Non
 
 
 def no_plain_rows(path: str, wanted: Any, where: str) -> MismatchError:
-    """The error for plain arrays, which have no ids to join rows by."""
+    """Returns the error for plain arrays, which have no ids to join rows by."""
     return MismatchError(
         path,
         expected=f"a KeyedTable in like, to join rows of {where} by id",

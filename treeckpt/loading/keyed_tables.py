@@ -1,15 +1,15 @@
-"""Which rows of a saved table does this rank want, and where do they lie?
+"""Finds the rows of a saved table that this rank wants, and reads them.
 
-Rows are saved in the order of their buckets, so where the table that is wanted is parted as the saved one, its owner's
-rows are one range, and two numbers of `offsets` say which. Where it is parted otherwise (another function, another
-number of buckets), all ids are read, and of every slot the rows that are wanted are picked while it streams by.
+Rows are saved in the order of their buckets. Where the wanted table has the buckets of the saved one, a rank's rows are
+one range, given by two numbers of `offsets`. Where it has others (another function, another number of buckets), all ids
+are read, and the wanted rows of every slot are selected while the slot is read.
 
 Rows of a slot that come from another table than the ids, by rules or from another checkpoint, are joined to these by
-the ids of the table that they were saved with. An id that this table lacks is filled where the target says with what,
-and else refused.
+the ids of the table that they were saved with. An id that this table lacks is filled where the target has a fill
+value, and refused otherwise.
 
-Nothing of a table is left half loaded: a slot that is not in the checkpoint, or not selected, is filled where the
-target says with what, and else refused, for its old rows are not those of the new ids.
+A table is never loaded in part: a slot that is not in the checkpoint, or not selected, is filled where the target has a
+fill value, and refused otherwise, because its old rows are not those of the new ids.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OFFSETS = TABLE_KEYS[1]
 
 
 def find_column(job: Load, column: Column, path: str) -> Leaf | None:
-    """The saved leaf of a column; None where it stays as it is, or is filled.
+    """Returns the saved leaf of a column; None where it stays as it is, or is filled.
 
     Raises:
         MismatchError: it would keep rows that are not those of the ids.
@@ -91,7 +91,7 @@ def find_column(job: Load, column: Column, path: str) -> Leaf | None:
 
 
 def column_slot(job: Load, column: Column, path: str, leaf: Leaf | None) -> LeafPlaceholder:
-    """Wants the rows of a column, or fills them."""
+    """Adds the rows of a column to what is read, or fills them."""
     ids_path = _prefix(column, path) + TABLE_KEYS[0]
     ids = job.find(ids_path) if job.selected(ids_path) else None
     if column.kind == "offsets" or ids is None:
@@ -173,7 +173,7 @@ def _find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, le
 
 
 class _Chosen:
-    """Looks at ids as they are read, and keeps which are in a range of buckets."""
+    """Finds, while ids are read, which of them are in a range of buckets."""
 
     def __init__(self, rows: int, spec: TableSpec, owned: tuple[int, int]) -> None:
         self.mask, self._spec, self._owned = np.zeros(rows, bool), spec, owned
@@ -184,14 +184,14 @@ class _Chosen:
 
 
 def _scan(job: Load, leaf: Leaf, path: str, rows: int, spec: TableSpec, owned: tuple[int, int]) -> np.ndarray:
-    """The numbers of the rows of a range of buckets, by a look at all ids."""
+    """Returns the numbers of the rows of a range of buckets, from all ids."""
     chosen = _Chosen(rows, spec, owned)
     read_now(job, leaf, path, Region((0,), (rows,)), chosen)
     return np.flatnonzero(chosen.mask)
 
 
 def _range(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> LeafPlaceholder:
-    """Wants rows that follow each other."""
+    """Adds a range of rows to what is read."""
     if rows.count == rows.saved:
         return job.array(path, leaf, whole, job.new, whole)
     row = whole.shape[1:]
@@ -201,7 +201,7 @@ def _range(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> Le
 
 
 def _picked(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> LeafPlaceholder:
-    """Wants rows from here and there: all are read, and those that are not wanted let go of at once."""
+    """Adds scattered rows to what is read: all rows are read, and the unwanted ones are dropped at once."""
     numbers = rows.picked
     assert numbers is not None, "asked before"
 
@@ -214,7 +214,7 @@ def _picked(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> L
 
 
 def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) -> Target:
-    """A slot of one number."""
+    """Returns a new slot that is filled with one number."""
     spec = msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:]))
     target = job.new(spec, path)
     number = np.array([fill], np.float64).view(raw_dtype(8))
@@ -227,7 +227,7 @@ def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) ->
 
 
 def _check(job: Load, slot: LeafPlaceholder, rows: Rows, column: Column, path: str) -> None:
-    """Compares ids that were loaded with the buckets that they were loaded for."""
+    """Checks that the loaded ids are in the buckets that they were loaded for."""
     if rows.picked is not None or not rows.count:
         return
     source = source_of(slot.leaf, path, job.here)
@@ -243,7 +243,7 @@ def _check(job: Load, slot: LeafPlaceholder, rows: Rows, column: Column, path: s
 
 # slots of another table than the ids ------------------------------------------------------------------------------
 def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
-    """Wants a slot for a table whose ids come from another one; None for all other leaves."""
+    """Adds a slot of a table whose ids come from another one; None for all other leaves."""
     path, spec = leaf.path, leaf.spec
     ids_path = ids_beside(path)
     if ids_path is None or spec is None:
@@ -261,7 +261,7 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
 
 
 def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
-    """Refuses to put a slot beside the ids of another table into plain arrays.
+    """Refuses to load a slot beside the ids of another table into plain arrays.
 
     Raises:
         MismatchError: the slot has ids of its own.
@@ -275,7 +275,7 @@ def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
 def _joined(
     job: Load, giver: Load, leaf: Leaf, path: str, wanted: ArraySpec, found: Join, fill: float | None
 ) -> LeafPlaceholder:
-    """Wants the rows of a slot where their ids stand in the table of `job`."""
+    """Adds the rows of a slot, each in the place of its id in the table of `job`."""
     assert leaf.spec is not None, "slots are arrays"
     missing, count = found.missing, len(found.rows) + len(found.missing)
     if len(missing) and fill is None:

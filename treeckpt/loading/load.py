@@ -1,8 +1,8 @@
-"""The load: match what is wanted with what was saved, have it read, and put the tree together.
+"""Loads a tree: matches what is wanted with what was saved, reads it, and builds the tree.
 
-Keys, kinds, shapes, dtypes and layouts are checked before memory is touched, and then that every shard which is needed
-is there, whole and of this save. Checksums are compared as the bytes are put in place, or all of them before. Ranks do
-not talk, unless they share the reading: each reads the ranges that it wants.
+Keys, kinds, shapes, dtypes and layouts are checked before memory is touched; then every needed shard is checked to be
+there, whole and of this save. Checksums are compared as the bytes are put in place, or all of them before. Ranks do not
+communicate, unless they share the reads: each reads the ranges that it wants.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["load_into_from", "load_into_tree", "load_tree", "sequences_of"]
 
 
 def _as_saved(job: Load) -> Callable[[], object]:
-    """Wants the whole tree, or what `select` leaves of it; gives what builds it once the arrays have been read.
+    """Adds the selected leaves of the tree to what is read; returns a function that builds the tree after that.
 
     Unselected leaves are `...`.
     """
@@ -105,7 +105,7 @@ def _alias(leaf: Leaf, made: dict[int, LeafPlaceholder], job: Load) -> Any:
 
 
 def _own_structure(structure: Structure, job: Load) -> Walk[Structure]:
-    """The structure with each `PerRank` reduced to the subtree of the rank that is wanted, as this rank's own."""
+    """Reduces each `PerRank` of a structure to the subtree of the source rank, as this rank's own."""
     if structure is None:
         return None
     if isinstance(structure, PerRankNode):
@@ -126,7 +126,7 @@ def _is_array_like(leaf: object) -> bool:
 
 
 class _Matched(msgspec.Struct):
-    """The leaves of a tree, in its order, and what each becomes."""
+    """The leaves of a tree, in order, and a placeholder for each."""
 
     leaves: list[tuple[str, object]]
     slots: list[LeafPlaceholder]
@@ -134,12 +134,12 @@ class _Matched(msgspec.Struct):
     """The ids of sequences of values that are leaves here, as they take the saved content whole."""
 
     def put_into(self, tree: object, leaves: Iterable[object], namespace: str) -> object:
-        """The tree with other leaves."""
+        """Returns the tree with other leaves."""
         return replace_leaves(tree, iter(leaves), namespace=namespace, whole=self.whole)
 
 
 def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
-    """The leaves of a tree like this, and slots for them; arrays are wanted, not yet read."""
+    """Matches the leaves of a tree with saved ones; arrays are added to what is read, not yet read."""
     structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     sequences = sequences_of(job, like, structure)
     whole = frozenset(id(one.here) for one in sequences.values())
@@ -183,7 +183,7 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
 
 
 def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Taking]:
-    """The sequences of values in a tree of a structure that take the saved ones whole, by path."""
+    """Returns the sequences of values in a tree that take the saved ones whole, by path."""
     try:
         if structure == job.view.structure:
             return {}
@@ -205,7 +205,7 @@ def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Tak
 
 
 def _content(job: Load, one: Taking) -> object:
-    """What a sequence of values takes."""
+    """Returns the saved content of a sequence of values."""
     values = (job.value(leaf, path) for path in one.paths if (leaf := job.find(path)) is not None)
     return one.content(values, resolve=resolve, namespace=job.options.namespace)
 
@@ -228,7 +228,7 @@ def _check_container(job: Load, wanted: object, path: str) -> None:
 
 
 def _tied(job: Load, pairs: Sequence[tuple[object, str, Leaf | None]], *, in_place: bool) -> dict[str, int]:
-    """The missing leaves that are one array with a leaf which was found, each with the number of that leaf."""
+    """Returns the missing leaves that are one array with a found leaf, each with the number of that leaf."""
     missing = set(job.missing)
     there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
     lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
@@ -319,7 +319,7 @@ def load_into_from(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
 def _prepare_into(
     checkpoint: Checkpoint, tree: object, comm: Comm, options: LoadOptions
 ) -> tuple[Load, object, list[Wanted]]:
-    """What is to be read into a tree, and the tree with its new values."""
+    """Returns a load with what is to be read into a tree, and the tree with its new values."""
     job, here = Load(checkpoint, comm, options), global_rank(comm)
     wanted: list[Wanted] = []
 

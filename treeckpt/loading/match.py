@@ -1,6 +1,6 @@
-"""One load's view of a checkpoint: which saved leaf is wanted where, and may it go there?
+"""Matches the saved leaves of a checkpoint with the wanted ones.
 
-Finds leaves by path and rank, decodes values, and asks for arrays to be read; compares keys, shapes and dtypes before
+Finds leaves by path and rank, decodes values, and adds arrays to what is read; compares keys, shapes and dtypes before
 any memory is touched.
 """
 
@@ -33,11 +33,11 @@ from .transforms.view import MadeLeaf, plain_view, ruled_view
 __all__ = ["MEMORY", "Load", "LoadOptions", "Make", "check_same"]
 
 MEMORY = 64 << 20
-"""Bytes of buffers that a load may take, unless told otherwise."""
+"""Bytes of buffers that a load may take, by default."""
 
 
 class LoadOptions(msgspec.Struct, frozen=True):
-    """The knobs of a load; see `treeckpt.load`."""
+    """The options of a load; see `treeckpt.load`."""
 
     select: tuple[str, ...] | None = None
     strict: bool = True
@@ -71,7 +71,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
                 raise MismatchError(name, expected=" or ".join(map(repr, known)), found=f"{given!r:.60}")
 
     def selects(self, path: str) -> bool:
-        """Whether a path is asked for: `select` names it or something above it, and `exclude` does not."""
+        """Whether a path is wanted: `select` names it or a path above it, and `exclude` does not."""
         if (self.select is not None and not compile_globs(self.select).match(path)) or (
             self.only is not None and path not in self.only
         ):
@@ -79,11 +79,11 @@ class LoadOptions(msgspec.Struct, frozen=True):
         return self.exclude is None or not compile_globs(self.exclude).match(path)
 
     def check_used(self, saved: Callable[[], Iterable[str]], others: Callable[[], Iterable[str]] = tuple) -> None:
-        """Refuses globs that mean nothing, under `strict`.
+        """Refuses globs that match nothing, under `strict`.
 
         Args:
-            saved: gives the names that `select` may mean.
-            others: gives what `exclude` may mean too.
+            saved: returns the names that `select` may match.
+            others: returns further names that `exclude` may match.
 
         Raises:
             MismatchError: naming one.
@@ -95,7 +95,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
 
 
 Make = Callable[[Any, str], Target | None]
-"""Gives the target of a wanted leaf at a path."""
+"""Returns the target of a wanted leaf at a path."""
 
 
 class Load:
@@ -123,11 +123,11 @@ class Load:
         self.unexpected: list[str] = []
 
     def selected(self, path: str) -> bool:
-        """Whether a path is asked for, it can be had, and no rule has it stay as it is."""
+        """Whether a path is wanted, is not damaged, and no rule leaves it as it is."""
         return self.options.selects(path) and path not in self.damaged and not self.view.is_kept(path)
 
     def _damaged(self) -> dict[str, tuple[Damaged, ...]]:
-        """By path, what of a leaf is damaged, as the rank sees it whose state is loaded."""
+        """Returns the damaged parts of each leaf by path, for the rank whose state is loaded."""
         hurt = damaged_leaves(self.index, self.options.bad or (), rank=self.source_rank)
         if not hurt:
             return {}
@@ -140,7 +140,7 @@ class Load:
         return found
 
     def find(self, path: str) -> Leaf | None:
-        """The saved leaf at a path; under `PerRank` the one of the rank that is wanted."""
+        """Returns the saved leaf at a path; under `PerRank` the one of the source rank."""
         found = self.view.by_path.get(path)
         if found is None:
             return None
@@ -165,11 +165,11 @@ class Load:
         )
 
     def owns(self, leaf: Leaf) -> bool:
-        """Whether a leaf under `PerRank` is that of the rank that is wanted; refuses what `find` does."""
+        """Whether a leaf under `PerRank` is that of the source rank; refuses what `find` does."""
         return self.source_rank in decode_runs(leaf.ranks or ()) and self.find(leaf.path) is leaf
 
     def value(self, leaf: Leaf, path: str) -> object:
-        """A saved value."""
+        """Returns a saved value."""
         record = leaf.record
         self.loaded += 1
         if isinstance(record, PerRankValues):
@@ -179,7 +179,7 @@ class Load:
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
     def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Make, wanted: object) -> LeafPlaceholder:
-        """Wants an array: as a view of what is read where that is possible, else in the target that `make` makes."""
+        """Adds an array to what is read: as a view of it if possible, else in the target that `make` returns."""
         self.loaded += 1
         self.claim(path, leaf)
         if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
@@ -202,7 +202,7 @@ class Load:
         return self.batch.add_target(path, leaf, target)
 
     def claim(self, path: str, leaf: Leaf) -> None:
-        """Counts what the index says an array takes, once, before memory is allocated for it."""
+        """Counts the bytes of an array once, by the index, before memory is allocated for it."""
         for source in leaf.sources.values() if isinstance(leaf, MadeLeaf) else (leaf,):
             if source.number not in self._claimed:
                 self._claimed.add(source.number)
@@ -219,7 +219,7 @@ class Load:
         self.batch.read_nbytes += batch.read_nbytes
 
     def new(self, spec: Any, path: str) -> Target:
-        """A new array where the options put it."""
+        """Returns a new array on the device of the options."""
         return new_array(spec, path, self.options.device, take=self.take)
 
     def _on_host(self, spec: ArraySpec) -> bool:
@@ -229,7 +229,7 @@ class Load:
         return device == "cpu" or (device is None and spec.device is None)
 
     def check(self, path: str, leaf: Leaf, wanted: ArraySpec) -> None:
-        """Compares what is wanted with what was saved.
+        """Compares the wanted shape and dtype with the saved ones.
 
         Raises:
             MismatchError: of shape or dtype.
@@ -258,7 +258,7 @@ class Load:
         return f", by the rules {chain}" if chain else ""
 
     def check_keys(self, asked: set[str], left_out: Sequence[str]) -> None:
-        """Compares what was asked for with what is there.
+        """Compares the wanted paths with the saved ones.
 
         Args:
             left_out: paths of `...` in like, each of which stands for all that was saved below it.
@@ -292,7 +292,7 @@ class Load:
 
 
 def check_same(missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Refuses leaves that are only wanted, or only there.
+    """Refuses leaves that are only wanted, or only saved.
 
     Raises:
         MismatchError: naming some of them.

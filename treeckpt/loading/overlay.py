@@ -1,7 +1,7 @@
-"""Loading one tree from several checkpoints, each of which gives some parts; of a leaf in several the last one's wins.
+"""Loads one tree from several checkpoints; where several have a leaf, the last one's is taken.
 
-Each checkpoint is seen through its own rules and globs. Who gives which leaf is settled first, from the indexes alone;
-then each is loaded as if it held nothing else, so no byte is read that another one replaces.
+Each checkpoint is seen through its own rules and globs. Which checkpoint provides which leaf is decided first, from the
+indexes alone; then each is loaded as if it had nothing else, so no byte is read that another one replaces.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Bank:
 
 
 def as_bank(path: Any) -> Bank | None:
-    """The bank that a path stands for; None for a single checkpoint."""
+    """Returns the bank for a path or a list; None for a single checkpoint."""
     if isinstance(path, Bank):
         return path
     if isinstance(path, From):
@@ -80,7 +80,7 @@ def as_bank(path: Any) -> Bank | None:
 
 
 class _Part(msgspec.Struct):
-    """One checkpoint, and what it is to give."""
+    """One checkpoint, and what it provides."""
 
     options: LoadOptions
     job: Load
@@ -121,17 +121,17 @@ def refuse_rules(rules: Sequence[Rule]) -> None:
 
 
 def _asked(like: Any, comm: Comm, options: LoadOptions) -> dict[str, Any]:
-    """The leaves of like, by path as in a checkpoint."""
+    """Returns the leaves of like, by path as in a checkpoint."""
     _, leaves = flatten(like, rank=comm.rank, namespace=options.namespace)
     return {any_rank(path, comm.rank): leaf for path, leaf in leaves}
 
 
 def _settled(bank: Bank, asked: Mapping[str, Any], comm: Comm, options: LoadOptions) -> list[_Part]:
-    """Who gives what, by the indexes.
+    """Decides from the indexes which checkpoint provides which leaf.
 
     Raises:
         CheckpointNotFound: one is missing that is not optional.
-        MismatchError: a glob means nothing, under `strict`.
+        MismatchError: a glob matches nothing, under `strict`.
     """
     refuse_rules(options.rules)
 
@@ -162,7 +162,7 @@ def _settled(bank: Bank, asked: Mapping[str, Any], comm: Comm, options: LoadOpti
 
 
 def globs_of(select: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Globs as a tuple."""
+    """Returns globs as a tuple."""
     if select is None:
         return None
     return (select,) if isinstance(select, str) else tuple(select)
@@ -177,14 +177,14 @@ def _check_asked(
     *,
     in_place: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """What is wanted that nobody gives, and what is given that nobody wants.
+    """Returns the wanted paths that no checkpoint provides, and the provided paths that are not wanted.
 
     Args:
         wanted: the leaves of like, by path.
-        in_place: what is one array with a leaf that is filled is filled, too.
+        in_place: a leaf that is one array with a filled leaf is filled too.
 
     Raises:
-        MismatchError: there is such, under `strict`.
+        MismatchError: there are such paths, under `strict`.
     """
     here = global_rank(comm)
     given = set[str]().union(*(part.wins for part in parts))
@@ -227,9 +227,9 @@ def _options(part: _Part) -> LoadOptions:
 
 
 def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> None:
-    """Has slots that are given to the ids of another checkpoint joined to them, id by id.
+    """Joins slots to ids that another checkpoint provides, id by id.
 
-    With `like` the checkpoint that gives the ids of a table loads all of it; without, each loads its own slots.
+    With `like` the checkpoint that provides the ids of a table loads all of it; without, each loads its own slots.
 
     Raises:
         MismatchError: `like` wants plain arrays, which have no ids.
@@ -272,7 +272,7 @@ def _load_bank(bank: Bank, like: object, comm: Comm, options: LoadOptions) -> tu
 
 
 def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object:
-    """One tree of several; `...` where none has a leaf."""
+    """Merges several trees; `...` where none has a leaf."""
     flat = [flatten(tree, rank=comm.rank, namespace=options.namespace) for tree in trees]
     structure = reduce(merge, (structure for structure, _ in flat))
     found = {any_rank(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}

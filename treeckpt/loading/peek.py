@@ -1,4 +1,4 @@
-"""A part of an array, read by its ranges alone: what a person looks at, without loading what is not looked at.
+"""Reads a part of an array by its byte ranges alone, for display.
 
 The region's chunks are planned as a load plans them (`core.planning.plan`). Where rounding out to blocks of checksums
 costs at most four times what is shown, or no more than a few blocks, they are compared; only the checksums of those
@@ -113,7 +113,7 @@ def _copy(data: np.ndarray, block: Block, copy: Copy, region: Region, out: np.nd
 
 
 def _front(store: Store, index: Index, file: File, size: int | None) -> Front:
-    """The front of the shard that the index means."""
+    """Reads the front of a shard, and checks that it is the file that the index describes."""
     label = f"{store.url}/{file.name}"
     if size != file.header + file.nbytes:
         raise CorruptError(

@@ -229,7 +229,7 @@ class ReadBatch:
         if relay is not None:
             parts = relay.agree(self._index.save_id, [_key(request) for request in requests])
         with together(relay):
-            self._work = [(p.members, list_tasks(reader, [requests[i] for i in p.wants], limit)) for p in parts]
+            self._work = [(p.members, list_tasks(reader, [requests[i] for i in p.requests], limit)) for p in parts]
         if verify == "first" and in_place:
             self._verify_first(reader, options)
         return reader

@@ -1,9 +1,9 @@
-"""What of a damaged checkpoint can be made again, and is proven to be what was written, is; the rest is left alone.
+"""Repairs a damaged checkpoint: rebuilds what is proven to equal what was written, and leaves the rest alone.
 
-The index is made from the headers of the shards. A shard's header is made from the index, and its own seal proves it;
-what was put behind the end of a shard is cut off where all before it is intact. Timings cannot be made again: they are
-a record beside the checkpoint. Each file that is replaced or taken away is kept under `<name>.<id>.damaged`; the new
-one takes its name in one step (in a store without renames it is written anew, from the copy that was kept).
+The index is rebuilt from the headers of the shards. A shard's header is rebuilt from the index, and its own seal proves
+it; bytes after the end of a shard are cut off where all before them are intact. Timings cannot be rebuilt: they are a
+record beside the checkpoint. Each file that is replaced or removed is kept as `<name>.<id>.damaged`; the new file takes
+its name in one step (in a store without renames it is written again, from the copy that was kept).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _drop_timings(store: Store, save_id: str, repairs: list[Repair]) -> None:
 
 
 def _repair_shard(store: Store, index: Index, file: File, repairs: list[Repair]) -> None:
-    """Gives a shard its header back, and its end, where that leaves nothing in doubt."""
+    """Rebuilds the header and the length of a shard, where the seal proves the result."""
     size, whole = store.sizes().get(file.name), file.header + file.nbytes
     bad = survey_shard(store, index, file, size)
     if not bad or size is None or size < whole:
@@ -121,7 +121,7 @@ def _repair_shard(store: Store, index: Index, file: File, repairs: list[Repair])
 
 
 def _header_again(store: Store, index: Index, file: File, bad: list[BadBytes]) -> tuple[bytes | None, list[str]]:
-    """The header that a shard is to have, and what is done to it; None where it is not known, or right already."""
+    """Returns the header that a shard should have, and what is done to it; None where it is unknown or right."""
     old = bytearray(file.header)
     store.read_into(file.name, 0, memoryview(old))
     if bad[0].start:
@@ -133,7 +133,7 @@ def _header_again(store: Store, index: Index, file: File, bad: list[BadBytes]) -
 
 
 def _hashes(store: Store, file: File) -> list[int]:
-    """The checksums of the data as it is now."""
+    """Returns the checksums of the data as it is now."""
     buffer = aligned_buffer(BLOCK)
     found: list[int] = []
     for at in range(0, file.nbytes, BLOCK):
@@ -147,7 +147,7 @@ def _hashes(store: Store, file: File) -> list[int]:
 
 
 def _keep(store: Store, name: str) -> str:
-    """Keeps a file's content under another name; gives that name."""
+    """Keeps a file's content under another name, and returns that name."""
     aside = damaged_name(name, secrets.token_hex(8))
     if isinstance(store, LocalStore):
         with contextlib.suppress(OSError):  # not every file system has hard links
@@ -159,10 +159,10 @@ def _keep(store: Store, name: str) -> str:
 
 
 def _copy(store: Store, source: str, target: str, nbytes: int, header: bytes = b"") -> None:
-    """Writes a new file of another one's first bytes, durably.
+    """Copies the first bytes of a file to a new file, durably.
 
     Args:
-        header: stands in the place of what the other one begins with; a multiple of a page.
+        header: replaces the first bytes; its size is a multiple of a page.
     """
     writer = store.create(target, nbytes)
     try:
@@ -182,7 +182,7 @@ def _copy(store: Store, source: str, target: str, nbytes: int, header: bytes = b
 
 
 def _rewrite(store: Store, file: File, header: bytes, aside: str) -> None:
-    """Gives a shard another header and its right length."""
+    """Replaces a shard's header, and cuts the shard to its length."""
     whole = file.header + file.nbytes
     if isinstance(store, LocalStore):
         temporary = f".{file.name}.{secrets.token_hex(8)}.tmp"

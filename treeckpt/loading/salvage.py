@@ -1,8 +1,8 @@
-"""Loading what is left of a damaged checkpoint: all is compared with its checksums first, then the rest is loaded.
+"""Finds what is damaged in a checkpoint, so that a load can leave it out.
 
-Whether a leaf can be had is a fact of the whole leaf, the same for every rank whatever part of it that rank wants:
-else some would go on with the saved half of an array and others with their own. So the ranks share the shards out,
-and tell each other what they found.
+A leaf is damaged as a whole, for every rank, whatever part of it a rank wants: otherwise some ranks would continue with
+the saved half of an array and others with their own. So the ranks divide the shards among them, compare all checksums,
+and exchange what they found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["salvaging", "survey"]
 
 
 def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
-    """All bytes of a checkpoint's shards that are not as saved. Every rank has to call.
+    """Returns all bytes of a checkpoint's shards that differ from what was saved. Every rank has to call.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
@@ -41,10 +41,10 @@ def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
 
 
 def salvaging(checkpoints: Sequence[Checkpoint], comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadOptions:
-    """The options of a load with what is damaged, where that is to be skipped.
+    """Returns the options of a load, with the damaged bytes where `on_corrupt` is "skip".
 
     Raises:
-        MismatchError: no such word, or several checkpoints.
+        MismatchError: another value of `on_corrupt`, or several checkpoints.
     """
     if on_corrupt == "error":
         return options

@@ -1,11 +1,11 @@
-"""Reading once per host what several ranks want: each rank reads its part, and they hand it on to each other.
+"""Reads once per host what several ranks want: each rank reads a part and sends it to the others.
 
-Ranks first tell each other, by digests, what they want; what several ranks of one host want is read by one of them in
-turn, verified, and sent to the others over torch.distributed, in a gloo group of its own. All go through the same list
-of stretches in the same order, a few under way at once, so nobody waits in a circle. A rank that fails goes on through
-the list and says so with each stretch that it should have sent: then all raise, and none is left waiting.
+Ranks first exchange digests of what they want. What several ranks of one host want is read by one of them in turn,
+verified, and sent to the others over torch.distributed, in a gloo group of its own. All ranks go through the same list
+of reads in the same order, a few in flight at once, so there is no circular wait. A rank that fails goes on through the
+list and reports the failure with each read that it should have sent: then all raise, and none waits forever.
 
-Unlike all else in treeckpt this is collective: every rank has to call the load.
+Unlike the rest of treeckpt this is collective: every rank has to call the load.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from .read_tasks import ReadTask, buffers_for, run_tasks
 __all__ = ["Part", "SharedRead", "open_relay", "together"]
 
 WINDOW = 4
-"""Stretches that are under way at once."""
+"""Reads that are in flight at once."""
 READERS = 2
 _MEMORY = "relay"
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Wants that the same ranks have in common."""
+    """Requests that the same ranks have in common."""
 
     members: tuple[int, ...]
-    wants: list[int]
-    """Their numbers on this rank, in the order in which all members have them."""
+    requests: list[int]
+    """Their numbers on this rank, in the order that all members use."""
 
 
 class SharedRead:
-    """The ranks of a world, as one of them reaches the others."""
+    """The ranks of a world that share their reads, seen from one of them."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group, self._rank, self._size = group, rank, size
         self.checkpoints: Sequence[Checkpoint] = ()
-        """Those that are being read."""
+        """The checkpoints that are being read."""
 
     def agree(self, save_id: str, wants: Sequence[object]) -> list[Part]:
-        """What this rank wants, by who else on the host wants it.
+        """Groups what this rank wants by the ranks of the host that want it too.
 
         Args:
             save_id: of the checkpoint; ranks that have read another version of it share nothing.
-            wants: those whose text (repr) is equal are the same bytes on all ranks.
+            wants: values whose text (repr) is equal on two ranks if they want the same bytes.
         """
         seen: collections.Counter[str] = collections.Counter()
         digests: list[int] = []
@@ -65,7 +65,7 @@ class SharedRead:
             digests.append(xxhash.xxh3_64_intdigest(f"{save_id} {want} {seen[want]}".encode()))
             seen[want] += 1
         with log_if_slow(self._rank, "load with read='once'"):
-            told = self._tell((_host(), digests), None)
+            told = self._exchange((_host(), digests), None)
         here = {rank: mine for rank, (host, mine) in told.items() if host == _host()}
         holders: dict[int, list[int]] = {}
         for rank in sorted(here):
@@ -81,15 +81,15 @@ class SharedRead:
         return [Part(m, parts[m]) for m in sorted(parts, key=lambda m: (len(m) == 1, m))]
 
     def settle(self, fault: Exception | None) -> None:
-        """Waits until all ranks have come so far.
+        """Waits until all ranks have come to this point.
 
         Raises:
             Replaced: a rank failed, and what it read was replaced meanwhile; on every rank.
-            RankError: others failed. Else this rank's own fault.
+            RankError: others failed. Otherwise this rank's own error.
         """
-        self._tell(None, fault)
+        self._exchange(None, fault)
 
-    def _tell(self, word: Any, fault: Exception | None) -> dict[int, Any]:
+    def _exchange(self, message: Any, fault: Exception | None) -> dict[int, Any]:
         import torch.distributed as dist
 
         replaced = False
@@ -99,41 +99,41 @@ class SharedRead:
             except CheckpointNotFound as error:
                 fault = error
         text = None if fault is None else f"{type(fault).__name__}: {fault}"[:2000]
-        heard: list[Any] = [None] * self._size
+        received: list[Any] = [None] * self._size
         try:
-            dist.all_gather_object(heard, (word, text, replaced), group=self._group)
+            dist.all_gather_object(received, (message, text, replaced), group=self._group)
         except RuntimeError as error:
             if fault is None:
                 raise _lost(error) from error
             raise fault from error
-        if any(replaced for _, _, replaced in heard):
+        if any(replaced for _, _, replaced in received):
             raise Replaced(
                 "ranks", expected="one version of the checkpoint", found="another save in its place"
             ) from fault
         if fault is not None:
             raise fault
-        if faults := {rank: text for rank, (_, text, _) in enumerate(heard) if text is not None}:
+        if faults := {rank: text for rank, (_, text, _) in enumerate(received) if text is not None}:
             raise _others(faults)
-        return {rank: word for rank, (word, _, _) in enumerate(heard)}
+        return {rank: message for rank, (message, _, _) in enumerate(received)}
 
     def owned(self, readings: Sequence[ReadTask], members: Sequence[int]) -> list[ReadTask]:
-        """Those which this rank reads for all members."""
+        """Returns the reads that this rank carries out for all members."""
         return [r for i, r in enumerate(readings) if members[i % len(members)] == self._rank]
 
     def run(
         self,
-        shards: ShardReader,
+        reader: ShardReader,
         work: Sequence[tuple[Sequence[int], Sequence[ReadTask]]],
         *,
         memory: int,
         on_write: Callable[[ReadTask], object],
     ) -> int:
-        """Carries out lists of readings, each together with its members, who bring equal ones. Every rank has to call.
+        """Carries out lists of reads, each together with its members, which have equal lists. Every rank has to call.
 
-        A rank that fails goes on through the lists that others share, so that nobody waits for it.
+        A rank that fails goes on through the lists that it shares, so that no other rank waits for it.
 
         Args:
-            work: the members and the readings of each list; those that are shared come first.
+            work: the members and the reads of each list; shared lists come first.
             memory, on_write: as for `run_tasks`.
 
         Returns:
@@ -147,9 +147,9 @@ class SharedRead:
         for members, readings in work:
             try:
                 if len(members) > 1:
-                    nbytes += self._share(shards, readings, members, fault, on_write)
+                    nbytes += self._share(reader, readings, members, fault, on_write)
                 elif fault is None:
-                    nbytes += run_tasks(shards, readings, memory=memory, on_write=on_write)
+                    nbytes += run_tasks(reader, readings, memory=memory, on_write=on_write)
             except Exception as error:
                 fault = fault or error
         if fault is not None:
@@ -158,21 +158,21 @@ class SharedRead:
 
     def _share(
         self,
-        shards: ShardReader,
+        reader: ShardReader,
         readings: Sequence[ReadTask],
         members: Sequence[int],
         fault: Exception | None,
         on_write: Callable[[ReadTask], object],
     ) -> int:
-        """Carries out readings together with the other members; `fault` is why this rank only takes part."""
+        """Carries out reads together with the other members; after a `fault` this rank only reports it to them."""
         ring = buffers_for(readings, WINDOW)
         with ThreadPoolExecutor(READERS, "treeckpt-read") as pool:
-            convoy = SharedReadSession(shards, self._group, self._rank, members, pool, fault, on_write)
+            session = SharedReadSession(reader, self._group, self._rank, members, pool, fault, on_write)
             under_way: collections.deque[tuple[_Turn, memoryview | None]] = collections.deque()
             for number in range(len(readings) + WINDOW):
                 if number >= WINDOW and under_way:
                     turn, buffer = under_way.popleft()
-                    convoy.finish(turn)
+                    session.finish(turn)
                     if buffer is not None:
                         ring.put(buffer)
                 if number < len(readings):
@@ -180,14 +180,14 @@ class SharedRead:
                     buffer = ring.get() if reading.out is None else None
                     memory = reading.out if buffer is None else buffer[: reading.nbytes]
                     assert memory is not None, "one of the two"
-                    under_way.append((convoy.start(number, reading, memory), buffer))
-        if convoy.fault is not None:
-            raise convoy.fault
+                    under_way.append((session.start(number, reading, memory), buffer))
+        if session.fault is not None:
+            raise session.fault
         return sum(reading.nbytes for reading in self.owned(readings, members))
 
 
 class _Turn(msgspec.Struct):
-    """A stretch under way."""
+    """A read in flight."""
 
     number: int
     reading: ReadTask
@@ -201,11 +201,11 @@ class _Turn(msgspec.Struct):
 
 
 class SharedReadSession:
-    """One list of stretches, as one rank goes through it with the others."""
+    """One list of reads that several ranks carry out together."""
 
     def __init__(
         self,
-        shards: ShardReader,
+        reader: ShardReader,
         group: Any,
         rank: int,
         members: Sequence[int],
@@ -214,10 +214,10 @@ class SharedReadSession:
         on_write: Callable[[ReadTask], object],
     ) -> None:
         self.fault, self._on_write = fault, on_write
-        self._shards, self._group, self._rank, self._members, self._pool = shards, group, rank, members, pool
+        self._reader, self._group, self._rank, self._members, self._pool = reader, group, rank, members, pool
 
     def start(self, number: int, reading: ReadTask, memory: memoryview) -> _Turn:
-        """Begins to read a stretch, or to receive it."""
+        """Starts to read a range, or to receive it."""
         import torch
         import torch.distributed as dist
 
@@ -225,7 +225,7 @@ class SharedReadSession:
         turn = _Turn(number, reading, memory, owner, None, [], status)
         if owner == self._rank:
             if self.fault is None:
-                turn.read = self._pool.submit(self._shards.read, reading.byte_range, memory, shared=reading.shared)
+                turn.read = self._pool.submit(self._reader.read, reading.byte_range, memory, shared=reading.shared)
             return turn
         with self._reaching(owner):
             turn.receipts = [
@@ -234,8 +234,8 @@ class SharedReadSession:
         return turn
 
     def finish(self, turn: _Turn) -> None:
-        """Waits for a stretch, hands it on if it is this rank's to do, and uses it."""
-        sent = self._hand_on(turn) if turn.owner == self._rank else self._receive(turn)
+        """Waits for a range, sends it to the others if this rank read it, and writes it to its destinations."""
+        sent = self._send(turn) if turn.owner == self._rank else self._receive(turn)
         if self.fault is None and turn.reading.sink is not None:
             try:
                 self._on_write(turn.reading)
@@ -246,7 +246,7 @@ class SharedReadSession:
             with self._reaching(rank):
                 work.wait()
 
-    def _hand_on(self, turn: _Turn) -> list[tuple[int, Any]]:
+    def _send(self, turn: _Turn) -> list[tuple[int, Any]]:
         import torch.distributed as dist
 
         try:
@@ -315,10 +315,10 @@ def _host() -> str:
 
 @contextlib.contextmanager
 def together(relay: SharedRead | None) -> Iterator[None]:
-    """What each rank does alone, at whose end all learn whether it went well everywhere.
+    """Runs a body that each rank runs alone; at its end every rank learns whether it failed anywhere.
 
     Raises:
-        RankError: it did not, elsewhere.
+        RankError: it failed on another rank.
     """
     try:
         yield
@@ -331,10 +331,10 @@ def together(relay: SharedRead | None) -> Iterator[None]:
 
 
 def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint]) -> SharedRead | None:
-    """The relay of a world; None if this process is alone. The first call makes a group, on all ranks.
+    """Returns the shared reads of a world, None if this process is alone. The first call creates a group, on all ranks.
 
     Args:
-        checkpoints: from which the next load reads.
+        checkpoints: those that the next load reads.
 
     Raises:
         CheckpointError: the ranks are not those of torch.distributed's default group.

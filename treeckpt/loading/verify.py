@@ -1,4 +1,4 @@
-"""Is a checkpoint what its checksums and its index say, and can a lost index be made again?"""
+"""Verifies a checkpoint against its checksums and its index, and rebuilds a lost index."""
 
 from __future__ import annotations
 
