@@ -14,19 +14,19 @@ from functools import partial
 
 from ..core.format.lineage import Lineage, Mark, lineage_of
 from ..saving.options import following
-from .run import Run
+from .run import RunDirectory
 
-__all__ = ["History"]
+__all__ = ["SaveHistory"]
 
 
-class _Note:
+class _HistoryEntry:
     """A restored checkpoint, or a save that was called for."""
 
     def __init__(self, mark: Mark | None = None, *, restored: bool = False) -> None:
         self.mark, self.restored = mark, restored
 
 
-class History:
+class SaveHistory:
     """What a manager has restored and saved.
 
     Args:
@@ -34,26 +34,26 @@ class History:
         rank: of this process; rank 0 alone decides.
     """
 
-    def __init__(self, run: Run, say: Callable[[str, str], None], rank: int) -> None:
+    def __init__(self, run: RunDirectory, say: Callable[[str, str], None], rank: int) -> None:
         self._run, self._say, self._rank = run, say, rank
-        self._notes: tuple[_Note, ...] = ()
+        self._notes: tuple[_HistoryEntry, ...] = ()
         self._lock = threading.Lock()
 
     def restored(self, mark: Mark) -> None:
         """Notes that the next save follows this checkpoint."""
         with self._lock:
-            self._notes = (_Note(mark, restored=True),)
+            self._notes = (_HistoryEntry(mark, restored=True),)
 
     def saving(self, step: int) -> AbstractContextManager[None]:
         """Gives a save that is started in the body its lineage."""
         if self._rank:
             return nullcontext()
-        note = _Note()
+        note = _HistoryEntry()
         with self._lock:
             before, self._notes = self._notes, (*self._notes, note)
         return following(partial(self._lineage, step, note, before))
 
-    def _lineage(self, step: int, note: _Note, before: tuple[_Note, ...], save_id: str) -> Lineage:
+    def _lineage(self, step: int, note: _HistoryEntry, before: tuple[_HistoryEntry, ...], save_id: str) -> Lineage:
         try:
             marks = self._run.marks()
         except Exception as error:  # the save matters more than its place

@@ -27,7 +27,7 @@ from ..core.tree.spec import Value
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound
 from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
 from ..io.storage.metadata_files import read_index
-from ..io.storage.store import MemoryStore, Store, Swapping
+from ..io.storage.store import MemoryStore, Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
 from .messages import CommitResult, FileRow, WriteReport
 from .plan_cache import Plans
@@ -186,7 +186,7 @@ def _check_there(store: Store, index: Index) -> None:
     An object store is not asked: it has acknowledged each, and a listing is a request that costs.
     """
     in_memory = isinstance(store, MemoryStore)
-    if isinstance(store, Swapping) and not in_memory:
+    if isinstance(store, SupportsCompareAndSwap) and not in_memory:
         return
     sizes = store.sizes()
     for file in index.file_list:
@@ -208,12 +208,12 @@ def _check_there(store: Store, index: Index) -> None:
 
 def _publish(store: Store, data: bytes, facts: SaveInfo) -> None:
     """Puts the index up; where the store can tell, only over that of the save which this one is to replace."""
-    if facts.previous and isinstance(store, Swapping):
+    if facts.previous and isinstance(store, SupportsCompareAndSwap):
 
         def is_previous(found: bytes) -> bool:
             return decode_index(found, store.url).save_id == facts.previous
 
-        store.swap(INDEX_NAME, data, holds=is_previous, limit=MAX_INDEX)
+        store.compare_and_swap(INDEX_NAME, data, holds=is_previous, limit=MAX_INDEX)
     else:
         store.publish(INDEX_NAME, data, replace=facts.overwrite)
 

@@ -22,8 +22,8 @@ from ..core.planning.plan import FilePlan, SavePlan, Write
 from ..core.sharding.region import Region
 from ..io.comm.failures import Fault, to_fault, wrap_os_error
 from ..io.storage.leftovers import clear_leftovers
-from ..io.storage.progress_file import ProgressNote
-from ..io.storage.store import Store, Swapping
+from ..io.storage.progress_file import ProgressRecorder
+from ..io.storage.store import Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
 from .commit import SaveInfo, Stream, judge, may_be_in_place, remove, shard_names, write_shards
 from .messages import FileRow, WriteReport
@@ -91,7 +91,7 @@ class InlineWriter:
     ) -> None:
         self.error = error
         self._store, self._facts, self._plans, self._recorder, self._heard = store, facts, plans, recorder, heard
-        self._note: ProgressNote | None = None
+        self._note: ProgressRecorder | None = None
         self._done = False
         """Whether all is written, which the others may know already."""
 
@@ -104,7 +104,7 @@ class InlineWriter:
             now = time.time_ns()
             planned = plans.own.nbytes
             first = Progress(facts.save_id, facts.rank, facts.world, facts.step, "write", 0, planned, now, now)
-            self._note = ProgressNote(self._store, first, heard=self._heard)
+            self._note = ProgressRecorder(self._store, first, on_progress=self._heard)
             self._note.begin()
             rows = write_shards(self._note.counting(), facts, plans, stream(plans), self._recorder)
             self._note.commit()
@@ -124,7 +124,7 @@ class InlineWriter:
         if self._note is None:
             return
         self._note.end()
-        if self._facts.rank == 0 and not isinstance(self._store, Swapping):
+        if self._facts.rank == 0 and not isinstance(self._store, SupportsCompareAndSwap):
             with contextlib.suppress(Exception):  # the save has ended, one way or the other
                 clear_leftovers(self._store, self._store.sizes(), known=self._facts.save_id)
 
