@@ -22,7 +22,7 @@ from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
-from ..io.storage.slabs import Slabs
+from ..io.storage.memory import SlabAllocator
 from ..io.timing import Recorder
 from ..reports import LoadReport
 from .read_batch import ReadBatch, ReadOptions, Verify
@@ -113,7 +113,7 @@ class Load:
             self.view = ruled_view(
                 self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=options.strict
             )
-        self.take = None if options.copy else Slabs().take
+        self.take = None if options.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
         self.batch = ReadBatch(checkpoint, self.source_rank, self.recorder, whole=options.bad is None)

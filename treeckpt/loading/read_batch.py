@@ -24,7 +24,7 @@ from ..core.sharding.region import Region, intersect, overlapping
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError
 from ..io.storage.checkpoint import Checkpoint, ShardReader
-from ..io.storage.page_cache import cache_room
+from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
 from .check_sizes import Claims
 from .read_request import BoxCopy, LeafPlaceholder, MemoryRun, NewArray, ReadRequest, request_for
@@ -272,7 +272,7 @@ class ReadBatch:
     def _verify_first(self, reader: ShardReader, options: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
         total = sum(task.nbytes for _, tasks in self._work for task in tasks)
-        stays = total < cache_room() // 2
+        stays = total < available_memory() // 2
         relay = options.relay
         with together(relay):
             for members, tasks in self._work:

@@ -21,7 +21,7 @@ from ...errors import CheckpointError, CheckpointNotFound
 from ..timing import Recorder
 from .metadata_files import decode_and_check, read_index_bytes
 from .shard_reader import ByteRange, OpenedShard, check_blocks, check_parts, open_shard, read_range
-from .store import Lending, Store
+from .store import Store, SupportsMappedReads
 
 __all__ = ["Checkpoint", "Replaced", "ShardReader"]
 
@@ -127,7 +127,7 @@ class ShardReader:
     def __init__(self, checkpoint: Checkpoint, recorder: Recorder, *, verify: bool, whole: bool = True) -> None:
         self.checkpoint, self.store, self.verify = checkpoint, checkpoint.store, verify
         self._recorder, self._whole = recorder, whole
-        self._lending = self.store if isinstance(self.store, Lending) else None
+        self._mappable = self.store if isinstance(self.store, SupportsMappedReads) else None
 
     def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[OpenedShard, int]:
         """The shard with bytes `start:stop` of a rank's stream, and where they start in its data area."""
@@ -143,13 +143,13 @@ class ShardReader:
     @contextlib.contextmanager
     def mapped(self, wanted: ByteRange, *, fetch: bool) -> Iterator[memoryview | None]:
         """A range as mapped memory while the body runs, verified as `read` does; None where it cannot be mapped."""
-        if self._lending is None:
+        if self._mappable is None:
             yield None
             return
         begin = self._recorder.now()
         file = wanted.shard.file
         position, nbytes = file.header + wanted.start, wanted.stop - wanted.start
-        with self._lending.lend(file.name, position, nbytes, fetch=fetch) as memory:
+        with self._mappable.mapped(file.name, position, nbytes, fetch=fetch) as memory:
             if memory is not None:
                 if self.verify:
                     check_blocks(self.store, wanted.shard, wanted.start, memory)
