@@ -20,7 +20,7 @@ from treeckpt.core.planning.plan import Chunk, cuts
 from treeckpt.core.sharding.region import Region
 from treeckpt.io.storage.store import LocalStore
 from treeckpt.loading import scatter
-from treeckpt.loading.read_request import MemoryRun, ReadRequest, request_for
+from treeckpt.loading.read_request import ContiguousMemory, ReadRequest, request_for
 
 from . import strategies
 
@@ -39,7 +39,9 @@ def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np
     stream = np.random.default_rng(0).integers(1, 256, total).astype(np.uint8)
     outs = [np.zeros(length, np.uint8) for _, length in places]
     found = [
-        ReadRequest("x", (0, first, length), MemoryRun(out.ctypes.data, HostMemory(out.ctypes.data, (length,), 1, out)))
+        ReadRequest(
+            "x", (0, first, length), ContiguousMemory(out.ctypes.data, HostMemory(out.ctypes.data, (length,), 1, out))
+        )
         for (first, length), out in zip(places, outs, strict=True)
     ]
     return stream, [(first - start, length) for first, length in places], outs, start, scatter.Scatter(found)
@@ -89,7 +91,7 @@ def test_rows_that_are_one_run_in_both_are_dealt_as_boxes_are_copied(data: st.Da
     memory = HostMemory(target.ctypes.data, target.shape, 2, target)
     request = request_for("x", Chunk(chunk, 0, 100), TargetPiece(region, memory), box, 2)
     expected = np.where(np.isin(full, full[box.slices()]), full, -1)[region.slices()]
-    if isinstance(request.destination, MemoryRun):
+    if isinstance(request.destination, ContiguousMemory):
         stream = np.concatenate([np.zeros(100, np.uint8), np.frombuffer(source.tobytes(), np.uint8)])
         _, start, nbytes = request.byte_range
         run = stream[start : start + nbytes]

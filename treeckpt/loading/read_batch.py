@@ -27,10 +27,10 @@ from ..io.storage.checkpoint import Checkpoint, ShardReader
 from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
 from .check_sizes import Claims
-from .read_request import BoxCopy, LeafPlaceholder, MemoryRun, NewArray, ReadRequest, request_for
+from .read_request import BoxCopy, ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
 from .read_tasks import DEVICE_READ, ReadTask, list_tasks, map_arrays, read_limit, run_tasks
 from .scatter import Scatter, ScatterSlice
-from .shared_read import Part, SharedRead, together
+from .shared_read import SharedRead, SharedRequests, together
 from .transforms.assemble import only_chunk, pieces_of
 from .transforms.view import MadeLeaf
 
@@ -80,7 +80,7 @@ class ReadBatch:
         self.nbytes = self.read_nbytes = 0
         self.claims = Claims(checkpoint, whole=whole)
         self._new_arrays: list[ReadRequest[NewArray]] = []
-        self._runs: list[ReadRequest[MemoryRun]] = []
+        self._runs: list[ReadRequest[ContiguousMemory]] = []
         self._boxes: list[ReadRequest[BoxCopy]] = []
         self._after: list[Callable[[], None]] = []
         self._targets: list[object] = []
@@ -151,7 +151,9 @@ class ReadBatch:
         nbytes = math.prod(spec.shape) * memory.itemsize
         self.nbytes += nbytes
         chunk = record.chunks
-        self._runs.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), MemoryRun(memory.address, memory)))
+        self._runs.append(
+            ReadRequest(path, (chunk.rank, chunk.start, nbytes), ContiguousMemory(memory.address, memory))
+        )
         return True
 
     def _add_pieces(self, path: str, leaf: Leaf, pieces: Sequence[TargetPiece]) -> None:
@@ -182,7 +184,7 @@ class ReadBatch:
         for chunk, box in zip(chunks, boxes, strict=True):
             if box is not None and box.size:
                 request = request_for(path, chunk, piece, box, itemsize)
-                kind = self._runs if type(request.destination) is MemoryRun else self._boxes
+                kind = self._runs if type(request.destination) is ContiguousMemory else self._boxes
                 kind.append(request)
 
     def _add_view(self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece]) -> None:
@@ -225,7 +227,7 @@ class ReadBatch:
             self._new_arrays = []
         relay, limit = options.relay, read_limit(options.memory)
         requests = [*self._new_arrays, *self._scattered(min(limit, DEVICE_READ), apart=relay is not None), *self._boxes]
-        parts = [Part((0,), list(range(len(requests))))]
+        parts = [SharedRequests((0,), list(range(len(requests))))]
         if relay is not None:
             parts = relay.agree(self._index.save_id, [_key(request) for request in requests])
         with together(relay):

@@ -16,7 +16,7 @@ from ..core.planning.plan import Chunk
 from ..core.sharding.region import Region, byte_runs, c_strides
 from ..core.tree.spec import ArraySpec
 
-__all__ = ["BoxCopy", "LeafPlaceholder", "MemoryRun", "NewArray", "ReadRequest", "request_for"]
+__all__ = ["BoxCopy", "ContiguousMemory", "LeafPlaceholder", "NewArray", "ReadRequest", "request_for"]
 
 D = TypeVar("D")
 
@@ -51,7 +51,7 @@ class NewArray(msgspec.Struct, frozen=True, gc=False):
         self.placeholder.leaf = library_of(self.spec).wrap(self.spec, memory, offset)
 
 
-class MemoryRun(msgspec.Struct, frozen=True, gc=False):
+class ContiguousMemory(msgspec.Struct, frozen=True, gc=False):
     """Contiguous bytes of an array that exists already."""
 
     address: int
@@ -88,14 +88,14 @@ class BoxCopy(msgspec.Struct, frozen=True, gc=False):
 def request_for(path: str, chunk: Chunk, piece: TargetPiece, box: Region, itemsize: int) -> ReadRequest[Any]:
     """Returns the request that fills a box of a target from a chunk.
 
-    Its destination is a `MemoryRun` where the box is contiguous both in the file and in memory, else a `BoxCopy`.
+    Its destination is `ContiguousMemory` where the box is contiguous in the file and in memory, else a `BoxCopy`.
     """
     source, memory = byte_runs(box, chunk.region, itemsize), piece.data
     if isinstance(memory, HostMemory) and not source.counts:
         target = byte_runs(box, piece.region, itemsize)
         if not target.counts:
             byte_range = (chunk.rank, chunk.start + source.first, source.length)
-            return ReadRequest(path, byte_range, MemoryRun(memory.address + target.first, memory))
+            return ReadRequest(path, byte_range, ContiguousMemory(memory.address + target.first, memory))
     first, last = source.span
     return ReadRequest(
         path, (chunk.rank, chunk.start + first, last - first), BoxCopy(piece, box, chunk.region, itemsize)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from .read_request import MemoryRun, ReadRequest
+from .read_request import ContiguousMemory, ReadRequest
 
 __all__ = ["Scatter", "ScatterSlice"]
 
@@ -32,7 +32,7 @@ class Scatter:
         requests: ordered by where they start. They may overlap, and leave gaps.
     """
 
-    def __init__(self, requests: Sequence[ReadRequest[MemoryRun]]) -> None:
+    def __init__(self, requests: Sequence[ReadRequest[ContiguousMemory]]) -> None:
         self._starts = [request.byte_range[1] for request in requests]
         self._longest = max((request.byte_range[2] for request in requests), default=0)
         self._requests = requests

@@ -28,7 +28,7 @@ from ..io.comm.waiting import log_if_slow
 from ..io.storage.checkpoint import Checkpoint, Replaced, ShardReader
 from .read_tasks import ReadTask, buffers_for, run_tasks
 
-__all__ = ["Part", "SharedRead", "open_relay", "together"]
+__all__ = ["SharedRead", "SharedRequests", "open_relay", "together"]
 
 WINDOW = 4
 """Reads that are in flight at once."""
@@ -36,7 +36,7 @@ READERS = 2
 _MEMORY = "relay"
 
 
-class Part(msgspec.Struct, frozen=True):
+class SharedRequests(msgspec.Struct, frozen=True):
     """Requests that the same ranks have in common."""
 
     members: tuple[int, ...]
@@ -52,7 +52,7 @@ class SharedRead:
         self.checkpoints: Sequence[Checkpoint] = ()
         """The checkpoints that are being read."""
 
-    def agree(self, save_id: str, wants: Sequence[object]) -> list[Part]:
+    def agree(self, save_id: str, wants: Sequence[object]) -> list[SharedRequests]:
         """Groups what this rank wants by the ranks of the host that want it too.
 
         Args:
@@ -78,7 +78,7 @@ class SharedRead:
             place = {digest: i for i, digest in enumerate(here[members[0]])}
             numbers.sort(key=lambda number: place[digests[number]])
         # what is shared comes first: a rank that fails alone then leaves nobody waiting
-        return [Part(m, parts[m]) for m in sorted(parts, key=lambda m: (len(m) == 1, m))]
+        return [SharedRequests(m, parts[m]) for m in sorted(parts, key=lambda m: (len(m) == 1, m))]
 
     def settle(self, fault: Exception | None) -> None:
         """Waits until all ranks have come to this point.
