@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from .arrays.stateful import expand, expanded
-from .core.format.file_names import as_step
+from .core.format.file_names import check_step
 from .core.format.records import Index
 from .core.tree.flatten import flatten, replace_leaves
 from .io.comm.comm import Comm, as_comm, global_rank
@@ -54,7 +54,7 @@ def _without_cycles() -> Iterator[None]:
 
 
 def _step(step: int | None) -> int | None:
-    return None if step is None else as_step(step)
+    return None if step is None else check_step(step)
 
 
 def save(

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from .core.format.damage import Damaged
+from .core.format.damage import DamagedLeaf
 from .core.format.timings import Span
 from .core.html import el, facts, joined, table
 from .core.text import seconds_text
@@ -107,7 +107,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     """What rules gave another name and nothing else: as in the checkpoint, and as loaded."""
     sources: tuple[LoadReport, ...] = ()
     """Of a bank, what each of its checkpoints gave."""
-    damaged: tuple[Damaged, ...] = ()
+    damaged: tuple[DamagedLeaf, ...] = ()
     """Asked for with `on_corrupt="skip"`, and not to be had: by leaf, with the bytes for which that is so."""
 
     def __str__(self) -> str:

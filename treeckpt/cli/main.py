@@ -18,7 +18,7 @@ from typing import Any
 
 from ..api import opened
 from ..core.analysis.diff import Added, Diff, Moved, Removed, diff, leaf_text
-from ..core.analysis.outline import Outline, Row
+from ..core.analysis.outline import Outline, OutlineRow
 from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
@@ -230,8 +230,8 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
     ]
 
 
-def _rows_below(outline: Outline, row: Row, depth: int) -> list[Row]:
-    found, waiting = list[Row](), [(row, 0)]
+def _rows_below(outline: Outline, row: OutlineRow, depth: int) -> list[OutlineRow]:
+    found, waiting = list[OutlineRow](), [(row, 0)]
     while waiting and len(found) <= MAX_ROWS:
         node, level = waiting.pop()
         found.append(node)
@@ -240,7 +240,7 @@ def _rows_below(outline: Outline, row: Row, depth: int) -> list[Row]:
     return found[1:]
 
 
-def _row_texts(index: Index, row: Row, level: int) -> tuple[str, str, str, str]:
+def _row_texts(index: Index, row: OutlineRow, level: int) -> tuple[str, str, str, str]:
     what = leaf_text(index, index.entries[row.first]) if row.kind == "leaf" else row.cls or row.kind
     size = bytes_text(row.nbytes) if row.nbytes else ""
     return "  " * max(0, level - 1) + row.key, what, "" if row.kind == "leaf" else f"{row.leaves}", size

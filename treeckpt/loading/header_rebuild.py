@@ -13,11 +13,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.format.byte_map import extents_in
-from ..core.format.damage import own_path
+from ..core.format.byte_map import extents_in_file
+from ..core.format.damage import rank_path
 from ..core.format.index import encode_manifest
 from ..core.format.records import File, Index
-from ..core.format.shard_header import Entry, ShardHeader, block_count, encode_header, hashes_at, seal_at, with_hashes
+from ..core.format.shard_header import (
+    ShardEntry,
+    ShardHeader,
+    block_count,
+    encode_header,
+    hashes_at,
+    seal_at,
+    with_hashes,
+)
 from ..core.sharding.dtypes import dtype_of
 
 __all__ = ["headers_of", "proven_header"]
@@ -29,7 +37,7 @@ def headers_of(index: Index, file: File) -> list[ShardHeader]:
     Mostly that is one; but an array without elements between two files of a rank may be in either.
     """
     entries = _entries(index, file)
-    found: list[tuple[Entry, ...]] = []
+    found: list[tuple[ShardEntry, ...]] = []
     for low, high in ((0, 1), (1, 1), (0, 0), (1, 0)):
         chosen = tuple(
             entry
@@ -41,22 +49,22 @@ def headers_of(index: Index, file: File) -> list[ShardHeader]:
     return [_header(index, file, chosen) for chosen in found]
 
 
-def _entries(index: Index, file: File) -> list[Entry]:
+def _entries(index: Index, file: File) -> list[ShardEntry]:
     """The regions that lie in a shard, in their order."""
-    entries: list[tuple[int, int, int, Entry]] = []
-    for extent in extents_in(index, file, empty=True):
+    entries: list[tuple[int, int, int, ShardEntry]] = []
+    for extent in extents_in_file(index, file, empty=True):
         leaf = index.entries[extent.leaf]
         assert leaf.spec is not None, "only arrays have extents"
         nbytes = extent.region.size * dtype_of(leaf.spec.dtype).itemsize
         start = extent.start - file.header
-        path = own_path(leaf.path, file.rank)
-        entry = Entry(path, leaf.spec.dtype, leaf.spec.shape, extent.region, start, nbytes)
+        path = rank_path(leaf.path, file.rank)
+        entry = ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, extent.region, start, nbytes)
         entries.append((start, nbytes, extent.leaf, entry))
     entries.sort(key=lambda item: item[:3])
     return [entry for *_, entry in entries]
 
 
-def _header(index: Index, file: File, entries: tuple[Entry, ...]) -> ShardHeader:
+def _header(index: Index, file: File, entries: tuple[ShardEntry, ...]) -> ShardHeader:
     return ShardHeader(
         index.save_id,
         file.rank,

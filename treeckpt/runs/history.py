@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from ..core.format.lineage import Lineage, Mark, lineage_of
+from ..core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from ..saving.options import following
 from .run import Run
 
@@ -22,7 +22,7 @@ __all__ = ["History"]
 class _Note:
     """A restored checkpoint, or a save that was called for."""
 
-    def __init__(self, mark: Mark | None = None, *, restored: bool = False) -> None:
+    def __init__(self, mark: SavedCheckpoint | None = None, *, restored: bool = False) -> None:
         self.mark, self.restored = mark, restored
 
 
@@ -39,7 +39,7 @@ class History:
         self._notes: tuple[_Note, ...] = ()
         self._lock = threading.Lock()
 
-    def restored(self, mark: Mark) -> None:
+    def restored(self, mark: SavedCheckpoint) -> None:
         """Notes that the next save follows this checkpoint."""
         with self._lock:
             self._notes = (_Note(mark, restored=True),)
@@ -61,8 +61,8 @@ class History:
             self._say(self._run.url, f"could not be looked at for the lineage of step {step}: {error}")
         there = {mark.save_id for mark in marks}
         sure = [n for n in before if n.mark is not None and (n.restored or n.mark.save_id in there)]
-        lineage = lineage_of(marks, sure[-1].mark if sure else None, step)
-        note.mark = Mark(step, save_id, lineage)
+        lineage = next_lineage(marks, sure[-1].mark if sure else None, step)
+        note.mark = SavedCheckpoint(step, save_id, lineage)
         old = before[: before.index(sure[-1])] if sure else ()
         with self._lock:
             self._notes = tuple(kept for kept in self._notes if kept not in old)

@@ -20,7 +20,15 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import HostArray, HostMemory, Piece, Readable
-from ..core.format.shard_header import BLOCK, Entry, ShardHeader, block_count, encode_header, hash_block, with_hashes
+from ..core.format.shard_header import (
+    BLOCK,
+    ShardEntry,
+    ShardHeader,
+    block_count,
+    encode_header,
+    hash_block,
+    with_hashes,
+)
 from ..core.planning.plan import FilePlan, Write
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointError
@@ -346,10 +354,10 @@ def _feed_boxes(pipe: Sink, box: Region, data: Readable, itemsize: int) -> None:
         pipe.feed(data.read(part.slices()))
 
 
-def entries_of(plan: FilePlan, describe: Callable[[int], tuple[str, str, tuple[int, ...]]]) -> tuple[Entry, ...]:
+def entries_of(plan: FilePlan, describe: Callable[[int], tuple[str, str, tuple[int, ...]]]) -> tuple[ShardEntry, ...]:
     """The header's entries of a file's plan; `describe` gives a leaf's path, dtype and global shape."""
-    entries: list[Entry] = []
+    entries: list[ShardEntry] = []
     for write in plan.writes:
         path, dtype, shape = describe(write.leaf)
-        entries.append(Entry(path, dtype, shape, write.region, write.start, write.nbytes))
+        entries.append(ShardEntry(path, dtype, shape, write.region, write.start, write.nbytes))
     return tuple(entries)

@@ -13,12 +13,12 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from ..format.byte_map import Located, locate_chunks
+from ..format.byte_map import ChunkLocation, locate_chunks
 from ..format.records import File, Index, Leaf
 
-__all__ = ["Checksums", "Verdict", "compare_bytes"]
+__all__ = ["ByteComparison", "Checksums", "compare_checksums"]
 
-Verdict = Literal["equal", "changed", "unknown"]
+ByteComparison = Literal["equal", "changed", "unknown"]
 
 
 class Checksums(msgspec.Struct, frozen=True):
@@ -33,21 +33,23 @@ class Checksums(msgspec.Struct, frozen=True):
 ChecksumsOf = Callable[[File], Checksums]
 
 
-def compare_bytes(a: Index, x: Leaf, b: Index, y: Leaf, checksums: tuple[ChecksumsOf, ChecksumsOf]) -> Verdict:
+def compare_checksums(
+    a: Index, x: Leaf, b: Index, y: Leaf, checksums: tuple[ChecksumsOf, ChecksumsOf]
+) -> ByteComparison:
     """What the checksums say of two arrays of one shape and dtype."""
     left, right = (sorted(locate_chunks(i, leaf), key=lambda c: (c.region, c.rank)) for i, leaf in ((a, x), (b, y)))
     if [c.region for c in left] != [c.region for c in right]:
         return "unknown"
-    verdict: Verdict = "equal"
+    verdict: ByteComparison = "equal"
     for one, other in zip(left, right, strict=True):
-        found = _compare(one, other, checksums[0](one.file), checksums[1](other.file))
+        found = _compare_chunks(one, other, checksums[0](one.file), checksums[1](other.file))
         if found == "changed":
             return "changed"
         verdict = verdict if found == "equal" else "unknown"
     return verdict
 
 
-def _compare(one: Located, other: Located, sums: Checksums, others: Checksums) -> Verdict:
+def _compare_chunks(one: ChunkLocation, other: ChunkLocation, sums: Checksums, others: Checksums) -> ByteComparison:
     start, stop = one.start - one.file.header, one.stop - one.file.header
     shift = other.start - other.file.header - start
     if start == stop:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from .profile import WAITING, Spans
+from .profile import WAITING_PHASES, SpanColumns
 
-__all__ = ["Stretch", "critical_path"]
+__all__ = ["CriticalSegment", "critical_path"]
 
 MAX_STEPS = 1000
 
 
-class Stretch(msgspec.Struct, frozen=True):
+class CriticalSegment(msgspec.Struct, frozen=True):
     """A part of the critical path."""
 
     rank: int
@@ -26,19 +26,19 @@ class Stretch(msgspec.Struct, frozen=True):
     stop_ns: int
 
 
-def critical_path(spans: Spans) -> tuple[Stretch, ...]:
+def critical_path(spans: SpanColumns) -> tuple[CriticalSegment, ...]:
     """The stretches that lead to the end of the save, by time; neighbours of one rank and phase are one."""
     lasting = np.flatnonzero(spans.stop > spans.start)
     if not len(lasting):
         return ()
-    waits, inner = spans.among(WAITING), _leaves(spans)
+    waits, inner = spans.among(WAITING_PHASES), _leaves(spans)
     edges = np.searchsorted(spans.rank, np.arange(int(spans.rank[-1]) + 2))
     last = int(lasting[np.lexsort((-spans.depth[lasting], -spans.rank[lasting], spans.stop[lasting]))[-1]])
     rank, now = int(spans.rank[last]), int(spans.stop[last])
-    found: list[Stretch] = []
+    found: list[CriticalSegment] = []
     for _ in range(MAX_STEPS):  # ranks whose clocks disagree could send us in circles
         low, high = int(edges[rank]), int(edges[rank + 1])
-        at = _doing(spans, low, high, now)
+        at = _innermost_span(spans, low, high, now)
         if at is None:
             earlier = spans.stop[low:high][spans.stop[low:high] < now]
             if not len(earlier):
@@ -46,24 +46,24 @@ def critical_path(spans: Spans) -> tuple[Stretch, ...]:
             now = int(earlier.max())
             continue
         phase = spans.names[int(spans.name[at])]
-        begin = _since(spans, low, high, at, now)
-        if waits[at] and (other := _awaited(spans, inner & ~waits & (spans.rank != rank), begin, now)) is not None:
-            _push(found, Stretch(rank, phase, int(spans.stop[other]), now))
+        begin = _work_start(spans, low, high, at, now)
+        if waits[at] and (other := _last_to_end(spans, inner & ~waits & (spans.rank != rank), begin, now)) is not None:
+            _append_segment(found, CriticalSegment(rank, phase, int(spans.stop[other]), now))
             rank, now = int(spans.rank[other]), int(spans.stop[other])
             continue
-        _push(found, Stretch(rank, phase, begin, now))
+        _append_segment(found, CriticalSegment(rank, phase, begin, now))
         now = begin
     return tuple(reversed(found))
 
 
-def _leaves(spans: Spans) -> np.ndarray:
+def _leaves(spans: SpanColumns) -> np.ndarray:
     """bool[n]: spans that none follows one level deeper: those in which work is done, not parted."""
     deeper = np.zeros(len(spans.depth), bool)
     deeper[:-1] = (spans.depth[1:] > spans.depth[:-1]) & (spans.rank[1:] == spans.rank[:-1])
     return ~deeper
 
 
-def _doing(spans: Spans, low: int, high: int, now: int) -> int | None:
+def _innermost_span(spans: SpanColumns, low: int, high: int, now: int) -> int | None:
     """The innermost span of a rank that lasts up to `now`, of several the one that began last."""
     here = np.flatnonzero((spans.start[low:high] < now) & (spans.stop[low:high] >= now)) + low
     if not len(here):
@@ -71,20 +71,20 @@ def _doing(spans: Spans, low: int, high: int, now: int) -> int | None:
     return int(here[np.lexsort((spans.start[here], spans.depth[here]))[-1]])
 
 
-def _since(spans: Spans, low: int, high: int, at: int, now: int) -> int:
+def _work_start(spans: SpanColumns, low: int, high: int, at: int, now: int) -> int:
     """From when on a rank did nothing but this."""
     stops, depths = spans.stop[low:high], spans.depth[low:high]
     inside = stops[(depths > spans.depth[at]) & (stops < now)]
     return max(int(spans.start[at]), int(inside.max(initial=spans.start[at])))
 
 
-def _awaited(spans: Spans, work: np.ndarray, begin: int, now: int) -> int | None:
+def _last_to_end(spans: SpanColumns, work: np.ndarray, begin: int, now: int) -> int | None:
     """The work of others that ended last within a wait."""
     ended = np.flatnonzero(work & (spans.stop > begin) & (spans.stop <= now) & (spans.stop > spans.start))
     return int(ended[spans.stop[ended].argmax()]) if len(ended) else None
 
 
-def _push(found: list[Stretch], stretch: Stretch) -> None:
+def _append_segment(found: list[CriticalSegment], stretch: CriticalSegment) -> None:
     if stretch.stop_ns <= stretch.start_ns:
         return
     if found and (found[-1].rank, found[-1].phase) == (stretch.rank, stretch.phase):

@@ -25,26 +25,26 @@ from typing import Literal
 
 import msgspec
 
-from ..format.file_names import Owned, deleted_name, kind_of, written_name
+from ..format.file_names import CheckpointFile, deleted_name, final_name, parse_file_name
 from ..format.save_progress import parse_progress_name
 from .retention_policy import Policy, StepInfo, kept, unmeasured
 
 __all__ = [
-    "Cleaning",
-    "FileFact",
-    "FolderFact",
-    "Left",
+    "CleanupPlan",
+    "CleanupTimes",
+    "FileInfo",
     "Removal",
-    "Times",
+    "RetainedDirectory",
+    "StepDirectory",
     "leftovers_of",
-    "plan_cleaning",
+    "plan_cleanup",
     "plan_leftovers",
 ]
 
 INDEX = "index.json"
 
 
-class FileFact(msgspec.Struct, frozen=True):
+class FileInfo(msgspec.Struct, frozen=True):
     """One file of a directory."""
 
     name: str
@@ -55,14 +55,14 @@ class FileFact(msgspec.Struct, frozen=True):
     timings: False where they record that the save has failed."""
 
 
-class FolderFact(msgspec.Struct, frozen=True):
+class StepDirectory(msgspec.Struct, frozen=True):
     """One directory of a run that has the name of a step."""
 
     name: str
     step: int
     status: Literal["complete", "partial", "corrupt"]
     modified_ns: int
-    files: tuple[FileFact, ...]
+    files: tuple[FileInfo, ...]
     save_id: str | None = None
     """That the index names; None where there is none, or it cannot be read."""
     created_ns: int = 0
@@ -73,7 +73,7 @@ class FolderFact(msgspec.Struct, frozen=True):
     abandoned: bool = False
 
 
-class Times(msgspec.Struct, frozen=True):
+class CleanupTimes(msgspec.Struct, frozen=True):
     """When it is, and how long to wait."""
 
     now_ns: int
@@ -99,43 +99,47 @@ class Removal(msgspec.Struct, frozen=True):
     """Whether the directory goes too, if it is empty then."""
 
 
-class Left(msgspec.Struct, frozen=True):
+class RetainedDirectory(msgspec.Struct, frozen=True):
     """Something that stays though no policy asks for it."""
 
     name: str
     why: str
 
 
-class Cleaning(msgspec.Struct, frozen=True):
+class CleanupPlan(msgspec.Struct, frozen=True):
     """What to do about a run."""
 
     kept: dict[int, tuple[str, ...]]
     """Steps that stay, with the reasons."""
     removals: tuple[Removal, ...]
-    left: tuple[Left, ...]
+    left: tuple[RetainedDirectory, ...]
     warnings: tuple[str, ...] = ()
     """What a person should know of the policies."""
     abandoned: tuple[int, ...] = ()
     """Of the steps that stay, those on abandoned branches."""
 
 
-def plan_cleaning(
-    folders: Iterable[FolderFact], policies: Sequence[Policy], times: Times, *, busy: frozenset[str] = frozenset()
-) -> Cleaning:
+def plan_cleanup(
+    folders: Iterable[StepDirectory],
+    policies: Sequence[Policy],
+    times: CleanupTimes,
+    *,
+    busy: frozenset[str] = frozenset(),
+) -> CleanupPlan:
     """Decides about every directory of a run.
 
     Args:
         folders: those that are named as steps, each step once.
         busy: names of directories in which the caller itself is saving.
     """
-    seen = [_Seen(folder, times) for folder in sorted(folders, key=lambda f: f.step)]
+    seen = [_DirectoryState(folder, times) for folder in sorted(folders, key=lambda f: f.step)]
     infos = [one.info for one in seen if one.folder.status == "complete"]
     stays = kept(infos, policies)
     removals: list[Removal] = []
-    left: list[Left] = []
+    left: list[RetainedDirectory] = []
     for one in seen:
         if one.folder.name in busy:
-            found: Removal | Left | None = Left(one.folder.name, "it is being saved")
+            found: Removal | RetainedDirectory | None = RetainedDirectory(one.folder.name, "it is being saved")
         elif one.folder.status == "complete" and one.folder.step not in stays:
             found = one.unwanted()
         else:
@@ -145,21 +149,21 @@ def plan_cleaning(
         elif found is not None:
             left.append(found)
     abandoned = tuple(info.step for info in infos if info.abandoned and info.step in stays)
-    return Cleaning(stays, tuple(removals), tuple(left), _warnings(infos, policies), abandoned)
+    return CleanupPlan(stays, tuple(removals), tuple(left), _warnings(infos, policies), abandoned)
 
 
-def plan_leftovers(folder: FolderFact, times: Times) -> Removal | Left | None:
+def plan_leftovers(folder: StepDirectory, times: CleanupTimes) -> Removal | RetainedDirectory | None:
     """Decides about what lies in one directory, but for the checkpoint itself, which stays."""
-    return _Seen(folder, times).leftovers()
+    return _DirectoryState(folder, times).leftovers()
 
 
-def leftovers_of(folder: FolderFact, times: Times) -> dict[str, str]:
+def leftovers_of(folder: StepDirectory, times: CleanupTimes) -> dict[str, str]:
     """The files in a checkpoint's directory that belong neither to it nor to a save that is known to be alive.
 
     Returns:
         By name, what is known of each.
     """
-    seen, found = _Seen(folder, times), dict[str, str]()
+    seen, found = _DirectoryState(folder, times), dict[str, str]()
     stale = {file.name for file in seen.stale()}
     alive = {owned.save_id for file, owned in seen.ours if owned.kind == "progress" and file.alive}
     for file, owned in seen.ours:
@@ -183,19 +187,19 @@ def _warnings(infos: Sequence[StepInfo], policies: Sequence[Policy]) -> tuple[st
     )
 
 
-class _Seen:
+class _DirectoryState:
     """One directory, with its files told apart."""
 
-    def __init__(self, folder: FolderFact, times: Times) -> None:
+    def __init__(self, folder: StepDirectory, times: CleanupTimes) -> None:
         self.folder, self.times = folder, times
-        self.ours: list[tuple[FileFact, Owned]] = []
+        self.ours: list[tuple[FileInfo, CheckpointFile]] = []
         for file in folder.files:
-            if (owned := kind_of(file.name)) is not None:
+            if (owned := parse_file_name(file.name)) is not None:
                 self.ours.append((file, owned))
         self.pinned = any(owned.kind == "pin" for _, owned in self.ours)
         self.deleted = {owned.save_id for _, owned in self.ours if owned.kind == "deleted"}
         self.index_ns = max((file.modified_ns for file, owned in self.ours if owned.kind == "index"), default=None)
-        groups: dict[str | None, list[tuple[FileFact, Owned]]] = {}
+        groups: dict[str | None, list[tuple[FileInfo, CheckpointFile]]] = {}
         for file, owned in self.ours:
             if owned.kind not in ("lease", "pin", "index"):
                 groups.setdefault(owned.save_id, []).append((file, owned))
@@ -212,12 +216,12 @@ class _Seen:
         leases = (file for file, owned in self.ours if owned.kind == "lease" and file.alive is not False)
         self.readers = [file for file in leases if times.now_ns - file.modified_ns < times.lease_ns]
 
-    def _is_young(self, file: FileFact) -> bool:
+    def _is_young(self, file: FileInfo) -> bool:
         return self.times.now_ns - file.modified_ns < self.times.grace_ns
 
-    def _death(self, save_id: str | None, files: Sequence[tuple[FileFact, Owned]]) -> str:
+    def _death(self, save_id: str | None, files: Sequence[tuple[FileInfo, CheckpointFile]]) -> str:
         """How it is known that a save is dead; empty where it lives, or may."""
-        named = ((parse_progress_name(written_name(file.name)), file) for file, _ in files)
+        named = ((parse_progress_name(final_name(file.name)), file) for file, _ in files)
         records = [(parsed[0], file.alive) for parsed, file in named if parsed is not None]
         if any(alive for _, alive in records):
             return ""
@@ -230,7 +234,7 @@ class _Seen:
             return "was replaced"
         return "failed" if any(file.alive is False for file in told) else ""
 
-    def _is_replaced(self, files: Iterable[FileFact]) -> bool:
+    def _is_replaced(self, files: Iterable[FileInfo]) -> bool:
         """Whether a save was committed there when all of these files were written."""
         since = self.index_ns if self.folder.status == "complete" else None
         return since is not None and all(file.modified_ns <= since for file in files)
@@ -246,9 +250,9 @@ class _Seen:
         """Saves that are under way, or may be, but for the committed one."""
         return self.writing - self.deleted - {None, self.folder.save_id}
 
-    def stale(self) -> list[FileFact]:
+    def stale(self) -> list[FileInfo]:
         """Files that no save and no reader needs any more, apart from those of the committed save."""
-        found: list[FileFact] = []
+        found: list[FileInfo] = []
         for file, owned in self.ours:
             committed = owned.save_id is not None and owned.save_id == self.folder.save_id
             if owned.kind == "lease":
@@ -274,33 +278,37 @@ class _Seen:
         # the mark goes last: as long as it is there, the next clean-up knows what the rest is
         return sorted(found, key=lambda f: (f.name.startswith("deleted."), f.name))
 
-    def leftovers(self) -> Removal | Left | None:
+    def leftovers(self) -> Removal | RetainedDirectory | None:
         """What goes of a directory of which the checkpoint stays, if there is one."""
         if self.folder.status == "corrupt":
-            return Left(self.folder.name, f"corrupt: {self.folder.problem}")
+            return RetainedDirectory(self.folder.name, f"corrupt: {self.folder.problem}")
         if self.folder.status == "partial":
             return self._without_index()
         return self._leftovers(self.stale(), directory=False)
 
-    def _without_index(self) -> Removal | Left | None:
+    def _without_index(self) -> Removal | RetainedDirectory | None:
         """Leftovers of a directory that holds no checkpoint."""
         stale, name = self.stale(), self.folder.name
         if self.pinned:
-            return Left(name, "pinned, though it has no index: rebuild the index, or unpin it to have it removed")
+            return RetainedDirectory(
+                name, "pinned, though it has no index: rebuild the index, or unpin it to have it removed"
+            )
         # an empty directory may be that of a save that has just begun
         rest = len(self.folder.files) - len(stale)
         young = self.times.now_ns - self.folder.modified_ns < self.times.grace_ns and not self.dead
         if stale:
             return self._leftovers(stale, directory=not rest and (not young or bool(self.deleted)))
         if rest and self.fresh and not self.writing and not self.readers:
-            return Left(name, "no index: the timings of a save that failed stay for the grace period")
+            return RetainedDirectory(name, "no index: the timings of a save that failed stay for the grace period")
         if rest:
-            return Left(name, "no index, and being read" if self.readers else "no index yet: a save may be under way")
+            return RetainedDirectory(
+                name, "no index, and being read" if self.readers else "no index yet: a save may be under way"
+            )
         if young:
-            return Left(name, "empty, and new: a save may be about to begin")
+            return RetainedDirectory(name, "empty, and new: a save may be about to begin")
         return Removal(name, "leftovers", "an empty directory", (), 0, directory=True)
 
-    def _leftovers(self, files: Sequence[FileFact], *, directory: bool) -> Removal | None:
+    def _leftovers(self, files: Sequence[FileInfo], *, directory: bool) -> Removal | None:
         if not files:
             return None
         going = [owned for file, owned in self.ours if file in files]
@@ -314,13 +322,13 @@ class _Seen:
         names = tuple(file.name for file in files)
         return Removal(self.folder.name, "leftovers", reason, names, sum(f.nbytes for f in files), directory=directory)
 
-    def unwanted(self) -> Removal | Left:
+    def unwanted(self) -> Removal | RetainedDirectory:
         """A checkpoint that no policy keeps."""
         folder = self.folder
         if self.readers:
-            return Left(folder.name, "no policy keeps it, but it is being read")
+            return RetainedDirectory(folder.name, "no policy keeps it, but it is being read")
         if self.writers:
-            return Left(folder.name, "no policy keeps it, but another save may be writing there")
+            return RetainedDirectory(folder.name, "no policy keeps it, but another save may be writing there")
         assert folder.save_id is not None, "a complete checkpoint has an index"
         mark = deleted_name(folder.save_id)
         rest = sorted(

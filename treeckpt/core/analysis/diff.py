@@ -18,7 +18,7 @@ from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArray
 from ..sharding.int_runs import length_of
 from ..text import layout_text, region_text, shape_text, value_text, value_type
 
-__all__ = ["Added", "Aspect", "Change", "Diff", "Differs", "Moved", "Removed", "comparable", "diff", "leaf_text"]
+__all__ = ["Added", "Aspect", "Change", "Changed", "Diff", "Moved", "Removed", "comparable", "diff", "leaf_text"]
 
 Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
 
@@ -47,7 +47,7 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     to: str
 
 
-class Differs(msgspec.Struct, frozen=True, tag="differs"):
+class Changed(msgspec.Struct, frozen=True, tag="differs"):
     """Both have the leaf, and one thing about it differs."""
 
     path: str
@@ -56,7 +56,7 @@ class Differs(msgspec.Struct, frozen=True, tag="differs"):
     after: str
 
 
-Change = Added | Removed | Moved | Differs
+Change = Added | Removed | Moved | Changed
 
 
 class Diff(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class Diff(msgspec.Struct, frozen=True):
 
     def count(self, what: str) -> int:
         """How many changes are of a kind: "added", "removed", "moved", or an aspect."""
-        return sum(what == (c.aspect if isinstance(c, Differs) else c.__struct_config__.tag) for c in self.changes)
+        return sum(what == (c.aspect if isinstance(c, Changed) else c.__struct_config__.tag) for c in self.changes)
 
 
 def diff(a: Index, b: Index) -> Diff:
@@ -143,17 +143,17 @@ def _exact(leaf: Leaf) -> bytes:
 def _compare(a: Index, x: Leaf, b: Index, y: Leaf) -> list[Change]:
     if _kind(x) != _kind(y) or x.spec is None or y.spec is None:
         if _kind(x) != _kind(y):
-            return [Differs(x.path, "kind", leaf_text(a, x), leaf_text(b, y))]
+            return [Changed(x.path, "kind", leaf_text(a, x), leaf_text(b, y))]
         same = _exact(x) == _exact(y)
-        return [] if same else [Differs(x.path, "value", _values_text(x), _values_text(y))]
+        return [] if same else [Changed(x.path, "value", _values_text(x), _values_text(y))]
     found: list[Change] = []
     if x.spec.shape != y.spec.shape:
-        found.append(Differs(x.path, "shape", shape_text(x.spec.shape), shape_text(y.spec.shape)))
+        found.append(Changed(x.path, "shape", shape_text(x.spec.shape), shape_text(y.spec.shape)))
     if x.spec.dtype != y.spec.dtype:
-        found.append(Differs(x.path, "dtype", x.spec.dtype, y.spec.dtype))
+        found.append(Changed(x.path, "dtype", x.spec.dtype, y.spec.dtype))
     layouts = _layout(a, x), _layout(b, y)
     if layouts[0][0] != layouts[1][0]:
-        found.append(Differs(x.path, "layout", layouts[0][1], layouts[1][1]))
+        found.append(Changed(x.path, "layout", layouts[0][1], layouts[1][1]))
     return found
 
 

@@ -15,17 +15,17 @@ from ..format.records import Index
 from ..tree.structure import KeyTexts, Node, PerRankNode
 from .outline import Outline
 
-__all__ = ["FlatNode", "flat_nodes"]
+__all__ = ["NodeRecord", "node_records"]
 
 MAX_NBYTES = 1 << 63
 """Bytes of all leaves together are below this, as a signed integer of 64 bits holds them."""
 
-FlatNode = tuple[str, str, str, int, int, int, int, int]
+NodeRecord = tuple[str, str, str, int, int, int, int, int]
 """key, kind, class, number of the first child, children, number of the first leaf, leaves, stored bytes: `outline.Row`
 says more of each."""
 
 
-def flat_nodes(index: Index) -> Iterator[FlatNode]:
+def node_records(index: Index) -> Iterator[NodeRecord]:
     """Every node, in the order of its number.
 
     Raises:
@@ -40,7 +40,7 @@ def flat_nodes(index: Index) -> Iterator[FlatNode]:
     following = 1
     texts, kinds = KeyTexts(), dict[type, str]()
 
-    def row(node: Node, key: str, path: str, first: int) -> FlatNode:
+    def row(node: Node, key: str, path: str, first: int) -> NodeRecord:
         nonlocal following
         child, children, leaves = following, len(node.children), outline.count(node)
         following += children

@@ -23,10 +23,10 @@ from ..sharding.placements import Layout, MeshLayout, Replicate
 from ..tree.recursion import Walk, run
 from ..tree.structure import Node, PerRankNode, Structure, key_text, keys_of
 
-__all__ = ["Outline", "Row", "held_nbytes", "leaf_nbytes"]
+__all__ = ["Outline", "OutlineRow", "held_nbytes", "leaf_nbytes"]
 
 
-class Row(msgspec.Struct, frozen=True):
+class OutlineRow(msgspec.Struct, frozen=True):
     """One node of a tree."""
 
     node: str
@@ -46,7 +46,7 @@ class Row(msgspec.Struct, frozen=True):
     """Stored bytes of the subtree's arrays; ties count where they were written."""
 
 
-class _Opened(msgspec.Struct, frozen=True):
+class _NodeChildren(msgspec.Struct, frozen=True):
     """A node's keys, and where each child's leaves start, counted from the node's own first."""
 
     keys: Sequence[object]
@@ -90,7 +90,7 @@ class Outline:
     def __init__(self, index: Index) -> None:
         self.index = index
         self._counts: dict[int, int] = {}
-        self._opened: dict[int, _Opened] = {}
+        self._opened: dict[int, _NodeChildren] = {}
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -128,17 +128,17 @@ class Outline:
             self._counts[id(node)] = found
         return found
 
-    def _open(self, node: Node, path: str) -> _Opened:
+    def _open(self, node: Node, path: str) -> _NodeChildren:
         found = self._opened.get(id(node))
         if found is None:
             counts = np.fromiter(map(self.count, node.children), np.int64, len(node.children))
-            found = _Opened(keys_of(node, path), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]))
+            found = _NodeChildren(keys_of(node, path), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]))
             self._opened[id(node)] = found
         return found
 
-    def _row(self, node: Structure, name: str, key: str, path: str, first: int) -> Row:
+    def _row(self, node: Structure, name: str, key: str, path: str, first: int) -> OutlineRow:
         leaves = self.count(node)
-        return Row(
+        return OutlineRow(
             node=name,
             key=key,
             path=path,
@@ -150,14 +150,14 @@ class Outline:
             nbytes=self._sums[first + leaves] - self._sums[first],
         )
 
-    def _child(self, node: Node, row: Row, at: int) -> tuple[Structure, Row]:
+    def _child(self, node: Node, row: OutlineRow, at: int) -> tuple[Structure, OutlineRow]:
         opened = self._open(node, row.path)
         key = "~rank*" if isinstance(node, PerRankNode) else key_text(opened.keys[at], row.path)
         name = f"{row.node}.{at}" if row.node else str(at)
         path = f"{row.path}/{key}" if row.node else key
         return node.children[at], self._row(node.children[at], name, key, path, row.first + int(opened.starts[at]))
 
-    def _find(self, name: str) -> tuple[Structure, Row]:
+    def _find(self, name: str) -> tuple[Structure, OutlineRow]:
         node, row = self.index.structure, self._row(self.index.structure, "", "", "", 0)
         for step in name.split(".") if name else ():
             if node is None or not (step.isascii() and step.isdigit() and len(step) < 10):
@@ -167,7 +167,7 @@ class Outline:
             node, row = self._child(node, row, int(step))
         return node, row
 
-    def row(self, name: str = "") -> Row:
+    def row(self, name: str = "") -> OutlineRow:
         """One node.
 
         Raises:
@@ -175,7 +175,7 @@ class Outline:
         """
         return self._find(name)[1]
 
-    def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[Row]:
+    def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[OutlineRow]:
         """The node's children, from position `start` on, at most `count`.
 
         Raises:
@@ -186,7 +186,7 @@ class Outline:
             return []
         return [self._child(node, row, at)[1] for at in range(start, min(start + count, len(node.children)))]
 
-    def node_at(self, path: str) -> Row | None:
+    def node_at(self, path: str) -> OutlineRow | None:
         """The node with this path, None if there is none."""
         node, row = self._find("")
         for step in path.split("/") if path else ():

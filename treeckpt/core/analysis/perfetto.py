@@ -17,7 +17,7 @@ from ..sharding.int_runs import decode_runs
 __all__ = ["encode_trace"]
 
 
-class _Event(msgspec.Struct, omit_defaults=True):
+class _TraceEvent(msgspec.Struct, omit_defaults=True):
     ph: str
     name: str
     pid: int
@@ -35,14 +35,16 @@ def encode_trace(timings: Timings) -> bytes:
     by_rank: dict[int, list[Span]] = {}
     for span in timings.spans:
         by_rank.setdefault(span.rank, []).append(span)
-    events: list[_Event] = []
+    events: list[_TraceEvent] = []
     for rank, spans in sorted(by_rank.items()):
         name = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
-        events.append(_Event("M", "process_name", rank, args={"name": name}))
-        events.append(_Event("M", "process_sort_index", rank, args={"sort_index": rank}))
+        events.append(_TraceEvent("M", "process_name", rank, args={"name": name}))
+        events.append(_TraceEvent("M", "process_sort_index", rank, args={"sort_index": rank}))
         for span, track in zip(spans, _tracks(spans), strict=True):
             ts, dur = (span.start_ns - origin) / 1e3, (span.stop_ns - span.start_ns) / 1e3
-            events.append(_Event("X", span.name, rank, track, ts, dur, {"nbytes": span.nbytes} if span.nbytes else {}))
+            events.append(
+                _TraceEvent("X", span.name, rank, track, ts, dur, {"nbytes": span.nbytes} if span.nbytes else {})
+            )
     about = {"save_id": timings.save_id, "step": timings.step, "world": timings.world, "error": timings.error}
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
 

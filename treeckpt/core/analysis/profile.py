@@ -15,17 +15,27 @@ import numpy as np
 
 from ..format.timings import BLOCKING, Span, Timings
 
-__all__ = ["COORDINATING", "FRAME", "WAITING", "Phase", "Profile", "RankTime", "Spans", "lanes_of", "profile_of"]
+__all__ = [
+    "COORDINATOR_PHASES",
+    "ROOT_SPAN",
+    "WAITING_PHASES",
+    "PhaseTime",
+    "RankTime",
+    "SaveProfile",
+    "SpanColumns",
+    "profile_of",
+    "span_lanes",
+]
 
-FRAME = "save"
+ROOT_SPAN = "save"
 """The span around all others."""
-WAITING = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
+WAITING_PHASES = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
 """Phases in which a rank mostly waits for others."""
-COORDINATING = frozenset({"publish"})
+COORDINATOR_PHASES = frozenset({"publish"})
 """Phases of the coordinator alone."""
 
 
-class Phase(msgspec.Struct, frozen=True):
+class PhaseTime(msgspec.Struct, frozen=True):
     """One phase over all ranks that had it."""
 
     name: str
@@ -51,12 +61,12 @@ class RankTime(msgspec.Struct, frozen=True):
     """When the call returned that began a save in the background; None where it returned at the end."""
 
 
-class Profile(msgspec.Struct, frozen=True):
+class SaveProfile(msgspec.Struct, frozen=True):
     """A save's spans, summed up."""
 
     start_ns: int
     stop_ns: int
-    phases: tuple[Phase, ...]
+    phases: tuple[PhaseTime, ...]
     """In the order in which they first began."""
     ranks: tuple[RankTime, ...]
     slowest: int | None
@@ -83,7 +93,7 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
+class SpanColumns:
     """Spans as columns, by rank and then as recorded; without the marks of when a call returned."""
 
     names: tuple[str, ...]
@@ -100,7 +110,7 @@ class Spans:
     """bool[n]: no span around it has bytes. Bytes may be counted again inside: these are the ones that were moved."""
 
     @classmethod
-    def of(cls, timings: Timings) -> Spans:
+    def of(cls, timings: Timings) -> SpanColumns:
         rank, start, stop, nbytes, parent = (
             np.array([getattr(s, field) for s in timings.spans], np.int64)
             for field in ("rank", "start_ns", "stop_ns", "nbytes", "parent")
@@ -138,7 +148,7 @@ def _nesting(parent: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.nda
     return depth[:-1], ~counted[:-1]
 
 
-def union_of(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: int) -> np.ndarray:
+def covered_ns(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: int) -> np.ndarray:
     """The length that the intervals of each group cover, int64[count]."""
     total = np.zeros(count, np.int64)
     if not len(group):
@@ -155,21 +165,21 @@ def union_of(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: int)
     return total
 
 
-def profile_of(timings: Timings) -> Profile:
+def profile_of(timings: Timings) -> SaveProfile:
     """Sums up the spans of a save."""
-    return summed_up(timings, Spans.of(timings))
+    return profile_of_spans(timings, SpanColumns.of(timings))
 
 
-def summed_up(timings: Timings, spans: Spans) -> Profile:
+def profile_of_spans(timings: Timings, spans: SpanColumns) -> SaveProfile:
     """The same, of columns that are there already."""
     if not len(spans.rank):
-        return Profile(0, 0, (), (), None, 1.0)
+        return SaveProfile(0, 0, (), (), None, 1.0)
     numbers, row = np.unique(spans.rank, return_inverse=True)
     ranks = _rank_times(spans, numbers, row, _returned(timings))
     slowest = max(ranks, key=lambda r: (r.busy_ns, -r.rank))
     median = _median([r.busy_ns for r in ranks])
     blocked = [r.blocked_ns for r in ranks if r.blocked_ns is not None]
-    return Profile(
+    return SaveProfile(
         start_ns=min(r.start_ns for r in ranks),
         stop_ns=max(r.stop_ns for r in ranks),
         phases=_phases(spans, numbers, row),
@@ -186,11 +196,13 @@ def _returned(timings: Timings) -> dict[int, int]:
     return {span.rank: span.stop_ns for span in timings.spans if span.name == BLOCKING}
 
 
-def _rank_times(spans: Spans, numbers: np.ndarray, row: np.ndarray, returned: dict[int, int]) -> tuple[RankTime, ...]:
+def _rank_times(
+    spans: SpanColumns, numbers: np.ndarray, row: np.ndarray, returned: dict[int, int]
+) -> tuple[RankTime, ...]:
     count = len(numbers)
-    out = spans.among(WAITING | COORDINATING)
-    busy = union_of(row, spans.start, spans.stop, count)
-    busy -= union_of(row[out], spans.start[out], spans.stop[out], count)
+    out = spans.among(WAITING_PHASES | COORDINATOR_PHASES)
+    busy = covered_ns(row, spans.start, spans.stop, count)
+    busy -= covered_ns(row[out], spans.start[out], spans.stop[out], count)
     moved = np.zeros(count, np.int64)
     np.add.at(moved, row, np.where(spans.outermost, spans.nbytes, 0))
     begin, end = np.full(count, np.iinfo(np.int64).max), np.full(count, np.iinfo(np.int64).min)
@@ -200,14 +212,14 @@ def _rank_times(spans: Spans, numbers: np.ndarray, row: np.ndarray, returned: di
     return tuple(RankTime(rank, b, e, work, nbytes, returned.get(rank)) for rank, b, e, work, nbytes in columns)
 
 
-def _phases(spans: Spans, numbers: np.ndarray, row: np.ndarray) -> tuple[Phase, ...]:
+def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[PhaseTime, ...]:
     keys, group = np.unique(spans.name * len(numbers) + row, return_inverse=True)
-    times = union_of(group, spans.start, spans.stop, len(keys))
+    times = covered_ns(group, spans.start, spans.stop, len(keys))
     name, where = keys // len(numbers), keys % len(numbers)
     counts = np.bincount(spans.name, minlength=len(spans.names)).tolist()
     moved = np.zeros(len(spans.names), np.int64)
     np.add.at(moved, spans.name, spans.nbytes)
-    found: list[Phase] = []
+    found: list[PhaseTime] = []
     edges = np.searchsorted(name, np.arange(len(spans.names) + 1)).tolist()
     for number, text in enumerate(spans.names):
         ours = times[edges[number] : edges[number + 1]]
@@ -216,7 +228,7 @@ def _phases(spans: Spans, numbers: np.ndarray, row: np.ndarray) -> tuple[Phase, 
         slowest = int(numbers[where[edges[number] + int(ours.argmax())]])
         middle = int(np.partition(ours, (len(ours) - 1) // 2)[(len(ours) - 1) // 2])
         longest = int(ours.max())
-        found.append(Phase(text, len(ours), counts[number], int(moved[number]), middle, longest, slowest))
+        found.append(PhaseTime(text, len(ours), counts[number], int(moved[number]), middle, longest, slowest))
     return tuple(found)
 
 
@@ -224,7 +236,7 @@ def _median(numbers: list[int]) -> int:
     return sorted(numbers)[(len(numbers) - 1) // 2]
 
 
-def lanes_of(spans: Sequence[Span]) -> list[int]:
+def span_lanes(spans: Sequence[Span]) -> list[int]:
     """For each of one rank's spans the row to draw it in: below its parent, and beside what overlaps it."""
     lanes: list[int] = [0] * len(spans)
     reach: list[int] = []

@@ -10,13 +10,13 @@ from collections.abc import Hashable, Sequence
 
 import msgspec
 
-__all__ = ["Fold", "folds_of"]
+__all__ = ["RepeatedBlocks", "find_repeated_blocks"]
 
-FEWEST = 4
+MIN_CHILDREN = 4
 """Children below which nothing is folded: there is nothing to be seen better."""
 
 
-class Fold(msgspec.Struct, frozen=True):
+class RepeatedBlocks(msgspec.Struct, frozen=True):
     """Children `start:stop` of a node: `blocks` times the same."""
 
     start: int
@@ -42,35 +42,35 @@ class Fold(msgspec.Struct, frozen=True):
         return f"{self.name(0)}..{self.first + self.blocks - 1}"
 
 
-class _Block(msgspec.Struct, frozen=True):
+class _NumberedBlock(msgspec.Struct, frozen=True):
     start: int
     head: str
     number: int
     content: tuple[tuple[str, Hashable], ...]
 
 
-def folds_of(keys: Sequence[str], kinds: Sequence[Hashable]) -> list[Fold]:
+def find_repeated_blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list[RepeatedBlocks]:
     """The folds of a node's children, by their start.
 
     Args:
         keys: of the children, in order.
         kinds: for each child what it is: equal where two may stand for each other.
     """
-    found: list[Fold] = []
-    row: list[_Block] = []
+    found: list[RepeatedBlocks] = []
+    row: list[_NumberedBlock] = []
     for block in [*_blocks(keys, kinds), None]:
         last = row[-1] if row else None
         if block is not None and last is not None and _follows(last, block):
             row.append(block)
             continue
-        if last is not None and len(row) > 1 and len(row) * len(last.content) >= FEWEST:
+        if last is not None and len(row) > 1 and len(row) * len(last.content) >= MIN_CHILDREN:
             stop = last.start + len(last.content)
-            found.append(Fold(row[0].start, stop, len(row), row[0].head, row[0].number))
+            found.append(RepeatedBlocks(row[0].start, stop, len(row), row[0].head, row[0].number))
         row = [] if block is None else [block]
     return found
 
 
-def _follows(last: _Block, block: _Block) -> bool:
+def _follows(last: _NumberedBlock, block: _NumberedBlock) -> bool:
     together = last.start + len(last.content) == block.start and (last.head, last.number + 1) == (
         block.head,
         block.number,
@@ -78,25 +78,25 @@ def _follows(last: _Block, block: _Block) -> bool:
     return together and last.content == block.content
 
 
-def _blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list[_Block]:
-    found: list[_Block] = []
+def _blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list[_NumberedBlock]:
+    found: list[_NumberedBlock] = []
     content: list[tuple[str, Hashable]] = []
     start, opened = 0, None
     for at, (key, kind) in enumerate(zip(keys, kinds, strict=True)):
-        read = _read(key)
+        read = _split_key(key)
         which = read[:2] if read is not None else None
         if which != opened:
             if opened is not None:
-                found.append(_Block(start, *opened, tuple(content)))
+                found.append(_NumberedBlock(start, *opened, tuple(content)))
             start, opened, content = at, which, []
         if read is not None:
             content.append((read[2], kind))
     if opened is not None:
-        found.append(_Block(start, *opened, tuple(content)))
+        found.append(_NumberedBlock(start, *opened, tuple(content)))
     return found
 
 
-def _read(key: str) -> tuple[str, int, str] | None:
+def _split_key(key: str) -> tuple[str, int, str] | None:
     """(head, number, tail) of a key, None if it has no number of its own."""
     steps = key.split(".")
     for at, step in enumerate(steps):

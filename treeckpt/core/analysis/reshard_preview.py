@@ -24,16 +24,16 @@ from ..sharding.int_runs import encode_runs
 from ..sharding.placements import Mesh, MeshLayout, Placement, Replicate, Shard, StridedShard, held_by, replicated
 from ..sharding.region import Region, byte_runs, intersect
 
-__all__ = ["MAX_RANKS", "RankReads", "Reshard", "Rule", "parse_mesh", "parse_rules", "plan_reshard"]
+__all__ = ["MAX_RANKS", "PlacementRule", "RankReads", "ReshardPlan", "parse_mesh", "parse_rules", "plan_reshard"]
 
 MAX_RANKS = 1 << 16
 MAX_DIMS = 8
 MAX_RULES = 100
-CHUNKS = 60_000
+MAX_PLANNED_CHUNKS = 60_000
 """Chunks that are planned for one preview: a few seconds of work."""
 
 
-class Rule(msgspec.Struct, frozen=True):
+class PlacementRule(msgspec.Struct, frozen=True):
     """How the leaves are placed whose path a glob matches."""
 
     glob: str
@@ -53,7 +53,7 @@ class RankReads(msgspec.Struct, frozen=True):
     """(number of a file, bytes read of it)."""
 
 
-class Reshard(msgspec.Struct, frozen=True):
+class ReshardPlan(msgspec.Struct, frozen=True):
     """A planned load."""
 
     ranks: tuple[RankReads, ...]
@@ -116,7 +116,7 @@ _PLACEMENT = re.compile(
 )
 
 
-def parse_rules(text: str, mesh: Mesh) -> tuple[Rule, ...]:
+def parse_rules(text: str, mesh: Mesh) -> tuple[PlacementRule, ...]:
     """The rules of a text such as `*.bias: Replicate, Replicate; *: Shard(0), Replicate`.
 
     Raises:
@@ -128,7 +128,7 @@ def parse_rules(text: str, mesh: Mesh) -> tuple[Rule, ...]:
     return tuple(_parse_rule(line, len(mesh.shape)) for line in lines)
 
 
-def _parse_rule(line: str, dims: int) -> Rule:
+def _parse_rule(line: str, dims: int) -> PlacementRule:
     glob, _, placed = line.rpartition(":")
     found: list[Placement] = []
     at = 0
@@ -146,7 +146,7 @@ def _parse_rule(line: str, dims: int) -> Rule:
         raise LayoutError(
             f"placements: {line:.80}", expected=f"{dims} placements, one for each dimension", found=f"{len(found)}"
         )
-    return Rule(glob.strip() or "*", tuple(found))
+    return PlacementRule(glob.strip() or "*", tuple(found))
 
 
 def _placement(match: re.Match[str]) -> Placement:
@@ -155,14 +155,16 @@ def _placement(match: re.Match[str]) -> Placement:
     return Shard(int(match["s"])) if match["s"] else StridedShard(int(match["t"]), int(match["f"]))
 
 
-class _Wanted(msgspec.Struct, frozen=True):
+class _TargetArray(msgspec.Struct, frozen=True):
     leaf: Leaf
     layout: MeshLayout
     shape: tuple[int, ...]
     itemsize: int
 
 
-def plan_reshard(index: Index, mesh: Mesh, rules: Sequence[Rule], *, chunks: int = CHUNKS) -> Reshard:
+def plan_reshard(
+    index: Index, mesh: Mesh, rules: Sequence[PlacementRule], *, chunks: int = MAX_PLANNED_CHUNKS
+) -> ReshardPlan:
     """What the ranks of `mesh` would read to hold the checkpoint as the rules say.
 
     Args:
@@ -171,16 +173,16 @@ def plan_reshard(index: Index, mesh: Mesh, rules: Sequence[Rule], *, chunks: int
     Raises:
         LayoutError: not even one rank can be planned within that.
     """
-    wanted, whole, unmatched, left_out = _wanted(index, mesh, rules)
+    wanted, whole, unmatched, left_out = _target_arrays(index, mesh, rules)
     world = math.prod(mesh.shape)
     numbers = {file.name: number for number, file in enumerate(index.file_list)}
     ranks: list[RankReads] = []
-    for rank in spread(world):
-        wants, used = _wants(index, wanted, rank, chunks)
+    for rank in bit_reversed_order(world):
+        wants, used = _rank_wants(index, wanted, rank, chunks)
         if wants is None:
             break
         chunks -= used
-        ranks.append(_reads(index, rank, wants, numbers))
+        ranks.append(_rank_reads(index, rank, wants, numbers))
     if not ranks:
         raise LayoutError(
             f"{len(wanted)} arrays",
@@ -188,7 +190,7 @@ def plan_reshard(index: Index, mesh: Mesh, rules: Sequence[Rule], *, chunks: int
             found="more",
             hint="Narrow the rules, so that they match a part of the tree only, such as model/*",
         )
-    return Reshard(
+    return ReshardPlan(
         tuple(sorted(ranks, key=lambda reads: reads.rank)),
         world,
         len(wanted),
@@ -199,7 +201,7 @@ def plan_reshard(index: Index, mesh: Mesh, rules: Sequence[Rule], *, chunks: int
     )
 
 
-def spread(count: int) -> Iterator[int]:
+def bit_reversed_order(count: int) -> Iterator[int]:
     """The numbers below `count`, so that any first few of them are spread over all."""
     bits = max(count - 1, 0).bit_length()
     for number in range(1 << bits):
@@ -208,10 +210,12 @@ def spread(count: int) -> Iterator[int]:
             yield turned
 
 
-def _wanted(index: Index, mesh: Mesh, rules: Sequence[Rule]) -> tuple[list[_Wanted], int, int, int]:
+def _target_arrays(
+    index: Index, mesh: Mesh, rules: Sequence[PlacementRule]
+) -> tuple[list[_TargetArray], int, int, int]:
     matchers = [(re.compile(fnmatch.translate(rule.glob)), MeshLayout(mesh, rule.placements)) for rule in rules]
     everywhere = replicated(mesh.ranks)
-    found: list[_Wanted] = []
+    found: list[_TargetArray] = []
     whole = unmatched = left_out = 0
     for leaf in index.entries:
         if leaf.spec is None:
@@ -226,25 +230,25 @@ def _wanted(index: Index, mesh: Mesh, rules: Sequence[Rule]) -> tuple[list[_Want
         dims = len(leaf.spec.shape)
         if any(not isinstance(p, Replicate) and p.dim >= dims for p in layout.placements):
             layout, whole = everywhere, whole + 1
-        found.append(_Wanted(leaf, layout, leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize))
+        found.append(_TargetArray(leaf, layout, leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize))
     return found, whole, unmatched, left_out
 
 
-def _wants(index: Index, wanted: Sequence[_Wanted], rank: int, budget: int) -> tuple[list[Want] | None, int]:
+def _rank_wants(index: Index, wanted: Sequence[_TargetArray], rank: int, budget: int) -> tuple[list[Want] | None, int]:
     """What a rank wants, and how many chunks that is; None where they are more than the budget."""
     wants: list[Want] = []
     used = 0
     for want in wanted:
         for held in held_by(want.layout, want.shape, rank):
             found = index.chunks_of(want.leaf, held.region) if held.region.size else []
-            used += 1 + sum(_pieces(held.region, chunk.region, want.itemsize) for chunk in found)
+            used += 1 + sum(_max_reads(held.region, chunk.region, want.itemsize) for chunk in found)
             if used > budget:
                 return None, used
             wants.append(Want(held.region, want.itemsize, found))
     return wants, used
 
 
-def _pieces(wanted: Region, chunk: Region, itemsize: int) -> int:
+def _max_reads(wanted: Region, chunk: Region, itemsize: int) -> int:
     """Reads that a chunk can take at most: rows that lie apart are read one by one."""
     common = intersect(wanted, chunk)
     if common is None:
@@ -254,7 +258,7 @@ def _pieces(wanted: Region, chunk: Region, itemsize: int) -> int:
     return 1 + min(runs.count, (last - first) // READ_GAP)
 
 
-def _reads(index: Index, rank: int, wants: Sequence[Want], numbers: dict[str, int]) -> RankReads:
+def _rank_reads(index: Index, rank: int, wants: Sequence[Want], numbers: dict[str, int]) -> RankReads:
     by_file: dict[int, int] = {}
     blocks = plan_load(wants, borders=index.borders).blocks
     for block in blocks:

@@ -20,7 +20,7 @@ PerRankKey = tuple[str, int]
 """A path with `~rank*`, and a rank."""
 
 
-class _Table:
+class _Numbering:
     """Numbers for distinct things, in the order in which they were met."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def build_index(
         values: of the leaves that ranks share.
         own_values: of the leaves under `PerRank`, for each rank.
     """
-    specs, layouts = _Table(), _Table()
+    specs, layouts = _Numbering(), _Numbering()
     numbers = {leaf.path: n for n, leaf in enumerate(plenum.leaves) if leaf.per_rank is None}
     # most leaves share the very spec and layout: what has been met is known by its identity, without hashing it
     blanks: dict[tuple[int, int], ArrayRecord] = {}
@@ -64,7 +64,7 @@ def build_index(
         if leaf.spec is None:
             records.append(_value_record(leaf, values, own_values))
         elif leaf.alias_of is not None:
-            records.append(AliasRecord(specs.number(leaf.spec), _base(plenum, numbers, n, leaf), leaf.view))
+            records.append(AliasRecord(specs.number(leaf.spec), _alias_base(plenum, numbers, n, leaf), leaf.view))
         elif leaf.per_rank is not None:
             at = placed[n] if placed is not None else None
             records.append(
@@ -93,7 +93,7 @@ def build_index(
     )
 
 
-def _layout_number(layout: Layout | None, layouts: _Table) -> int:
+def _layout_number(layout: Layout | None, layouts: _Numbering) -> int:
     return -1 if layout is None or isinstance(layout, BoxLayout) else layouts.number(layout)
 
 
@@ -104,7 +104,7 @@ def _value_record(leaf: LeafSpec, values: Mapping[str, Value], own_values: Mappi
     return PerRankValues(tuple(own_values[leaf.path, rank] for rank in ranks))
 
 
-def _base(plenum: GlobalTree, numbers: Mapping[str, int], number: int, leaf: LeafSpec) -> int:
+def _alias_base(plenum: GlobalTree, numbers: Mapping[str, int], number: int, leaf: LeafSpec) -> int:
     """The number of the array that a leaf shares storage with; under `PerRank` one of the same group of ranks."""
     assert leaf.alias_of is not None, "only asked for aliases"
     if leaf.per_rank is None:

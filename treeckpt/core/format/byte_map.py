@@ -16,7 +16,7 @@ from ..sharding.region import Region
 from .chunks import BoxChunks, GridChunks, WholeChunk, count_chunks
 from .records import AliasRecord, ArrayRecord, File, Index, Leaf, PerRankArrays
 
-__all__ = ["Extent", "Located", "chunk_count", "extents_in", "holders_of", "layout_of", "locate_chunks"]
+__all__ = ["ChunkLocation", "Extent", "chunk_count", "extents_in_file", "holders_of", "layout_of", "locate_chunks"]
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
@@ -28,7 +28,7 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
     stop: int
 
 
-class Located(msgspec.Struct, frozen=True):
+class ChunkLocation(msgspec.Struct, frozen=True):
     """A chunk, and where its bytes are."""
 
     region: Region
@@ -40,7 +40,7 @@ class Located(msgspec.Struct, frozen=True):
     stop: int
 
 
-def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> list[Located]:
+def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> list[ChunkLocation]:
     """The chunks of a leaf with their bytes; of a leaf under `PerRank`, one for each rank.
 
     Args:
@@ -54,16 +54,16 @@ def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> lis
         return []
     ranks = decode_runs(leaf.ranks or ()).tolist() if isinstance(leaf.record, PerRankArrays) else [None]
     itemsize = dtype_of(leaf.spec.dtype).itemsize
-    found: list[Located] = []
+    found: list[ChunkLocation] = []
     for rank in ranks:
         for chunk in index.chunks_of(leaf, region, rank=rank):
             nbytes = chunk.region.size * itemsize
             file, start = index.locate(chunk.rank, chunk.start, chunk.start + nbytes, leaf.path)
-            found.append(Located(chunk.region, chunk.rank, file, start, start + nbytes))
+            found.append(ChunkLocation(chunk.region, chunk.rank, file, start, start + nbytes))
     return found
 
 
-def extents_in(index: Index, file: File, *, empty: bool = False, most: int | None = None) -> list[Extent]:
+def extents_in_file(index: Index, file: File, *, empty: bool = False, most: int | None = None) -> list[Extent]:
     """What a shard holds, by offset.
 
     Args:
@@ -80,7 +80,7 @@ def extents_in(index: Index, file: File, *, empty: bool = False, most: int | Non
         if leaf.spec is None:
             continue
         itemsize = dtype_of(leaf.spec.dtype).itemsize
-        for region, start in _of_rank(leaf, leaf.spec.shape, file.rank):
+        for region, start in _chunks_of_rank(leaf, leaf.spec.shape, file.rank):
             stop = start + region.size * itemsize
             if low <= start and stop <= high and (empty or start < stop):
                 found.append(Extent(leaf.number, region, start + shift, stop + shift))
@@ -90,7 +90,7 @@ def extents_in(index: Index, file: File, *, empty: bool = False, most: int | Non
     return found
 
 
-def _of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region, int]]:
+def _chunks_of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region, int]]:
     """The chunks that `rank` wrote: region and start in its stream."""
     record = leaf.record
     if isinstance(record, PerRankArrays):
@@ -103,7 +103,7 @@ def _of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region
     if isinstance(chunks, WholeChunk):
         return [(Region.whole(shape), chunks.start)] if chunks.rank == rank else []
     if isinstance(chunks, GridChunks):
-        return _grid_of_rank(chunks, rank)
+        return _grid_chunks_of_rank(chunks, rank)
     if isinstance(chunks, BoxChunks):
         cells = np.flatnonzero(decode_runs(chunks.rank) == rank)
         starts = decode_runs(chunks.start)[cells].tolist()
@@ -113,7 +113,7 @@ def _of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region
     return []
 
 
-def _grid_of_rank(chunks: GridChunks, rank: int) -> list[tuple[Region, int]]:
+def _grid_chunks_of_rank(chunks: GridChunks, rank: int) -> list[tuple[Region, int]]:
     cells = np.flatnonzero(decode_runs(chunks.rank) == rank)
     if not len(cells):
         return []

@@ -2,7 +2,7 @@
 
 Every number that a reader uses as a size, a position or a rank is bounded here, columns by their runs alone. What is
 not checked: that listed boxes leave no gap (the save did), and that the files are as the table says (opening them
-does). `check_there` compares how much an index lists with the files that are there, before that is expanded.
+does). `check_against_files` compares how much an index lists with the files that are there, before that is expanded.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ..sharding.region import MAX_NDIM
 from ..tree.spec import ArraySpec
 from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
 from .records import AliasRecord, ArrayRecord, Index, PerRankArrays, PerRankValues, ValueRecord
-from .shard_header import MAX_HEADER, MAX_NBYTES, MAX_WORLD, SAVE_ID, reach_of
+from .shard_header import MAX_HEADER, MAX_NBYTES, MAX_WORLD, SAVE_ID, padded_nbytes
 
-__all__ = ["ENTRY", "FREE", "check_index", "check_there", "is_long"]
+__all__ = ["FREE_CHUNKS", "MIN_ENTRY_NBYTES", "check_against_files", "check_index", "needs_file_sizes"]
 
 MAX_FILES = 1 << 20
 """Rows of the table of files: they are expanded when the checkpoint is read."""
-ENTRY = 48
+MIN_ENTRY_NBYTES = 48
 """Bytes that each chunk takes in the header of its shard, at least."""
-FREE = 1 << 15
+FREE_CHUNKS = 1 << 15
 """Chunks that may be made whatever files there are."""
 FREE_FILES = 1 << 10
 """The same of files that are read."""
-LONG = 1 << 17
+MAX_UNSEEN = 1 << 17
 """Files, or chunks of one array, up to which an index is read without the sizes of the files."""
-MAX_TIES = 1 << 22
+MAX_ALIAS_RANKS = 1 << 22
 """Ranks of ties that are compared with those of their arrays one by one."""
 
 
@@ -66,7 +66,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     if len({path for path, _ in paths}) != len(paths) and len(set(paths)) != len(paths):
         raise FormatError(name, expected="a path of its own for each leaf", found="two leaves that share one")
     groups = [ranks for _, ranks in paths]
-    ties = _Ties()
+    ties = _AliasGroups()
     fits: set[tuple[int, int]] = set()  # most leaves repeat a few pairs of spec and layout
     grids: dict[object, int] = {}  # and a few ways of being cut
     for (path, ranks), record in zip(paths, index.leaves, strict=True):
@@ -83,12 +83,12 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
                 _check_alias(index, path, groups, ranks, record, ties)
 
 
-def is_long(index: Index, nbytes: int) -> bool:
+def needs_file_sizes(index: Index, nbytes: int) -> bool:
     """Whether an index of so many bytes lists more files, or chunks of one array, than are accepted unseen."""
-    return max(index.listed.files, index.listed.most) > max(LONG, nbytes)
+    return max(index.listed.files, index.listed.most) > max(MAX_UNSEEN, nbytes)
 
 
-def check_there(index: Index, sizes: dict[str, int], name: str) -> None:
+def check_against_files(index: Index, sizes: dict[str, int], name: str) -> None:
     """Refuses an index that lists far more than the files of the checkpoint can hold, before any of it is expanded.
 
     Args:
@@ -106,7 +106,7 @@ def check_there(index: Index, sizes: dict[str, int], name: str) -> None:
             found=f"{len(sizes)} files",
             hint="Copy the other shards here too; if there are none, the index is not that of these shards",
         )
-    if (listed.total - FREE) * ENTRY > there:
+    if (listed.total - FREE_CHUNKS) * MIN_ENTRY_NBYTES > there:
         raise CorruptError(
             name,
             expected=f"shards that hold {listed.total} chunks, as the index says",
@@ -138,7 +138,7 @@ def _check_files(index: Index, name: str, manifest: bool) -> None:
 
 def _check_spec(spec: ArraySpec, name: str) -> None:
     legal = len(spec.shape) <= MAX_NDIM and min(spec.shape, default=0) >= 0
-    if not legal or reach_of(spec.shape, dtype_of(spec.dtype).itemsize) >= MAX_NBYTES:
+    if not legal or padded_nbytes(spec.shape, dtype_of(spec.dtype).itemsize) >= MAX_NBYTES:
         raise FormatError(name, expected="a shape", found=f"{spec.shape!r:.80}")
     if spec.regions is not None:
         raise FormatError(name, expected="a spec of a whole array", found=f"regions {spec.regions!r:.80}")
@@ -152,7 +152,7 @@ def _check_layout(layout: Layout, index: Index, name: str) -> None:
         raise FormatError(name, expected="a mesh", found=f"shape {mesh.shape!r:.80}")
     if mesh.names and len(mesh.names) != len(mesh.shape):
         raise FormatError(name, expected=f"{len(mesh.shape)} names of mesh dimensions", found=f"{mesh.names!r:.80}")
-    world, most = index.world, min(index.world, max(LONG, length_of(index.files.rank)))  # every rank has a file
+    world, most = index.world, min(index.world, max(MAX_UNSEEN, length_of(index.files.rank)))  # every rank has a file
     if math.prod(mesh.shape) > most:
         raise FormatError(name, expected=f"a mesh of at most {most} ranks", found=f"shape {mesh.shape!r:.80}")
     check_runs(mesh.ranks, length=math.prod(mesh.shape), path=name, low=0, high=world)
@@ -253,7 +253,7 @@ def _check_boxes(index: Index, path: str, boxes: BoxChunks, shape: tuple[int, ..
 
 
 def _check_alias(
-    index: Index, path: str, groups: list[Runs | None], ranks: Runs | None, record: AliasRecord, ties: _Ties
+    index: Index, path: str, groups: list[Runs | None], ranks: Runs | None, record: AliasRecord, ties: _AliasGroups
 ) -> None:
     base = index.leaves[record.of] if 0 <= record.of < len(index.leaves) else None
     if not isinstance(base, (ArrayRecord, PerRankArrays)) or not 0 <= base.spec < len(index.specs):
@@ -274,7 +274,7 @@ def _check_alias(
         raise FormatError(path, expected=f"a view inside shape {other.shape}", found=f"{record!r:.120}")
 
 
-class _Ties:
+class _AliasGroups:
     """Compares the ranks of ties with those of their arrays; nearly always they are the same."""
 
     def __init__(self) -> None:
@@ -284,4 +284,4 @@ class _Ties:
         if ranks is None or group is None or ranks == group:
             return ranks is not None and group is not None
         self._compared += length_of(ranks) + length_of(group)
-        return self._compared <= MAX_TIES and bool(np.isin(decode_runs(ranks), decode_runs(group)).all())
+        return self._compared <= MAX_ALIAS_RANKS and bool(np.isin(decode_runs(ranks), decode_runs(group)).all())

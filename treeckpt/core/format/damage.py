@@ -11,10 +11,10 @@ from collections.abc import Iterable
 import msgspec
 
 from ..tree.structure import TABLE_KEYS
-from .byte_map import extents_in
+from .byte_map import extents_in_file
 from .records import AliasRecord, File, Index
 
-__all__ = ["BadBytes", "Damaged", "damaged_leaves", "leaves_in", "own_path"]
+__all__ = ["BadBytes", "DamagedLeaf", "damaged_leaves", "leaves_in_range", "rank_path"]
 
 
 class BadBytes(msgspec.Struct, frozen=True, array_like=True):
@@ -26,7 +26,7 @@ class BadBytes(msgspec.Struct, frozen=True, array_like=True):
     why: str
 
 
-class Damaged(msgspec.Struct, frozen=True, order=True):
+class DamagedLeaf(msgspec.Struct, frozen=True, order=True):
     """A leaf, and bytes of a file for which it cannot be had."""
 
     path: str
@@ -39,42 +39,44 @@ class Damaged(msgspec.Struct, frozen=True, order=True):
         return f"{self.path or '<root>'}: bytes {self.start}:{self.stop} of {self.file}"
 
 
-def leaves_in(index: Index, file: File, start: int, stop: int) -> list[int]:
+def leaves_in_range(index: Index, file: File, start: int, stop: int) -> list[int]:
     """The numbers of the leaves with bytes in a stretch of a file; all of its leaves if that is in the header."""
     whole = start < file.header
-    return [e.leaf for e in extents_in(index, file) if whole or (e.start < stop and e.stop > start)]
+    return [e.leaf for e in extents_in_file(index, file) if whole or (e.start < stop and e.stop > start)]
 
 
-def own_path(path: str, rank: int) -> str:
+def rank_path(path: str, rank: int) -> str:
     """A path of the index as the shard of one rank names it."""
     return path.replace("~rank*", f"~rank{rank}")
 
 
-def damaged_leaves(index: Index, bad: Iterable[BadBytes], *, rank: int | None = None) -> dict[int, tuple[Damaged, ...]]:
+def damaged_leaves(
+    index: Index, bad: Iterable[BadBytes], *, rank: int | None = None
+) -> dict[int, tuple[DamagedLeaf, ...]]:
     """By number of a leaf, the bytes for which it cannot be had.
 
     Args:
         rank: whose state counts under `PerRank`; None for that of all ranks.
     """
-    found: dict[int, list[Damaged]] = {}
+    found: dict[int, list[DamagedLeaf]] = {}
     for part in bad:
         file = index.file_names[part.file]
-        for number in dict.fromkeys(leaves_in(index, file, part.start, part.stop)):
+        for number in dict.fromkeys(leaves_in_range(index, file, part.start, part.stop)):
             leaf = index.entries[number]
             if leaf.ranks is None or rank in (None, file.rank):
-                path = leaf.path if rank is not None else own_path(leaf.path, file.rank)
-                found.setdefault(number, []).append(Damaged(path, part.file, part.start, part.stop))
-    for first, others in _together(index, found):
+                path = leaf.path if rank is not None else rank_path(leaf.path, file.rank)
+                found.setdefault(number, []).append(DamagedLeaf(path, part.file, part.start, part.stop))
+    for first, others in _dependents(index, found):
         for other in others:
             new = [msgspec.structs.replace(d, path=index.entries[other].path) for d in found[first]]
             found[other] = sorted({*found.get(other, []), *new})
     return {number: tuple(found[number]) for number in sorted(found)}
 
 
-def _together(index: Index, hurt: Iterable[int]) -> list[tuple[int, list[int]]]:
+def _dependents(index: Index, hurt: Iterable[int]) -> list[tuple[int, list[int]]]:
     """For each hurt leaf, those that are hurt with it."""
     met = set(hurt)
-    pairs = [(number, columns) for columns in _tables(index) for number in columns if number in met]
+    pairs = [(number, columns) for columns in _table_leaves(index) for number in columns if number in met]
     reached = met | {number for _, columns in pairs for number in columns}
     ties: dict[int, list[int]] = {}
     for leaf in index.entries:
@@ -83,7 +85,7 @@ def _together(index: Index, hurt: Iterable[int]) -> list[tuple[int, list[int]]]:
     return pairs + list(ties.items())
 
 
-def _tables(index: Index) -> list[list[int]]:
+def _table_leaves(index: Index) -> list[list[int]]:
     """The numbers of the leaves of each keyed table."""
     numbers = {key: number for number, key in enumerate(index.paths)}
     found: list[list[int]] = []

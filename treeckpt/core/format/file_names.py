@@ -26,18 +26,18 @@ from .shard_header import parse_shard_name
 __all__ = [
     "MAX_STEP",
     "PIN_NAME",
+    "CheckpointFile",
     "FileKind",
-    "Owned",
-    "as_step",
+    "check_step",
     "damaged_name",
     "deleted_name",
+    "final_name",
     "is_step_name",
-    "kind_of",
     "lease_name",
+    "parse_file_name",
     "step_name",
     "step_of",
-    "writing_tag",
-    "written_name",
+    "writer_tag",
 ]
 
 PIN_NAME = "pinned.json"
@@ -54,7 +54,7 @@ MAX_STEP = 10**18 - 1
 _STEP_HINT = "Pass the number of training steps that were done"
 
 
-class Owned(msgspec.Struct, frozen=True):
+class CheckpointFile(msgspec.Struct, frozen=True):
     """A file of ours."""
 
     kind: FileKind
@@ -62,33 +62,33 @@ class Owned(msgspec.Struct, frozen=True):
     """None where the file belongs to no save in particular."""
 
 
-def kind_of(name: str) -> Owned | None:
+def parse_file_name(name: str) -> CheckpointFile | None:
     """What a file is, None if it is not ours."""
     if (shard := parse_shard_name(name)) is not None:
-        return Owned("shard", shard[0])
+        return CheckpointFile("shard", shard[0])
     if (match := _PER_SAVE.fullmatch(name)) is not None:
-        return Owned("timings" if match[1] == "timings" else "deleted", match[2])
+        return CheckpointFile("timings" if match[1] == "timings" else "deleted", match[2])
     if (progress := parse_progress_name(name)) is not None:
-        return Owned("progress", progress[1])
+        return CheckpointFile("progress", progress[1])
     if (match := _TEMPORARY.fullmatch(name)) is not None:
-        inner = kind_of(match[1])
-        return Owned("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None
+        inner = parse_file_name(match[1])
+        return CheckpointFile("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None
     if (match := _DAMAGED.fullmatch(name)) is not None:
-        inner = kind_of(match[1])
-        return Owned("damaged", inner.save_id) if inner is not None and inner.kind != "damaged" else None
+        inner = parse_file_name(match[1])
+        return CheckpointFile("damaged", inner.save_id) if inner is not None and inner.kind != "damaged" else None
     if _LEASE.fullmatch(name) is not None:
-        return Owned("lease")
+        return CheckpointFile("lease")
     named: dict[str, FileKind] = {"index.json": "index", PIN_NAME: "pin"}
-    return Owned(named[name]) if name in named else None
+    return CheckpointFile(named[name]) if name in named else None
 
 
-def written_name(name: str) -> str:
+def final_name(name: str) -> str:
     """The name under which a temporary file is to be published; any other name as it is."""
     match = _TEMPORARY.fullmatch(name)
     return match[1] if match else name
 
 
-def writing_tag(name: str) -> str:
+def writer_tag(name: str) -> str:
     """The tag of the process that writes a temporary file, empty where its name has none."""
     match = _TEMPORARY.fullmatch(name)
     return match[2] or "" if match else ""
@@ -109,7 +109,7 @@ def lease_name(lease_id: str) -> str:
     return f"lease.{lease_id}.json"
 
 
-def as_step(step: Any) -> int:
+def check_step(step: Any) -> int:
     """A step of any type of integer.
 
     Raises:

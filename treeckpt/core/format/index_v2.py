@@ -32,24 +32,24 @@ from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk, encode_boxes
 from .records import ArrayRecord, Index, LeafRecord, PerRankArrays
 from .shard_header import MAX_NBYTES
 
-__all__ = ["Packed", "pack", "unpack"]
+__all__ = ["PackedIndex", "pack", "unpack"]
 
 MAX_NUMBERS = 1 << 17
 """Offsets of all boxes together, at most, in a small document; they are made when the index is read."""
-MAX_OWN = 1 << 20
+MAX_PER_RANK = 1 << 20
 """Ranks of all leaves under `PerRank`, together."""
-EACH = 2
+NUMBERS_PER_BYTE = 2
 """As many for each byte of a larger one: an uneven range takes eight bytes and more, and is a few boxes."""
-FEW_LEAVES = 16
+MAX_LEAVES_PER_RANGE = 16
 """Leaves for each range of an array that is cut into several, above which an index is not tried."""
-_SHORT = 3
+_SHORT_RUN = 3
 """Numbers that are as short one by one as they are as a run."""
 
 Column = tuple[int | Run, ...]
 """Integers: single ones, and runs as in `core.sharding.int_runs`."""
 
 
-class Ranges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RangeColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arrays that are cut into ranges of their elements in C order."""
 
     leaf: Runs
@@ -68,16 +68,16 @@ class Ranges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the boxes start in the streams of their ranks; none where that follows from the order of entries."""
 
 
-class Packed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PackedIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An index without the leaves that are in `ranges`, and without the subtrees that are in `shared`."""
 
     index: Index
-    ranges: Ranges
+    ranges: RangeColumns
     shared: tuple[Structure, ...]
     """A custom node without a class stands for one of these; its auxiliary data is the number."""
 
 
-class _Cut(NamedTuple):
+class _RangedArray(NamedTuple):
     """An array as ranges: how many elements each has, and who wrote it."""
 
     number: int
@@ -87,7 +87,7 @@ class _Cut(NamedTuple):
     ranks: np.ndarray
 
 
-class _Entries(NamedTuple):
+class _BoxColumns(NamedTuple):
     """The boxes of arrays as columns, by array and then in C order."""
 
     boxes: list[tuple[np.ndarray, np.ndarray]]
@@ -98,33 +98,33 @@ class _Entries(NamedTuple):
 # packing --------------------------------------------------------------------------------------------------------------
 def pack(index: Index) -> bytes | None:
     """The document of an index in its short form; None where that is none, or would not come back as the same."""
-    cut_up = {n: cut for n, record in enumerate(index.leaves) if (cut := _cut_of(n, record, index)) is not None}
+    cut_up = {n: cut for n, record in enumerate(index.leaves) if (cut := _find_ranges(n, record, index)) is not None}
     listed = sum(len(cut.ranks) for cut in cut_up.values())
-    if not listed or listed * FEW_LEAVES < len(index.leaves):
+    if not listed or listed * MAX_LEAVES_PER_RANGE < len(index.leaves):
         return None  # hardly any chunk is listed: not worth the work
-    found = [cut_up.get(n) or _whole_of(n, record, index) for n, record in enumerate(index.leaves)]
+    found = [cut_up.get(n) or _single_range(n, record, index) for n, record in enumerate(index.leaves)]
     cuts = [cut for cut in found if cut is not None]
     rest = tuple([record for record, cut in zip(index.leaves, found, strict=True) if cut is None])
     structure, shared = share(index.structure)
     bare = msgspec.structs.replace(index, structure=structure, leaves=rest)
     written = msgspec.json.encode(index)
     for implied in (True, False):
-        body = msgspec.json.encode(Packed(bare, _columns(cuts, implied=implied), shared))
+        body = msgspec.json.encode(PackedIndex(bare, _encode_ranges(cuts, implied=implied), shared))
         with contextlib.suppress(TreeckptError):
             if msgspec.json.encode(unpack(body, "index")) == written:
                 return body
     return None
 
 
-def _whole_of(number: int, record: LeafRecord, index: Index) -> _Cut | None:
+def _single_range(number: int, record: LeafRecord, index: Index) -> _RangedArray | None:
     """An array that one chunk holds, as one range."""
     if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk):
         return None
     spec = index.specs[record.spec]
-    return _Cut(number, record, spec, np.array([math.prod(spec.shape)]), np.array([record.chunks.rank]))
+    return _RangedArray(number, record, spec, np.array([math.prod(spec.shape)]), np.array([record.chunks.rank]))
 
 
-def _cut_of(number: int, record: LeafRecord, index: Index) -> _Cut | None:
+def _find_ranges(number: int, record: LeafRecord, index: Index) -> _RangedArray | None:
     """The ranges that an array may have been cut into; whether it was, unpacking tells."""
     if not isinstance(record, ArrayRecord) or isinstance(record.chunks, WholeChunk):
         return None
@@ -142,25 +142,25 @@ def _cut_of(number: int, record: LeafRecord, index: Index) -> _Cut | None:
     ranks = decode_runs(chunks.rank)
     opens = np.flatnonzero(np.diff(ranks, prepend=-1))
     lengths = np.diff(np.append(np.asarray(begins)[opens], size))
-    return _Cut(number, record, spec, lengths, ranks[opens]) if (lengths > 0).all() else None
+    return _RangedArray(number, record, spec, lengths, ranks[opens]) if (lengths > 0).all() else None
 
 
-def _columns(cuts: Sequence[_Cut], *, implied: bool) -> Ranges:
+def _encode_ranges(cuts: Sequence[_RangedArray], *, implied: bool) -> RangeColumns:
     ranks = np.concatenate([cut.ranks for cut in cuts])
     counts = np.array([len(cut.ranks) for cut in cuts])
     opens = np.cumsum(counts) - counts
     turns = np.diff(ranks, prepend=0)
     inner = np.ones(len(ranks), bool)
     inner[opens] = False
-    starts = () if implied else _slim(np.concatenate([_starts(cut.record) for cut in cuts]))
-    return Ranges(
+    starts = () if implied else _encode_column(np.concatenate([_starts(cut.record) for cut in cuts]))
+    return RangeColumns(
         leaf=encode_runs([cut.number for cut in cuts]),
-        spec=_slim([cut.record.spec for cut in cuts]),
-        layout=_slim([cut.record.layout for cut in cuts]),
-        count=_slim(counts),
-        length=_slim(np.concatenate([cut.lengths[:-1] for cut in cuts])),
-        first=_slim(turns[opens]),
-        turn=_slim(turns[inner]),
+        spec=_encode_column([cut.record.spec for cut in cuts]),
+        layout=_encode_column([cut.record.layout for cut in cuts]),
+        count=_encode_column(counts),
+        length=_encode_column(np.concatenate([cut.lengths[:-1] for cut in cuts])),
+        first=_encode_column(turns[opens]),
+        turn=_encode_column(turns[inner]),
         start=starts,
     )
 
@@ -173,10 +173,10 @@ def _starts(record: ArrayRecord) -> np.ndarray:
     return decode_runs(chunks.start)
 
 
-def _slim(values: Sequence[int] | np.ndarray) -> Column:
+def _encode_column(values: Sequence[int] | np.ndarray) -> Column:
     column: list[int | Run] = []
     for run in encode_runs(values):
-        if len(run) == 1 or (len(run) == 3 and run[2] <= _SHORT):
+        if len(run) == 1 or (len(run) == 3 and run[2] <= _SHORT_RUN):
             column += decode_runs((run,)).tolist()
         else:
             column.append(run)
@@ -191,13 +191,13 @@ def unpack(body: bytes, name: str) -> Index:
         FormatError: the columns contradict each other.
         msgspec.MsgspecError: it is no such document.
     """
-    packed = msgspec.json.decode(body, type=Packed)
+    packed = msgspec.json.decode(body, type=PackedIndex)
     index, ranges = packed.index, packed.ranges
-    most = max(MAX_NUMBERS, EACH * len(body))
+    most = max(MAX_NUMBERS, NUMBERS_PER_BYTE * len(body))
     structure = expand(index.structure, packed.shared, name)
     numbers = _numbers(index, ranges, leaf_count(structure), name)
-    cuts = _cuts(index, ranges, numbers, name, most)
-    entries = _entries(cuts)
+    cuts = _decode_ranges(index, ranges, numbers, name, most)
+    entries = _expand_boxes(cuts)
     taken = set(numbers)
     rest = iter(index.leaves)
     leaves: list[Any] = [None if n in taken else next(rest) for n in range(len(taken) + len(index.leaves))]
@@ -206,7 +206,7 @@ def unpack(body: bytes, name: str) -> Index:
         total = sum(map(len, entries.ranks))
         starts = _column(ranges.start, total, name, low=0, high=MAX_NBYTES)
     else:
-        starts = _implied(bare, leaves, cuts, entries, name)
+        starts = _implied_starts(bare, leaves, cuts, entries, name)
     at = 0
     for cut, (offsets, shapes), ranks in zip(cuts, entries.boxes, entries.ranks, strict=True):
         leaves[cut.number] = _record(cut, offsets, shapes, ranks, starts[at : at + len(ranks)])
@@ -214,7 +214,7 @@ def unpack(body: bytes, name: str) -> Index:
     return msgspec.structs.replace(bare, leaves=tuple(leaves))
 
 
-def _numbers(index: Index, ranges: Ranges, count: int, name: str) -> list[int]:
+def _numbers(index: Index, ranges: RangeColumns, count: int, name: str) -> list[int]:
     """The numbers of the leaves that are in the columns."""
     check_runs(ranges.leaf, length=count - len(index.leaves), path=name, low=0, high=count)
     numbers = decode_runs(ranges.leaf)
@@ -230,7 +230,7 @@ def _column(column: Column, length: int, name: str, *, low: int = -MAX_VALUE, hi
     return decode_runs(runs)  # pyright: ignore[reportArgumentType]
 
 
-def _cuts(index: Index, ranges: Ranges, numbers: list[int], name: str, most: int) -> list[_Cut]:
+def _decode_ranges(index: Index, ranges: RangeColumns, numbers: list[int], name: str, most: int) -> list[_RangedArray]:
     n = len(numbers)
     specs: list[int] = _column(ranges.spec, n, name, low=0, high=len(index.specs)).tolist()
     layouts: list[int] = _column(ranges.layout, n, name, low=-1, high=len(index.layouts)).tolist()
@@ -249,13 +249,13 @@ def _cuts(index: Index, ranges: Ranges, numbers: list[int], name: str, most: int
     ranks = np.cumsum(turns)
     if total and (ranks.min() < 0 or ranks.max() >= index.world):
         raise FormatError(name, expected=f"ranks below {index.world}", found=f"{ranks.min()} to {ranks.max()}")
-    cuts: list[_Cut] = []
+    cuts: list[_RangedArray] = []
     for i, (number, spec, layout, shape) in enumerate(zip(numbers, specs, layouts, shapes, strict=True)):
         first, stop = int(opens[i]), int(opens[i] + counts[i])
         mine = lengths[first - i : stop - i - 1]
-        left = _left(shape, mine, name)
+        left = _last_length(shape, mine, name)
         record = ArrayRecord(spec, layout, WholeChunk(0, 0))
-        cuts.append(_Cut(number, record, index.specs[spec], np.append(mine, left), ranks[first:stop]))
+        cuts.append(_RangedArray(number, record, index.specs[spec], np.append(mine, left), ranks[first:stop]))
     return cuts
 
 
@@ -265,7 +265,7 @@ def _work(counts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> int:
     return sum(numbers)
 
 
-def _left(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
+def _last_length(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
     """Elements of the last range."""
     size = math.prod(shape) if min(shape, default=1) >= 0 else 0
     left = size - sum(lengths.tolist())
@@ -274,7 +274,7 @@ def _left(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
     return left
 
 
-def _entries(cuts: Sequence[_Cut]) -> _Entries:
+def _expand_boxes(cuts: Sequence[_RangedArray]) -> _BoxColumns:
     """The boxes of all ranges; arrays of one shape at once."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, cut in enumerate(cuts):
@@ -295,10 +295,12 @@ def _entries(cuts: Sequence[_Cut]) -> _Entries:
         borders = np.searchsorted(which, np.cumsum([len(cuts[i].ranks) for i in several])[:-1])
         for i, o, s, r in zip(several, *(np.split(c, borders) for c in (offsets, shapes, writers)), strict=True):
             boxes[i], ranks[i] = (o, s), r
-    return _Entries(boxes, ranks)
+    return _BoxColumns(boxes, ranks)
 
 
-def _implied(index: Index, leaves: list[Any], cuts: Sequence[_Cut], entries: _Entries, name: str) -> np.ndarray:
+def _implied_starts(
+    index: Index, leaves: list[Any], cuts: Sequence[_RangedArray], entries: _BoxColumns, name: str
+) -> np.ndarray:
     """Where the boxes of all ranges start, by the order in which entries stand."""
     by_number = {cut.number: i for i, cut in enumerate(cuts)}
     columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -334,14 +336,16 @@ def _group(group: Runs, own: int, world: int, name: str) -> np.ndarray:
         own: how many ranks this leaf and those before have, together.
     """
     check_runs(group, path=name, low=0, high=world)
-    if length_of(group) > MAX_NUMBERS or own > MAX_OWN:
+    if length_of(group) > MAX_NUMBERS or own > MAX_PER_RANK:
         raise FormatError(
-            name, expected=f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_OWN} in all", found=f"{own}"
+            name, expected=f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_PER_RANK} in all", found=f"{own}"
         )
     return decode_runs(group)
 
 
-def _record(cut: _Cut, offsets: np.ndarray, shapes: np.ndarray, ranks: np.ndarray, starts: np.ndarray) -> ArrayRecord:
+def _record(
+    cut: _RangedArray, offsets: np.ndarray, shapes: np.ndarray, ranks: np.ndarray, starts: np.ndarray
+) -> ArrayRecord:
     if len(ranks) == 1:
         chunks: Chunks = WholeChunk(int(ranks[0]), int(starts[0]))
     else:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["Lineage", "Mark", "Order", "Position", "lineage_of"]
+__all__ = ["Lineage", "LineageOrder", "LineagePosition", "SavedCheckpoint", "next_lineage"]
 
 MAX_SEQUENCE = 1 << 62
 
-Ranges = tuple[tuple[int, int], ...]
+SequenceRanges = tuple[tuple[int, int], ...]
 """First and last numbers of ranges, rising."""
 
 
@@ -30,7 +30,7 @@ class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Above that of every checkpoint that was there when it was saved."""
     follows: str = ""
     """The save id of the checkpoint from which the training went on; empty where there was none."""
-    abandoned: Ranges = ()
+    abandoned: SequenceRanges = ()
     """Sequence numbers of checkpoints of the run that it does not descend from."""
 
     def is_sound(self) -> bool:
@@ -40,7 +40,7 @@ class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
         return rising and 0 <= self.sequence < MAX_SEQUENCE and (not numbers or numbers[0] >= 0)
 
 
-class Mark(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """What a lineage is decided from: one checkpoint with an index that can be read."""
 
     step: int
@@ -52,7 +52,7 @@ class Mark(NamedTuple):
         return self.step if self.lineage is None else self.lineage.sequence
 
 
-class Position(NamedTuple):
+class LineagePosition(NamedTuple):
     """Where a checkpoint stands among those of its run: the greatest is the newest."""
 
     present: bool
@@ -61,14 +61,14 @@ class Position(NamedTuple):
     step: int
 
 
-class Order:
+class LineageOrder:
     """The order of a run's checkpoints.
 
     Args:
         marks: of all of them that have an index, each step once.
     """
 
-    def __init__(self, marks: Iterable[Mark]) -> None:
+    def __init__(self, marks: Iterable[SavedCheckpoint]) -> None:
         self._marks = tuple(marks)
         self._recorded = [mark for mark in self._marks if mark.lineage is not None]
         newest = max(self._recorded, key=lambda mark: (mark.sequence, mark.step), default=None)
@@ -77,22 +77,26 @@ class Order:
         self._steps = [mark.step for mark in present]
         self._highest = list(accumulate((mark.sequence for mark in present), max))
 
-    def position(self, mark: Mark) -> Position:
+    def position(self, mark: SavedCheckpoint) -> LineagePosition:
         """Where a checkpoint stands."""
         if _within(mark.sequence, self._abandoned):
-            return Position(False, mark.sequence, mark.step)
-        return self.position_of_step(mark.step) if mark.lineage is None else Position(True, mark.sequence, mark.step)
+            return LineagePosition(False, mark.sequence, mark.step)
+        return (
+            self.position_of_step(mark.step)
+            if mark.lineage is None
+            else LineagePosition(True, mark.sequence, mark.step)
+        )
 
-    def position_of_step(self, step: int) -> Position:
+    def position_of_step(self, step: int) -> LineagePosition:
         """Where a directory stands of which only the step is known: on the lineage, above the lower steps."""
         at = bisect_right(self._steps, step)
-        return Position(True, max(step, self._highest[at - 1]) if at else step, step)
+        return LineagePosition(True, max(step, self._highest[at - 1]) if at else step, step)
 
-    def newest(self) -> Mark | None:
+    def newest(self) -> SavedCheckpoint | None:
         """The checkpoint that was saved last; None where there is none."""
         return max(self._marks, key=self.position, default=None)
 
-    def ancestors(self, head: Mark) -> list[Mark]:
+    def ancestors(self, head: SavedCheckpoint) -> list[SavedCheckpoint]:
         """The checkpoints from which one descends, as far as they are there.
 
         A checkpoint without a record may have been saved by hand after `head`: then it counts as one of them.
@@ -111,16 +115,16 @@ class Order:
         ]
 
 
-def _abandoned_by(mark: Mark | None) -> Ranges:
+def _abandoned_by(mark: SavedCheckpoint | None) -> SequenceRanges:
     return () if mark is None or mark.lineage is None else mark.lineage.abandoned
 
 
-def _within(number: int, ranges: Ranges) -> bool:
+def _within(number: int, ranges: SequenceRanges) -> bool:
     at = bisect_right(ranges, number, key=lambda pair: pair[0])
     return bool(at) and number <= ranges[at - 1][1]
 
 
-def lineage_of(marks: Collection[Mark], head: Mark | None, step: int) -> Lineage:
+def next_lineage(marks: Collection[SavedCheckpoint], head: SavedCheckpoint | None, step: int) -> Lineage:
     """The lineage of a checkpoint that is about to be saved.
 
     It follows `head`. Steps rise along a training, so where `head` is no earlier step, the training has gone back by a
@@ -131,7 +135,7 @@ def lineage_of(marks: Collection[Mark], head: Mark | None, step: int) -> Lineage
         head: the checkpoint that was restored or saved last; None takes the newest on the disk.
         step: of the new checkpoint.
     """
-    order = Order(marks)
+    order = LineageOrder(marks)
     head = head or order.newest()
     above = max([mark.sequence for mark in marks] + ([head.sequence] if head else []), default=-1)
     if head is not None and head.step >= step:

@@ -34,9 +34,9 @@ __all__ = [
     "File",
     "FileTable",
     "Index",
+    "IndexCounts",
     "Leaf",
     "LeafRecord",
-    "Listed",
     "PerRankArrays",
     "PerRankValues",
     "ValueRecord",
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-SHOWN = 12
+NOTEBOOK_ROWS = 12
 """Arrays that a notebook lists."""
 
 
@@ -121,7 +121,7 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     """None for values."""
 
 
-class Listed(msgspec.Struct, frozen=True):
+class IndexCounts(msgspec.Struct, frozen=True):
     """How much an index lists, counted without expanding it: a run of a few bytes can stand for millions."""
 
     files: int
@@ -179,7 +179,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         return found
 
     @cached_property
-    def listed(self) -> Listed:
+    def listed(self) -> IndexCounts:
         """How much is listed here."""
         most = total = 0
         for record, (_, ranks) in zip(self.leaves, self.paths, strict=True):
@@ -192,7 +192,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
             else:
                 count = length_of(ranks)
             most, total = max(most, count), total + count
-        return Listed(length_of(self.files.rank), most, total)
+        return IndexCounts(length_of(self.files.rank), most, total)
 
     @cached_property
     def tables(self) -> dict[int, TableSpec]:
@@ -241,7 +241,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         arrays.sort(key=lambda pair: -pair[0])
         rows = [
             (leaf.path, leaf.spec.dtype, shape_text(leaf.spec.shape), bytes_text(nbytes))
-            for nbytes, leaf in arrays[:SHOWN]
+            for nbytes, leaf in arrays[:NOTEBOOK_ROWS]
             if leaf.spec is not None
         ]
         about = [
@@ -251,7 +251,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
             ("leaves", len(self.leaves)),
             ("size", f"{bytes_text(self.nbytes)} in {len(self.file_list)} shards"),
         ]
-        more = el("p", f"and {len(arrays) - SHOWN} smaller arrays") if len(arrays) > SHOWN else None
+        more = el("p", f"and {len(arrays) - NOTEBOOK_ROWS} smaller arrays") if len(arrays) > NOTEBOOK_ROWS else None
         return joined([facts(about), table(("path", "dtype", "shape", "size"), rows, right=("size",)), more])
 
     def files_of(self, rank: int) -> Sequence[File]:

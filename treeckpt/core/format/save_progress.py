@@ -18,8 +18,8 @@ from .shard_header import MAX_NBYTES, MAX_WORLD, SAVE_ID
 __all__ = [
     "MAX_PROGRESS",
     "Owner",
-    "Phase",
     "Progress",
+    "SavePhase",
     "decode_progress",
     "encode_progress",
     "fraction_of",
@@ -27,8 +27,8 @@ __all__ = [
     "progress_name",
 ]
 
-Phase = Literal["write", "commit"]
-MAX_STEP = (1 << 63) - 1
+SavePhase = Literal["write", "commit"]
+MAX_RECORDED_STEP = (1 << 63) - 1
 MAX_PROGRESS = 4096
 """Bytes of a record, at most."""
 _NAME = re.compile(r"progress-([0-9]{5,9})\.([0-9a-f]{16})\.json")
@@ -57,7 +57,7 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     world: int
     step: int | None
-    phase: Phase
+    phase: SavePhase
     """write: shards are being written; commit: this rank's are durable, and it waits for the others."""
     written: int
     """Bytes of arrays."""
@@ -113,7 +113,7 @@ def decode_progress(data: bytes, name: str) -> Progress:
         raise FormatError(name, expected="a record of progress", found=f"{error}"[:200]) from error
     known = SAVE_ID.fullmatch(found.save_id) is not None and 0 <= found.rank < found.world <= MAX_WORLD
     numbers = (found.written, found.planned, found.started_ns, found.updated_ns, found.alive_ns)
-    bounded = min(numbers) > -MAX_NBYTES and max(numbers) < MAX_NBYTES and abs(found.step or 0) <= MAX_STEP
+    bounded = min(numbers) > -MAX_NBYTES and max(numbers) < MAX_NBYTES and abs(found.step or 0) <= MAX_RECORDED_STEP
     if not known or min(found.written, found.planned) < 0 or not bounded:
         raise FormatError(name, expected="a rank's progress in a save", found=f"{found!r:.200}")
     return found

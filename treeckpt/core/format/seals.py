@@ -6,12 +6,12 @@ import xxhash
 
 from ...errors import CorruptError
 
-__all__ = ["check_seal", "check_text", "sealed"]
+__all__ = ["check_no_zeros", "check_seal", "sealed"]
 
 _RESTORE = "The file was changed after it was written; restore it from a copy"
 _SEAL = b'"seal":"'
 _ZEROS = b"0" * 16
-FIRST = 256
+SEAL_WITHIN = 256
 """Bytes in which a seal begins."""
 
 
@@ -29,10 +29,10 @@ def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str
         CorruptError: naming the file.
     """
     data = memoryview(document)
-    at = bytes(data[:FIRST]).find(_SEAL) + len(_SEAL)
+    at = bytes(data[:SEAL_WITHIN]).find(_SEAL) + len(_SEAL)
     if at < len(_SEAL):
         raise CorruptError(
-            name, expected="a sealed document", found=f"no seal in bytes 0:{min(FIRST, len(data))}", hint=hint
+            name, expected="a sealed document", found=f"no seal in bytes 0:{min(SEAL_WITHIN, len(data))}", hint=hint
         )
     stored = bytes(data[at : at + 16])
     state = xxhash.xxh3_64()
@@ -43,7 +43,7 @@ def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str
         raise CorruptError(name, expected=f"seal {stored!r}", found=f"{actual!r} for bytes 0:{len(data)}", hint=hint)
 
 
-def check_text(part: bytes | bytearray, at: int, name: str) -> None:
+def check_no_zeros(part: bytes | bytearray, at: int, name: str) -> None:
     """Refuses a part of a document, from byte `at` on, that is no text: a sparse file is zeros, and takes no disk.
 
     Raises:

@@ -27,7 +27,7 @@ from .seals import check_seal, sealed
 
 __all__ = [
     "BLOCK",
-    "Entry",
+    "ShardEntry",
     "ShardHeader",
     "block_count",
     "decode_header",
@@ -36,8 +36,8 @@ __all__ = [
     "hash_parts",
     "hashes_at",
     "header_nbytes",
+    "padded_nbytes",
     "parse_shard_name",
-    "reach_of",
     "seal_at",
     "shard_name",
     "with_hashes",
@@ -60,7 +60,7 @@ _ZEROS = b"0" * 16
 _NAME = re.compile(r"shard-([0-9]{5,9})(?:\.([0-9]{3,9}))?-of-([0-9]{5,9})\.([0-9a-f]{16})\.safetensors")
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class ShardEntry(msgspec.Struct, frozen=True, gc=False):
     """One region of one array in the file's data area."""
 
     path: str
@@ -81,7 +81,7 @@ class ShardHeader(msgspec.Struct, frozen=True):
     part: int
     stream: int
     """Where this file starts in the stream of its rank's data bytes."""
-    entries: tuple[Entry, ...]
+    entries: tuple[ShardEntry, ...]
     hashes: tuple[int, ...]
     """xxh3-64 of every block of `block` bytes of the data area; the last block may be shorter."""
     block: int = BLOCK
@@ -94,7 +94,7 @@ class ShardHeader(msgspec.Struct, frozen=True):
         return sum(entry.nbytes for entry in self.entries)
 
 
-class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
+class _ShardMetadata(msgspec.Struct, forbid_unknown_fields=True):
     """`__metadata__`; numbers and JSON as text because safetensors allows nothing else."""
 
     seal: str
@@ -112,7 +112,7 @@ class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
     manifest: str = ""
 
 
-class _Tensor(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _TensorEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -130,7 +130,7 @@ def parse_shard_name(name: str) -> tuple[str, int, int, int] | None:
     return (match[4], int(match[1]), int(match[3]), int(match[2] or 0)) if match else None
 
 
-def reach_of(shape: tuple[int, ...], itemsize: int) -> int:
+def padded_nbytes(shape: tuple[int, ...], itemsize: int) -> int:
     """Bytes of an array, with dimensions of no elements taken as 1: no array library has more than 63 bits for that."""
     return math.prod([max(n, 1) for n in shape]) * itemsize
 
@@ -155,7 +155,7 @@ def hash_parts(parts: Sequence[memoryview]) -> int:
     return state.intdigest()
 
 
-def _entry_name(entry: Entry, whole: bool) -> str:
+def _entry_name(entry: ShardEntry, whole: bool) -> str:
     if not whole:
         return f"{entry.path}@{','.join(map(str, entry.region.offset))}"
     # an @ of the user's own, and safetensors' reserved name, must not read as ours
@@ -166,7 +166,7 @@ def encode_header(header: ShardHeader) -> bytes:
     """The bytes of the file up to its data. Headers that differ in hashes only have the same length."""
     partial: dict[str, tuple[int, ...]] = {}
     logical: dict[str, str] = {}
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, _TensorEntry] = {}
     for entry in header.entries:
         region, dtype = entry.region, dtype_of(entry.dtype)
         whole = region.is_whole(entry.shape)
@@ -178,9 +178,9 @@ def encode_header(header: ShardHeader) -> bytes:
             shape = (*shape, dtype.parts)
         if _PLAIN.get(dtype.tag) != entry.dtype:
             logical[name] = entry.dtype
-        tensors[name] = _Tensor(dtype.tag, shape, (entry.start, entry.start + entry.nbytes))
+        tensors[name] = _TensorEntry(dtype.tag, shape, (entry.start, entry.start + entry.nbytes))
     hashes = np.array(header.hashes, dtype="<u8").tobytes()
-    metadata = _Metadata(
+    metadata = _ShardMetadata(
         seal=_ZEROS.decode(),
         format="treeckpt",
         version=str(VERSION),
@@ -243,10 +243,10 @@ def header_nbytes(prefix: bytes | bytearray | memoryview, name: str) -> int:
     return length
 
 
-class _Front(msgspec.Struct):
+class _HeaderMetadata(msgspec.Struct):
     """The header without its entries."""
 
-    metadata: _Metadata = msgspec.field(name="__metadata__")
+    metadata: _ShardMetadata = msgspec.field(name="__metadata__")
 
 
 def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: bool = True) -> ShardHeader:
@@ -261,7 +261,7 @@ def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: b
     """
     check_seal(data, name)
     try:
-        metadata = msgspec.json.decode(memoryview(data)[8:], type=_Front).metadata
+        metadata = msgspec.json.decode(memoryview(data)[8:], type=_HeaderMetadata).metadata
         if metadata.format != "treeckpt" or metadata.version != str(VERSION):
             raise FormatError(
                 name,
@@ -291,7 +291,7 @@ def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: b
     return header
 
 
-def _decode_entries(data: bytes | bytearray | memoryview, metadata: _Metadata) -> tuple[Entry, ...]:
+def _decode_entries(data: bytes | bytearray | memoryview, metadata: _ShardMetadata) -> tuple[ShardEntry, ...]:
     raw = msgspec.json.decode(bytes(data[8:]), type=dict[str, msgspec.Raw])
     del raw["__metadata__"]
     partial = msgspec.json.decode(metadata.partial, type=dict[str, tuple[int, ...]])
@@ -299,12 +299,12 @@ def _decode_entries(data: bytes | bytearray | memoryview, metadata: _Metadata) -
     if partial.keys() - raw.keys() or logical.keys() - raw.keys():
         raise ValueError("entries are described that are not there")
     return tuple(
-        _decode_entry(key, msgspec.json.decode(value, type=_Tensor), partial.get(key), logical.get(key))
+        _decode_entry(key, msgspec.json.decode(value, type=_TensorEntry), partial.get(key), logical.get(key))
         for key, value in raw.items()
     )
 
 
-def _decode_entry(name: str, tensor: _Tensor, shape: tuple[int, ...] | None, logical: str | None) -> Entry:
+def _decode_entry(name: str, tensor: _TensorEntry, shape: tuple[int, ...] | None, logical: str | None) -> ShardEntry:
     dtype = dtype_of(logical or _PLAIN.get(tensor.dtype, tensor.dtype))
     local = tensor.shape
     if dtype.tag != tensor.dtype or (dtype.parts > 1 and (not local or local[-1] != dtype.parts)):
@@ -321,11 +321,11 @@ def _decode_entry(name: str, tensor: _Tensor, shape: tuple[int, ...] | None, log
         raise ValueError(f"{name[:80]!r} has shape {shape}, offset {region.offset}")
     if any(n < 0 for n in (*region.offset, *local)) or not region.within(Region.whole(shape)):
         raise ValueError(f"{name[:80]!r} lies outside of its shape {shape}")
-    if reach_of(shape, dtype.itemsize) >= MAX_NBYTES:
+    if padded_nbytes(shape, dtype.itemsize) >= MAX_NBYTES:
         raise ValueError(f"{name[:80]!r} is larger than any array")
     if stop - start != math.prod(local) * dtype.itemsize:
         raise ValueError(f"{name[:80]!r} has {stop - start} bytes for shape {local} of {dtype.name}")
-    entry = Entry(path, dtype.name, shape, region, start, stop - start)
+    entry = ShardEntry(path, dtype.name, shape, region, start, stop - start)
     if (right := _entry_name(entry, region.is_whole(shape))) != name:
         raise ValueError(f"{name[:80]!r} is not how {right[:80]!r} is named")
     return entry

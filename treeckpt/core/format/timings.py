@@ -21,7 +21,7 @@ __all__ = ["BLOCKING", "Host", "Span", "Timings", "decode_timings", "encode_timi
 VERSION = 1
 BLOCKING = "blocking"
 """The span of a save in the background that lasts until the call returned. It lies across the phases and is none."""
-LARGE = 1 << 18
+MAX_PARTIAL_WORLD = 1 << 18
 """Ranks up to which timings may leave some out."""
 MAX_TIME = 1 << 62
 """Nanoseconds; differences of two times fit an int64."""
@@ -68,7 +68,7 @@ class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [span for span in self.spans if span.rank == rank]
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True):
+class _TimingsDocument(msgspec.Struct, forbid_unknown_fields=True):
     seal: str
     format: str
     version: int
@@ -82,7 +82,7 @@ def timings_name(save_id: str) -> str:
 
 def encode_timings(timings: Timings) -> bytes:
     """The bytes of the file."""
-    return sealed(msgspec.json.encode(_Document("0" * 16, "treeckpt-timings", VERSION, timings)))
+    return sealed(msgspec.json.encode(_TimingsDocument("0" * 16, "treeckpt-timings", VERSION, timings)))
 
 
 def decode_timings(data: bytes, name: str) -> Timings:
@@ -94,7 +94,7 @@ def decode_timings(data: bytes, name: str) -> Timings:
     """
     check_seal(data, name)
     try:
-        document = msgspec.json.decode(data, type=_Document)
+        document = msgspec.json.decode(data, type=_TimingsDocument)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(name, expected="timings as treeckpt writes them", found=f"{error}"[:200]) from error
     if document.format != "treeckpt-timings" or document.version != VERSION:
@@ -119,5 +119,5 @@ def _check_timings(timings: Timings, name: str) -> None:
         if not 0 <= span.rank < timings.world or not in_time or not 0 <= span.nbytes < MAX_NBYTES:
             raise FormatError(name, expected="spans of time of its ranks", found=f"{span!r:.120}")
         counts[span.rank] = before + 1
-    if timings.world > max(LARGE, len(timings.spans)):
+    if timings.world > max(MAX_PARTIAL_WORLD, len(timings.spans)):
         raise FormatError(name, expected="spans of every rank", found=f"{len(timings.spans)} of {timings.world} ranks")

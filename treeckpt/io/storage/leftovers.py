@@ -14,8 +14,16 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ...core.analysis.deletion import FileFact, FolderFact, Left, Removal, Times, leftovers_of, plan_leftovers
-from ...core.format.file_names import kind_of, writing_tag, written_name
+from ...core.analysis.deletion import (
+    CleanupTimes,
+    FileInfo,
+    Removal,
+    RetainedDirectory,
+    StepDirectory,
+    leftovers_of,
+    plan_leftovers,
+)
+from ...core.format.file_names import final_name, parse_file_name, writer_tag
 from ...core.format.save_progress import MAX_PROGRESS, Owner, decode_progress, parse_progress_name
 from ...errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
@@ -43,12 +51,12 @@ GRACE = 3600.0
 """Seconds after which files of an unfinished save are cleaned away, where nothing shows whether it is alive."""
 
 
-def times(now_ns: int, grace: float = GRACE) -> Times:
+def times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
     """When it is, and how long to wait."""
-    return Times(now_ns, int(grace * 1e9), int(LEASE * 1e9))
+    return CleanupTimes(now_ns, int(grace * 1e9), int(LEASE * 1e9))
 
 
-def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileFact, ...]:
+def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
     """The files of a directory, with what is known of those who keep them.
 
     Args:
@@ -58,40 +66,40 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()
     for name in entries:
-        owned = kind_of(name)
-        if owned is None or not (owned.kind == "lease" or parse_progress_name(written_name(name))):
+        owned = parse_file_name(name)
+        if owned is None or not (owned.kind == "lease" or parse_progress_name(final_name(name))):
             continue
         owner, alive[name] = _evidence(folder.store, name, entries[name], now_ns)
         if owner is not None and is_running(owner) is False:
             ended.add(owner.tag)
     for name in entries:
-        if writing_tag(name) in ended:
+        if writer_tag(name) in ended:
             alive.setdefault(name, False)
     for name in _unexplained(entries, committed):
         with contextlib.suppress(TreeckptError, OSError):
             timings = read_timings(folder.store, name.split(".")[1])
             alive[name] = False if timings is not None and timings.error is not None else None
-    return tuple(FileFact(name, e.nbytes, e.modified_ns, alive.get(name)) for name, e in entries.items())
+    return tuple(FileInfo(name, e.nbytes, e.modified_ns, alive.get(name)) for name, e in entries.items())
 
 
 def _evidence(store: Store, name: str, entry: Entry, now_ns: int) -> tuple[Owner | None, bool | None]:
     """The owner of a record or a lease, and whether that process may still run; None where that is not known."""
-    if (parsed := parse_progress_name(written_name(name))) is None:
+    if (parsed := parse_progress_name(final_name(name))) is None:
         owner = owner_of(store, name)
         return owner, is_running(owner) if owner is not None else None
     with contextlib.suppress(TreeckptError, OSError):
         record = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
         if (record.rank, record.save_id) == parsed:
             renewed = msgspec.structs.replace(record, alive_ns=max(record.alive_ns, entry.modified_ns))
-            return record.owner, is_alive(written_name(name), renewed, now_ns)
+            return record.owner, is_alive(final_name(name), renewed, now_ns)
     return None, None
 
 
 def _unexplained(names: Iterable[str], committed: str | None) -> list[str]:
     """The timings of saves that have shards there, and no record of their coordinator."""
-    named = {name: kind for name in names if (kind := kind_of(name)) is not None}
+    named = {name: kind for name in names if (kind := parse_file_name(name)) is not None}
     shards = {kind.save_id for kind in named.values() if kind.kind == "shard"}
-    recorded = {parsed[1] for name in named if (parsed := parse_progress_name(written_name(name))) and not parsed[0]}
+    recorded = {parsed[1] for name in named if (parsed := parse_progress_name(final_name(name))) and not parsed[0]}
     odd = shards - recorded - {committed}
     return [name for name, kind in named.items() if kind.kind == "timings" and kind.save_id in odd]
 
@@ -104,7 +112,7 @@ def committed(folder: Folder) -> str | None:
         return None
 
 
-def _fact_of(folder: Folder, now_ns: int) -> FolderFact:
+def _fact_of(folder: Folder, now_ns: int) -> StepDirectory:
     """The files and state of a directory that is not part of a run."""
     files = file_facts(folder, now_ns, committed=None)
     status, save_id, problem = "complete", None, ""
@@ -114,17 +122,17 @@ def _fact_of(folder: Folder, now_ns: int) -> FolderFact:
         status = "partial"
     except CheckpointError as error:
         status, problem = "corrupt", str(error)
-    return FolderFact(folder.name, 0, status, folder.modified_ns() or 0, files, save_id, problem=problem)
+    return StepDirectory(folder.name, 0, status, folder.modified_ns() or 0, files, save_id, problem=problem)
 
 
-def plan_of(folder: Folder, now_ns: int, grace: float = GRACE) -> Removal | Left | None:
+def plan_of(folder: Folder, now_ns: int, grace: float = GRACE) -> Removal | RetainedDirectory | None:
     """What of a directory is left over, and why the rest of it stays."""
     return plan_leftovers(_fact_of(folder, now_ns), times(now_ns, grace))
 
 
 def _has_others(names: Iterable[str], known: str) -> bool:
     """Whether files of other saves than this one are among these names."""
-    kinds = [kind for name in names if (kind := kind_of(name)) is not None]
+    kinds = [kind for name in names if (kind := parse_file_name(name)) is not None]
     return any(kind.kind not in ("index", "pin", "lease") and (not known or kind.save_id != known) for kind in kinds)
 
 
@@ -144,7 +152,9 @@ def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[L
 
 def remove_leftovers(folder: Folder, removal: Removal) -> str:
     """Carries the removal of leftovers out; says why not, if something has changed since it was decided."""
-    saves = {kind.save_id for name in removal.files if (kind := kind_of(name)) and kind.kind in ("shard", "timings")}
+    saves = {
+        kind.save_id for name in removal.files if (kind := parse_file_name(name)) and kind.kind in ("shard", "timings")
+    }
     if saves and committed(folder) in saves:
         return "it has been committed meanwhile"
     for name in removal.files:

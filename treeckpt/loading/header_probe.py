@@ -14,21 +14,21 @@ import re
 import msgspec
 import numpy as np
 
-from ...errors import CorruptError, FormatError
-from .shard_header import MAX_BLOCK, PAGE, VERSION, header_nbytes
+from ..core.format.shard_header import MAX_BLOCK, PAGE, VERSION, header_nbytes
+from ..errors import CorruptError, FormatError
 
-__all__ = ["FRONT", "Front", "decode_front", "decode_hashes", "hash_span"]
+__all__ = ["PREFIX_NBYTES", "HeaderPrefix", "decode_hashes", "decode_prefix", "hash_text_range"]
 
-FRONT = PAGE
+PREFIX_NBYTES = PAGE
 """Bytes of a file that hold its front."""
-_FRONT = re.compile(
+_PREFIX = re.compile(
     rb'\{"__metadata__":\{"seal":"[0-9a-f]{16}","format":"treeckpt","version":"([0-9]{1,9})","save_id":"([0-9a-f]{16})",'
     rb'"rank":"([0-9]{1,9})","world":"[0-9]{1,9}","part":"([0-9]{1,9})","stream":"([0-9]{1,19})",'
     rb'"block":"([0-9]{1,9})","hashes":"'
 )
 
 
-class Front(msgspec.Struct, frozen=True):
+class HeaderPrefix(msgspec.Struct, frozen=True):
     """Which shard it is, and where its checksums are."""
 
     save_id: str
@@ -43,23 +43,23 @@ class Front(msgspec.Struct, frozen=True):
     """Where the text of the checksums starts in the file."""
 
 
-def decode_front(data: bytes | bytearray, name: str) -> Front:
+def decode_prefix(data: bytes | bytearray, name: str) -> HeaderPrefix:
     """What the first FRONT bytes of the file called `name` say.
 
     Raises:
         CorruptError, FormatError: no shard of ours.
     """
     header = header_nbytes(data, name)
-    found = _FRONT.match(data, 8)
+    found = _PREFIX.match(data, 8)
     if found is None or found[1] != str(VERSION).encode():
         raise FormatError(name, expected=f"a treeckpt shard of version {VERSION}", found="another header")
     block = int(found[6])
     if not PAGE <= block <= MAX_BLOCK or block % PAGE:
         raise FormatError(name, expected=f"blocks of {PAGE} to {MAX_BLOCK} bytes, in pages", found=f"{block}")
-    return Front(found[2].decode(), int(found[3]), int(found[4]), int(found[5]), header, block, found.end())
+    return HeaderPrefix(found[2].decode(), int(found[3]), int(found[4]), int(found[5]), header, block, found.end())
 
 
-def hash_span(first: int, count: int) -> tuple[int, int, int]:
+def hash_text_range(first: int, count: int) -> tuple[int, int, int]:
     """(start, stop) of the characters that hold the checksums of some blocks, and how many of their bytes to skip."""
     start, stop = first * 8 // 3, -(-(first + count) * 8 // 3)
     return start * 4, stop * 4, first * 8 - start * 3
