@@ -22,10 +22,19 @@ from ..core.analysis.outline import Outline, OutlineRow
 from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
-from ..core.text import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text, value_type
+from ..core.text import (
+    bytes_text,
+    layout_text,
+    region_text,
+    seconds_text,
+    shape_text,
+    time_text,
+    value_text,
+    value_type,
+)
 from ..errors import CheckpointNotFound, TreeckptError
 from ..loading.compare import Side, ValueChange, value_changes
-from ..report.terminal import fail, moment, print_facts, print_json, print_line, print_table
+from ..report.terminal import fail, print_facts, print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.active_saves import under_way_text
 from . import convert, export, runs, verify
@@ -151,7 +160,7 @@ def _ls(options: argparse.Namespace) -> int:
             bytes_text(info.nbytes) if info.nbytes is not None else "-",
             _or_dash(info.leaves),
             _or_dash(info.world),
-            moment(info.created_ns),
+            time_text(info.created_ns, None),
             seconds_text(info.seconds) if info.seconds is not None else "-",
         )
         for info in found
@@ -221,7 +230,7 @@ def _summary(index: Index) -> dict[str, Any]:
 def _summary_texts(index: Index) -> list[tuple[str, object]]:
     return [
         ("step", index.step),
-        ("saved", moment(index.created_ns)),
+        ("saved", time_text(index.created_ns, None)),
         ("save id", index.save_id),
         ("ranks", index.world),
         ("leaves", len(index.leaves)),

@@ -13,12 +13,12 @@ from ..core.format.byte_map import chunk_count, layout_of, locate_chunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
 from ..core.html import Child, Html, el, facts, joined, table
 from ..core.sharding.region import Region
-from ..core.text import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text
+from ..core.text import bytes_text, layout_text, region_text, seconds_text, shape_text, time_text, value_text
 from ..core.tree.recursion import Walk, run
 from ..errors import CheckpointNotFound, TreeckptError
 from ..runs import catalog
 from ..runs.catalog import CheckpointInfo
-from ..runs.notebook import COLUMNS, checkpoint_rows, moment_text
+from ..runs.notebook import COLUMNS, checkpoint_rows
 from .page_assets import POLICY, SCRIPT, STYLE
 from .pictures import RegionBox, line_chart, shard_map, treemap, waterfall
 
@@ -124,7 +124,7 @@ def _checkpoint(path: str | os.PathLike[str], info: CheckpointInfo) -> list[Html
 def _facts(index: Index) -> Html:
     pairs: list[tuple[str, Child]] = [
         ("step", index.step),
-        ("saved", moment_text(index.created_ns)),
+        ("saved", time_text(index.created_ns)),
         ("ranks", index.world),
         ("leaves", f"{len(index.leaves):,}"),
         ("arrays", bytes_text(index.nbytes)),
