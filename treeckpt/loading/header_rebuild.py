@@ -1,8 +1,8 @@
-"""A shard's header made again from the index, and the proof that it is the one that was written.
+"""Rebuilds a shard's header from the index, and proves that it is the one that was written.
 
-The index knows all that a header says but the checksums. Those are either computed anew from the data, or taken from
-what is left of the header. Only where the seal that was written is that of the header made so is it the right one; then
-the checksums are, too.
+The index holds all that a header holds but the checksums. These are either computed again from the data, or taken from
+the damaged header. The rebuilt header is the right one only if it has the seal that was written; then the checksums are
+right, too.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["headers_of", "proven_header"]
 
 
 def headers_of(index: Index, file: File) -> list[ShardHeader]:
-    """What the header of a shard may say, with zeros for checksums.
+    """Returns the headers that a shard may have had, with zeros for checksums.
 
-    Mostly that is one; but an array without elements between two files of a rank may be in either.
+    Mostly there is one; but an array without elements between two files of a rank may be in either.
     """
     entries = _entries(index, file)
     found: list[tuple[ShardEntry, ...]] = []
@@ -50,7 +50,7 @@ def headers_of(index: Index, file: File) -> list[ShardHeader]:
 
 
 def _entries(index: Index, file: File) -> list[ShardEntry]:
-    """The regions that lie in a shard, in their order."""
+    """Returns the entries of a shard by offset, those of equal offset by size and leaf number."""
     entries: list[tuple[int, int, int, ShardEntry]] = []
     for extent in extents_in_file(index, file, empty=True):
         leaf = index.entries[extent.leaf]
@@ -78,11 +78,11 @@ def _header(index: Index, file: File, entries: tuple[ShardEntry, ...]) -> ShardH
 
 
 def proven_header(header: ShardHeader, old: bytes, computed: Sequence[int]) -> bytes | None:
-    """The bytes of the header that was written; None where nothing proves which that is.
+    """Returns the bytes of the header that was written; None where nothing proves which one that is.
 
     Args:
-        header: what it says, but for the checksums.
-        old: the damaged header, whole.
+        header: its content, without the checksums.
+        old: the damaged header, of full length.
         computed: the checksums of the data as it is now.
     """
     bare = encode_header(header)
@@ -100,7 +100,7 @@ def proven_header(header: ShardHeader, old: bytes, computed: Sequence[int]) -> b
 
 
 def _stored(bare: bytes, old: bytes, count: int) -> Sequence[int] | None:
-    """The checksums that the damaged header has in their place."""
+    """Returns the checksums in the damaged header, None where they are not base64."""
     at = hashes_at(bare)
     nbytes = len(base64.b64encode(bytes(8 * count)))
     try:

@@ -1,8 +1,8 @@
-"""Do two arrays hold the same bytes? Answered from the checksums in the shards' headers, without reading the arrays.
+"""Compares the bytes of two arrays by the checksums in the shards' headers, without reading the arrays.
 
-Both are taken chunk by chunk. Where two chunks stand at the same place of a block, equal checksums of all their blocks
-mean equal bytes, and a block that lies inside of both and differs means changed ones. Anything else (other chunks,
-another offset, a difference in a block that neighbours share) the checksums cannot tell.
+The arrays are compared chunk by chunk. Where two chunks have the same offset within a block, equal checksums of all
+their blocks prove equal bytes, and a block that differs and lies inside both chunks proves changed bytes. In all other
+cases (other chunks, another offset, a difference in a block that neighbours share) the result is unknown.
 """
 
 from __future__ import annotations
@@ -60,6 +60,6 @@ def _compare_chunks(one: ChunkLocation, other: ChunkLocation, sums: Checksums, o
     low, high = start // block, -(-stop // block)
     differs = np.flatnonzero(sums.hashes[low:high] != others.hashes[low + moved : high + moved]) + low
     if not len(differs):
-        return "equal"  # whole blocks that cover it are equal
+        return "equal"  # all blocks that cover the chunk are equal
     inside = (differs * block >= start) & ((differs + 1) * block <= stop)
     return "changed" if inside.any() else "unknown"

@@ -1,8 +1,8 @@
-"""Which stretches of work, on which ranks, had to end for the save to end? The critical path, from its end backwards.
+"""The critical path of a save: the segments of work that determined when it ended, found from its end backwards.
 
-At a moment of a rank the innermost span says what it was doing. Where that was waiting, the path goes over to the rank
-whose own work was the last to end within the wait: it was waited for. Clocks of hosts differ a little, so where nobody
-else ended anything within a wait the path stays, and names the wait.
+The innermost span at a time is what a rank was doing. Where a rank was waiting, the path continues on the rank whose
+work was the last to end within the wait. Clocks of hosts differ a little; where no other rank ended work within the
+wait, the path stays on the waiting rank and contains the wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_STEPS = 1000
 
 
 class CriticalSegment(msgspec.Struct, frozen=True):
-    """A part of the critical path."""
+    """A part of the critical path: one phase of one rank."""
 
     rank: int
     phase: str
@@ -27,7 +27,7 @@ class CriticalSegment(msgspec.Struct, frozen=True):
 
 
 def critical_path(spans: SpanColumns) -> tuple[CriticalSegment, ...]:
-    """The stretches that lead to the end of the save, by time; neighbours of one rank and phase are one."""
+    """Returns the segments in order of time; neighbouring segments of one rank and phase are merged."""
     lasting = np.flatnonzero(spans.stop > spans.start)
     if not len(lasting):
         return ()
@@ -36,7 +36,7 @@ def critical_path(spans: SpanColumns) -> tuple[CriticalSegment, ...]:
     last = int(lasting[np.lexsort((-spans.depth[lasting], -spans.rank[lasting], spans.stop[lasting]))[-1]])
     rank, now = int(spans.rank[last]), int(spans.stop[last])
     found: list[CriticalSegment] = []
-    for _ in range(MAX_STEPS):  # ranks whose clocks disagree could send us in circles
+    for _ in range(MAX_STEPS):  # clocks that disagree can make the path go round in circles
         low, high = int(edges[rank]), int(edges[rank + 1])
         at = _innermost_span(spans, low, high, now)
         if at is None:
@@ -57,14 +57,14 @@ def critical_path(spans: SpanColumns) -> tuple[CriticalSegment, ...]:
 
 
 def _leaves(spans: SpanColumns) -> np.ndarray:
-    """bool[n]: spans that none follows one level deeper: those in which work is done, not parted."""
+    """Returns bool[n]: the spans without child spans, which are work itself and not a group of work."""
     deeper = np.zeros(len(spans.depth), bool)
     deeper[:-1] = (spans.depth[1:] > spans.depth[:-1]) & (spans.rank[1:] == spans.rank[:-1])
     return ~deeper
 
 
 def _innermost_span(spans: SpanColumns, low: int, high: int, now: int) -> int | None:
-    """The innermost span of a rank that lasts up to `now`, of several the one that began last."""
+    """Returns the innermost span of a rank that lasts until `now`; of several, the one that began last."""
     here = np.flatnonzero((spans.start[low:high] < now) & (spans.stop[low:high] >= now)) + low
     if not len(here):
         return None
@@ -72,14 +72,14 @@ def _innermost_span(spans: SpanColumns, low: int, high: int, now: int) -> int | 
 
 
 def _work_start(spans: SpanColumns, low: int, high: int, at: int, now: int) -> int:
-    """From when on a rank did nothing but this."""
+    """Returns the time since which a rank did nothing but the span `at`."""
     stops, depths = spans.stop[low:high], spans.depth[low:high]
     inside = stops[(depths > spans.depth[at]) & (stops < now)]
     return max(int(spans.start[at]), int(inside.max(initial=spans.start[at])))
 
 
 def _last_to_end(spans: SpanColumns, work: np.ndarray, begin: int, now: int) -> int | None:
-    """The work of others that ended last within a wait."""
+    """Returns the span of `work` that was the last to end within a wait, None if there is none."""
     ended = np.flatnonzero(work & (spans.stop > begin) & (spans.stop <= now) & (spans.stop > spans.start))
     return int(ended[spans.stop[ended].argmax()]) if len(ended) else None
 

@@ -1,6 +1,7 @@
-"""Which bytes of a shard belong to which leaf, and who holds a region: `Index.chunks_of` asked the other way round.
+"""Maps bytes of shards to leaves and regions to ranks: the inverse of `Index.chunks_of`.
 
-Columns are compared as vectors, so that one rank's file among thousands is found without making the others' chunks.
+Columns are compared as vectors, so that the extents of one file among thousands are found without building the chunks
+of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["ChunkLocation", "Extent", "chunk_count", "extents_in_file", "holders
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
-    """Bytes `start:stop` of a file, header included, and the region of a leaf that they are."""
+    """Bytes `start:stop` of a file (header included), and the region of a leaf that they hold."""
 
     leaf: int
     region: Region
@@ -29,11 +30,11 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChunkLocation(msgspec.Struct, frozen=True):
-    """A chunk, and where its bytes are."""
+    """A chunk, and the file and bytes that hold it."""
 
     region: Region
     rank: int
-    """That wrote it."""
+    """The rank that wrote it."""
     file: File
     start: int
     """First byte in the file, header included."""
@@ -41,10 +42,10 @@ class ChunkLocation(msgspec.Struct, frozen=True):
 
 
 def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> list[ChunkLocation]:
-    """The chunks of a leaf with their bytes; of a leaf under `PerRank`, one for each rank.
+    """Returns the chunks of a leaf with their bytes; for a leaf under `PerRank`, one chunk of each rank.
 
     Args:
-        region: only chunks that share an element with it.
+        region: keeps only the chunks that share an element with it.
 
     Raises:
         FormatError: the index names bytes that are in no file.
@@ -64,11 +65,11 @@ def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> lis
 
 
 def extents_in_file(index: Index, file: File, *, empty: bool = False, most: int | None = None) -> list[Extent]:
-    """What a shard holds, by offset.
+    """Returns the extents of a shard by offset.
 
     Args:
-        empty: also arrays without elements.
-        most: extents, about, above which this is refused.
+        empty: whether arrays without elements are included.
+        most: the number of extents, checked after each leaf, above which the shard is refused.
 
     Raises:
         LayoutError: there are more than `most`.
@@ -91,7 +92,7 @@ def extents_in_file(index: Index, file: File, *, empty: bool = False, most: int 
 
 
 def _chunks_of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region, int]]:
-    """The chunks that `rank` wrote: region and start in its stream."""
+    """Returns (region, start in the rank's stream) of each chunk that `rank` wrote."""
     record = leaf.record
     if isinstance(record, PerRankArrays):
         position = np.flatnonzero(decode_runs(leaf.ranks or ()) == rank)
@@ -129,14 +130,14 @@ def _grid_chunks_of_rank(chunks: GridChunks, rank: int) -> list[tuple[Region, in
 
 
 def chunk_count(leaf: Leaf) -> int:
-    """How many chunks a leaf has, without making them."""
+    """Counts the chunks of a leaf without building them."""
     if isinstance(leaf.record, PerRankArrays):
         return length_of(leaf.ranks or ())
     return count_chunks(leaf.record.chunks) if isinstance(leaf.record, ArrayRecord) else 0
 
 
 def layout_of(index: Index, leaf: Leaf) -> MeshLayout | None:
-    """The mesh and placements of an array; None where pieces were given one by one, and for what is no array."""
+    """Returns the mesh and placements of an array; None for arrays of explicit pieces, and for other leaves."""
     record = leaf.record
     if not isinstance(record, ArrayRecord) or not 0 <= record.layout < len(index.layouts):
         return None
@@ -145,7 +146,7 @@ def layout_of(index: Index, leaf: Leaf) -> MeshLayout | None:
 
 
 def holders_of(layout: MeshLayout, shape: tuple[int, ...], region: Region) -> list[int]:
-    """The ranks that held all of a region when it was saved, in the mesh's order."""
+    """Returns the ranks that held all of a region when it was saved, in the order of the mesh."""
     return [
         rank
         for rank in mesh_ranks(layout.mesh).tolist()

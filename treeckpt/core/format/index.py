@@ -1,7 +1,7 @@
-"""The index: one JSON file that says what a checkpoint holds and where every byte of it lies.
+"""Encodes and decodes index.json, which describes all that a checkpoint holds and where every byte of it lies.
 
 It is published last; its presence is the commit. A seal and a version come first, so that both can be checked before
-the rest is understood. `rebuild` makes a lost index again from the headers of the shards.
+the rest is decoded. `rebuild` restores a lost index from the headers of the shards.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .shard_header import ShardHeader
 __all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_manifest", "folded_index", "rebuild"]
 
 VERSION = 2
-"""The newest; an index that version 1 can hold about as shortly is written as such, so that older programs read it."""
+"""The newest version. Where version 1 is about as short, it is written instead, so that older programs can read it."""
 INDEX_NAME = "index.json"
 LINEAGE_KEY = "treeckpt.lineage"
-"""The key of the metadata under which a file holds the lineage, as JSON text: readers from before there were lineages
-refuse fields that they do not know, but take any metadata."""
+"""The key of the metadata that holds the lineage as JSON text: readers older than lineages refuse fields that they do
+not know, but accept any metadata."""
 MAX_INDEX = 1 << 30
 MAX_V1_NBYTES = 256 << 10
-"""Bytes up to which an index is written in the form of version 1: it is read many times as fast."""
+"""Bytes up to which an index is always written as version 1, which is read many times as fast."""
 V2_RATIO = 0.75
-"""How much shorter the form of version 2 has to be to be written."""
+"""Version 2 is written only if it has less than this part of the bytes of version 1."""
 _ZEROS = "0" * 16
 
 
 class _IndexDocument(msgspec.Struct, forbid_unknown_fields=True):
-    """The file: the seal and the version first, so that they can be checked before the rest is understood."""
+    """The file: the seal and the version first, so that they can be checked before the rest is decoded."""
 
     seal: str
     format: str
@@ -52,10 +52,10 @@ class _IndexDocument(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode_index(index: Index, *, packed: bool = True) -> bytes:
-    """The bytes of index.json.
+    """Encodes index.json.
 
     Args:
-        packed: in the form of version 2 where there is much to save, and that is much shorter.
+        packed: whether version 2 is written where the index is large and version 2 much shorter.
     """
     index = _lineage_to_text(index)
     folded = folded_index(index)
@@ -67,10 +67,10 @@ def encode_index(index: Index, *, packed: bool = True) -> bytes:
 
 
 def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
-    """The index of these bytes.
+    """Decodes index.json.
 
     Raises:
-        CorruptError: the seal is broken, or there is none.
+        CorruptError: the seal is broken or missing.
         FormatError: another format or version, unknown fields, or records that contradict each other.
     """
     if len(data) > MAX_INDEX:
@@ -106,7 +106,7 @@ def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool
 
 
 def _lineage_to_text(index: Index) -> Index:
-    """The index as it is written: its lineage is a text in the metadata."""
+    """Moves the lineage into the metadata, as the file holds it."""
     if index.lineage is None:
         return index
     text = msgspec.json.encode(index.lineage).decode()
@@ -114,7 +114,7 @@ def _lineage_to_text(index: Index) -> Index:
 
 
 def _lineage_from_text(index: Index) -> Index:
-    """The index with the lineage that its metadata holds; what is none stays where it is."""
+    """Moves the lineage out of the metadata; a text that is no sound lineage stays there."""
     text = index.metadata.get(LINEAGE_KEY)
     if not isinstance(text, str):
         return index
@@ -129,7 +129,7 @@ def _lineage_from_text(index: Index) -> Index:
 
 
 def encode_manifest(index: Index) -> str:
-    """What the coordinator's shard carries: the index without chunks and files."""
+    """Encodes the manifest, which the coordinator's shard holds: the index without chunks and files."""
     bare = tuple([_without_chunks(record) for record in index.leaves])
     return msgspec.json.encode(
         msgspec.structs.replace(folded_index(_lineage_to_text(index)), leaves=bare, files=FileTable())
@@ -137,7 +137,7 @@ def encode_manifest(index: Index) -> str:
 
 
 def folded_index(index: Index) -> Index:
-    """The index as it is written: deep parts of the structure stand apart."""
+    """Moves deep parts of the structure into `below`, as the file holds them."""
     found = fold(index.structure)
     return msgspec.structs.replace(index, structure=found.top, below=found.below) if found.below else index
 
@@ -149,13 +149,13 @@ def _without_chunks(record: LeafRecord) -> LeafRecord:
 
 
 def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) -> Index:
-    """The index that the save of these shards published, or would have.
+    """Rebuilds the index that the save of these shards published, or would have published.
 
     Args:
-        headers: of every shard: bytes of the header, and what it says.
+        headers: (bytes of the header, the decoded header) of every shard.
 
     Raises:
-        CorruptError: a shard is missing, or the one with the manifest is.
+        CorruptError: a shard is missing, such as the one with the manifest, or belongs to another save.
     """
     manifest = next((h.manifest for _, h in headers if h.manifest is not None), None)
     if manifest is None:
@@ -174,16 +174,16 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
             hint="The save never finished, or shards were lost",
         )
     entries: dict[str, list[_RebuiltChunk]] = {}
-    met: set[tuple[int, int]] = set()
+    known: set[tuple[int, int]] = set()
     for _, header in headers:
-        if (header.save_id, header.world) != (index.save_id, index.world) or (header.rank, header.part) in met:
+        if (header.save_id, header.world) != (index.save_id, index.world) or (header.rank, header.part) in known:
             raise CorruptError(
                 name,
                 expected=f"one shard of save {index.save_id} for each rank and part, of {index.world} ranks",
                 found=f"one of save {header.save_id}, rank {header.rank} of {header.world}, part {header.part}",
                 hint="Move shards of other saves out of the directory",
             )
-        met.add((header.rank, header.part))
+        known.add((header.rank, header.part))
         for entry in header.entries:
             at = _RebuiltChunk(entry.region, header.rank, header.stream + entry.start, entry.shape, entry.dtype)
             entries.setdefault(entry.path, []).append(at)
@@ -195,7 +195,7 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
 
 
 class _RebuiltChunk(msgspec.Struct, frozen=True, order=True, gc=False):
-    """An entry of some shard."""
+    """An entry of a shard's header, with its rank and its start in the rank's stream."""
 
     region: Region
     rank: int

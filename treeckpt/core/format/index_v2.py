@@ -1,13 +1,13 @@
-"""An index whose chunks are ranges of elements, in few bytes: what version 2 of the file holds.
+"""Version 2 of the index: a short encoding for arrays whose chunks are ranges of elements.
 
-Ranks that hold ranges of all arrays laid end to end, as ZeRO's do, cut arrays anywhere: each array has a few chunks, of
-which nothing is regular, and listing them takes fifty bytes a chunk. Here all such arrays stand together, as columns of
-where they are cut and by whom each range was written; boxes follow from that, and starts from the order in which every
-save puts its entries (`core.planning.stream_order`). Subtrees that are alike, as a model's and its moments' are, stand
-once.
+Ranks that hold ranges of all arrays concatenated, as ZeRO's do, cut arrays at any element: each array has a few
+irregular chunks, and listing them takes fifty bytes for each chunk. Here all such arrays share columns of the lengths
+of their ranges and of the ranks that wrote them. Boxes follow from these, and starts from the order in which every save
+writes its entries (`core.planning.stream_order`). Equal subtrees, such as those of a model and of its moments, are
+stored once.
 
-`pack` gives None where this does not describe the very index, and `unpack` gives that very index back: nothing else
-knows of it.
+`pack` returns None where this cannot describe the index exactly, and `unpack` restores exactly the index that was
+packed; no other module depends on the encoding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from ...errors import FormatError, TreeckptError
-from ..planning.flat_ranges import classes_of, flat_boxes, most_boxes, starts_of
+from ..planning.flat_ranges import classes_of, flat_boxes, starts_of
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import MAX_VALUE, Run, Runs, check_runs, decode_runs, encode_runs, length_of
 from ..sharding.region import MAX_NDIM, c_strides
@@ -35,15 +35,15 @@ from .shard_header import MAX_NBYTES
 __all__ = ["PackedIndex", "pack", "unpack"]
 
 MAX_NUMBERS = 1 << 17
-"""Offsets of all boxes together, at most, in a small document; they are made when the index is read."""
+"""Offsets of all boxes together that a small document may describe; they are computed when the index is read."""
 MAX_PER_RANK = 1 << 20
-"""Ranks of all leaves under `PerRank`, together."""
+"""Ranks of all leaves under `PerRank` together."""
 NUMBERS_PER_BYTE = 2
-"""As many for each byte of a larger one: an uneven range takes eight bytes and more, and is a few boxes."""
+"""The same for each byte of a larger document: an uneven range takes eight bytes or more, and becomes a few boxes."""
 MAX_LEAVES_PER_RANGE = 16
-"""Leaves for each range of an array that is cut into several, above which an index is not tried."""
+"""An index with more leaves than this for each range of a cut array is not packed: it would save too little."""
 _SHORT_RUN = 3
-"""Numbers that are as short one by one as they are as a run."""
+"""Runs of at most this many numbers are stored as single numbers, which is as short."""
 
 Column = tuple[int | Run, ...]
 """Integers: single ones, and runs as in `core.sharding.int_runs`."""
@@ -53,19 +53,19 @@ class RangeColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arrays that are cut into ranges of their elements in C order."""
 
     leaf: Runs
-    """Their numbers, rising."""
+    """Numbers of the leaves, rising."""
     spec: Column
     layout: Column
     count: Column
-    """Ranges of each."""
+    """Ranges of each array."""
     length: Column
-    """Elements of all ranges, but the last of each array: what is left."""
+    """Elements of each range, except the last of each array, which follows from the shape."""
     first: Column
-    """The rank that wrote the first range of each, less the one that wrote the last range of the array before."""
+    """For the first range of each array: its rank minus the rank of the last range of the array before."""
     turn: Column
-    """Of all other ranges, the rank that wrote it, less the one that wrote the range before."""
+    """For every other range: its rank minus the rank of the range before."""
     start: Column = ()
-    """Where the boxes start in the streams of their ranks; none where that follows from the order of entries."""
+    """Starts of the boxes in the streams of their ranks; empty where they follow from the order of entries."""
 
 
 class PackedIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,11 +74,11 @@ class PackedIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     index: Index
     ranges: RangeColumns
     shared: tuple[Structure, ...]
-    """A custom node without a class stands for one of these; its auxiliary data is the number."""
+    """In the index, a custom node without a class stands for one of these; its auxiliary data is the position here."""
 
 
 class _RangedArray(NamedTuple):
-    """An array as ranges: how many elements each has, and who wrote it."""
+    """An array as ranges: the elements and the rank of each."""
 
     number: int
     record: ArrayRecord
@@ -91,17 +91,17 @@ class _BoxColumns(NamedTuple):
     """The boxes of arrays as columns, by array and then in C order."""
 
     boxes: list[tuple[np.ndarray, np.ndarray]]
-    """Of each array: offsets and shapes."""
+    """(offsets, shapes) of each array."""
     ranks: list[np.ndarray]
 
 
 # packing --------------------------------------------------------------------------------------------------------------
 def pack(index: Index) -> bytes | None:
-    """The document of an index in its short form; None where that is none, or would not come back as the same."""
+    """Encodes an index; None where that saves nothing, or `unpack` would not restore the same index."""
     cut_up = {n: cut for n, record in enumerate(index.leaves) if (cut := _find_ranges(n, record, index)) is not None}
     listed = sum(len(cut.ranks) for cut in cut_up.values())
     if not listed or listed * MAX_LEAVES_PER_RANGE < len(index.leaves):
-        return None  # hardly any chunk is listed: not worth the work
+        return None  # hardly any chunk is listed, so packing would save too little
     found = [cut_up.get(n) or _single_range(n, record, index) for n, record in enumerate(index.leaves)]
     cuts = [cut for cut in found if cut is not None]
     rest = tuple([record for record, cut in zip(index.leaves, found, strict=True) if cut is None])
@@ -117,7 +117,7 @@ def pack(index: Index) -> bytes | None:
 
 
 def _single_range(number: int, record: LeafRecord, index: Index) -> _RangedArray | None:
-    """An array that one chunk holds, as one range."""
+    """Returns an array of one chunk as one range, None for any other leaf."""
     if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk):
         return None
     spec = index.specs[record.spec]
@@ -125,7 +125,7 @@ def _single_range(number: int, record: LeafRecord, index: Index) -> _RangedArray
 
 
 def _find_ranges(number: int, record: LeafRecord, index: Index) -> _RangedArray | None:
-    """The ranges that an array may have been cut into; whether it was, unpacking tells."""
+    """Returns the ranges that an array may have been cut into; `pack` proves it by unpacking."""
     if not isinstance(record, ArrayRecord) or isinstance(record.chunks, WholeChunk):
         return None
     spec, chunks = index.specs[record.spec], record.chunks
@@ -135,7 +135,7 @@ def _find_ranges(number: int, record: LeafRecord, index: Index) -> _RangedArray 
         begins = sum(decode_runs(column) * stride for column, stride in zip(chunks.offset, strides, strict=True))
     elif isinstance(chunks, GridChunks) and all(length_of(cut) == 2 for cut in chunks.cuts[1:]):
         if 4 * len(chunks.cuts[0]) < length_of(chunks.cuts[0]):
-            return None  # a regular one is short as it is
+            return None  # regular cuts are short already
         begins = decode_runs(chunks.cuts[0])[:-1] * math.prod(spec.shape[1:])
     else:
         return None
@@ -185,11 +185,11 @@ def _encode_column(values: Sequence[int] | np.ndarray) -> Column:
 
 # unpacking ------------------------------------------------------------------------------------------------------------
 def unpack(body: bytes, name: str) -> Index:
-    """The index that was packed. What it holds is checked as far as it is expanded here; the rest by `check_index`.
+    """Restores the index that was packed. Only what is expanded here is checked here; `check_index` checks the rest.
 
     Raises:
         FormatError: the columns contradict each other.
-        msgspec.MsgspecError: it is no such document.
+        msgspec.MsgspecError: it is no packed index.
     """
     packed = msgspec.json.decode(body, type=PackedIndex)
     index, ranges = packed.index, packed.ranges
@@ -215,7 +215,7 @@ def unpack(body: bytes, name: str) -> Index:
 
 
 def _numbers(index: Index, ranges: RangeColumns, count: int, name: str) -> list[int]:
-    """The numbers of the leaves that are in the columns."""
+    """Decodes the numbers of the leaves that are in the columns."""
     check_runs(ranges.leaf, length=count - len(index.leaves), path=name, low=0, high=count)
     numbers = decode_runs(ranges.leaf)
     if (np.diff(numbers) <= 0).any():
@@ -224,7 +224,7 @@ def _numbers(index: Index, ranges: RangeColumns, count: int, name: str) -> list[
 
 
 def _column(column: Column, length: int, name: str, *, low: int = -MAX_VALUE, high: int = MAX_VALUE) -> np.ndarray:
-    """The numbers of a column, int64[length], that are `low <= number < high`."""
+    """Decodes a column to int64[length], and checks that `low <= number < high`."""
     runs = tuple([(part,) if type(part) is int else part for part in column])
     check_runs(runs, length=length, path=name, low=low, high=high)  # pyright: ignore[reportArgumentType]
     return decode_runs(runs)  # pyright: ignore[reportArgumentType]
@@ -237,7 +237,8 @@ def _decode_ranges(index: Index, ranges: RangeColumns, numbers: list[int], name:
     counts = _column(ranges.count, n, name, low=1, high=most + 1)
     total = int(counts.sum())
     shapes: list[tuple[int, ...]] = [index.specs[spec].shape for spec in specs]
-    if max(map(len, shapes), default=0) > MAX_NDIM or _work(counts.tolist(), shapes) > most:
+    offsets = sum(count * most_boxes(s) * max(1, len(s)) for count, s in zip(counts.tolist(), shapes, strict=True))
+    if max(map(len, shapes), default=0) > MAX_NDIM or offsets > most:
         raise FormatError(name, expected=f"ranges of at most {most} offsets", found="more")
     lengths = _column(ranges.length, total - n, name, low=1, high=MAX_NBYTES)
     opens = np.cumsum(counts) - counts
@@ -259,14 +260,8 @@ def _decode_ranges(index: Index, ranges: RangeColumns, numbers: list[int], name:
     return cuts
 
 
-def _work(counts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> int:
-    """Numbers that the boxes of arrays in so many ranges come to, at most."""
-    numbers = (count * most_boxes(shape) * max(1, len(shape)) for count, shape in zip(counts, shapes, strict=True))
-    return sum(numbers)
-
-
 def _last_length(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
-    """Elements of the last range."""
+    """Computes the elements of an array's last range."""
     size = math.prod(shape) if min(shape, default=1) >= 0 else 0
     left = size - sum(lengths.tolist())
     if size >= MAX_NBYTES or (len(lengths) and left < 1):
@@ -275,7 +270,7 @@ def _last_length(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
 
 
 def _expand_boxes(cuts: Sequence[_RangedArray]) -> _BoxColumns:
-    """The boxes of all ranges; arrays of one shape at once."""
+    """Expands all ranges to boxes, arrays of equal shape together."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, cut in enumerate(cuts):
         alike.setdefault(cut.spec.shape, []).append(i)
@@ -301,7 +296,7 @@ def _expand_boxes(cuts: Sequence[_RangedArray]) -> _BoxColumns:
 def _implied_starts(
     index: Index, leaves: list[Any], cuts: Sequence[_RangedArray], entries: _BoxColumns, name: str
 ) -> np.ndarray:
-    """Where the boxes of all ranges start, by the order in which entries stand."""
+    """Computes the starts of the boxes of all ranges from the order in which saves write entries."""
     by_number = {cut.number: i for i, cut in enumerate(cuts)}
     columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     listed: list[np.ndarray] = []
@@ -330,10 +325,10 @@ def _implied_starts(
 
 
 def _group(group: Runs, own: int, world: int, name: str) -> np.ndarray:
-    """The ranks of a leaf of their own.
+    """Decodes the ranks of a leaf under `PerRank`.
 
     Args:
-        own: how many ranks this leaf and those before have, together.
+        own: ranks of this leaf and those before together.
     """
     check_runs(group, path=name, low=0, high=world)
     if length_of(group) > MAX_NUMBERS or own > MAX_PER_RANK:
