@@ -27,16 +27,20 @@ class Checksums(msgspec.Struct, frozen=True):
     hashes: np.ndarray
     """uint64[blocks]."""
     block: int
-    """Bytes of each, but the last."""
+    """Bytes of each block, except the last."""
 
 
-ChecksumsOf = Callable[[File], Checksums]
+ChecksumReader = Callable[[File], Checksums]
 
 
 def compare_checksums(
-    a: Index, x: Leaf, b: Index, y: Leaf, checksums: tuple[ChecksumsOf, ChecksumsOf]
+    a: Index, x: Leaf, b: Index, y: Leaf, checksums: tuple[ChecksumReader, ChecksumReader]
 ) -> ByteComparison:
-    """What the checksums say of two arrays of one shape and dtype."""
+    """Compares leaf `x` of index `a` with leaf `y` of index `b`, which have one shape and dtype.
+
+    Args:
+        checksums: readers of the checksums of the files of `a` and of `b`.
+    """
     left, right = (sorted(locate_chunks(i, leaf), key=lambda c: (c.region, c.rank)) for i, leaf in ((a, x), (b, y)))
     if [c.region for c in left] != [c.region for c in right]:
         return "unknown"

@@ -21,8 +21,8 @@ MAX_NBYTES = 1 << 63
 """Bytes of all leaves together are below this, because they are stored as a signed integer of 64 bits."""
 
 NodeRecord = tuple[str, str, str, int, int, int, int, int]
-"""key, kind, class, number of the first child, children, number of the first leaf, leaves, stored bytes: `outline.Row`
-says more of each."""
+"""(key, kind, class, number of the first child, children, number of the first leaf, leaves, stored bytes), see
+`outline.OutlineRow`."""
 
 
 def node_records(index: Index) -> Iterator[NodeRecord]:

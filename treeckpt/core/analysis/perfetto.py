@@ -1,6 +1,6 @@
-"""Timings in the Trace Event Format, which Perfetto and chrome://tracing draw: a process for each rank.
+"""Exports timings in the Trace Event Format, which Perfetto and chrome://tracing show: one process for each rank.
 
-A track holds spans that nest; what overlaps another span without lying in it (threads) gets a track of its own.
+A track holds spans that nest; a span that overlaps another without being inside it (threads) gets another track.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -23,13 +23,13 @@ class _TraceEvent(msgspec.Struct, omit_defaults=True):
     pid: int
     tid: int | None = None
     ts: float | None = None
-    """Microseconds from the first span on."""
+    """Microseconds since the start of the first span."""
     dur: float | None = None
     args: dict[str, Any] = {}
 
 
 def encode_trace(timings: Timings) -> bytes:
-    """The JSON of a trace file."""
+    """Encodes the JSON of a trace file."""
     origin = min((span.start_ns for span in timings.spans), default=0)
     hosts = {rank: host.name for host in timings.hosts for rank in decode_runs(host.ranks).tolist()}
     by_rank: dict[int, list[Span]] = {}
@@ -50,7 +50,7 @@ def encode_trace(timings: Timings) -> bytes:
 
 
 def _tracks(spans: Sequence[Span]) -> list[int]:
-    """For each span the first track on which it nests in what is open there, or nothing is."""
+    """Returns for each span the first track on which it lies inside the open span, or no span is open."""
     tracks = [0] * len(spans)
     opened: list[list[int]] = []
     for at in sorted(range(len(spans)), key=lambda at: (spans[at].start_ns, -spans[at].stop_ns, at)):

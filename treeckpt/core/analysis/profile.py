@@ -1,8 +1,8 @@
-"""What the spans of a save say: how long each phase took on the ranks, which rank was slowest, how fast bytes moved.
+"""Summarizes the spans of a save: the time of each phase on the ranks, the slowest rank, the bytes moved.
 
-A rank is slow by the work that ranks share: time spent waiting for others is taken out, and so is what only the
-coordinator does. Spans of a rank may overlap (threads), so lengths are of unions of intervals. Spans are columns here,
-so that the save of 16,384 ranks is summed up in a fraction of a second.
+Ranks are compared by the work that they have in common: time spent waiting for others does not count, nor does what
+only the coordinator does. Spans of a rank may overlap (threads), so durations are those of unions of intervals. Spans
+are stored as columns, so that the save of 16,384 ranks is summarized in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ROOT_SPAN = "save"
-"""The span around all others."""
+"""The name of the span around all others."""
 WAITING_PHASES = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
 """Phases in which a rank mostly waits for others."""
 COORDINATOR_PHASES = frozenset({"publish"})
@@ -36,21 +36,21 @@ COORDINATOR_PHASES = frozenset({"publish"})
 
 
 class PhaseTime(msgspec.Struct, frozen=True):
-    """One phase over all ranks that had it."""
+    """The time of one phase over all ranks that had it."""
 
     name: str
     ranks: int
     spans: int
     nbytes: int
     median_ns: int
-    """Over ranks, of each rank's time in the phase."""
+    """Median over the ranks of a rank's time in the phase."""
     longest_ns: int
     slowest: int
     """The rank with the longest time."""
 
 
 class RankTime(msgspec.Struct, frozen=True):
-    """One rank's time: from its first span to its last, and what of it was work that other ranks have too."""
+    """One rank's time from its first span to its last, and the part that was work which other ranks have too."""
 
     rank: int
     start_ns: int
@@ -58,11 +58,11 @@ class RankTime(msgspec.Struct, frozen=True):
     busy_ns: int
     nbytes: int
     blocked_ns: int | None = None
-    """When the call returned that began a save in the background; None where it returned at the end."""
+    """When the call of a background save returned; None for a save in the foreground."""
 
 
 class SaveProfile(msgspec.Struct, frozen=True):
-    """A save's spans, summed up."""
+    """The summary of a save's spans."""
 
     start_ns: int
     stop_ns: int
@@ -72,11 +72,11 @@ class SaveProfile(msgspec.Struct, frozen=True):
     slowest: int | None
     """The rank with the most work; None where there are no spans."""
     slowdown: float
-    """Its work over the median rank's."""
+    """Its work divided by the median rank's."""
     median_ns: int = 0
     """The median rank's work."""
     blocked_ns: int | None = None
-    """When the last rank's call returned; None where the save was not in the background."""
+    """When the call of the last rank returned; None for a save in the foreground."""
 
     @property
     def seconds(self) -> float:
@@ -84,7 +84,7 @@ class SaveProfile(msgspec.Struct, frozen=True):
 
     @property
     def blocked_seconds(self) -> float:
-        """How long the training was held up: all of a save that was not in the background."""
+        """The time for which the training was blocked: all of a save in the foreground."""
         return self.seconds if self.blocked_ns is None else (self.blocked_ns - self.start_ns) / 1e9
 
     @property
@@ -94,23 +94,24 @@ class SaveProfile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SpanColumns:
-    """Spans as columns, by rank and then as recorded; without the marks of when a call returned."""
+    """Spans as columns, sorted by rank and then as recorded; without the spans named BLOCKING."""
 
     names: tuple[str, ...]
     """In the order in which they first began."""
     name: np.ndarray
-    """Of each span, its position in `names`; this and what follows int64[n]."""
+    """int64[n], as all columns below: position of the span's name in `names`."""
     rank: np.ndarray
     start: np.ndarray
     stop: np.ndarray
     nbytes: np.ndarray
     depth: np.ndarray
-    """Spans around it."""
+    """Number of spans around it."""
     outermost: np.ndarray
-    """bool[n]: no span around it has bytes. Bytes may be counted again inside: these are the ones that were moved."""
+    """bool[n]: whether no span around it has bytes. Inner spans may count the same bytes again, so only these count."""
 
     @classmethod
     def of(cls, timings: Timings) -> SpanColumns:
+        """Builds the columns of a save's spans."""
         rank, start, stop, nbytes, parent = (
             np.array([getattr(s, field) for s in timings.spans], np.int64)
             for field in ("rank", "start_ns", "stop_ns", "nbytes", "parent")
@@ -131,12 +132,15 @@ class SpanColumns:
         return cls(tuple(texts[n] for n in by_time), place[name[work]], *(column[work] for column in columns))
 
     def among(self, names: frozenset[str]) -> np.ndarray:
-        """bool[n]: which spans have one of these names."""
+        """Returns bool[n]: which spans have one of these names."""
         return np.array([name in names for name in self.names], bool)[self.name]
 
 
 def _nesting(parent: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Depth, and whether nothing above has bytes; by doubling, so that a chain of any depth is no matter."""
+    """Returns the depth of each span, and whether no span around it has bytes.
+
+    Pointers to ancestors are doubled in each step, so that a chain of depth d takes log2(d) steps.
+    """
     above = np.append(parent, -1)  # the last row stands for no parent
     depth = (above >= 0).astype(np.int64)
     moved = np.append(nbytes > 0, False)
@@ -149,13 +153,21 @@ def _nesting(parent: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def covered_ns(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: int) -> np.ndarray:
-    """The length that the intervals of each group cover, int64[count]."""
+    """Computes the length that the union of each group's intervals covers.
+
+    Args:
+        group: int64[n], below `count`.
+        start, stop: int64[n], in nanoseconds.
+
+    Returns:
+        int64[count].
+    """
     total = np.zeros(count, np.int64)
     if not len(group):
         return total
     order = np.lexsort((start, group))
     group, start, stop = group[order], start[order], stop[order]
-    # the furthest stop so far, by its place among all stops: as numbers, sums with the group would overflow
+    # the latest stop so far, as a position among all stops: sums of stops and groups would overflow an int64
     stops, place = np.unique(stop, return_inverse=True)
     reach = stops[np.maximum.accumulate(group * len(stops) + place) % len(stops)]
     begin = start.copy()
@@ -166,18 +178,19 @@ def covered_ns(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: in
 
 
 def profile_of(timings: Timings) -> SaveProfile:
-    """Sums up the spans of a save."""
+    """Summarizes the spans of a save."""
     return profile_of_spans(timings, SpanColumns.of(timings))
 
 
 def profile_of_spans(timings: Timings, spans: SpanColumns) -> SaveProfile:
-    """The same, of columns that are there already."""
+    """Summarizes the spans of a save, whose columns are given."""
     if not len(spans.rank):
         return SaveProfile(0, 0, (), (), None, 1.0)
     numbers, row = np.unique(spans.rank, return_inverse=True)
-    ranks = _rank_times(spans, numbers, row, _returned(timings))
+    returned = {span.rank: span.stop_ns for span in timings.spans if span.name == BLOCKING}
+    ranks = _rank_times(spans, numbers, row, returned)
     slowest = max(ranks, key=lambda r: (r.busy_ns, -r.rank))
-    median = _median([r.busy_ns for r in ranks])
+    median = sorted(r.busy_ns for r in ranks)[(len(ranks) - 1) // 2]
     blocked = [r.blocked_ns for r in ranks if r.blocked_ns is not None]
     return SaveProfile(
         start_ns=min(r.start_ns for r in ranks),
@@ -189,11 +202,6 @@ def profile_of_spans(timings: Timings, spans: SpanColumns) -> SaveProfile:
         median_ns=median,
         blocked_ns=max(blocked, default=None),
     )
-
-
-def _returned(timings: Timings) -> dict[int, int]:
-    """By rank, when the call of a save in the background returned."""
-    return {span.rank: span.stop_ns for span in timings.spans if span.name == BLOCKING}
 
 
 def _rank_times(
@@ -232,17 +240,13 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
     return tuple(found)
 
 
-def _median(numbers: list[int]) -> int:
-    return sorted(numbers)[(len(numbers) - 1) // 2]
-
-
 def span_lanes(spans: Sequence[Span]) -> list[int]:
-    """For each of one rank's spans the row to draw it in: below its parent, and beside what overlaps it."""
+    """Returns for each of one rank's spans the row to draw it in: below its parent, and in no row that it overlaps."""
     lanes: list[int] = [0] * len(spans)
     reach: list[int] = []
     for at in sorted(range(len(spans)), key=lambda at: (spans[at].start_ns, -spans[at].stop_ns, at)):
         span = spans[at]
-        if span.name == BLOCKING:  # a mark, not a bar
+        if span.name == BLOCKING:  # drawn as a line, not as a bar
             continue
         lane = lanes[span.parent] + 1 if span.parent >= 0 else 0
         while lane < len(reach) and reach[lane] > span.start_ns:

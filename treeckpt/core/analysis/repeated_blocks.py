@@ -1,7 +1,8 @@
-"""Repeated blocks among a node's children: layers that differ in nothing but their number are shown once, as `xN`.
+"""Finds repeated blocks among a node's children: layers that differ in their number only are shown once, as `xN`.
 
-A key such as `layers.3.mlp.weight` is read as `layers`, block 3, `mlp.weight`; a plain `3` as block 3. Neighbouring
-children of one block make up the block, and neighbouring blocks fold where names and kinds of all they hold are equal.
+A key such as `layers.3.mlp.weight` is split into `layers`, block 3, `mlp.weight`; a plain `3` is block 3. Neighbouring
+children with the same number form a block, and neighbouring blocks are a repetition where the names and kinds of all
+their children are equal.
 """
 
 from __future__ import annotations
@@ -13,32 +14,32 @@ import msgspec
 __all__ = ["RepeatedBlocks", "find_repeated_blocks"]
 
 MIN_CHILDREN = 4
-"""Children below which nothing is folded: there is nothing to be seen better."""
+"""Fewer children than this are shown one by one."""
 
 
 class RepeatedBlocks(msgspec.Struct, frozen=True):
-    """Children `start:stop` of a node: `blocks` times the same."""
+    """Children `start:stop` of a node, which are `blocks` times the same block."""
 
     start: int
     stop: int
     blocks: int
     head: str
-    """What stands before the number, without the dot; empty for plain numbers."""
+    """The part of the key before the number, without the dot; empty for plain numbers."""
     first: int
     """The number of the first block."""
 
     @property
     def length(self) -> int:
-        """Children of one block."""
+        """The number of children of one block."""
         return (self.stop - self.start) // self.blocks
 
     def name(self, block: int) -> str:
-        """What block number i is called."""
+        """Returns the name of a block."""
         return f"{self.head}.{self.first + block}" if self.head else f"{self.first + block}"
 
     @property
     def title(self) -> str:
-        """The name of all of them."""
+        """The name of all blocks together, such as `layers.0..31`."""
         return f"{self.name(0)}..{self.first + self.blocks - 1}"
 
 
@@ -50,11 +51,11 @@ class _NumberedBlock(msgspec.Struct, frozen=True):
 
 
 def find_repeated_blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list[RepeatedBlocks]:
-    """The folds of a node's children, by their start.
+    """Returns the repetitions among a node's children, by their start.
 
     Args:
-        keys: of the children, in order.
-        kinds: for each child what it is: equal where two may stand for each other.
+        keys: the keys of the children, in order.
+        kinds: what each child is: equal for children that are interchangeable.
     """
     found: list[RepeatedBlocks] = []
     row: list[_NumberedBlock] = []
@@ -97,7 +98,7 @@ def _blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list[_NumberedBlo
 
 
 def _split_key(key: str) -> tuple[str, int, str] | None:
-    """(head, number, tail) of a key, None if it has no number of its own."""
+    """Splits a key into (head, number, tail), None if no step of it is a number."""
     steps = key.split(".")
     for at, step in enumerate(steps):
         if step.isascii() and step.isdigit() and len(step) < 10 and (step == "0" or step[0] != "0"):

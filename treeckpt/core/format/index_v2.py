@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from ...errors import FormatError, TreeckptError
-from ..planning.flat_ranges import classes_of, flat_boxes, starts_of
+from ..planning.flat_ranges import classes_of, flat_boxes, most_boxes, starts_of
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import MAX_VALUE, Run, Runs, check_runs, decode_runs, encode_runs, length_of
 from ..sharding.region import MAX_NDIM, c_strides
