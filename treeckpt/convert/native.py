@@ -105,7 +105,7 @@ def read_native(store: Store, addresses: Addresses, refused: list[Refused] | Non
         MismatchError: a value whose class is not in this program, or which is pickled; noted in `refused` if given.
     """
     checkpoint = Checkpoint(store)
-    checkpoint.check_there()
+    checkpoint.check_against_files()
     index = checkpoint.index
     saved = _NativeLeaves(checkpoint, addresses, refused)
     structure, leaves, findings = spread_ranks(index.structure, saved.leaf)

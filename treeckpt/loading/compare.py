@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from ..core.analysis.checksum_diff import Verdict, compare_bytes
+from ..core.analysis.checksum_diff import ByteComparison, compare_checksums
 from ..core.analysis.diff import Diff, comparable, diff
 from ..core.analysis.element_stats import as_numbers
 from ..core.format.records import Leaf
@@ -50,14 +50,14 @@ class ValueChange(msgspec.Struct, frozen=True):
     path: str
     other: str
     """Its path in the second checkpoint."""
-    verdict: Verdict
+    verdict: ByteComparison
     nbytes: int
     delta: Delta | None = None
 
 
-def verdict_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf) -> Verdict:
+def verdict_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf) -> ByteComparison:
     """Returns the verdict of the checksums on two arrays of one shape and dtype."""
-    return compare_bytes(a.index, x, b.index, y, (a.checksums, b.checksums))
+    return compare_checksums(a.index, x, b.index, y, (a.checksums, b.checksums))
 
 
 def value_changes(
@@ -70,7 +70,7 @@ def value_changes(
         exact: reads what checksums cannot tell, and measures every difference; otherwise the verdict may be "unknown".
     """
     for side in (a, b):
-        side.check_there()
+        side.check_against_files()
     for x, y in comparable(a.index, b.index, found or diff(a.index, b.index)):
         verdict = verdict_of(a, x, b, y)
         delta = delta_of(a, x, b, y) if exact and verdict != "equal" else None

@@ -31,7 +31,7 @@ def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
     """
 
     def own() -> list[BadBytes]:
-        checkpoint.check_there()
+        checkpoint.check_against_files()
         index, sizes = checkpoint.index, checkpoint.sizes
         files = index.file_list[comm.rank :: comm.size]
         return [bad for file in files for bad in survey_shard(checkpoint.store, index, file, sizes.get(file.name))]

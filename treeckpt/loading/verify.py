@@ -28,7 +28,7 @@ def verify_checkpoint(checkpoint: Checkpoint) -> VerifyReport:
     """See `treeckpt.verify`."""
     recorder = Recorder(0)
     store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
-    checkpoint.check_there()
+    checkpoint.check_against_files()
     problems: list[Problem] = []
     headers: list[tuple[int, ShardHeader]] = []
     nbytes = 0

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from ...core.analysis.checksum_diff import Checksums
-from ...core.format.check_index import check_there
+from ...core.format.check_index import check_against_files
 from ...core.format.index import INDEX_NAME
 from ...core.format.records import File, Index
 from ...errors import CheckpointError, CheckpointNotFound
@@ -60,13 +60,13 @@ class Checkpoint:
         """Every file of the store and its size in bytes, listed once."""
         return self.store.sizes()
 
-    def check_there(self) -> None:
+    def check_against_files(self) -> None:
         """Refuses an index that describes far more bytes than the files can hold.
 
         Raises:
             CorruptError: it does.
         """
-        check_there(self.index, self.sizes, self.url)
+        check_against_files(self.index, self.sizes, self.url)
 
     def shard(self, file: File, *, whole: bool = True) -> OpenedShard:
         """A shard whose header was read and checked.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.format.check_index import check_there, is_long
+from ...core.format.check_index import check_against_files, needs_file_sizes
 from ...core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ...core.format.records import Index
 from ...core.format.shard_header import parse_shard_name
@@ -33,8 +33,8 @@ def decode_and_check(store: Store, data: bytes) -> Index:
         CorruptError, FormatError: it is not as it was written, or lists far more than the files there can hold.
     """
     index = decode_index(data, f"{store.url}/{INDEX_NAME}")
-    if is_long(index, len(data)):
-        check_there(index, store.sizes(), store.url)
+    if needs_file_sizes(index, len(data)):
+        check_against_files(index, store.sizes(), store.url)
     return index
 
 
