@@ -22,19 +22,10 @@ from ..core.analysis.outline import Outline, OutlineRow
 from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
-from ..core.text import (
-    bytes_text,
-    layout_text,
-    region_text,
-    seconds_text,
-    shape_text,
-    time_text,
-    value_text,
-    value_type,
-)
+from ..core.text import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text, value_type
 from ..errors import CheckpointNotFound, TreeckptError
 from ..loading.compare import Side, ValueChange, value_changes
-from ..report.terminal import fail, print_facts, print_json, print_line, print_table
+from ..report.terminal import fail, local_time_text, print_facts, print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.active_saves import under_way_text
 from . import convert, export, runs, verify
@@ -142,7 +133,7 @@ def _usage(text: str) -> int:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not catalog.is_there(run)]:
+    if missing := [run for run in options.runs if not catalog.run_exists(run)]:
         return _usage(f"{missing[0]}: no such directory")
     found = [info for run in options.runs for info in catalog.scan(run)]
     if options.json:
@@ -160,7 +151,7 @@ def _ls(options: argparse.Namespace) -> int:
             bytes_text(info.nbytes) if info.nbytes is not None else "-",
             _or_dash(info.leaves),
             _or_dash(info.world),
-            time_text(info.created_ns, None),
+            local_time_text(info.created_ns),
             seconds_text(info.seconds) if info.seconds is not None else "-",
         )
         for info in found
@@ -185,7 +176,7 @@ def _or_dash(number: int | None) -> str:
 def _show(options: argparse.Namespace) -> int:
     import treeckpt as tc
 
-    info = catalog.look(options.checkpoint, follow=True)
+    info = catalog.read_info(options.checkpoint, follow=True)
     if info.status == "partial" and not options.json:
         _print_saving(info)
     index = tc.inspect(options.checkpoint)
@@ -230,7 +221,7 @@ def _summary(index: Index) -> dict[str, Any]:
 def _summary_texts(index: Index) -> list[tuple[str, object]]:
     return [
         ("step", index.step),
-        ("saved", time_text(index.created_ns, None)),
+        ("saved", local_time_text(index.created_ns)),
         ("save id", index.save_id),
         ("ranks", index.world),
         ("leaves", len(index.leaves)),
@@ -360,7 +351,7 @@ def _rebuild_index(options: argparse.Namespace) -> int:
 
 
 def _dashboard(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not catalog.is_there(run)]:
+    if missing := [run for run in options.runs if not catalog.run_exists(run)]:
         return _usage(f"{missing[0]}: no such directory")
     gc.disable()  # nothing of what is imported is garbage: to look through it takes a tenth of the start
     try:
