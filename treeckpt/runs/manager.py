@@ -44,15 +44,15 @@ from ..saving.future import Pending
 from ..saving.options import SaveOptions, shard_limit
 from ..saving.save import save_tree
 from .catalog import METRICS
-from .history import History
+from .history import SaveHistory
 from .notebook import run_html
 from .options import best_policy, check_options, is_maker, numbers_of, policies_of
 from .pending_saves import PendingSaves, RetentionRunner
-from .registered_state import Registered, Registering
+from .registered_state import RegisteredState, RegistrationMixin
 from .restore import Restorer
-from .run import GRACE, CleanReport, Run, step_info
+from .run import GRACE, CleanReport, RunDirectory, step_info
 from .schedule import SaveSchedule
-from .select import Finder
+from .select import CheckpointSelector
 
 __all__ = ["Manager"]
 
@@ -60,7 +60,7 @@ AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 
 
-class Manager(Registering):
+class Manager(RegistrationMixin):
     """Saves, keeps and restores the checkpoints of a run. Make one on every rank.
 
     Args:
@@ -90,12 +90,12 @@ class Manager(Registering):
         **options: Any,
     ) -> None:
         check_options(options, background=background)
-        self._run, self._policies = Run(run), policies_of(keep)
-        self._finder = Finder(self._run)
+        self._run, self._policies = RunDirectory(run), policies_of(keep)
+        self._finder = CheckpointSelector(self._run)
         self._saving_comm = as_comm(comm)
         self._comm = Channel(self._saving_comm, "manager")
-        self._registered = Registered()
-        self._history = History(self._run, self._finder.say, self._comm.rank)
+        self._registered = RegisteredState()
+        self._history = SaveHistory(self._run, self._finder.say, self._comm.rank)
         self._restorer = Restorer(
             self._run, self._finder, self._comm, self._saving_comm, self._registered, self._history
         )

@@ -23,7 +23,7 @@ from ..core.sharding.int_runs import encode_runs
 from ..core.tree.spec import Value
 from ..errors import CheckpointError, CheckpointNotFound
 from ..io.storage.metadata_files import read_index
-from ..io.storage.store import MemoryStore, Store, Swapping
+from ..io.storage.store import MemoryStore, Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
 from .messages import WriteReport
 from .options import CommonOptions
@@ -150,7 +150,7 @@ def check_shards_exist(store: Store, index: Index) -> None:
         CheckpointError: naming the shard.
     """
     in_memory = isinstance(store, MemoryStore)
-    if isinstance(store, Swapping) and not in_memory:
+    if isinstance(store, SupportsCompareAndSwap) and not in_memory:
         return
     sizes = store.sizes()
     for file in index.file_list:
@@ -177,12 +177,12 @@ def publish_index(store: Store, data: bytes, info: SaveInfo) -> None:
         CheckpointExists: there is another checkpoint.
     """
     replaced = info.content.replaced if info.content is not None else ""
-    if replaced and isinstance(store, Swapping):
+    if replaced and isinstance(store, SupportsCompareAndSwap):
 
         def is_replaced(found: bytes) -> bool:
             return decode_index(found, store.url).save_id == replaced
 
-        store.swap(INDEX_NAME, data, holds=is_replaced, limit=MAX_INDEX)
+        store.compare_and_swap(INDEX_NAME, data, holds=is_replaced, limit=MAX_INDEX)
     else:
         store.publish(INDEX_NAME, data, replace=info.options.overwrite)
 
