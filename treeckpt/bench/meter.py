@@ -22,7 +22,17 @@ import numpy as np
 
 from ..io.storage.memory import advise_huge_pages
 
-__all__ = ["Meter", "Usage", "cached_part", "drop_cache", "files_of", "fill_cache", "hand_memory", "settle", "sync"]
+__all__ = [
+    "Meter",
+    "Usage",
+    "cached_fraction",
+    "drop_cache",
+    "files_of",
+    "fill_cache",
+    "pretouch_memory",
+    "release_memory",
+    "sync_files",
+]
 
 PAGE = mmap.PAGESIZE
 SAMPLE = 0.002
@@ -44,7 +54,7 @@ class Meter:
     usage: Usage
 
     def __enter__(self) -> Meter:
-        self._peak: _Peak = _Mark() if _Mark.works() else _Samples()
+        self._peak: _Peak = _KernelPeak() if _KernelPeak.works() else _SampledPeak()
         self._io = _io_bytes()
         self._start = time.perf_counter()
         return self
@@ -62,7 +72,7 @@ class Meter:
             self._peak.stop()
 
 
-class _Mark:
+class _KernelPeak:
     """The kernel's high-water mark of resident memory (files and shared memory included)."""
 
     def __init__(self) -> None:
@@ -81,7 +91,7 @@ class _Mark:
         return max(0, _status("VmHWM") - self._before)
 
 
-class _Samples:
+class _SampledPeak:
     """A thread that looks at the memory again and again."""
 
     def __init__(self) -> None:
@@ -100,7 +110,7 @@ class _Samples:
         return max(self._peak, _resident()) - self._before
 
 
-_Peak = _Mark | _Samples
+_Peak = _KernelPeak | _SampledPeak
 
 
 def _status(name: str) -> int:
@@ -126,14 +136,14 @@ def _io_bytes() -> tuple[int, int]:
     return counts["read_bytes"], counts["write_bytes"]
 
 
-def settle() -> None:
+def release_memory() -> None:
     """Gives freed memory back to the system, so that every contender starts with none that is warm."""
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def hand_memory(nbytes: int) -> None:
+def pretouch_memory(nbytes: int) -> None:
     """Touches new memory and gives it back, right before new memory is measured.
 
     A virtual machine may have returned its free memory to its host, and getting it again takes many times as long as
@@ -179,7 +189,7 @@ def fill_cache(directory: Path) -> None:
                 offset += count
 
 
-def cached_part(directory: Path) -> float:
+def cached_fraction(directory: Path) -> float:
     """The part of the files' pages that is in the page cache: 0 to 1."""
     there = total = 0
     libc = ctypes.CDLL(None, use_errno=True)
@@ -198,7 +208,7 @@ def cached_part(directory: Path) -> float:
     return there / total if total else 0.0
 
 
-def sync(directory: Path) -> None:
+def sync_files(directory: Path) -> None:
     """Makes files durable, and the names of files."""
     for path in [*files_of(directory), *(p for p in directory.rglob("*") if p.is_dir()), directory]:
         fd = os.open(path, os.O_RDONLY)

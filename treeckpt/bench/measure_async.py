@@ -2,7 +2,7 @@
 
 In a process of its own, under torchrun with one rank (DCP's writer process needs a process group): each contender in
 turn saves a state in the background while this thread goes on with training steps on one core, or, for many small
-leaves, while a thread ticks every millisecond. `run_beside` starts the process; rank 0 prints each stay as JSON.
+leaves, while a thread ticks every millisecond. `run_async` starts the process; rank 0 prints each stay as JSON.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from pathlib import Path
 import msgspec
 import torch
 
-from .backers import Backer, backers
-from .contenders import chosen
-from .meter import settle
-from .ranks import MARK, Task, do_task, run_job
-from .raw import LEAST, Raw
-from .results import Stay
+from .async_checkpointers import AsyncCheckpointer, async_checkpointers
+from .checkpointers import select_by_name
+from .measure import alternate
+from .meter import release_memory
+from .ranks import MARK, BenchTask, do_task, run_job
+from .raw_limits import LEAST, RawLimits
+from .results import AsyncTrial
 from .states import SCENARIOS, Scenario, make_state, shapes_bytes
-from .turns import in_turns
 
-__all__ = ["run_beside"]
+__all__ = ["run_async"]
 
 TICK = 0.001
 STEP = 0.02
 """Seconds of a training step, about."""
 
 
-def run_beside(
+def run_async(
     scenario: Scenario,
     directory: Path,
     *,
     scale: float,
     repetitions: int,
-    on_stay: Callable[[Stay], None],
+    on_stay: Callable[[AsyncTrial], None],
     names: Sequence[str] = (),
 ) -> None:
     """A scenario, in a process of its own.
@@ -47,8 +47,13 @@ def run_beside(
     Raises:
         BenchError: it failed; the message ends with what it said.
     """
-    task = Task(scenario.name, str(directory.absolute()), scale, repetitions, tuple(names))
-    run_job("treeckpt.bench.beside", task, ranks=1, on_line=lambda line: on_stay(msgspec.json.decode(line, type=Stay)))
+    task = BenchTask(scenario.name, str(directory.absolute()), scale, repetitions, tuple(names))
+    run_job(
+        "treeckpt.bench.measure_async",
+        task,
+        ranks=1,
+        on_line=lambda line: on_stay(msgspec.json.decode(line, type=AsyncTrial)),
+    )
 
 
 class _Trainer:
@@ -99,24 +104,24 @@ def _idle_gap() -> float:
     return ticker.stop()
 
 
-class _Beside:
+class _AsyncMeasurement:
     """What stays the same over the stays of a scenario."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: BenchTask) -> None:
         [self.scenario] = [s for s in SCENARIOS if s.name == task.scenario]
         shapes = self.scenario.shapes(task.scale)
         self.nbytes = shapes_bytes(shapes)
         self.state = make_state(shapes, lambda full: full)
         self.place = Path(task.directory) / "beside"
-        self._raw = Raw(Path(task.directory) / "raw.bin", self.nbytes) if self.nbytes >= LEAST else None
+        self._raw = RawLimits(Path(task.directory) / "raw.bin", self.nbytes) if self.nbytes >= LEAST else None
 
-    def stay(self, backer: Backer, repetition: int) -> Stay:
+    def stay(self, backer: AsyncCheckpointer, repetition: int) -> AsyncTrial:
         """One save."""
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir(parents=True)
         if repetition == 0:
             backer.prewarm(self.state)
-        settle()
+        release_memory()
         copy = self._raw.copy() if self._raw is not None else None
         idle_gap = _idle_gap() if self.scenario.ticks else None
         trainer = _Trainer()
@@ -126,7 +131,7 @@ class _Beside:
         slower, gap = self._meanwhile(wait, trainer)
         durable = time.perf_counter() - begin
         shutil.rmtree(self.place, ignore_errors=True)
-        return Stay(
+        return AsyncTrial(
             scenario=self.scenario.name,
             contender=backer.name,
             repetition=repetition,
@@ -165,11 +170,11 @@ class _Beside:
         return lost, gap
 
 
-def work(task: Task) -> None:
+def work(task: BenchTask) -> None:
     """What the process does."""
     torch.set_num_threads(1)
-    here, them = _Beside(task), chosen(backers(), task.names)
-    for repetition, backer in in_turns(them, task.repetitions + 1):
+    here, them = _AsyncMeasurement(task), select_by_name(async_checkpointers(), task.names)
+    for repetition, backer in alternate(them, task.repetitions + 1):
         stay = here.stay(backer, repetition)
         print(MARK + msgspec.json.encode(stay).decode(), flush=True)
     for backer in them:

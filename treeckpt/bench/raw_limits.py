@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from ..io.storage.memory import advise_huge_pages, aligned_buffer
-from .meter import hand_memory
+from .meter import pretouch_memory
 
-__all__ = ["Raw"]
+__all__ = ["RawLimits"]
 
 BLOCK = 8 << 20
 THREADS = (1, 2)
@@ -31,7 +31,7 @@ LEAST = BLOCK
 """Bytes below which a rate says nothing."""
 
 
-class Raw:
+class RawLimits:
     """Measures with one file and one piece of memory.
 
     Args:
@@ -112,7 +112,7 @@ class Raw:
         return max(map(self._read_fresh, THREADS))
 
     def _read_fresh(self, threads: int) -> float:
-        hand_memory(self.nbytes)
+        pretouch_memory(self.nbytes)
         start = time.perf_counter()
         with _fresh(self.nbytes, huge=True) as memory:
             made = time.perf_counter() - start
@@ -149,7 +149,7 @@ class Raw:
         """A buffered read of a cached file into new memory, by one thread."""
         with self._opened(0) as fd:
             self._plain(fd, self._memory)
-            hand_memory(self.nbytes)
+            pretouch_memory(self.nbytes)
             start = time.perf_counter()
             with _fresh(self.nbytes, huge=False) as memory:
                 return self._plain(fd, memory, time.perf_counter() - start)
