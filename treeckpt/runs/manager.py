@@ -26,6 +26,8 @@ from signal import SIGTERM
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
+import msgspec
+
 from .. import api
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import as_step
@@ -38,7 +40,9 @@ from ..io.storage.reader_leases import hold_lease
 from ..io.storage.run_store import RunStore
 from ..io.storage.store import Store
 from ..reports import SaveReport
+from ..saving.background import save_async_tree
 from ..saving.future import Pending
+from ..saving.save import save_tree
 from .catalog import METRICS
 from .history import SaveHistory
 from .notebook import run_html
@@ -46,8 +50,8 @@ from .options import (
     BackgroundSaveKeywords,
     LoadKeywords,
     as_policies,
+    as_save_options,
     best_policy,
-    check_save_keywords,
     is_factory,
     parse_metrics,
 )
@@ -93,7 +97,7 @@ class Manager(RegistrationMixin):
         comm: api.AnyComm = None,
         **options: Unpack[BackgroundSaveKeywords],
     ) -> None:
-        check_save_keywords(options, background=background)
+        self._background, self._options = background, as_save_options(options, background=background)
         self._run, self._policies = RunDirectory(run), as_policies(keep)
         self._selector = CheckpointSelector(self._run)
         self._saving_comm = as_comm(comm)
@@ -104,8 +108,6 @@ class Manager(RegistrationMixin):
             self._run, self._selector, self._comm, self._saving_comm, self._registered, self._history
         )
         self._schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
-        self._background = background
-        self._options: BackgroundSaveKeywords = {"overwrite": True, **options}
         self._pending = PendingSaves(self._start_clean)
         self._retention = RetentionRunner(self._run, self._policies, self._selector, self._pending, grace=grace)
         self._exit: int | None = None
@@ -181,7 +183,7 @@ class Manager(RegistrationMixin):
         metadata = {**(custom_metadata or {}), **(named if self._comm.rank == 0 else {})}
         if self.stopping:
             self._pending.drain()  # an earlier failure must not prevent the last save
-        elif self._options.get("busy", "wait") == "wait":
+        elif self._options.busy == "wait":
             self._pending.settle()
         with self._pending.starting(step):
             result = self._save(step, self._registered.joined(tree), metadata, pin=pin)
@@ -199,19 +201,14 @@ class Manager(RegistrationMixin):
         return result
 
     def _save(self, step: int, tree: Any, metadata: Mapping[str, Any], *, pin: bool) -> SaveReport | Pending:
-        options: dict[str, Any] = {
-            "step": step,
-            "comm": self._saving_comm,
-            "custom_metadata": metadata,
-            **self._options,
-        }
+        options = msgspec.structs.replace(self._options, step=step)
         # before the save, so that no clean-up removes the step in between
         pinned = pin and self._from_rank0(f"pin step {step}", partial(self._run.put_pin, step), bool)
         unpin = partial(self._undo_pin, step, pinned)
-        store, save = self._run.folder(step).store, api.save_async if self._background else api.save
+        store, save = self._run.folder(step).store, save_async_tree if self._background else save_tree
         try:
-            with self._history.saving(step):
-                result = save(store, tree, **options)
+            lineage = self._history.next_save(step)
+            result = save(store, tree, self._saving_comm, options, metadata, lineage)
         except BaseException:
             unpin()
             self._start_clean()  # the disk may be full of checkpoints that no policy keeps

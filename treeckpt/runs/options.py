@@ -15,8 +15,7 @@ from ..errors import TreeckptError, TreeError
 from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms
 from ..reports import LoadReport
-from ..saving.background import Staging, WriterKind
-from ..saving.options import Busy, shard_limit
+from ..saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
 
 __all__ = [
     "BackgroundSaveKeywords",
@@ -24,9 +23,9 @@ __all__ = [
     "LoadKeywords",
     "SaveKeywords",
     "as_policies",
+    "as_save_options",
     "best_policy",
     "check_can_restore",
-    "check_save_keywords",
     "is_factory",
     "parse_metrics",
 ]
@@ -45,9 +44,9 @@ class SaveKeywords(TypedDict, total=False):
 class BackgroundSaveKeywords(SaveKeywords, total=False):
     """The options of `treeckpt.save_async` that a manager passes on."""
 
-    staging: Staging
+    staging: StagingMode
     writer: WriterKind
-    busy: Busy
+    busy: BusyPolicy
     timeout: float | None
 
 
@@ -115,8 +114,8 @@ def is_factory(tree: object) -> bool:
     return callable(tree) and not is_stateful(tree) and take(tree, "", "", 0) is None
 
 
-def check_save_keywords(options: BackgroundSaveKeywords, *, background: bool) -> None:
-    """Raises the errors that the first save would raise for these options.
+def as_save_options(options: BackgroundSaveKeywords, *, background: bool) -> SaveOptions:
+    """Returns the options of a manager's saves, which replace a checkpoint of the same step by default.
 
     Raises:
         TypeError: `save`, or with `background` `save_async`, has no such option.
@@ -126,7 +125,8 @@ def check_save_keywords(options: BackgroundSaveKeywords, *, background: bool) ->
     if unknown := options.keys() - known.__optional_keys__:
         name = "save_async" if background else "save"
         raise TypeError(f"{sorted(unknown)[0]!r} is no option of Manager, nor of {name}")
-    shard_limit(options.get("max_shard_bytes"))
+    limit = shard_limit(options.get("max_shard_bytes"))
+    return SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit})
 
 
 def parse_metrics(metrics: object) -> dict[str, float]:

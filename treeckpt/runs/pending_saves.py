@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import step_name
 from ..errors import CheckpointError
-from ..saving.at_exit import unwatch, watch_session
+from ..saving.at_exit import forget_at_exit, reset_after_fork
 from ..saving.future import Pending
 from .run import CleanReport, RunDirectory
 from .select import CheckpointSelector
@@ -41,9 +41,9 @@ class PendingSaves:
         self._starting: set[str] = set()
         self._claimed = ""
         self._lock = threading.Condition()
-        watch_session(self)
+        reset_after_fork(self)
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         """Drops all saves in a forked child: they belong to the parent."""
         self._pending, self._undo, self._failed = [], {}, []
         self._starting, self._claimed, self._lock = set(), "", threading.Condition()
@@ -110,7 +110,7 @@ class PendingSaves:
         """Drops the saves that have not ended: nothing waits for them any more, not even the end of the interpreter."""
         lost = {step: pending for step, pending in self._pending if not pending.done()}
         for pending in lost.values():
-            unwatch(pending)
+            forget_at_exit(pending)
         with self._lock:
             self._pending.clear()
             self._undo.clear()
@@ -139,12 +139,12 @@ class PendingSaves:
         Failures stay until `settle` or the next save, which raise them on all ranks at the same call.
         """
         for position, (_, pending) in reversed(list(enumerate(self._pending))):
-            if pending.done() and pending.unheard is None:
+            if pending.done() and pending.unreported_error is None:
                 self._finish(position)
 
     def _finish(self, position: int) -> None:
         step, pending = self._pending[position]
-        raised = pending.done() and pending.unheard is None
+        raised = pending.done() and pending.unreported_error is None
         try:
             pending.result()
         except Exception as error:
@@ -177,9 +177,9 @@ class RetentionRunner:
         self._run, self._policies, self._selector, self._pending, self._grace = run, policies, selector, pending, grace
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
-        watch_session(self)
+        reset_after_fork(self)
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         """Drops the thread in a forked child: it belongs to the parent."""
         self._pool = self._last = None
 

@@ -28,8 +28,9 @@ from ..io.storage.store import Store
 from ..loading.match import LoadOptions
 from ..loading.overlay import globs_of
 from ..loading.transforms import as_rules
+from ..saving.options import SaveOptions
 from ..trees.per_rank_state import Policy, policy_of, states_of_all_ranks
-from .options import BackgroundSaveKeywords, LoadIntoKeywords, check_can_restore
+from .options import LoadIntoKeywords, check_can_restore
 
 __all__ = ["RegisteredState", "RegistrationMixin"]
 
@@ -328,7 +329,7 @@ class RegistrationMixin:
     """The methods of a manager that register objects to save with every step."""
 
     _registered: RegisteredState
-    _options: BackgroundSaveKeywords
+    _options: SaveOptions
 
     def register(self, name: str, thing: Any) -> None:
         """Registers an object: saved with every step under `registered/<name>`, restored in place by every `restore`.
@@ -342,7 +343,7 @@ class RegistrationMixin:
             ValueError: the name is taken.
             TreeError: it is or holds a value that cannot be changed in place; use `register_value` for those.
         """
-        self._registered.add(name, thing, self._options.get("namespace", ""))
+        self._registered.add(name, thing, self._options.namespace)
 
     def register_value(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
         """Registers a value: saved with every step under `registered/<name>`, set by every `restore`.
