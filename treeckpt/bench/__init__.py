@@ -1,7 +1,7 @@
-"""`treeckpt bench`: how fast are saves and loads, beside what the disk can do and beside other libraries, in one run?
+"""`treeckpt bench`: measures saves and loads beside the limits of the disk and beside other libraries, in one run.
 
-Raw limits are measured right before every trial, contenders take turns (A B C, C B A, ...), and medians and ranges are
-told. This module reads the options and runs the scenarios; torch is imported once they are understood.
+Raw limits are measured right before every trial, contenders alternate (A B C, C B A, ...), and medians and ranges are
+reported. This module reads the options and runs the scenarios; torch is imported once they are understood.
 """
 
 from __future__ import annotations
@@ -130,10 +130,10 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
 
 
 def _check_space(directory: Path, scenarios: Sequence[Scenario], scale: float) -> None:
-    """A checkpoint and the file for raw limits lie there at a time.
+    """Checks that there is room for a checkpoint and the file for raw limits at one time.
 
     Raises:
-        OSError: there is less room.
+        OSError: there is less free space.
     """
     from .raw_limits import MOST
     from .states import shapes_bytes
@@ -149,7 +149,7 @@ def _check_space(directory: Path, scenarios: Sequence[Scenario], scale: float) -
 def _run_scenarios(
     scenarios: Sequence[Scenario], directory: Path, scale: float, repetitions: int, names: Sequence[str]
 ) -> tuple[list[Trial], list[AsyncTrial], bool]:
-    """What was measured, and whether a scenario failed: the others are run, and told, all the same."""
+    """Runs all scenarios, also after one has failed; returns what was measured and whether one failed."""
     from .measure import BenchError
 
     trials: list[Trial] = []
@@ -206,7 +206,7 @@ def _run_scenario(
 
 
 def _plain(bars: Sequence[Target]) -> list[dict[str, str | float | None]]:
-    """Bars with their state, which is computed."""
+    """Returns targets as dicts, with their state, which is a property."""
     return [{**msgspec.structs.asdict(bar), "state": bar.state} for bar in bars]
 
 

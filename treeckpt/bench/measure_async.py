@@ -1,4 +1,4 @@
-"""Saves beside training: how long do they block, how much do they slow the steps, how long do they hold the GIL?
+"""Measures background saves: how long they block, how much they slow training steps, and how long they hold the GIL.
 
 In a process of its own, under torchrun with one rank (DCP's writer process needs a process group): each contender in
 turn saves a state in the background while this thread goes on with training steps on one core, or, for many small
@@ -42,7 +42,7 @@ def run_async(
     on_stay: Callable[[AsyncTrial], None],
     names: Sequence[str] = (),
 ) -> None:
-    """A scenario, in a process of its own.
+    """Runs a scenario in a process of its own.
 
     Raises:
         BenchError: it failed; the message ends with what it said.
@@ -57,7 +57,7 @@ def run_async(
 
 
 class _Trainer:
-    """Steps of matrix products on one core."""
+    """Training steps: matrix products on one core."""
 
     def __init__(self) -> None:
         self._a = torch.rand(256, 256)
@@ -76,7 +76,7 @@ class _Trainer:
 
 
 class _Ticker:
-    """A thread that wants the interpreter every millisecond; the longest time that it did not get it."""
+    """A thread that runs every millisecond; records the longest time for which it did not get the GIL."""
 
     def __init__(self) -> None:
         self.gap = 0.0
@@ -105,7 +105,7 @@ def _idle_gap() -> float:
 
 
 class _AsyncMeasurement:
-    """What stays the same over the stays of a scenario."""
+    """The state and the directory of all saves of a scenario."""
 
     def __init__(self, task: BenchTask) -> None:
         [self.scenario] = [s for s in SCENARIOS if s.name == task.scenario]
@@ -145,7 +145,7 @@ class _AsyncMeasurement:
         )
 
     def _meanwhile(self, wait: Callable[[], object], trainer: _Trainer) -> tuple[float, float | None]:
-        """Trains, or ticks, until the save is durable: (seconds lost by the steps, longest gap)."""
+        """Trains, or ticks, until the save is durable; returns (seconds lost by the steps, longest gap)."""
         done = threading.Event()
         errors: list[BaseException] = []
 
@@ -171,7 +171,7 @@ class _AsyncMeasurement:
 
 
 def work(task: BenchTask) -> None:
-    """What the process does."""
+    """Runs the task in this process."""
     torch.set_num_threads(1)
     here, them = _AsyncMeasurement(task), select_by_name(async_checkpointers(), task.names)
     for repetition, backer in alternate(them, task.repetitions + 1):

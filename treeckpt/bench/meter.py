@@ -1,7 +1,7 @@
-"""How long did an operation take, how much memory at its peak, how many bytes from and to the device?
+"""Measures the time, peak memory and device traffic of an operation, and controls the page cache.
 
-The peak comes from the kernel's own high-water mark, set back right before; where that is refused, a thread samples
-/proc/self/statm. Also the page cache: dropping files from it, reading them into it, and asking how much is in it.
+The peak is the kernel's own high-water mark, reset right before; where that is refused, a thread samples
+/proc/self/statm. Files can be dropped from the page cache, read into it, and their cached part can be measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SAMPLE = 0.002
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What an operation took on one rank."""
+    """The time, memory and device traffic of an operation on one rank."""
 
     seconds: float
     extra_rss: int
@@ -60,7 +60,7 @@ class Meter:
         return self
 
     def lap(self) -> Usage:
-        """Stops, and says what it took."""
+        """Stops, and returns what was measured."""
         seconds = time.perf_counter() - self._start
         extra = self._peak.stop()
         (r0, w0), (r1, w1) = self._io, _io_bytes()
@@ -80,7 +80,7 @@ class _KernelPeak:
 
     @staticmethod
     def works() -> bool:
-        """Sets the mark back; False where that is not possible."""
+        """Resets the mark; returns False if that is not possible."""
         try:
             Path("/proc/self/clear_refs").write_text("5")
             return _status("VmHWM") >= 0
@@ -92,7 +92,7 @@ class _KernelPeak:
 
 
 class _SampledPeak:
-    """A thread that looks at the memory again and again."""
+    """A thread that samples the resident memory."""
 
     def __init__(self) -> None:
         self._before = self._peak = _resident()
@@ -137,17 +137,18 @@ def _io_bytes() -> tuple[int, int]:
 
 
 def release_memory() -> None:
-    """Gives freed memory back to the system, so that every contender starts with none that is warm."""
+    """Returns freed memory to the system, so that every contender starts without warm memory."""
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def pretouch_memory(nbytes: int) -> None:
-    """Touches new memory and gives it back, right before new memory is measured.
+    """Touches new memory and frees it, right before an operation that allocates new memory is measured.
 
     A virtual machine may have returned its free memory to its host, and getting it again takes many times as long as
-    a load: whoever is first pays for all. So that every contender, and the raw limit, finds the same.
+    a load, which the first contender would pay for all. After this call every contender, and the raw limit, starts
+    alike.
     """
     memory = mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise_huge_pages(memory)

@@ -1,4 +1,4 @@
-"""What can this machine do at best? The limits that every trial is compared with, in bytes a second.
+"""Measures the limits of this machine that every trial is compared with, in bytes per second.
 
 W: durable O_DIRECT write (8 MiB blocks, file preallocated, fsync), R: O_DIRECT read into touched memory, R_fresh: the
 same into new memory for which huge pages are asked, each the better of one and two threads; C: copy into touched shared
@@ -32,7 +32,7 @@ LEAST = BLOCK
 
 
 class RawLimits:
-    """Measures with one file and one piece of memory.
+    """Measures with one file and one buffer.
 
     Args:
         path: of the file; `remove` deletes it.
@@ -168,7 +168,7 @@ class RawLimits:
             os.close(fd)
 
     def _each(self, threads: int, work: Callable[[int], None]) -> None:
-        """Does something at the start of each block."""
+        """Calls `work` with the offset of each block."""
         starts = range(0, self.nbytes, BLOCK)
         if threads == 1:
             for start in starts:

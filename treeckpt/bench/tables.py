@@ -1,4 +1,4 @@
-"""What does it cost that rows go by id? A keyed table beside dense tensors of the same bytes, both saved by treeckpt.
+"""Measures a keyed table beside dense tensors of the same bytes, both saved by treeckpt.
 
 The ids are all 64 bits in no order at all, so every row has to be moved, as in a table that has grown in training.
 """

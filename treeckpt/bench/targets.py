@@ -1,4 +1,4 @@
-"""Which figures treeckpt is held to, and does it reach them? Pure: rows and trials in, a list of bars out.
+"""The figures that treeckpt has to reach, compared with the measured ones. Pure functions of rows and trials.
 
 Against raw limits the median of the ratios of single trials counts; against another library the ratio of the median
 times, until every byte was added up; of memory the largest figure counts.
@@ -47,7 +47,7 @@ Find = Callable[[str, str, Phase], TrialSummary | None]
 
 
 def compare_with_targets(rows: Sequence[TrialSummary]) -> list[Target]:
-    """Every bar; those whose scenario was not run have no figure."""
+    """Returns every target; targets of scenarios that were not run have no figure."""
     table = {(row.scenario, row.contender, row.phase): row for row in rows}
 
     def find(scenario: str, contender: str, phase: Phase) -> TrialSummary | None:
@@ -57,7 +57,7 @@ def compare_with_targets(rows: Sequence[TrialSummary]) -> list[Target]:
 
 
 def _against(find: Find, scenario: str, phase: Phase, peer: str, target: float) -> Target:
-    """Times faster than another library, which fills in one way only."""
+    """Target for how many times faster than another library; the latter has only one way to fill."""
     theirs: Phase = _FILLS.get(phase, phase)
     own, other = find(scenario, "treeckpt", phase), find(scenario, peer, theirs)
     figure = other.summed / own.summed if own and other else None
@@ -148,7 +148,7 @@ def _memory(find: Find) -> list[Target]:
 
 
 def compare_async_with_targets(rows: Sequence[AsyncSummary]) -> list[Target]:
-    """The bars of saves in the background."""
+    """Returns the targets of background saves."""
     table = {(row.scenario, row.contender): row for row in rows}
     own, lazy = table.get(("async", "treeckpt")), table.get(("async", "treeckpt lazy"))
     dcp, rival = table.get(("async", "dcp thread")), table.get(("async", "torch_checkpointing"))

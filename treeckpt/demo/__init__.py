@@ -1,7 +1,7 @@
 """The main job from end to end: train on 4 ranks, save, start again on 2 ranks and on 1, compare, browse.
 
-This module reads the options and tells the story; `train` is what the ranks do, in processes of their own, so that
-torch is never imported here.
+This module reads the options and runs the jobs; `train` runs on the ranks, in processes of their own, so that torch is
+never imported here.
 """
 
 from __future__ import annotations

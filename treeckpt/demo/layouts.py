@@ -1,6 +1,6 @@
-"""How is the one model laid out over the ranks?
+"""The three layouts of the model over the ranks.
 
-Three ways, by the recipe that PyTorch documents for each: FSDP2 on a 2x2 mesh (every parameter is cut by rows in two,
+Each follows the recipe that PyTorch documents: FSDP2 on a 2x2 mesh (every parameter is cut by rows in two,
 and each half has two replicas), tensor and sequence parallelism over two ranks (cut by rows or by columns, some not
 at all), and one plain process. The checkpoint code is the same for all three and sees none of this module.
 """

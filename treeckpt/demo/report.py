@@ -1,4 +1,4 @@
-"""Was everything equal, and what did it cost? Compares the outcomes, and draws the table.
+"""Compares the outcomes of the jobs, and builds the table that the demo prints.
 
 A leaf is equal if its digest after loading, on every rank, is the one that torch gave for it in memory when it was
 saved. A loss is equal within `LOSS_TOLERANCE`: another layout adds floats in another order, and training amplifies
