@@ -160,13 +160,13 @@ def _run_scenarios(
         trials.extend(new)
         print(trials_line(new, repetitions), file=sys.stderr, flush=True)
 
-    def on_stay(stay: AsyncTrial) -> None:
+    def on_trial(stay: AsyncTrial) -> None:
         stays.append(stay)
         print(async_line(stay, repetitions), file=sys.stderr, flush=True)
 
     for scenario in scenarios:
         try:
-            _run_scenario(scenario, directory, scale, repetitions, names, on_trials, on_stay)
+            _run_scenario(scenario, directory, scale, repetitions, names, on_trials, on_trial)
         except BenchError as error:
             fail(f"treeckpt bench: {scenario.name}: {error}")
             failed = True
@@ -184,7 +184,7 @@ def _run_scenario(
     repetitions: int,
     names: Sequence[str],
     on_trials: Callable[[Sequence[Trial]], None],
-    on_stay: Callable[[AsyncTrial], None],
+    on_trial: Callable[[AsyncTrial], None],
 ) -> None:
     from .checkpointers import select_by_name, sync_checkpointers
     from .measure import run_alone, run_slice
@@ -194,7 +194,7 @@ def _run_scenario(
 
     how: dict[str, Any] = {"scale": scale, "repetitions": repetitions}
     if scenario.beside:
-        run_async(scenario, directory, on_stay=on_stay, names=names, **how)
+        run_async(scenario, directory, on_trial=on_trial, names=names, **how)
     elif scenario.keyed:
         run_table(scenario, directory, on_trials=on_trials, names=names, **how)
     elif scenario.ranks > 1:

@@ -39,7 +39,7 @@ def run_async(
     *,
     scale: float,
     repetitions: int,
-    on_stay: Callable[[AsyncTrial], None],
+    on_trial: Callable[[AsyncTrial], None],
     names: Sequence[str] = (),
 ) -> None:
     """Runs a scenario in a process of its own.
@@ -52,7 +52,7 @@ def run_async(
         "treeckpt.bench.measure_async",
         task,
         ranks=1,
-        on_line=lambda line: on_stay(msgspec.json.decode(line, type=AsyncTrial)),
+        on_line=lambda line: on_trial(msgspec.json.decode(line, type=AsyncTrial)),
     )
 
 
@@ -115,25 +115,25 @@ class _AsyncMeasurement:
         self.place = Path(task.directory) / "beside"
         self._raw = RawLimits(Path(task.directory) / "raw.bin", self.nbytes) if self.nbytes >= LEAST else None
 
-    def stay(self, backer: AsyncCheckpointer, repetition: int) -> AsyncTrial:
+    def measure_save(self, checkpointer: AsyncCheckpointer, repetition: int) -> AsyncTrial:
         """One save."""
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir(parents=True)
         if repetition == 0:
-            backer.prewarm(self.state)
+            checkpointer.prewarm(self.state)
         release_memory()
         copy = self._raw.copy() if self._raw is not None else None
         idle_gap = _idle_gap() if self.scenario.ticks else None
         trainer = _Trainer()
         begin = time.perf_counter()
-        wait = backer.start(self.place, self.state)
+        wait = checkpointer.start(self.place, self.state)
         blocked = time.perf_counter() - begin
         slower, gap = self._meanwhile(wait, trainer)
         durable = time.perf_counter() - begin
         shutil.rmtree(self.place, ignore_errors=True)
         return AsyncTrial(
             scenario=self.scenario.name,
-            contender=backer.name,
+            contender=checkpointer.name,
             repetition=repetition,
             nbytes=self.nbytes,
             blocked=blocked,
@@ -173,12 +173,12 @@ class _AsyncMeasurement:
 def work(task: BenchTask) -> None:
     """Runs the task in this process."""
     torch.set_num_threads(1)
-    here, them = _AsyncMeasurement(task), select_by_name(async_checkpointers(), task.names)
-    for repetition, backer in alternate(them, task.repetitions + 1):
-        stay = here.stay(backer, repetition)
-        print(MARK + msgspec.json.encode(stay).decode(), flush=True)
-    for backer in them:
-        backer.close()
+    measurement, checkpointers = _AsyncMeasurement(task), select_by_name(async_checkpointers(), task.names)
+    for repetition, checkpointer in alternate(checkpointers, task.repetitions + 1):
+        trial = measurement.measure_save(checkpointer, repetition)
+        print(MARK + msgspec.json.encode(trial).decode(), flush=True)
+    for checkpointer in checkpointers:
+        checkpointer.close()
 
 
 if __name__ == "__main__":
