@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from ..core.text import bytes_text, seconds_text
-from ..report.terminal import moment, print_json, print_line, print_table
+from ..core.text import bytes_text, seconds_text, time_text
+from ..report.terminal import print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.active_saves import under_way_text
 from .command import AddCommand, usage_error
@@ -38,7 +38,7 @@ def _ls(options: argparse.Namespace) -> int:
             bytes_text(info.nbytes) if info.nbytes is not None else "-",
             _or_dash(info.leaves),
             _or_dash(info.world),
-            moment(info.created_ns),
+            time_text(info.created_ns, None),
             seconds_text(info.seconds) if info.seconds is not None else "-",
         )
         for info in found

@@ -7,12 +7,12 @@ from typing import Any
 
 from .. import api
 from ..core.analysis.diff import leaf_text
-from ..core.analysis.outline import Outline, Row
+from ..core.analysis.outline import Outline, OutlineRow
 from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
-from ..core.text import bytes_text, layout_text, region_text, shape_text, value_text, value_type
-from ..report.terminal import fail, moment, print_facts, print_json, print_line, print_table
+from ..core.text import bytes_text, layout_text, region_text, shape_text, time_text, value_text, value_type
+from ..report.terminal import fail, print_facts, print_json, print_line, print_table
 from ..runs import catalog
 from .command import AddCommand
 from .listing import print_saves_under_way
@@ -79,7 +79,7 @@ def index_summary(index: Index) -> dict[str, Any]:
 def _summary_texts(index: Index) -> list[tuple[str, object]]:
     return [
         ("step", index.step),
-        ("saved", moment(index.created_ns)),
+        ("saved", time_text(index.created_ns, None)),
         ("save id", index.save_id),
         ("ranks", index.world),
         ("leaves", len(index.leaves)),
@@ -88,8 +88,8 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
     ]
 
 
-def _rows_below(outline: Outline, row: Row, depth: int) -> list[Row]:
-    found, waiting = list[Row](), [(row, 0)]
+def _rows_below(outline: Outline, row: OutlineRow, depth: int) -> list[OutlineRow]:
+    found, waiting = list[OutlineRow](), [(row, 0)]
     while waiting and len(found) <= MAX_ROWS:
         node, level = waiting.pop()
         found.append(node)
@@ -98,7 +98,7 @@ def _rows_below(outline: Outline, row: Row, depth: int) -> list[Row]:
     return found[1:]
 
 
-def _row_texts(index: Index, row: Row, level: int) -> tuple[str, str, str, str]:
+def _row_texts(index: Index, row: OutlineRow, level: int) -> tuple[str, str, str, str]:
     what = leaf_text(index, index.entries[row.first]) if row.kind == "leaf" else row.cls or row.kind
     size = bytes_text(row.nbytes) if row.nbytes else ""
     return "  " * max(0, level - 1) + row.key, what, "" if row.kind == "leaf" else f"{row.leaves}", size

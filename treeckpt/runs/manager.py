@@ -30,7 +30,7 @@ import msgspec
 
 from .. import api
 from ..core.analysis.retention_policy import Policy
-from ..core.format.file_names import as_step
+from ..core.format.file_names import check_step
 from ..errors import TreeckptError
 from ..io.comm.channel import Channel
 from ..io.comm.collective import from_rank0
@@ -131,7 +131,7 @@ class Manager(RegistrationMixin):
 
     def should_save(self, step: int) -> bool:
         """Whether this step is to be saved. Call it once per step, on every rank; all ranks get the same result."""
-        step = as_step(step)
+        step = check_step(step)
         self._pending.collect()
         return self._schedule.due(step) and (step != self._reached or self.stopping)
 
@@ -178,7 +178,7 @@ class Manager(RegistrationMixin):
             The errors of `treeckpt.save`; with `background` also the error of the previous save.
             SystemExit: after a signal, if `save_on_signal` was called with `exit`.
         """
-        step = as_step(step)
+        step = check_step(step)
         named = {} if metrics is None else {METRICS: parse_metrics(metrics)}
         metadata = {**(custom_metadata or {}), **(named if self._comm.rank == 0 else {})}
         if self.stopping:
@@ -327,7 +327,7 @@ class Manager(RegistrationMixin):
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
-        step = as_step(step)
+        step = check_step(step)
         self._from_rank0(f"pin step {step}", partial(self._run.pin, step), type(None))
 
     def unpin(self, step: int) -> None:
@@ -336,7 +336,7 @@ class Manager(RegistrationMixin):
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
-        step = as_step(step)
+        step = check_step(step)
         self._from_rank0(f"unpin step {step}", partial(self._run.unpin, step), type(None))
 
     def clean(self, *, dry_run: bool = False) -> CleanReport:

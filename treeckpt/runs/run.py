@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
-from ..core.analysis.deletion import Cleaning, FolderFact, Left, Removal, plan_cleaning
+from ..core.analysis.deletion import CleanupPlan, Removal, RetainedDirectory, StepDirectory, plan_cleanup
 from ..core.analysis.retention_policy import Policy, StepInfo
-from ..core.format.file_names import PIN_NAME, as_step, deleted_name, is_step_name, step_name, step_of
+from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
-from ..core.format.lineage import Mark
+from ..core.format.lineage import SavedCheckpoint
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.leftovers import GRACE, committed_save_id, deletion_times, file_facts, plan_removal, remove_leftovers
@@ -44,9 +44,9 @@ class CleanReport(msgspec.Struct, frozen=True):
     kept: dict[int, tuple[str, ...]]
     """The steps that are kept, with the reasons."""
     removed: tuple[Removal, ...]
-    left: tuple[Left, ...]
+    left: tuple[RetainedDirectory, ...]
     """What is kept for now, and why."""
-    failed: tuple[Left, ...] = ()
+    failed: tuple[RetainedDirectory, ...] = ()
     """What could not be removed, and why."""
     warnings: tuple[str, ...] = ()
     """Problems of the policies: a metric that no checkpoint has."""
@@ -116,7 +116,7 @@ class RunDirectory:
 
     def folder(self, step: int) -> Folder:
         """Returns the directory of a step, whether or not it exists."""
-        return self.store.folder(step_name(as_step(step)))
+        return self.store.folder(step_name(check_step(step)))
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Lists every directory with the name of a step, except links and directories without files of a checkpoint.
@@ -133,7 +133,7 @@ class RunDirectory:
         )
         return [(folders[info.name], info) for info in ours]
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[SavedCheckpoint]:
         """Returns the data that orders the checkpoints by lineage."""
         return read_marks(self.store, self._cache)
 
@@ -211,11 +211,11 @@ class RunDirectory:
             dry_run: only reports what would be done.
         """
         facts = [self._fact(info, folder) for folder, info in self._read_infos()]
-        cleaning = plan_cleaning(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
+        cleaning = plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
         if dry_run:
             return _report(self.url, cleaning, cleaning.removals, cleaning.left, dry_run=True)
         removed: list[Removal] = []
-        left, failed = list(cleaning.left), list[Left]()
+        left, failed = list(cleaning.left), list[RetainedDirectory]()
         for removal in cleaning.removals:
             try:
                 with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
@@ -223,19 +223,19 @@ class RunDirectory:
             except FileNotFoundError:  # another process was faster
                 continue
             except (OSError, TreeckptError) as error:
-                failed.append(Left(removal.name, f"{type(error).__name__}: {error}"))
+                failed.append(RetainedDirectory(removal.name, f"{type(error).__name__}: {error}"))
                 continue
             if why:
-                left.append(Left(removal.name, why))
+                left.append(RetainedDirectory(removal.name, why))
             else:
                 removed.append(removal)
         return _report(self.url, cleaning, tuple(removed), tuple(left), failed=tuple(failed))
 
-    def _fact(self, info: CheckpointInfo, folder: Folder) -> FolderFact:
+    def _fact(self, info: CheckpointInfo, folder: Folder) -> StepDirectory:
         step = step_of(info.name)
         assert step is not None and info.status != "foreign", "_read_infos returns only these"
         save_id = info.save_id if info.status != "partial" else None
-        return FolderFact(
+        return StepDirectory(
             name=info.name,
             step=step,
             status=info.status,
@@ -284,19 +284,19 @@ class RunDirectory:
             return "its index is gone; the rest goes when its reader is done"
         return ""
 
-    def _reason_to_keep(self, info: CheckpointInfo, folder: Folder, grace: float) -> Left | None:
+    def _reason_to_keep(self, info: CheckpointInfo, folder: Folder, grace: float) -> RetainedDirectory | None:
         """Returns why a checkpoint must be kept after all: it was pinned, or is being read or written."""
         if info.pinned:
-            return Left(info.name, "it has been pinned meanwhile")
+            return RetainedDirectory(info.name, "it has been pinned meanwhile")
         if info.status != "complete":
-            return Left(info.name, f"it is {info.status} now")
-        newer = FolderFact("newer", 1 << 62, "complete", 0, (), "0" * 16)
-        cleaning = plan_cleaning([self._fact(info, folder), newer], [], deletion_times(self._clock(), grace))
+            return RetainedDirectory(info.name, f"it is {info.status} now")
+        newer = StepDirectory("newer", 1 << 62, "complete", 0, (), "0" * 16)
+        cleaning = plan_cleanup([self._fact(info, folder), newer], [], deletion_times(self._clock(), grace))
         return next(iter(cleaning.left), None)
 
 
 def _report(
-    url: str, cleaning: Cleaning, removed: tuple[Removal, ...], left: tuple[Left, ...], **more: Any
+    url: str, cleaning: CleanupPlan, removed: tuple[Removal, ...], left: tuple[RetainedDirectory, ...], **more: Any
 ) -> CleanReport:
     warnings, abandoned = cleaning.warnings, cleaning.abandoned
     return CleanReport(url, cleaning.kept, removed, left, warnings=warnings, abandoned=abandoned, **more)
@@ -310,15 +310,15 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
     """
     folder = open_folder(path)
     found = plan_removal(folder, time.time_ns(), grace)
-    if found is None or isinstance(found, Left):
+    if found is None or isinstance(found, RetainedDirectory):
         return CleanReport(folder.url, {}, (), (found,) if found is not None else (), dry_run=dry_run)
     if dry_run:
         return CleanReport(folder.url, {}, (found,), (), dry_run=True)
     try:
         why = remove_leftovers(folder, found)
     except (OSError, TreeckptError) as error:
-        return CleanReport(folder.url, {}, (), (), (Left(found.name, f"{type(error).__name__}: {error}"),))
-    return CleanReport(folder.url, {}, () if why else (found,), (Left(found.name, why),) if why else ())
+        return CleanReport(folder.url, {}, (), (), (RetainedDirectory(found.name, f"{type(error).__name__}: {error}"),))
+    return CleanReport(folder.url, {}, () if why else (found,), (RetainedDirectory(found.name, why),) if why else ())
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:
