@@ -21,7 +21,7 @@ from ..report.terminal import fail, print_line
 from .machine import Machine, describe_machine
 from .results import AsyncSummary, AsyncTrial, Trial, TrialSummary, summarize, summarize_async
 from .show import async_line, print_async, print_rows, print_targets, trials_line
-from .targets import Target, compare_async_with_targets, compare_with_targets
+from .targets import BenchTarget, compare_async_with_targets, compare_with_targets
 
 if TYPE_CHECKING:
     from .states import Scenario
@@ -205,7 +205,7 @@ def _run_scenario(
         run_alone(scenario, directory, select_by_name(sync_checkpointers(1), names), on_trials=on_trials, **how)
 
 
-def _plain(bars: Sequence[Target]) -> list[dict[str, str | float | None]]:
+def _plain(bars: Sequence[BenchTarget]) -> list[dict[str, str | float | None]]:
     """Returns targets as dicts, with their state, which is a property."""
     return [{**msgspec.structs.asdict(bar), "state": bar.state} for bar in bars]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..core.text import visible
 from ..report.terminal import print_line, print_table
 from .results import AsyncSummary, AsyncTrial, Trial, TrialSummary
-from .targets import Target
+from .targets import BenchTarget
 
 __all__ = ["async_line", "print_async", "print_rows", "print_targets", "trials_line"]
 
@@ -76,7 +76,7 @@ def async_line(stay: AsyncTrial, repetitions: int) -> str:
     return f"{stay.scenario} {which} {stay.contender}: blocked {stay.blocked:.3f} s, durable {stay.durable:.3f} s"
 
 
-def print_targets(bars: Sequence[Target], scale: float) -> None:
+def print_targets(bars: Sequence[BenchTarget], scale: float) -> None:
     """Each bar that was measured, with its figure."""
     measured = [bar for bar in bars if bar.figure is not None]
     print_line("")
@@ -90,11 +90,11 @@ def print_targets(bars: Sequence[Target], scale: float) -> None:
         print_line(f"the targets are meant for full sizes; this run has {scale:g} of them", "dim")
 
 
-def _figure(bar: Target) -> str:
+def _figure(bar: BenchTarget) -> str:
     return "-" if bar.figure is None else _amount(bar, bar.figure)
 
 
-def _amount(bar: Target, figure: float) -> str:
+def _amount(bar: BenchTarget, figure: float) -> str:
     return f"{figure:.2f}" if bar.unit == "x" else f"{figure:.0f} {bar.unit}"
 
 

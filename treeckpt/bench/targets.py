@@ -13,7 +13,7 @@ import msgspec
 
 from .results import AsyncSummary, Phase, TrialSummary
 
-__all__ = ["MEMORY", "Target", "compare_async_with_targets", "compare_with_targets"]
+__all__ = ["MEMORY", "BenchTarget", "compare_async_with_targets", "compare_with_targets"]
 
 MEMORY = 96 << 20
 """Bytes of memory that a save, or a load beyond its destination, may take."""
@@ -23,7 +23,7 @@ GROUP = 2 << 20
 State = Literal["ok", "short", "not measured"]
 
 
-class Target(msgspec.Struct, frozen=True):
+class BenchTarget(msgspec.Struct, frozen=True):
     """One figure with its target."""
 
     scenario: str
@@ -46,7 +46,7 @@ _FILLS: dict[Phase, Phase] = {"first cold": "fill cold", "first warm": "fill war
 Find = Callable[[str, str, Phase], TrialSummary | None]
 
 
-def compare_with_targets(rows: Sequence[TrialSummary]) -> list[Target]:
+def compare_with_targets(rows: Sequence[TrialSummary]) -> list[BenchTarget]:
     """Returns every target; targets of scenarios that were not run have no figure."""
     table = {(row.scenario, row.contender, row.phase): row for row in rows}
 
@@ -56,20 +56,20 @@ def compare_with_targets(rows: Sequence[TrialSummary]) -> list[Target]:
     return [*_saves(find), *_loads(find), *_on_ranks(find), *_tiny(find), *_tables(find), *_memory(find)]
 
 
-def _against(find: Find, scenario: str, phase: Phase, peer: str, target: float) -> Target:
+def _against(find: Find, scenario: str, phase: Phase, peer: str, target: float) -> BenchTarget:
     """Target for how many times faster than another library; the latter has only one way to fill."""
     theirs: Phase = _FILLS.get(phase, phase)
     own, other = find(scenario, "treeckpt", phase), find(scenario, peer, theirs)
     figure = other.summed / own.summed if own and other else None
-    return Target(scenario, f"{phase}, times faster than {peer}", figure, target, ">=", "x")
+    return BenchTarget(scenario, f"{phase}, times faster than {peer}", figure, target, ">=", "x")
 
 
-def _of_limit(find: Find, phase: Phase, limit: str, target: float) -> Target:
+def _of_limit(find: Find, phase: Phase, limit: str, target: float) -> BenchTarget:
     row = find("gpt2", "treeckpt", phase)
-    return Target("gpt2", f"{phase}, rate / {limit}", row.ratio if row else None, target, ">=", "x")
+    return BenchTarget("gpt2", f"{phase}, rate / {limit}", row.ratio if row else None, target, ">=", "x")
 
 
-def _saves(find: Find) -> list[Target]:
+def _saves(find: Find) -> list[BenchTarget]:
     return [
         _of_limit(find, "save", "W", 0.90),
         _against(find, "gpt2", "save", "dcp", 3.0),
@@ -78,7 +78,7 @@ def _saves(find: Find) -> list[Target]:
     ]
 
 
-def _loads(find: Find) -> list[Target]:
+def _loads(find: Find) -> list[BenchTarget]:
     cold: tuple[Phase, ...] = ("fill cold", "first cold", "load cold")
     warm: tuple[Phase, ...] = ("fill warm", "first warm", "load warm")
     return [
@@ -92,7 +92,7 @@ def _loads(find: Find) -> list[Target]:
     ]
 
 
-def _on_ranks(find: Find) -> list[Target]:
+def _on_ranks(find: Find) -> list[BenchTarget]:
     return [
         _against(find, "replicated", "save", "dcp", 4.0),
         *(
@@ -104,50 +104,50 @@ def _on_ranks(find: Find) -> list[Target]:
     ]
 
 
-def _reshard_bytes(find: Find) -> Target:
+def _reshard_bytes(find: Find) -> BenchTarget:
     """Two ranks, each with a part of both files: four groups of runs, however many runs are in one."""
     row = find("reshard", "treeckpt", "load cold")
     figure = max(0, row.read_bytes - 4 * GROUP) / row.nbytes if row else None
     text = "load cold, bytes read (less 2 MiB for each rank and file) / needed"
-    return Target("reshard", text, figure, 1.05, "<=", "x")
+    return BenchTarget("reshard", text, figure, 1.05, "<=", "x")
 
 
-def _slice_bytes(find: Find) -> Target:
+def _slice_bytes(find: Find) -> BenchTarget:
     row = find("slice", "treeckpt", "load cold")
     figure = row.read_bytes / row.nbytes if row else None
-    return Target("slice", "bytes read / needed, for 1/8 of the rows", figure, 1.05, "<=", "x")
+    return BenchTarget("slice", "bytes read / needed, for 1/8 of the rows", figure, 1.05, "<=", "x")
 
 
-def _tiny(find: Find) -> list[Target]:
+def _tiny(find: Find) -> list[BenchTarget]:
     phases: tuple[Phase, ...] = ("save", "load cold", "load warm", "fill cold", "fill warm")
     return [_against(find, "tiny", phase, "dcp", 10.0) for phase in phases]
 
 
-def _tables(find: Find) -> list[Target]:
-    bars: list[Target] = []
+def _tables(find: Find) -> list[BenchTarget]:
+    bars: list[BenchTarget] = []
     phases: tuple[Phase, ...] = ("save", "load cold", "load warm")
     for phase in phases:
         table, dense = find("table", "treeckpt", phase), find("table", "treeckpt dense", phase)
         figure = table.summed / dense.summed if table and dense else None
         bars.append(
-            Target("table", f"{phase}, times as long as dense tensors of the same bytes", figure, 1.3, "<=", "x")
+            BenchTarget("table", f"{phase}, times as long as dense tensors of the same bytes", figure, 1.3, "<=", "x")
         )
     return bars
 
 
-def _memory(find: Find) -> list[Target]:
-    bars: list[Target] = []
+def _memory(find: Find) -> list[BenchTarget]:
+    bars: list[BenchTarget] = []
     for scenario in ("gpt2", "one"):
         for phase in ("save", "load cold", "fill cold"):
             row = find(scenario, "treeckpt", phase)
             beyond = row.nbytes if row and phase == "load cold" else 0
             figure = (row.extra_rss - beyond) / 2**20 if row else None
             text = "memory at the peak" + (", beyond what is loaded" if phase == "load cold" else "")
-            bars.append(Target(scenario, f"{phase}, {text}", figure, MEMORY / 2**20, "<=", "MiB"))
+            bars.append(BenchTarget(scenario, f"{phase}, {text}", figure, MEMORY / 2**20, "<=", "MiB"))
     return bars
 
 
-def compare_async_with_targets(rows: Sequence[AsyncSummary]) -> list[Target]:
+def compare_async_with_targets(rows: Sequence[AsyncSummary]) -> list[BenchTarget]:
     """Returns the targets of background saves."""
     table = {(row.scenario, row.contender): row for row in rows}
     own, lazy = table.get(("async", "treeckpt")), table.get(("async", "treeckpt lazy"))
@@ -172,7 +172,7 @@ def compare_async_with_targets(rows: Sequence[AsyncSummary]) -> list[Target]:
             2.0,
             ">=",
         ),
-        Target(
+        BenchTarget(
             "async-tiny",
             "longest wait for the interpreter",
             max(0.0, tiny.gap) * 1e3 if tiny and tiny.gap is not None else None,
@@ -183,5 +183,5 @@ def compare_async_with_targets(rows: Sequence[AsyncSummary]) -> list[Target]:
     ]
 
 
-def _stay(text: str, figure: float | None, target: float, sense: Literal[">=", "<="]) -> Target:
-    return Target("async", text, figure, target, sense, "x")
+def _stay(text: str, figure: float | None, target: float, sense: Literal[">=", "<="]) -> BenchTarget:
+    return BenchTarget("async", text, figure, target, sense, "x")
