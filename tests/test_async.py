@@ -350,10 +350,10 @@ def test_a_copy_that_fails_stops_neither_training_nor_later_saves(tmp_path: Path
     from treeckpt.arrays import numpy as adapter
 
     def source(leaf: Any, path: str, rank: int) -> Any:
-        from treeckpt.arrays.base import Piece, Source
+        from treeckpt.arrays.base import ArraySource, SourcePiece
 
         found = real(leaf, path, rank)
-        return Source(found.spec, found.layout, (Piece(found.pieces[0].region, Broken()),))
+        return ArraySource(found.spec, found.layout, (SourcePiece(found.pieces[0].region, Broken()),))
 
     real = adapter.source
     with pytest.MonkeyPatch.context() as patch:

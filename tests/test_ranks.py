@@ -403,7 +403,7 @@ def test_without_a_verdict_no_file_is_deleted(fails: bool) -> None:
     from treeckpt.io.comm import rounds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "SETTLE", 0.2)
+        patch.setattr(rounds, "LAST_READ_TIMEOUT", 0.2)
         errors = errors_of(on_ranks(comms, act))
     assert isinstance(errors[1], tc.RankError) and list(errors[1].ranks) == [0]
     assert "may be committed" in errors[1].hint

@@ -18,8 +18,8 @@ from tests.test_comm import _ended, _tcp, talk
 from tests.world import assert_holds, errors_of, on_ranks, small_tree
 from treeckpt.io.comm import message_store as io_boards
 from treeckpt.io.comm.comm import Comm, TorchComm, thread_comms
-from treeckpt.io.comm.fanout import SPANS, TREE_ABOVE, bundle, children_of, parent_of, spans_for, unbundle
-from treeckpt.io.comm.message_store import LedBoard, StoreBoard
+from treeckpt.io.comm.fanout import GROUP_SIZES, TREE_ABOVE, bundle, children_of, group_sizes_for, parent_of, unbundle
+from treeckpt.io.comm.message_store import LeaderStore, TorchMessageStore
 from treeckpt.io.comm.rounds import Round
 from treeckpt.io.storage.store import MemoryStore
 
@@ -45,9 +45,9 @@ def test_every_rank_speaks_to_one_leader_and_no_message_goes_in_circles(tiers: t
 
 
 def test_small_worlds_speak_to_rank_0_and_in_large_ones_no_leader_hears_many() -> None:
-    assert spans_for(TREE_ABOVE) == () and spans_for(TREE_ABOVE + 1) == SPANS
+    assert group_sizes_for(TREE_ABOVE) == () and group_sizes_for(TREE_ABOVE + 1) == GROUP_SIZES
     for size in (TREE_ABOVE + 1, 16_384, 65_536):
-        assert max(len(children_of(rank, size, SPANS)) for rank in range(0, size, 8)) <= 200
+        assert max(len(children_of(rank, size, GROUP_SIZES)) for rank in range(0, size, 8)) <= 200
 
 
 @settings(max_examples=30)
@@ -147,7 +147,7 @@ def test_leaders_serve_stores_of_their_own() -> None:
     comms = _tcp(4, 10.0, (2,))
     assert errors_of(on_ranks(comms, talk)) == [None] * 4
     led, above = comms[2]._boards[2], comms[3]._boards[2]
-    assert isinstance(led, LedBoard)
+    assert isinstance(led, LeaderStore)
     assert led._own.store.port == above.store._store.port != comms[0]._common.store.port
 
 
@@ -180,7 +180,7 @@ released = threading.Event()
 
 
 def test_a_leader_whose_machine_vanished_is_not_waited_for_without_end() -> None:
-    watched = io_boards._Watched(Vanished(), 0.1)
+    watched = io_boards._TimeLimitedStore(Vanished(), 0.1)
     comms = _tcp(4, 0.3, (2,))
     assert errors_of(on_ranks(comms, talk)) == [None] * 4
     comms[3]._boards[2].store = watched
@@ -206,13 +206,13 @@ def test_ranks_that_cannot_reach_their_leader_meet_it_on_the_common_store(
         raise dist.DistNetworkError("no route to host")
 
     monkeypatch.setattr(io_boards, "_tcp_store", refuse)
-    monkeypatch.setattr(io_boards, "DETOUR", 0.05)
+    monkeypatch.setattr(io_boards, "FALLBACK_INTERVAL", 0.05)
     comms = _tcp(4, 10.0, (2,))
     for number in range(3):
         outcomes = on_ranks(comms, lambda c, n=number: talk(c, f"save {n}"))
         assert errors_of(outcomes) == [None] * 4
         assert len(outcomes[0].value[0]) == 4
-    assert isinstance(comms[3]._boards[2], StoreBoard) and comms[3]._boards[2].store is comms[3]._common.store
+    assert isinstance(comms[3]._boards[2], TorchMessageStore) and comms[3]._boards[2].store is comms[3]._common.store
     assert comms[0]._common.store.num_keys() <= 4, "the state, an address, and a few of the store's own"
 
 

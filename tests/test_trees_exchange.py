@@ -16,7 +16,7 @@ from tests.test_reshard import Case, bits, cases, on_ranks
 from treeckpt.core.sharding.region import Region
 from treeckpt.io.comm.comm import ThreadComm
 from treeckpt.trees import gathering, packing, sending
-from treeckpt.trees.wire import Transfer
+from treeckpt.trees.transport import Transfer
 
 
 class ThreadWire:
@@ -154,7 +154,7 @@ def test_replicas_are_not_sent_again_and_each_element_is_sent_once() -> None:
 def test_buckets_hold_every_entry_once_in_order_aligned_and_within_their_limit(
     sizes: list[tuple[int, int]], limit: int
 ) -> None:
-    entries = [packing.Entry(n, Region((0,), (size,)), itemsize) for n, (size, itemsize) in enumerate(sizes)]
+    entries = [packing.PackedRegion(n, Region((0,), (size,)), itemsize) for n, (size, itemsize) in enumerate(sizes)]
     buckets = list(packing.pack_entries(entries, limit))
     packed = [entry for bucket in buckets for entry, _ in bucket.entries]
     assert packed == [entry for entry in entries if entry.nbytes]

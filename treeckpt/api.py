@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from .arrays.stateful import expand, expanded
+from .arrays.stateful import expand_states, state_tree
 from .core.format.file_names import as_step
 from .core.format.records import Index
 from .core.tree.flatten import flatten, replace_leaves
 from .io.comm.comm import Comm, as_comm, global_rank
-from .io.os_errors import unreadable
+from .io.os_errors import wrap_read_error
 from .io.storage.metadata_files import read_index
 from .io.storage.open import open_store
 from .io.storage.store import Store
@@ -240,7 +240,7 @@ def load(
 
 def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> tuple[Any, LoadReport]:
     if like is not None:
-        like = expanded(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
+        like = state_tree(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
 
     def load_version(version: Any) -> tuple[Any, LoadReport]:
         with _origin(version) as (new_tree, _, stores), _without_cycles():
@@ -300,7 +300,7 @@ def load_into(
 def _load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> LoadReport:
     with _origin(path) as (new_tree, into_tree, stores), _without_cycles():
         options = salvaging(stores, comm, options, on_corrupt)
-        found = expand(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
+        found = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
         if found is None:
             return into_tree(tree, comm, options)
 
@@ -336,7 +336,7 @@ def opened(path: Path) -> Iterator[Store]:
     try:
         yield store
     except OSError as error:
-        raise unreadable(error, store.url) from error
+        raise wrap_read_error(error, store.url) from error
     finally:
         store.close()
 
@@ -393,7 +393,7 @@ def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
 
     comm = as_comm(comm, talks=False)
     here = global_rank(comm)
-    tree = expanded(tree, rank=comm.rank, namespace=namespace)
+    tree = state_tree(tree, rank=comm.rank, namespace=namespace)
     _, leaves = flatten(tree, rank=comm.rank, namespace=namespace)
     specs = [abstract_of(leaf, path, here) for path, leaf in leaves]
     new = (leaf if spec is None else spec for (_, leaf), spec in zip(leaves, specs, strict=True))

@@ -22,20 +22,20 @@ from ..core.tree.spec import ArraySpec, Typed
 
 __all__ = [
     "Adapter",
+    "Allocate",
+    "ArrayReader",
+    "ArraySource",
+    "ArrayTarget",
+    "ArrayWriter",
     "Box",
-    "Flat",
+    "FlatRangeArray",
     "HostArray",
     "HostMemory",
-    "Piece",
-    "Readable",
-    "Source",
-    "Spread",
+    "ScatteredBytes",
+    "SourcePiece",
     "Storage",
-    "Take",
-    "Target",
+    "StridedMemory",
     "TargetPiece",
-    "Window",
-    "Writable",
     "local_pieces",
     "local_shape_of",
     "overlaps_itself",
@@ -52,20 +52,20 @@ def raw_dtype(itemsize: int) -> np.dtype[Any]:
     return _RAW.get(itemsize) or np.dtype(f"V{itemsize}")
 
 
-class Readable(Protocol):
+class ArrayReader(Protocol):
     """Gives the elements of a box as a host array of the same width, a view where it can."""
 
     def read(self, box: Box) -> np.ndarray: ...
 
 
-class Writable(Protocol):
+class ArrayWriter(Protocol):
     """Takes the elements of a box from a host array of raw dtype, whose memory is another's when `write` returns."""
 
     def write(self, box: Box, data: np.ndarray) -> None: ...
 
 
 @runtime_checkable
-class Spread(Protocol):
+class ScatteredBytes(Protocol):
     """A stretch of bytes that goes to several places in memory."""
 
     def write(self, box: Box, data: np.ndarray) -> None: ...
@@ -75,7 +75,7 @@ class Spread(Protocol):
         ...
 
 
-class Window(msgspec.Struct, frozen=True, gc=False):
+class StridedMemory(msgspec.Struct, frozen=True, gc=False):
     """Where the elements of an array stand in memory."""
 
     address: int
@@ -112,10 +112,10 @@ class HostArray(msgspec.Struct, frozen=True, gc=False):
     """Any strides; of raw dtype where it is written to."""
 
     @property
-    def window(self) -> Window:
+    def window(self) -> StridedMemory:
         """Where it stands."""
         array = self.array
-        return Window(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
+        return StridedMemory(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
 
     def read(self, box: Box) -> np.ndarray:
         return self.array[box]
@@ -152,9 +152,9 @@ class HostMemory(msgspec.Struct, frozen=True, gc=False):
         return math.prod(self.shape) * self.itemsize
 
     @property
-    def window(self) -> Window:
+    def window(self) -> StridedMemory:
         """Where it stands."""
-        return Window(self.address, self.shape, c_strides(self.shape, self.itemsize), self.itemsize)
+        return StridedMemory(self.address, self.shape, c_strides(self.shape, self.itemsize), self.itemsize)
 
     def tobytes(self) -> bytes:
         """A copy of all of it."""
@@ -167,7 +167,7 @@ class HostMemory(msgspec.Struct, frozen=True, gc=False):
         self.array[box] = data
 
 
-class Flat:
+class FlatRangeArray:
     """A stretch of a 1-D array seen as a box of a global one."""
 
     def __init__(self, data: Any, start: int, shape: tuple[int, ...]) -> None:
@@ -175,14 +175,14 @@ class Flat:
         self._lock = threading.Lock()
 
     @property
-    def window(self) -> Window | None:
+    def window(self) -> StridedMemory | None:
         """Where it stands, if that is known."""
-        whole: Window | None = getattr(self.data, "window", None)
+        whole: StridedMemory | None = getattr(self.data, "window", None)
         if whole is None:
             return None
         [step] = whole.strides
         address = whole.address + self.start * step
-        return Window(address, self.shape, c_strides(self.shape, step), whole.itemsize)
+        return StridedMemory(address, self.shape, c_strides(self.shape, step), whole.itemsize)
 
     def _span(self, box: Box) -> tuple[int, int]:
         """The stretch of the 1-D array from the first element of a box to behind its last."""
@@ -217,22 +217,22 @@ class Flat:
             self.data.write(where, span)
 
 
-Take = Callable[[int], memoryview]
+Allocate = Callable[[int], memoryview]
 """Gives new host memory of so many bytes, which arrays may share the life of; None leaves it to the library."""
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class SourcePiece(msgspec.Struct, frozen=True, gc=False):
     """A region of a global array and the local memory that holds it."""
 
     region: Region
-    data: Readable
+    data: ArrayReader
 
 
 class TargetPiece(msgspec.Struct, frozen=True, gc=False):
     """A region of a global array and the local memory that is to hold it."""
 
     region: Region
-    data: Writable
+    data: ArrayWriter
 
 
 class Storage(msgspec.Struct, frozen=True, gc=False):
@@ -246,18 +246,18 @@ class Storage(msgspec.Struct, frozen=True, gc=False):
     """In elements; None for C order."""
 
 
-class Source(msgspec.Struct, frozen=True, gc=False):
+class ArraySource(msgspec.Struct, frozen=True, gc=False):
     """An array to be saved, as seen by one rank."""
 
     spec: ArraySpec
     layout: Layout | None
     """None for a plain array: all of it is here, and every rank that has it holds a replica."""
-    pieces: Sequence[Piece]
+    pieces: Sequence[SourcePiece]
     storage: Storage | None = None
     """None where the memory is not to be compared (on a device of its own, or lazily transformed)."""
 
 
-class Target(msgspec.Struct, frozen=True, gc=False):
+class ArrayTarget(msgspec.Struct, frozen=True, gc=False):
     """An array to be filled: `leaf` is what the tree gets, `pieces` what the engine writes to."""
 
     spec: ArraySpec
@@ -279,7 +279,7 @@ def local_shape_of(spec: ArraySpec) -> tuple[int, ...]:
     return tuple(sum(length for _, length in intervals) for intervals in grid)
 
 
-def local_pieces(spec: ArraySpec, at: Callable[[Box], Writable]) -> list[TargetPiece]:
+def local_pieces(spec: ArraySpec, at: Callable[[Box], ArrayWriter]) -> list[TargetPiece]:
     """Where each region of a spec stands in an array of its `local_shape_of`; `at` gives a box of that array."""
     if spec.regions is None:
         return [TargetPiece(Region.whole(spec.shape), at(tuple(slice(0, n) for n in spec.shape)))]
@@ -288,9 +288,12 @@ def local_pieces(spec: ArraySpec, at: Callable[[Box], Writable]) -> list[TargetP
         starts = [list(itertools.accumulate((n for _, n in intervals), initial=0))[:-1] for intervals in grid]
         boxes = zip(spec.regions, itertools.product(*starts), strict=True)
         return [TargetPiece(r, at(tuple(slice(a, a + n) for a, n in zip(s, r.shape, strict=True)))) for r, s in boxes]
-    whole = at((slice(0, sum(region.size for region in spec.regions)),))
-    ends = itertools.accumulate((region.size for region in spec.regions), initial=0)
-    return [TargetPiece(region, Flat(whole, start, region.shape)) for region, start in zip(spec.regions, ends)]  # noqa: B905
+    ends = list(itertools.accumulate(region.size for region in spec.regions))
+    flat = at((slice(0, sum(region.size for region in spec.regions)),))
+    return [
+        TargetPiece(region, FlatRangeArray(flat, end - region.size, region.shape))
+        for region, end in zip(spec.regions, ends, strict=True)
+    ]
 
 
 def _grid_of(regions: Sequence[Region]) -> list[list[tuple[int, int]]] | None:
@@ -317,7 +320,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 class Adapter(Protocol):
     """What a library's module offers; each function says None for a leaf that is not its own."""
 
-    def source(self, leaf: Any, path: str, rank: int) -> Source | None:
+    def source(self, leaf: Any, path: str, rank: int) -> ArraySource | None:
         """Describes an array that is to be saved."""
         ...
 
@@ -325,15 +328,17 @@ class Adapter(Protocol):
         """Says what an array is, without its data."""
         ...
 
-    def target(self, leaf: Any, path: str, rank: int) -> Target | None:
+    def target(self, leaf: Any, path: str, rank: int) -> ArrayTarget | None:
         """Describes an array that is to be filled in place."""
         ...
 
-    def like(self, leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
+    def like(
+        self, leaf: Any, path: str, rank: int, device: str | None, *, take: Allocate | None = None
+    ) -> ArrayTarget | None:
         """Makes a new array of the leaf's shape, dtype, device and layout; on the host in memory from `take`."""
         ...
 
-    def empty(self, spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
+    def empty(self, spec: ArraySpec, path: str, device: str | None, *, take: Allocate | None = None) -> ArrayTarget:
         """Makes a new array from a spec; on the host in memory from `take`."""
         ...
 

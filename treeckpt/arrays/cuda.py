@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["copy_aside", "pin", "pinning", "start_after"]
+__all__ = ["pin", "pin_function", "start_copy_to_host", "wait_for_current_streams"]
 
 
 @lru_cache(maxsize=64)
@@ -16,14 +16,14 @@ def _side_stream(device: int) -> Any:
     return torch.cuda.Stream(device)
 
 
-def start_after() -> None:
+def wait_for_current_streams() -> None:
     """Has the copies that follow wait for all that the calling thread's current streams have been given so far."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):
             _side_stream(device).wait_stream(torch.cuda.current_stream(device))
 
 
-def copy_aside(part: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+def start_copy_to_host(part: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
     """Starts to copy a CUDA tensor to the host; returns what waits for the end of it."""
     stream = _side_stream(part.device.index)
     if part.is_conj() or part.is_neg():
@@ -49,6 +49,6 @@ def pin(address: int, nbytes: int) -> Callable[[], None]:
     return lambda: runtime.cudaHostUnregister(address)
 
 
-def pinning() -> Callable[[int, int], Callable[[], None]] | None:
+def pin_function() -> Callable[[int, int], Callable[[], None]] | None:
     """`pin`, in a process that uses CUDA."""
     return pin if torch.cuda.is_available() and torch.cuda.is_initialized() else None

@@ -19,23 +19,31 @@ from ..core.tree.keyed_table import Column
 from ..core.tree.nesting import fold
 from ..core.tree.spec import StridedView, Value
 from ..core.tree.structure import TABLE_KEYS, any_rank, rank_key
-from .base import HostMemory, Piece, Readable, Source
-from .overlaps import meeting
+from .base import ArrayReader, ArraySource, HostMemory, SourcePiece
+from .overlaps import overlapping_groups
 from .registry import encode, source_of
 from .sharded import Sharded
-from .table_columns import column_source, placed
+from .table_columns import column_source, shift_rows
 
-__all__ = ["SMALL", "Brought", "box_digests", "content_digests", "describe_tree", "piece_digests", "place_tables"]
+__all__ = [
+    "SMALL_LEAF_NBYTES",
+    "DescribedTree",
+    "box_digests",
+    "content_digests",
+    "describe_tree",
+    "piece_digests",
+    "place_table_rows",
+]
 
-SMALL = 64 << 10
+SMALL_LEAF_NBYTES = 64 << 10
 """Replicas of up to this many bytes are compared on every save."""
 
 
-class Brought(msgspec.Struct, frozen=True):
+class DescribedTree(msgspec.Struct, frozen=True):
     """What one rank brings to a save."""
 
     inventory: Inventory
-    sources: dict[str, Source]
+    sources: dict[str, ArraySource]
     """Arrays by path (with `~rank*` under `PerRank`)."""
     values: dict[str, Value]
     own_values: dict[str, Value]
@@ -50,11 +58,11 @@ def describe_tree(
     namespace: str = "",
     members: tuple[int, ...] | None = None,
     tables: bool = False,
-) -> Brought:
+) -> DescribedTree:
     """Takes a tree apart and describes its leaves.
 
     Args:
-        tables: there may be keyed tables; whose rows are whose, `place_tables` then says.
+        tables: there may be keyed tables; whose rows are whose, `place_table_rows` then says.
         members: where a group of ranks saves, the global rank of each: distributed arrays name ranks by these.
 
     Raises:
@@ -62,7 +70,7 @@ def describe_tree(
     """
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
     mark = rank_key(rank)
-    sources: dict[str, Source] = {}
+    sources: dict[str, ArraySource] = {}
     values: dict[str, Value] = {}
     own_values: dict[str, Value] = {}
     specs: list[LeafSpec] = []
@@ -93,10 +101,10 @@ def describe_tree(
                 specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None, rows=rows))
     folded = fold(structure)
     inventory = Inventory(folded.top, tuple(_with_aliases(specs, sources)), folded.below)
-    return Brought(inventory, sources, values, own_values)
+    return DescribedTree(inventory, sources, values, own_values)
 
 
-def place_tables(brought: Brought, plenum: GlobalTree, rank: int) -> None:
+def place_table_rows(brought: DescribedTree, plenum: GlobalTree, rank: int) -> None:
     """Moves the rows of tables to where they stand among those of all ranks, in place, now that it is known."""
     tables = {spec.path for spec in brought.inventory.leaves if spec.rows is not None}
     starts: dict[str, tuple[int, str]] = {}
@@ -107,7 +115,7 @@ def place_tables(brought: Brought, plenum: GlobalTree, rank: int) -> None:
             offsets = f"{at[0]}{at[1]}{TABLE_KEYS[1]}"
             is_ids = at[2] == TABLE_KEYS[0] and offsets in brought.sources and offsets not in tables
             starts[leaf.path] = start, offsets if is_ids else ""
-    placed(brought.sources, starts)
+    shift_rows(brought.sources, starts)
 
 
 def _identity(leaf: Any) -> object:
@@ -115,7 +123,7 @@ def _identity(leaf: Any) -> object:
     return leaf.identity if isinstance(leaf, Sharded) else id(leaf)
 
 
-def _with_aliases(specs: list[LeafSpec], sources: dict[str, Source]) -> Iterable[LeafSpec]:
+def _with_aliases(specs: list[LeafSpec], sources: dict[str, ArraySource]) -> Iterable[LeafSpec]:
     """Marks the leaves that show memory which another leaf shows already."""
     aliases: dict[str, LeafSpec] = {}
     for group in _overlapping(specs, sources):
@@ -130,23 +138,23 @@ def _with_aliases(specs: list[LeafSpec], sources: dict[str, Source]) -> Iterable
     return (aliases.get(spec.path, spec) for spec in specs) if aliases else specs
 
 
-def _overlapping(specs: list[LeafSpec], sources: dict[str, Source]) -> list[list[LeafSpec]]:
+def _overlapping(specs: list[LeafSpec], sources: dict[str, ArraySource]) -> list[list[LeafSpec]]:
     """Groups of leaves whose memory overlaps, found by sorting addresses."""
     arrays = zip([spec for spec in specs if spec.spec is not None], sources.values(), strict=True)
     found = [(spec, source.storage) for spec, source in arrays if source.storage is not None]
     stored = [spec for spec, _ in found]
     starts = [storage.address for _, storage in found]
     stops = [storage.address + storage.nbytes for _, storage in found]
-    return [[stored[number] for number in sorted(group)] for group in meeting(starts, stops)]
+    return [[stored[number] for number in sorted(group)] for group in overlapping_groups(starts, stops)]
 
 
-def _extent(spec: LeafSpec, sources: dict[str, Source]) -> tuple[int, int]:
+def _extent(spec: LeafSpec, sources: dict[str, ArraySource]) -> tuple[int, int]:
     storage = sources[spec.path].storage
     assert storage is not None, "only leaves with storage are compared"
     return storage.address, storage.address + storage.nbytes
 
 
-def _aliases(group: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafSpec]:
+def _aliases(group: list[LeafSpec], sources: dict[str, ArraySource]) -> dict[str, LeafSpec]:
     found: dict[str, LeafSpec] = {}
     distinct: dict[Any, LeafSpec] = {}
     for spec in group:
@@ -173,7 +181,7 @@ def _rebased(found: dict[str, LeafSpec]) -> dict[str, LeafSpec]:
     return result
 
 
-def _views(plain: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafSpec]:
+def _views(plain: list[LeafSpec], sources: dict[str, ArraySource]) -> dict[str, LeafSpec]:
     """Of arrays in one stretch of memory, those that lie inside a contiguous one."""
     itemsize = dtype_of(sources[plain[0].path].spec.dtype).itemsize
     found: dict[str, LeafSpec] = {}
@@ -199,11 +207,11 @@ def _views(plain: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafS
     return found
 
 
-def _contiguous(source: Source) -> bool:
+def _contiguous(source: ArraySource) -> bool:
     return source.storage is not None and source.storage.strides is None
 
 
-def content_digests(brought: Brought, *, every: bool) -> dict[str, bytes]:
+def content_digests(brought: DescribedTree, *, every: bool) -> dict[str, bytes]:
     """Digests of the contents that replicas must have in common: values, and small arrays or all.
 
     Pieces of arrays are for `piece_digests` and `box_digests`.
@@ -218,12 +226,12 @@ def content_digests(brought: Brought, *, every: bool) -> dict[str, bytes]:
             # which buckets are owned twice over is not known here; equal ids make it the same part of the table
             if every or spec.path.rpartition("/")[2] == TABLE_KEYS[0]:
                 found[piece_key(spec.path, source.layout.pieces[0][1])] = _hash_piece(source.pieces[0], itemsize)
-        elif _is_replica(source) and (every or itemsize * source.pieces[0].region.size <= SMALL):
+        elif _is_replica(source) and (every or itemsize * source.pieces[0].region.size <= SMALL_LEAF_NBYTES):
             found[spec.path] = _hash_piece(source.pieces[0], itemsize)
     return found
 
 
-def piece_digests(brought: Brought, *, world: int, every: bool) -> list[dict[str, bytes]]:
+def piece_digests(brought: DescribedTree, *, world: int, every: bool) -> list[dict[str, bytes]]:
     """Digests of the pieces of distributed arrays that other ranks hold too, or may hold, small ones or all.
 
     Ranks that hold one piece of a dict mostly hold all of them: each dict is of arrays that are cut and replicated
@@ -241,15 +249,15 @@ def piece_digests(brought: Brought, *, world: int, every: bool) -> list[dict[str
             continue
         itemsize = dtype_of(source.spec.dtype).itemsize
         for piece in source.pieces:
-            if every or itemsize * piece.region.size <= SMALL:
+            if every or itemsize * piece.region.size <= SMALL_LEAF_NBYTES:
                 group = groups.setdefault((layout.mesh.shape, copies), {})
                 group[piece_key(spec.path, piece.region)] = _hash_piece(piece, itemsize)
     return list(groups.values())
 
 
-def box_digests(brought: Brought, boxes: Sequence[tuple[str, Region]]) -> list[tuple[int, bytes]]:
+def box_digests(brought: DescribedTree, boxes: Sequence[tuple[str, Region]]) -> list[tuple[int, bytes]]:
     """Digests of boxes of arrays with listed pieces, by number, as each piece of this rank has them."""
-    pieces: dict[str, Sequence[Piece]] = {}
+    pieces: dict[str, Sequence[SourcePiece]] = {}
     for spec in brought.inventory.leaves:
         if isinstance(spec.layout, BoxLayout) and spec.rows is None:  # `content_digests` has those of tables
             pieces[spec.path] = brought.sources[spec.path].pieces
@@ -263,7 +271,7 @@ def box_digests(brought: Brought, boxes: Sequence[tuple[str, Region]]) -> list[t
     return list(dict.fromkeys(found))
 
 
-def _is_replica(source: Source) -> bool:
+def _is_replica(source: ArraySource) -> bool:
     if source.layout is None:
         return True
     if not isinstance(source.layout, MeshLayout) or not source.pieces:
@@ -271,15 +279,15 @@ def _is_replica(source: Source) -> bool:
     return all(isinstance(placement, Replicate) for placement in source.layout.placements)
 
 
-def _hash_piece(piece: Piece, itemsize: int) -> bytes:
-    if isinstance(piece.data, HostMemory) and piece.region.size * itemsize <= SMALL:
+def _hash_piece(piece: SourcePiece, itemsize: int) -> bytes:
+    if isinstance(piece.data, HostMemory) and piece.region.size * itemsize <= SMALL_LEAF_NBYTES:
         return xxhash.xxh3_128_digest(piece.data.tobytes())
     return _hash_box(piece.data, Region.whole(piece.region.shape), itemsize)
 
 
-def _hash_box(data: Readable, box: Region, itemsize: int) -> bytes:
+def _hash_box(data: ArrayReader, box: Region, itemsize: int) -> bytes:
     slices = box.slices()
-    if box.size * itemsize <= SMALL or not slices:
+    if box.size * itemsize <= SMALL_LEAF_NBYTES or not slices:
         return xxhash.xxh3_128_digest(np.ascontiguousarray(data.read(slices)).data)
     state = xxhash.xxh3_128()
     first, stop = box.offset[0], box.stop[0]

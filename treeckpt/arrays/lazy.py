@@ -13,12 +13,12 @@ import numpy as np
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
-from .base import Box, Piece, Source, Storage
+from .base import ArraySource, Box, SourcePiece, Storage
 
-__all__ = ["Lazy", "lazy_source"]
+__all__ = ["LazyArray", "lazy_source"]
 
 
-class Lazy:
+class LazyArray:
     """An array known by its spec and by a function that reads any region of it.
 
     Args:
@@ -47,10 +47,10 @@ class Lazy:
         return data
 
 
-class _Boxes:
+class _LazyReader:
     """A lazy array as the engine reads it."""
 
-    def __init__(self, lazy: Lazy) -> None:
+    def __init__(self, lazy: LazyArray) -> None:
         self._lazy = lazy
 
     def read(self, box: Box) -> np.ndarray:
@@ -58,6 +58,6 @@ class _Boxes:
         return self._lazy.read(Region(tuple(a for a, _, _ in pairs), tuple(max(0, b - a) for a, b, _ in pairs)))
 
 
-def lazy_source(leaf: Lazy) -> Source:
+def lazy_source(leaf: LazyArray) -> ArraySource:
     """Describes a lazy array that is to be saved."""
-    return Source(leaf.spec, None, (Piece(Region.whole(leaf.spec.shape), _Boxes(leaf)),), leaf.storage)
+    return ArraySource(leaf.spec, None, (SourcePiece(Region.whole(leaf.spec.shape), _LazyReader(leaf)),), leaf.storage)

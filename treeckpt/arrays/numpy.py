@@ -13,14 +13,14 @@ from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec, Typed
 from ..errors import FormatError, MismatchError, TreeError
 from .base import (
+    Allocate,
+    ArraySource,
+    ArrayTarget,
     Box,
     HostArray,
     HostMemory,
-    Piece,
-    Source,
+    SourcePiece,
     Storage,
-    Take,
-    Target,
     TargetPiece,
     local_pieces,
     local_shape_of,
@@ -65,7 +65,7 @@ def dtype_name(dtype: np.dtype[Any], path: str) -> str:
 known_dtype = numpy_dtype
 
 
-class _Swapped:
+class _BigEndianReader:
     """A big-endian array: swapped box by box while it is read."""
 
     def __init__(self, array: np.ndarray) -> None:
@@ -92,14 +92,14 @@ def _memory(array: np.ndarray) -> HostMemory:
     return HostMemory(array.__array_interface__["data"][0], array.shape, array.itemsize, array)
 
 
-def source(leaf: Any, path: str, rank: int) -> Source | None:
+def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
     """Describes an array that is to be saved."""
     if not isinstance(leaf, np.ndarray):
         return None
     spec = _spec(leaf, path)
     whole = Region.whole(leaf.shape)
     if leaf.dtype.byteorder == ">":
-        return Source(spec, None, (Piece(whole, _Swapped(leaf)),))
+        return ArraySource(spec, None, (SourcePiece(whole, _BigEndianReader(leaf)),))
     storage = None
     if leaf.size and all(step >= 0 and step % leaf.itemsize == 0 for step in leaf.strides):
         strides = None if leaf.flags.c_contiguous else tuple(step // leaf.itemsize for step in leaf.strides)
@@ -107,9 +107,9 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
         memory = _memory(leaf)
         storage = Storage(memory.address, nbytes, strides)
         if strides is None:
-            return Source(spec, None, (Piece(whole, memory),), storage)
+            return ArraySource(spec, None, (SourcePiece(whole, memory),), storage)
     raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
-    return Source(spec, None, (Piece(whole, HostArray(raw)),), storage)
+    return ArraySource(spec, None, (SourcePiece(whole, HostArray(raw)),), storage)
 
 
 def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
@@ -117,7 +117,7 @@ def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
     return _spec(leaf, path) if isinstance(leaf, np.ndarray) else None
 
 
-def target(leaf: Any, path: str, rank: int) -> Target | None:
+def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
     """Describes an array that is to be filled in place."""
     if not isinstance(leaf, np.ndarray):
         return None
@@ -132,19 +132,19 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
         )
     whole = Region.whole(leaf.shape)
     if leaf.size and leaf.flags.c_contiguous:
-        return Target(spec, leaf, (TargetPiece(whole, _memory(leaf)),))
+        return ArrayTarget(spec, leaf, (TargetPiece(whole, _memory(leaf)),))
     raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
-    return Target(spec, leaf, (TargetPiece(whole, HostArray(raw)),))
+    return ArrayTarget(spec, leaf, (TargetPiece(whole, HostArray(raw)),))
 
 
-def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
+def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Allocate | None = None) -> ArrayTarget | None:
     """A new array of the leaf's shape and dtype."""
     if not isinstance(leaf, np.ndarray):
         return None
     return empty(_spec(leaf, path), path, None, take=take)
 
 
-def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
+def empty(spec: ArraySpec, path: str, device: str | None, *, take: Allocate | None = None) -> ArrayTarget:
     """A new array from a spec: of its regions, or of the whole.
 
     Raises:
@@ -155,9 +155,9 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None =
     nbytes = math.prod(shape) * dtype.itemsize
     array = np.ndarray(shape, dtype, take(nbytes)) if take and nbytes else np.empty(shape, dtype)
     if spec.regions is None and array.size:
-        return Target(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
+        return ArrayTarget(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
     raw = array.view(raw_dtype(dtype.itemsize))
-    return Target(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
+    return ArrayTarget(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
 
 
 def encode(value: Any) -> Typed | None:
@@ -194,13 +194,13 @@ def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
             elements = elements.astype(np.complex128)
         if elements.dtype.kind == "c" and after.kind != "W" and after.isbuiltin == USER_DEFINED:
             elements = elements.astype(np.float64)  # warns of the imaginary parts, as ml_dtypes does not
-        made = _direct(elements, after)
+        made = _converted(elements, after)
     except (TypeError, ValueError) as error:
         raise MismatchError("", expected=f"elements that become {wanted}", found=f"{saved} ({error})") from error
     return made.view(raw_dtype(made.itemsize))
 
 
-def _direct(elements: np.ndarray, after: np.dtype[Any]) -> np.ndarray:
+def _converted(elements: np.ndarray, after: np.dtype[Any]) -> np.ndarray:
     """Elements of another dtype; by way of float64 where ml_dtypes lacks the direct cast."""
     try:
         return elements.astype(after)

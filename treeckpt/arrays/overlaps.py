@@ -15,28 +15,28 @@ import numpy as np
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, flat_regions, tiles
 from ..core.tree.spec import ArraySpec
-from .base import HostArray, HostMemory, Target, TargetPiece, Window, raw_dtype
+from .base import ArrayTarget, HostArray, HostMemory, StridedMemory, TargetPiece, raw_dtype
 
 __all__ = [
-    "Fill",
-    "Stretch",
+    "FillTargets",
+    "Overlap",
     "first_difference",
+    "in_same_memory",
     "is_equal",
-    "meeting",
-    "pairs_of",
-    "place_of",
-    "same_places",
-    "shared",
+    "memory_key",
+    "overlapping_groups",
+    "overlapping_pairs",
+    "overlaps_of",
 ]
 
-HARD = 1_000_000
+MAX_OVERLAP_STEPS = 1_000_000
 """Steps that numpy may take to find out whether two windows interleave; beyond, they are looked at as if they met."""
 
-Fill = Callable[[Sequence[tuple[int, Sequence[TargetPiece]]]], None]
+FillTargets = Callable[[Sequence[tuple[int, Sequence[TargetPiece]]]], None]
 """Puts what is meant for numbered targets into other pieces of the same arrays."""
 
 
-class Stretch(msgspec.Struct, frozen=True):
+class Overlap(msgspec.Struct, frozen=True):
     """Parts of two arrays that have bytes in common."""
 
     numbers: tuple[int, int]
@@ -47,11 +47,11 @@ class Stretch(msgspec.Struct, frozen=True):
     """Bytes before those that both have."""
     nbytes: int = -1
     """That both have; all for -1."""
-    windows: tuple[Window, Window] | None = None
+    windows: tuple[StridedMemory, StridedMemory] | None = None
     """Where they stand, if what both have is no run of bytes."""
 
 
-def meeting(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
+def overlapping_groups(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
     """Groups of stretches of memory, by number, that overlap directly or through others."""
     if len(starts) < 2:
         return []
@@ -68,26 +68,26 @@ def meeting(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _windows(target: Target) -> list[tuple[Region, Window]]:
+def _windows(target: ArrayTarget) -> list[tuple[Region, StridedMemory]]:
     """The pieces whose memory can be compared."""
     found = [(piece.region, getattr(piece.data, "window", None)) for piece in target.pieces]
     return [(region, window) for region, window in found if window is not None and region.size]
 
 
-def _extent(target: Target) -> tuple[int, int]:
+def _extent(target: ArrayTarget) -> tuple[int, int]:
     if len(target.pieces) == 1 and isinstance(memory := target.pieces[0].data, HostMemory):
         return memory.address, memory.address + memory.nbytes
     extents = [window.extent for _, window in _windows(target)]
     return min((low for low, _ in extents), default=0), max((high for _, high in extents), default=0)
 
 
-def pairs_of(targets: Sequence[Target]) -> Iterator[tuple[int, int]]:
+def overlapping_pairs(targets: Sequence[ArrayTarget]) -> Iterator[tuple[int, int]]:
     """Pairs of targets of which one may write what the other does, by number, the smaller first.
 
     Of several in the very same places each is paired with the first, and the first with all others.
     """
     extents = [_extent(target) for target in targets]
-    for group in meeting([low for low, _ in extents], [high for _, high in extents]):
+    for group in overlapping_groups([low for low, _ in extents], [high for _, high in extents]):
         firsts: dict[object, int] = {}
         for number in sorted(group):
             windows = tuple(_windows(targets[number]))
@@ -100,18 +100,18 @@ def pairs_of(targets: Sequence[Target]) -> Iterator[tuple[int, int]]:
             active.append(number)
 
 
-def same_places(first: Target, second: Target) -> bool:
+def in_same_memory(first: ArrayTarget, second: ArrayTarget) -> bool:
     """Whether the same regions go to the same memory."""
     return _windows(first) == _windows(second)
 
 
-def place_of(target: Target) -> object:
+def memory_key(target: ArrayTarget) -> object:
     """Equal for arrays of which to fill one is to fill the other: where all elements stand; None if unknown."""
     found = tuple(_windows(target))
     return (target.spec.shape, target.spec.dtype, found) if found and len(found) == len(target.pieces) else None
 
 
-def shared(targets: Sequence[Target], pair: tuple[int, int], limit: int) -> Iterator[Stretch]:
+def overlaps_of(targets: Sequence[ArrayTarget], pair: tuple[int, int], limit: int) -> Iterator[Overlap]:
     """What two targets would both write.
 
     Args:
@@ -126,22 +126,22 @@ def shared(targets: Sequence[Target], pair: tuple[int, int], limit: int) -> Iter
             if p == q or (p.in_c_order and q.in_c_order):
                 yield from _runs(pair, (a, b), (p, q), limit)
             elif _meet(p, q):
-                yield Stretch(pair, ((a,), (b,)), (p.itemsize, q.itemsize), windows=(p, q))
+                yield Overlap(pair, ((a,), (b,)), (p.itemsize, q.itemsize), windows=(p, q))
 
 
-def _meet(p: Window, q: Window) -> bool:
+def _meet(p: StridedMemory, q: StridedMemory) -> bool:
     (a, b), (c, d) = p.extent, q.extent
     if b <= c or d <= a:
         return False
     try:
-        return np.shares_memory(np.asarray(p), np.asarray(q), max_work=HARD)  # pyright: ignore[reportArgumentType]
+        return np.shares_memory(np.asarray(p), np.asarray(q), max_work=MAX_OVERLAP_STEPS)  # pyright: ignore[reportArgumentType]
     except np.exceptions.TooHardError:
         return True
 
 
 def _runs(
-    pair: tuple[int, int], regions: tuple[Region, Region], windows: tuple[Window, Window], limit: int
-) -> Iterator[Stretch]:
+    pair: tuple[int, int], regions: tuple[Region, Region], windows: tuple[StridedMemory, StridedMemory], limit: int
+) -> Iterator[Overlap]:
     """Of windows in C order, or one window, what both have of the elements in C order."""
     p, q = windows
     sizes = [region.size * window.itemsize for region, window in zip(regions, windows, strict=True)]
@@ -154,7 +154,7 @@ def _runs(
             for region, window in zip(regions, windows, strict=True)
         ]
         skip = parts[0][1], parts[1][1]
-        yield Stretch(pair, (parts[0][0], parts[1][0]), (p.itemsize, q.itemsize), skip, stop - at)
+        yield Overlap(pair, (parts[0][0], parts[1][0]), (p.itemsize, q.itemsize), skip, stop - at)
 
 
 def _cover(region: Region, itemsize: int, low: int, high: int) -> tuple[tuple[Region, ...], int]:
@@ -164,14 +164,14 @@ def _cover(region: Region, itemsize: int, low: int, high: int) -> tuple[tuple[Re
     return tuple(box.shifted(region.offset) for box in boxes), low - first * itemsize
 
 
-def first_difference(stretches: Iterable[Stretch], fill: Fill, limit: int) -> tuple[int, int] | None:
+def first_difference(stretches: Iterable[Overlap], fill: FillTargets, limit: int) -> tuple[int, int] | None:
     """The first pair of arrays of which different bytes are meant for one place; None if there is none.
 
     Args:
         fill: reads what is meant for an array.
         limit: bytes to read at once; a longer stretch is read alone.
     """
-    batch: list[Stretch] = []
+    batch: list[Overlap] = []
     size = 0
     for stretch in stretches:
         batch.append(stretch)
@@ -183,17 +183,17 @@ def first_difference(stretches: Iterable[Stretch], fill: Fill, limit: int) -> tu
     return _differing(batch, fill)
 
 
-def is_equal(spec: ArraySpec, fill: Fill, limit: int) -> bool:
+def is_equal(spec: ArraySpec, fill: FillTargets, limit: int) -> bool:
     """Whether what is meant for targets 0 and 1 is the same, in the regions and the dtype of a spec."""
     itemsize = dtype_of(spec.dtype).itemsize
     regions = (Region.whole(spec.shape),) if spec.regions is None else spec.regions
     most = max(1, limit // 2 // itemsize)
     parts = (tile for region in regions if region.size for tile in tiles(region, most))
-    stretches = (Stretch((0, 1), ((part,), (part,)), (itemsize, itemsize)) for part in parts)
+    stretches = (Overlap((0, 1), ((part,), (part,)), (itemsize, itemsize)) for part in parts)
     return first_difference(stretches, fill, limit) is None
 
 
-def _differing(batch: Sequence[Stretch], fill: Fill) -> tuple[int, int] | None:
+def _differing(batch: Sequence[Overlap], fill: FillTargets) -> tuple[int, int] | None:
     wanted: list[tuple[int, list[TargetPiece]]] = []
     sides: list[list[np.ndarray]] = []
     for stretch in batch:
@@ -217,7 +217,7 @@ def _pieces(regions: Sequence[Region], itemsize: int) -> tuple[np.ndarray, list[
     return buffer, pieces
 
 
-def _agree(stretch: Stretch, left: np.ndarray, right: np.ndarray) -> bool:
+def _agree(stretch: Overlap, left: np.ndarray, right: np.ndarray) -> bool:
     if stretch.windows is not None:
         return _agree_in_place(stretch.windows, left, right)
     if stretch.nbytes >= 0:
@@ -227,13 +227,13 @@ def _agree(stretch: Stretch, left: np.ndarray, right: np.ndarray) -> bool:
     return np.array_equal(left, right)
 
 
-def _agree_in_place(windows: tuple[Window, Window], left: np.ndarray, right: np.ndarray) -> bool:
+def _agree_in_place(windows: tuple[StridedMemory, StridedMemory], left: np.ndarray, right: np.ndarray) -> bool:
     """Whether what is put into two windows is the same where they meet: tried on other memory."""
     p, q = windows
     low, high = min(p.extent[0], q.extent[0]), max(p.extent[1], q.extent[1])
     memory, touched = np.zeros(high - low, np.uint8), np.zeros(high - low, np.bool_)
 
-    def shown(of: np.ndarray, window: Window) -> np.ndarray:
+    def shown(of: np.ndarray, window: StridedMemory) -> np.ndarray:
         shape, strides = (*window.shape, window.itemsize), (*window.strides, 1)
         return np.ndarray(shape, of.dtype, of, window.address - low, strides)
 

@@ -18,10 +18,19 @@ from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from .base import HostMemory
 
-__all__ = ["COMMON", "PLAIN", "Common", "describe", "dtype_name", "is_common", "kind_of", "memory_of"]
+__all__ = [
+    "PLAIN_CLASSES",
+    "PLAIN_DTYPES",
+    "PlainTensorInfo",
+    "dtype_name",
+    "is_plain",
+    "kind_of",
+    "plain_info",
+    "plain_memory",
+]
 
-PLAIN = (torch.Tensor, Parameter)
-COMMON = frozenset(
+PLAIN_CLASSES = (torch.Tensor, Parameter)
+PLAIN_DTYPES = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 )
 
@@ -43,7 +52,7 @@ def kind_of(tensor: torch.Tensor) -> str:
     return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"  # what isinstance asks
 
 
-class Common(msgspec.Struct, frozen=True):
+class PlainTensorInfo(msgspec.Struct, frozen=True):
     """What common tensors that differ in nothing but their bytes share."""
 
     spec: ArraySpec
@@ -52,27 +61,31 @@ class Common(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=4096)
-def _common(shape: torch.Size, dtype: torch.dtype, requires_grad: bool, kind: str) -> Common:
+def _common(shape: torch.Size, dtype: torch.dtype, requires_grad: bool, kind: str) -> PlainTensorInfo:
     spec = ArraySpec(tuple(shape), dtype_name(dtype), None, None, requires_grad, kind)
-    return Common(spec, Region.whole(spec.shape), math.prod(shape) * dtype.itemsize)
+    return PlainTensorInfo(spec, Region.whole(spec.shape), math.prod(shape) * dtype.itemsize)
 
 
 _STRIDED = torch.strided
 
 
-def is_common(leaf: torch.Tensor) -> bool:
+def is_plain(leaf: torch.Tensor) -> bool:
     """Whether a tensor is one of the many: plain, dense, of a common dtype, on the host. No other check is needed."""
     return (
-        type(leaf) in PLAIN and leaf.dtype in COMMON and leaf.layout is _STRIDED and leaf.is_cpu and not leaf.is_nested
+        type(leaf) in PLAIN_CLASSES
+        and leaf.dtype in PLAIN_DTYPES
+        and leaf.layout is _STRIDED
+        and leaf.is_cpu
+        and not leaf.is_nested
     )
 
 
-def describe(leaf: torch.Tensor) -> Common:
+def plain_info(leaf: torch.Tensor) -> PlainTensorInfo:
     """What a common tensor is."""
     return _common(leaf.shape, leaf.dtype, leaf.requires_grad, kind_of(leaf))
 
 
-def memory_of(leaf: torch.Tensor, common: Common) -> HostMemory | None:
+def plain_memory(leaf: torch.Tensor, common: PlainTensorInfo) -> HostMemory | None:
     """The memory of a common tensor; None where it is not in one piece, or not all there."""
     if not common.nbytes or not leaf.is_contiguous() or leaf.is_neg():
         return None

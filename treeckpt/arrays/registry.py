@@ -19,8 +19,8 @@ from ..core.sharding.dtypes import dtype_of, name_of
 from ..core.tree.keyed_table import Column
 from ..core.tree.spec import ArraySpec, Typed, Value, decode_value, encode_value
 from ..errors import FormatError, MismatchError, TreeError
-from .base import Adapter, Source, Take, Target, raw_dtype
-from .lazy import Lazy, lazy_source
+from .base import Adapter, Allocate, ArraySource, ArrayTarget, raw_dtype
+from .lazy import LazyArray, lazy_source
 from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sharded_target
 
 __all__ = [
@@ -63,7 +63,7 @@ def _adapter(kind: type) -> Adapter | None:
 _PLAIN_VALUES = frozenset((int, float, bool, str, type(None), bytes, complex))
 
 
-def source_of(leaf: object, path: str, rank: int) -> Source | None:
+def source_of(leaf: object, path: str, rank: int) -> ArraySource | None:
     """An array to be saved; None for a leaf that is a value.
 
     Raises:
@@ -83,7 +83,7 @@ def source_of(leaf: object, path: str, rank: int) -> Source | None:
             found="a KeyedTable",
             hint="Tables are saved and loaded; other operations take their arrays",
         )
-    if isinstance(leaf, Lazy):
+    if isinstance(leaf, LazyArray):
         return lazy_source(leaf)
     if isinstance(leaf, ArraySpec) or leaf is ...:
         raise TreeError(
@@ -123,7 +123,7 @@ def library_of(spec: ArraySpec) -> Adapter:
     return _load("numpy" if spec.kind == "numpy" else "torch")
 
 
-def target_of(leaf: object, path: str, rank: int) -> Target | None:
+def target_of(leaf: object, path: str, rank: int) -> ArrayTarget | None:
     """An array to be filled in place; None for a leaf that is a value."""
     if (adapter := _adapter(type(leaf))) is not None:
         return adapter.target(leaf, path, rank)
@@ -143,7 +143,9 @@ def mark_written(leaves: Iterable[object]) -> None:
         adapter.mark_written(arrays)
 
 
-def like_of(leaf: object, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
+def like_of(
+    leaf: object, path: str, rank: int, device: str | None, *, take: Allocate | None = None
+) -> ArrayTarget | None:
     """A new array as the leaf describes it: a known library's array, an `ArraySpec`, or anything with shape and dtype.
 
     None for a leaf that describes no array.
@@ -228,7 +230,7 @@ def check_library(spec: ArraySpec, path: str) -> Adapter:
     return adapter
 
 
-def new_array(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
+def new_array(spec: ArraySpec, path: str, device: str | None, *, take: Allocate | None = None) -> ArrayTarget:
     """A new array of the library that the spec's kind names.
 
     Raises:

@@ -18,7 +18,7 @@ from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region, flat_regions
 from ..core.tree.spec import ArraySpec
 from ..errors import LayoutError
-from .base import Adapter, Flat, Piece, Source, Take, Target, TargetPiece
+from .base import Adapter, Allocate, ArraySource, ArrayTarget, FlatRangeArray, SourcePiece, TargetPiece
 
 __all__ = ["Sharded", "sharded_abstract", "sharded_like", "sharded_source", "sharded_target", "with_locals"]
 
@@ -153,11 +153,11 @@ def _spread(leaf: Sharded, parts: Sequence[tuple[Any, ArraySpec]], path: str) ->
         regions = _regions(leaf, offset, spec.shape, path)
         at = 0
         for region in regions:
-            yield region, Flat(data, at, region.shape) if isinstance(offset, int) else data
+            yield region, FlatRangeArray(data, at, region.shape) if isinstance(offset, int) else data
             at += region.size
 
 
-def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Source:
+def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArraySource:
     """Describes pieces that are to be saved.
 
     Raises:
@@ -167,9 +167,9 @@ def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Sou
     if inner is None or any(source.layout is not None for source in inner):
         raise _no_array(leaf, path)
     spec = _spec(leaf, [source.spec for source in inner], path)
-    pieces = [Piece(*part) for part in _spread(leaf, [(s.pieces[0].data, s.spec) for s in inner], path)]
+    pieces = [SourcePiece(*part) for part in _spread(leaf, [(s.pieces[0].data, s.spec) for s in inner], path)]
     layout = BoxLayout(tuple((rank, piece.region) for piece in pieces))
-    return Source(spec, layout, pieces, inner[0].storage if len(inner) == 1 else None)
+    return ArraySource(spec, layout, pieces, inner[0].storage if len(inner) == 1 else None)
 
 
 def _no_array(leaf: Sharded, path: str) -> LayoutError:
@@ -186,7 +186,7 @@ def sharded_abstract(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> A
     return msgspec.structs.replace(_spec(leaf, inner, path), regions=tuple(r for part in regions for r in part))
 
 
-def _as_target(leaf: Sharded, inner: list[Target] | None, path: str) -> Target | None:
+def _as_target(leaf: Sharded, inner: list[ArrayTarget] | None, path: str) -> ArrayTarget | None:
     if inner is None:
         return None
     if any(len(target.pieces) != 1 or target.pieces[0].region.shape != target.spec.shape for target in inner):
@@ -194,17 +194,17 @@ def _as_target(leaf: Sharded, inner: list[Target] | None, path: str) -> Target |
     spec = _spec(leaf, [target.spec for target in inner], path)
     made = with_locals(leaf, [target.leaf for target in inner])
     parts = [(target.pieces[0].data, target.spec) for target in inner]
-    return Target(spec, made, [TargetPiece(*part) for part in _spread(leaf, parts, path)])
+    return ArrayTarget(spec, made, [TargetPiece(*part) for part in _spread(leaf, parts, path)])
 
 
-def sharded_target(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Target | None:
+def sharded_target(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArrayTarget | None:
     """Describes pieces that are to be filled in place."""
     return _as_target(leaf, _each(leaf, path, lambda local: adapter.target(local, path, rank)), path)
 
 
 def sharded_like(
-    leaf: Sharded, path: str, rank: int, device: str | None, adapter: Adapter, *, take: Take | None = None
-) -> Target | None:
+    leaf: Sharded, path: str, rank: int, device: str | None, adapter: Adapter, *, take: Allocate | None = None
+) -> ArrayTarget | None:
     """New pieces of the same shapes and places."""
     made = _each(leaf, path, lambda local: adapter.like(local, path, rank, device, take=take))
     return _as_target(leaf, made, path)

@@ -18,7 +18,7 @@ from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from ..errors import LayoutError
 from . import torch as plain
-from .base import Piece, Source, Take, Target, TargetPiece
+from .base import Allocate, ArraySource, ArrayTarget, SourcePiece, TargetPiece
 
 __all__ = ["abstract", "encode", "like", "mark_written", "source", "target", "with_shards"]
 
@@ -74,12 +74,12 @@ def with_shards(leaf: Any, tensors: Sequence[Any]) -> Any:
     )
 
 
-def source(leaf: Any, path: str, rank: int) -> Source | None:
+def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
     """Describes a ShardedTensor that is to be saved."""
     found = [plain.source(tensor, path, rank) for tensor in _tensors(leaf)]
     data = [one.pieces[0].data for one in found if one is not None]
-    pieces = [Piece(*part) for part in zip(_regions(leaf, path), data, strict=True)]
-    return Source(_spec(leaf), _layout(leaf, path), pieces)
+    pieces = [SourcePiece(*part) for part in zip(_regions(leaf, path), data, strict=True)]
+    return ArraySource(_spec(leaf), _layout(leaf, path), pieces)
 
 
 def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
@@ -87,18 +87,18 @@ def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
     return msgspec.structs.replace(_spec(leaf), regions=tuple(_regions(leaf, path)))
 
 
-def _as_target(leaf: Any, made: Any, found: list[Target | None], path: str) -> Target:
+def _as_target(leaf: Any, made: Any, found: list[ArrayTarget | None], path: str) -> ArrayTarget:
     data = [one.pieces[0].data for one in found if one is not None]
     pieces = [TargetPiece(*part) for part in zip(_regions(leaf, path), data, strict=True)]
-    return Target(_spec(leaf), made, pieces)
+    return ArrayTarget(_spec(leaf), made, pieces)
 
 
-def target(leaf: Any, path: str, rank: int) -> Target | None:
+def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
     """Describes a ShardedTensor that is to be filled in place."""
     return _as_target(leaf, leaf, [plain.target(tensor, path, rank) for tensor in _tensors(leaf)], path)
 
 
-def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
+def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Allocate | None = None) -> ArrayTarget | None:
     """A new ShardedTensor of the same layout; its shards are where the leaf's are unless `device` says otherwise."""
     found = [plain.like(tensor, path, rank, device, take=take) for tensor in _tensors(leaf)]
     return _as_target(leaf, with_shards(leaf, [one.leaf for one in found if one is not None]), found, path)

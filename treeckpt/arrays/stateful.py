@@ -20,7 +20,16 @@ from ..core.tree.structure import any_rank, key_text, rank_key
 from ..errors import MismatchError, TreeError
 from .registry import is_value
 
-__all__ = ["AsSaved", "Expanded", "expand", "expanded", "hand_over", "holds_stateful", "is_optimizer", "is_stateful"]
+__all__ = [
+    "ExpandedTree",
+    "LoadsSavedState",
+    "expand_states",
+    "holds_stateful",
+    "is_optimizer",
+    "is_stateful",
+    "load_exact_state",
+    "state_tree",
+]
 
 
 def is_stateful(value: object) -> bool:
@@ -67,7 +76,7 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
     return False
 
 
-class AsSaved:
+class LoadsSavedState:
     """An object that takes its state as it was saved, arrays too: nothing is filled in place."""
 
 
@@ -77,7 +86,7 @@ def is_optimizer(value: object) -> bool:
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
-def hand_over(owner: Any, state: Any) -> None:
+def load_exact_state(owner: Any, state: Any) -> None:
     """Has an object take its state. What an optimizer keeps of a parameter stays of the dtype that it is given in.
 
     torch casts it to the dtype of the parameter, also in an optimizer that another one wraps.
@@ -141,18 +150,18 @@ def _is_array(leaf: tuple[str, object]) -> bool:
     return hasattr(leaf[1], "shape") and hasattr(leaf[1], "dtype")
 
 
-class _Found(msgspec.Struct):
+class _StatefulLeaf(msgspec.Struct):
     """One object of a tree, and its state at the moment."""
 
     path: str
     owner: Any
     state: Any
     has_arrays: bool
-    inside: Expanded | None = None
+    inside: ExpandedTree | None = None
     """The content of a mapping, which may hold such objects itself."""
 
 
-class Expanded:
+class ExpandedTree:
     """A tree with the states of its objects in their places.
 
     Args:
@@ -163,20 +172,20 @@ class Expanded:
     def __init__(self, tree: object, rank: int, namespace: str, *, mappings: bool = False, above: str = "") -> None:
         self.original, self.rank, self.namespace, self._above = tree, rank, namespace, above
         _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
-        self.found: dict[int, _Found] = {}
+        self.found: dict[int, _StatefulLeaf] = {}
         for position, (below, leaf) in enumerate(self.leaves):
             path = f"{above}/{below}" if above and below else above or below
             if is_stateful(leaf):
                 state = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
                 _, inner = flatten(state, rank=rank, namespace=namespace)
-                has_arrays = not isinstance(leaf, AsSaved) and any(map(_is_array, inner))
-                self.found[position] = _Found(path, leaf, state, has_arrays)
+                has_arrays = not isinstance(leaf, LoadsSavedState) and any(map(_is_array, inner))
+                self.found[position] = _StatefulLeaf(path, leaf, state, has_arrays)
             elif mappings and _is_mapping(type(leaf)):
-                inside = Expanded(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
-                self.found[position] = _Found(path, leaf, inside.tree, True, inside)
+                inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
+                self.found[position] = _StatefulLeaf(path, leaf, inside.tree, True, inside)
         self.tree = self._rebuilt(lambda found: found.state)
 
-    def _rebuilt(self, of: Callable[[_Found], Any]) -> Any:
+    def _rebuilt(self, of: Callable[[_StatefulLeaf], Any]) -> Any:
         leaves = (of(self.found[i]) if i in self.found else leaf for i, (_, leaf) in enumerate(self.leaves))
         return replace_leaves(self.original, leaves, namespace=self.namespace)
 
@@ -207,7 +216,7 @@ class Expanded:
             if found.inside is not None:
                 found.inside._load_states(load)
             elif not found.has_arrays:
-                found.state = _at(load(any_rank(found.path, self.rank)), found, self.rank, self.namespace)
+                found.state = _state_at(load(any_rank(found.path, self.rank)), found, self.rank, self.namespace)
 
     def _take_back(self, target: Any) -> int:
         """Gives objects their states, and containers the values of a tree that was filled; how many leaves besides."""
@@ -225,9 +234,9 @@ class Expanded:
                 content: Any = found.inside.original
                 found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
             elif found.has_arrays:
-                hand_over(found.owner, found.state)
+                load_exact_state(found.owner, found.state)
             elif (size := self._size(found.state)) is not None:
-                hand_over(found.owner, found.state)
+                load_exact_state(found.owner, found.state)
                 loaded += size
         return loaded
 
@@ -237,20 +246,20 @@ class Expanded:
         return None if any(leaf is ... for _, leaf in leaves) else len(leaves)
 
 
-def expand(tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> Expanded | None:
+def expand_states(tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> ExpandedTree | None:
     """The tree with states in the places of objects; None for a tree without such objects."""
     if not holds_stateful(tree, namespace, mappings=mappings):
         return None
-    return Expanded(tree, rank, namespace, mappings=mappings)
+    return ExpandedTree(tree, rank, namespace, mappings=mappings)
 
 
-def expanded(tree: Any, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> Any:
+def state_tree(tree: Any, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> Any:
     """The tree with states in the places of objects; the tree itself where it holds none."""
-    found = expand(tree, rank=rank, namespace=namespace, mappings=mappings)
+    found = expand_states(tree, rank=rank, namespace=namespace, mappings=mappings)
     return tree if found is None else found.tree
 
 
-def _at(tree: Any, found: _Found, rank: int, namespace: str) -> Any:
+def _state_at(tree: Any, found: _StatefulLeaf, rank: int, namespace: str) -> Any:
     """What stands at a path of a loaded tree.
 
     Raises:

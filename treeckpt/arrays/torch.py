@@ -20,11 +20,22 @@ from ..core.sharding.placements import MeshLayout, held_by, local_shape
 from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec, Typed
 from ..errors import FormatError, MismatchError, TreeError
-from .base import Box, Piece, Source, Storage, Take, Target, TargetPiece, local_pieces, local_shape_of, overlaps_itself
+from .base import (
+    Allocate,
+    ArraySource,
+    ArrayTarget,
+    Box,
+    SourcePiece,
+    Storage,
+    TargetPiece,
+    local_pieces,
+    local_shape_of,
+    overlaps_itself,
+)
 from .dtensor import is_dtensor, layout_of, local_of
 from .numpy import cast as cast_as_numpy
-from .plain_tensor import COMMON, PLAIN, describe, dtype_name, is_common, kind_of, memory_of
-from .torch_memory import data_of, raw_of, signed
+from .plain_tensor import PLAIN_CLASSES, PLAIN_DTYPES, dtype_name, is_plain, kind_of, plain_info, plain_memory
+from .torch_memory import raw_array, signed_dtype, tensor_data
 
 __all__ = [
     "abstract",
@@ -73,7 +84,7 @@ def _check(leaf: torch.Tensor, path: str) -> None:
         reason = f"a tensor of layout {leaf.layout}"
     elif leaf.is_quantized:
         reason = f"a quantised tensor ({leaf.dtype})"
-    elif kind not in PLAIN and not is_dtensor(leaf):
+    elif kind not in PLAIN_CLASSES and not is_dtensor(leaf):
         reason = f"the tensor subclass {kind.__module__}.{kind.__qualname__}"
     if reason is not None:
         raise TreeError(
@@ -98,15 +109,15 @@ def _spec(leaf: torch.Tensor) -> ArraySpec:
     return ArraySpec(tuple(leaf.shape), dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf))
 
 
-def source(leaf: Any, path: str, rank: int) -> Source | None:
+def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
     """Describes a tensor that is to be saved."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    if is_common(leaf):
-        common = describe(leaf)
-        if (memory := memory_of(leaf, common)) is not None:
-            return Source(
-                common.spec, None, (Piece(common.whole, memory),), Storage(memory.address, common.nbytes, None)
+    if is_plain(leaf):
+        common = plain_info(leaf)
+        if (memory := plain_memory(leaf, common)) is not None:
+            return ArraySource(
+                common.spec, None, (SourcePiece(common.whole, memory),), Storage(memory.address, common.nbytes, None)
             )
     _check(leaf, path)
     if leaf.is_meta:
@@ -117,14 +128,16 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
             hint="Materialise the module before saving (to_empty, then load or initialise)",
         )
     spec = _spec(leaf)
-    if type(leaf) not in PLAIN and is_dtensor(leaf):
+    if type(leaf) not in PLAIN_CLASSES and is_dtensor(leaf):
         layout, local = local_of(leaf, path, rank)
         held = held_by(layout, spec.shape, rank)
         storage = _storage(local, path)
-        return Source(spec, layout, [Piece(h.region, data_of(local[_box(h.local, h.region)])) for h in held], storage)
+        return ArraySource(
+            spec, layout, [SourcePiece(h.region, tensor_data(local[_box(h.local, h.region)])) for h in held], storage
+        )
     tensor = leaf.detach() if spec.requires_grad else leaf
     storage = _storage(tensor, path)
-    return Source(spec, None, (Piece(Region.whole(spec.shape), data_of(tensor)),), storage)
+    return ArraySource(spec, None, (SourcePiece(Region.whole(spec.shape), tensor_data(tensor)),), storage)
 
 
 _NUMPY = {name: np.dtype(name) for name in ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")}
@@ -164,8 +177,8 @@ def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
     """What the tensor is, without its data; of a DTensor also which regions this rank holds."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    if is_common(leaf):
-        return describe(leaf).spec
+    if is_plain(leaf):
+        return plain_info(leaf).spec
     _check(leaf, path)
     spec = _spec(leaf)
     if not is_dtensor(leaf):
@@ -177,14 +190,14 @@ def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
     return msgspec.structs.replace(spec, regions=regions)
 
 
-def target(leaf: Any, path: str, rank: int) -> Target | None:
+def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
     """Describes a tensor that is to be filled in place."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    if is_common(leaf):
-        common = describe(leaf)
-        if (memory := memory_of(leaf, common)) is not None:
-            return Target(common.spec, leaf, (TargetPiece(common.whole, memory),))
+    if is_plain(leaf):
+        common = plain_info(leaf)
+        if (memory := plain_memory(leaf, common)) is not None:
+            return ArrayTarget(common.spec, leaf, (TargetPiece(common.whole, memory),))
     _check(leaf, path)
     if leaf.device.type == "meta":
         raise MismatchError(
@@ -192,7 +205,7 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
         )
     if is_dtensor(leaf):
         layout, local = local_of(leaf, path, rank)
-        return Target(_spec(leaf), leaf, _pieces(layout, local, tuple(leaf.shape), rank))
+        return ArrayTarget(_spec(leaf), leaf, _pieces(layout, local, tuple(leaf.shape), rank))
     tensor = leaf.detach()
     try:
         _storage(tensor, path)
@@ -205,14 +218,14 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
             found=f"strides {tensor.stride()} for shape {tuple(tensor.shape)}",
             hint="Use load(path, like=tree), which makes new tensors",
         )
-    return Target(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), data_of(tensor)),))
+    return ArrayTarget(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), tensor_data(tensor)),))
 
 
 def _pieces(layout: MeshLayout, local: torch.Tensor, shape: tuple[int, ...], rank: int) -> list[TargetPiece]:
-    return [TargetPiece(h.region, data_of(local[_box(h.local, h.region)])) for h in held_by(layout, shape, rank)]
+    return [TargetPiece(h.region, tensor_data(local[_box(h.local, h.region)])) for h in held_by(layout, shape, rank)]
 
 
-def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
+def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Allocate | None = None) -> ArrayTarget | None:
     """A new tensor of the leaf's shape, dtype, device and layout; on the host where the leaf is on meta."""
     if not isinstance(leaf, torch.Tensor):
         return None
@@ -222,17 +235,19 @@ def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | No
     if is_dtensor(leaf):
         return _like_dtensor(leaf, spec, path, rank, where, take)
     tensor = _new(spec.shape, leaf.dtype, torch.device("cpu") if where.type == "meta" else where, take)
-    return Target(spec, _dress(tensor, spec), (TargetPiece(Region.whole(spec.shape), data_of(tensor)),))
+    return ArrayTarget(spec, _dress(tensor, spec), (TargetPiece(Region.whole(spec.shape), tensor_data(tensor)),))
 
 
-def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, take: Take | None) -> torch.Tensor:
+def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, take: Allocate | None) -> torch.Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     if take is None or device.type != "cpu" or not nbytes:
         return torch.empty(shape, dtype=dtype, device=device)
     return _shown(take(nbytes), dtype, 0, math.prod(shape)).view(shape)
 
 
-def _like_dtensor(leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch.device, take: Take | None) -> Target:
+def _like_dtensor(
+    leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch.device, take: Allocate | None
+) -> ArrayTarget:
     from torch.distributed.tensor import DTensor
 
     layout = layout_of(leaf, path)
@@ -241,7 +256,7 @@ def _like_dtensor(leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch
     local = _new(shape if shape is not None else (0,), leaf.dtype, device, take)
     pieces = _pieces(layout, local, spec.shape, rank) if shape is not None else ()
     made = DTensor(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar outside of the mesh
-    return Target(spec, _dress(made, spec), pieces)
+    return ArrayTarget(spec, _dress(made, spec), pieces)
 
 
 def _device(device: str | None, path: str) -> torch.device | None:
@@ -304,11 +319,11 @@ def _dress(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
     return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
-def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
+def empty(spec: ArraySpec, path: str, device: str | None, *, take: Allocate | None = None) -> ArrayTarget:
     """A new tensor from a spec: of its regions, or of the whole; on the host unless `device` says otherwise."""
     where = _here(spec.device or "cpu", path) if device == "original" else _device(device, path)
     tensor = _new(local_shape_of(spec), torch_dtype(spec.dtype, path), where or torch.device("cpu"), take)
-    return Target(spec, _dress(tensor, spec), local_pieces(spec, lambda box: data_of(tensor[box])))
+    return ArrayTarget(spec, _dress(tensor, spec), local_pieces(spec, lambda box: tensor_data(tensor[box])))
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
@@ -320,7 +335,7 @@ def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
 
 
 def _shown(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
-    if dtype in COMMON:
+    if dtype in PLAIN_DTYPES:
         return torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size * dtype.itemsize, offset=offset).view(dtype)
 
@@ -365,7 +380,7 @@ def decode(value: Typed) -> Any:
 def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
     """Elements of raw dtype, converted from one dtype to another as torch does, else as ml_dtypes does."""
     try:
-        part = torch.from_numpy(np.ascontiguousarray(data).view(signed(data.itemsize))).view(torch_dtype(saved))
-        return raw_of(part.to(torch_dtype(wanted)))
+        part = torch.from_numpy(np.ascontiguousarray(data).view(signed_dtype(data.itemsize))).view(torch_dtype(saved))
+        return raw_array(part.to(torch_dtype(wanted)))
     except (MismatchError, NotImplementedError):  # torch has no such dtype, or cannot convert it
         return cast_as_numpy(data, saved, wanted)

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from .base import Box, HostArray, HostMemory, Window, raw_dtype
-from .cuda import copy_aside
-from .plain_tensor import describe, is_common, memory_of
+from .base import Box, HostArray, HostMemory, StridedMemory, raw_dtype
+from .cuda import start_copy_to_host
+from .plain_tensor import is_plain, plain_info, plain_memory
 
-__all__ = ["DeviceArray", "data_of", "raw_of", "signed"]
+__all__ = ["DeviceArray", "raw_array", "signed_dtype", "tensor_data"]
 
 _RAW = {size: raw_dtype(size).str for size in (1, 2, 4, 8, 16)}
 
 
-class _Memory:
+class _ArrayInterface:
     """A tensor's memory for numpy. `Tensor.numpy` would do, but marks the user's storage as not to be resized."""
 
     __slots__ = ("__array_interface__", "_tensor")
@@ -34,11 +34,11 @@ class _Memory:
         }
 
 
-def raw_of(tensor: torch.Tensor) -> np.ndarray:
+def raw_array(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's memory as a numpy array of raw dtype with the same shape and strides."""
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), raw_dtype(tensor.dtype.itemsize))
-    return np.asarray(_Memory(tensor))
+    return np.asarray(_ArrayInterface(tensor))
 
 
 class DeviceArray:
@@ -48,41 +48,43 @@ class DeviceArray:
         self.tensor = tensor
 
     @property
-    def window(self) -> Window | None:
+    def window(self) -> StridedMemory | None:
         """Where it stands; None where its bytes are not those of its elements."""
         tensor, size = self.tensor, self.tensor.dtype.itemsize
         if not tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
             return None
-        return Window(tensor.data_ptr(), tuple(tensor.shape), tuple(step * size for step in tensor.stride()), size)
+        return StridedMemory(
+            tensor.data_ptr(), tuple(tensor.shape), tuple(step * size for step in tensor.stride()), size
+        )
 
     def read(self, box: Box) -> np.ndarray:
         part = self.tensor[box].resolve_conj().resolve_neg()
-        return raw_of(part.cpu())
+        return raw_array(part.cpu())
 
     def copy_to(self, box: Box, target: np.ndarray) -> Callable[[], None] | None:
         """Copies a box to bytes of host memory; returns what waits for it, None if it is done."""
         part = self.tensor[box]
         out = torch.from_numpy(target).view(part.dtype).view(part.shape)
         if part.is_cuda:
-            return copy_aside(part, out)
+            return start_copy_to_host(part, out)
         out.copy_(part)
         return None
 
     def write(self, box: Box, data: np.ndarray) -> None:
-        part = torch.from_numpy(np.ascontiguousarray(data).view(signed(data.itemsize)))
+        part = torch.from_numpy(np.ascontiguousarray(data).view(signed_dtype(data.itemsize)))
         target = self.tensor[box]
         target.copy_(part.view(self.tensor.dtype).view(target.shape))  # numpy makes a scalar one-dimensional
 
 
-def signed(size: int) -> np.dtype[Any]:
+def signed_dtype(size: int) -> np.dtype[Any]:
     """A numpy dtype that torch takes over, for elements of a width."""
     return np.dtype("<c16") if size == 16 else np.dtype(f"<i{size}") if size > 1 else np.dtype("u1")
 
 
-def data_of(tensor: torch.Tensor) -> HostMemory | HostArray | DeviceArray:
+def tensor_data(tensor: torch.Tensor) -> HostMemory | HostArray | DeviceArray:
     """What gives and takes the elements of a tensor."""
-    if is_common(tensor) and (memory := memory_of(tensor, describe(tensor))) is not None:
+    if is_plain(tensor) and (memory := plain_memory(tensor, plain_info(tensor))) is not None:
         return memory
     if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
-        return HostArray(raw_of(tensor))
+        return HostArray(raw_array(tensor))
     return DeviceArray(tensor)

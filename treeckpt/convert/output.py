@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointExists, MismatchError
@@ -55,7 +55,7 @@ class Part(msgspec.Struct, frozen=True):
     start: int
     path: str
     """Of the leaf."""
-    lazy: Lazy
+    lazy: LazyArray
     region: Region
     crcs: tuple[int, ...] = ()
     """Where its CRC-32 goes."""

@@ -10,7 +10,7 @@ import errno
 
 from ..errors import CheckpointError, StoreError, TreeckptError
 
-__all__ = ["hint_for", "unreadable"]
+__all__ = ["hint_for", "wrap_read_error"]
 
 _HINTS = {
     errno.EACCES: "Give this user the permission to read and write there",
@@ -59,7 +59,7 @@ def hint_for(error: OSError) -> str:
     return _HINTS.get(error.errno or 0, "Look at the permissions and the health of the disk")
 
 
-def unreadable(error: OSError, path: str, *, kind: type[CheckpointError] = CheckpointError) -> TreeckptError:
+def wrap_read_error(error: OSError, path: str, *, kind: type[CheckpointError] = CheckpointError) -> TreeckptError:
     """The error to raise for one of the system's: `StoreError` where it says nothing of the checkpoint, else `kind`."""
     made = StoreError if error.errno in _REFUSED else kind
     return made(path, expected="files that can be read", found=f"{type(error).__name__}: {error}", hint=hint_for(error))

@@ -32,7 +32,7 @@ from ..errors import TreeckptError
 from ..io.comm.channel import Channel
 from ..io.comm.collective import from_rank0
 from ..io.comm.comm import as_comm
-from ..io.comm.waiting import LIMIT
+from ..io.comm.waiting import HEARTBEAT_TIMEOUT
 from ..io.storage.reader_leases import hold_lease
 from ..io.storage.run_store import RunStore
 from ..io.storage.store import Store
@@ -331,7 +331,7 @@ class Manager(Registering):
     # ending --------------------------------------------------------------------------------------------------
 
     def save_on_signal(
-        self, signals: Iterable[int] = (SIGTERM,), *, exit: int | None = None, rank_timeout: float = LIMIT
+        self, signals: Iterable[int] = (SIGTERM,), *, exit: int | None = None, rank_timeout: float = HEARTBEAT_TIMEOUT
     ) -> None:
         """Saves when the process is told to end: on all ranks at the same step, within two steps of the signal.
 

@@ -16,7 +16,7 @@ import msgspec
 
 from .. import api
 from ..arrays.registry import is_value
-from ..arrays.stateful import AsSaved, is_optimizer
+from ..arrays.stateful import LoadsSavedState, is_optimizer
 from ..core.format.records import Index
 from ..core.tree.flatten import PerRank, flatten, graft
 from ..core.tree.globs import compile_globs
@@ -42,7 +42,7 @@ class _Reader(msgspec.Struct, frozen=True):
     changed: Policy
 
 
-class _Value(AsSaved):
+class _Value(LoadsSavedState):
     """A value that functions give and take."""
 
     def __init__(self, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:

@@ -27,7 +27,7 @@ from ..errors import RankError, TreeckptError
 from ..io.comm import waiting
 from ..io.comm.channel import Channel
 from ..io.comm.comm import Comm
-from ..io.comm.waiting import ENDING, LIMIT
+from ..io.comm.waiting import HEARTBEAT_TIMEOUT, TERMINATION
 
 __all__ = ["SaveSchedule"]
 
@@ -139,11 +139,11 @@ class SaveSchedule:
             if self._plan.decided >= self._calls:
                 return
             waited = time.monotonic() - start
-            if not logged and waited > waiting.NOTICE:
-                waiting.log_waiting(self._comm.rank, [0], waiting.NOTICE, "should_save or step")
+            if not logged and waited > waiting.SLOW_WAIT:
+                waiting.log_waiting(self._comm.rank, [0], waiting.SLOW_WAIT, "should_save or step")
                 logged = True
-            since = ENDING.since
-            if waited > limit or (since is not None and time.monotonic() - max(start, since) > ENDING.limit):
+            since = TERMINATION.since
+            if waited > limit or (since is not None and time.monotonic() - max(start, since) > TERMINATION.limit):
                 raise RankError(
                     "ranks",
                     ranks={0: waiting.silence_text(limit)},
@@ -155,7 +155,7 @@ class SaveSchedule:
 
     # signals -------------------------------------------------------------------------------------------------
 
-    def listen(self, signals: Iterable[int], rank_timeout: float = LIMIT) -> None:
+    def listen(self, signals: Iterable[int], rank_timeout: float = HEARTBEAT_TIMEOUT) -> None:
         """Handles signals from now on.
 
         Args:
@@ -166,12 +166,12 @@ class SaveSchedule:
         """
 
         if not 0 < rank_timeout < math.inf:
-            hint = f"By default it is {LIMIT:g}"
+            hint = f"By default it is {HEARTBEAT_TIMEOUT:g}"
             raise TreeckptError("rank_timeout", expected="seconds, more than 0", found=f"{rank_timeout!r}", hint=hint)
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signal = number
-            ENDING.signal()
+            TERMINATION.signal()
 
         fresh = not self._handlers
         for number in signals:
@@ -185,7 +185,7 @@ class SaveSchedule:
                 ) from error
             self._handlers.setdefault(number, before)
         if fresh and self._handlers:
-            ENDING.listen(rank_timeout)
+            TERMINATION.listen(rank_timeout)
         self._listening = True
 
     def close(self, error: BaseException | None = None) -> None:
@@ -197,7 +197,7 @@ class SaveSchedule:
         for number, before in self._handlers.items():
             signal.signal(number, before if before is not None else signal.SIG_DFL)
         if self._handlers:
-            ENDING.leave(ended=error is None or not self.stopping)
+            TERMINATION.leave(ended=error is None or not self.stopping)
         self._handlers.clear()
         if self._asked:
             self._comm.drop([self._key("signal")])

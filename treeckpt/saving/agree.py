@@ -18,9 +18,17 @@ from typing import TypeVar
 
 import msgspec
 
-from ..arrays.base import Source
-from ..arrays.describe import SMALL, Brought, box_digests, content_digests, describe_tree, piece_digests, place_tables
-from ..arrays.stateful import expand
+from ..arrays.base import ArraySource
+from ..arrays.describe import (
+    SMALL_LEAF_NBYTES,
+    DescribedTree,
+    box_digests,
+    content_digests,
+    describe_tree,
+    piece_digests,
+    place_table_rows,
+)
+from ..arrays.stateful import expand_states
 from ..core.format.index import INDEX_NAME
 from ..core.planning.rank_trees import GlobalTree, digest_of
 from ..core.sharding.region import Region
@@ -75,7 +83,7 @@ class Agreed(msgspec.Struct, frozen=True):
     """A save that all ranks have agreed to."""
 
     facts: SaveInfo
-    sources: dict[str, Source]
+    sources: dict[str, ArraySource]
     """What this rank brings, by path; to be emptied once it is copied."""
     plans: Plans | None
     """None where this rank could not make them: the others have to be told."""
@@ -124,7 +132,7 @@ class _Agreement:
         self.recorder, self.standing = recorder, standing
         self.round = Round(comm, f"{store.url} step {options.step}")
         self.metadata: dict[str, Value] = {}
-        self.brought: Brought | None = None
+        self.brought: DescribedTree | None = None
         self.contents: dict[str, bytes] = {}
         self.pieces: list[dict[str, bytes]] = []
         self.error: Exception | None = None
@@ -181,7 +189,7 @@ class _Agreement:
             for key in metadata:
                 check_unicode(key, "custom_metadata")
             self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
-            expanded = expand(tree, rank=self.comm.rank, namespace=self.options.namespace)
+            expanded = expand_states(tree, rank=self.comm.rank, namespace=self.options.namespace)
             self.brought = describe_tree(
                 tree if expanded is None else expanded.tree,
                 rank=self.comm.rank,
@@ -265,7 +273,7 @@ class _Agreement:
         assert self.brought is not None, "faults were raised before"
         found = boxes_of(self.comm, key_of(self.hellos), joined, self.brought.inventory)
         every = self.options.verify_replicas
-        return tuple((path, box) for path, box, nbytes in found if every or nbytes <= SMALL)
+        return tuple((path, box) for path, box, nbytes in found if every or nbytes <= SMALL_LEAF_NBYTES)
 
     def _compare(self, boxes: _Boxes) -> None:
         """Compares what listed pieces have in common, by digests from every rank."""
@@ -354,7 +362,7 @@ class _Agreement:
                 plans = make_plans(
                     self.comm, terms.key, joined, self.brought.inventory, max_shard_bytes=options.max_shard_bytes
                 )
-                place_tables(self.brought, plans.plenum, self.comm.rank)
+                place_table_rows(self.brought, plans.plenum, self.comm.rank)
         except Exception as error:
             self._fault(error)
         facts = SaveInfo(

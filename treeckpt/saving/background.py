@@ -20,7 +20,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from ..arrays.base import Piece
+from ..arrays.base import SourcePiece
 from ..core.format.timings import BLOCKING
 from ..errors import CheckpointError, TreeckptError
 from ..io.comm.comm import Comm
@@ -250,7 +250,7 @@ class _Job:
     def _stage(self) -> None:
         plans, sources = self._plans, self._agreed.sources
 
-        def pieces(number: int) -> Sequence[Piece]:
+        def pieces(number: int) -> Sequence[SourcePiece]:
             return sources[plans.leaf(number).path].pieces
 
         with self._recorder.span("stage", plans.own.nbytes):

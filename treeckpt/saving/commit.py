@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..arrays.base import Piece
+from ..arrays.base import SourcePiece
 from ..core.format.build_index import build_index
 from ..core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
 from ..core.format.lineage import Lineage
@@ -47,7 +47,7 @@ __all__ = [
 
 IN_PLACE = "The new index is in place, but may not survive a power loss; save again"
 """What to say where publishing failed after its effect."""
-Stream = tuple[Sequence[FilePlan], Callable[[int], Sequence[Piece]]]
+Stream = tuple[Sequence[FilePlan], Callable[[int], Sequence[SourcePiece]]]
 """What files are made of: for each a plan of its bytes, and the pieces by number of leaf."""
 
 

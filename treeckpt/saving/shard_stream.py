@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, HostMemory, Piece, Readable
+from ..arrays.base import ArrayReader, HostArray, HostMemory, SourcePiece
 from ..core.format.shard_header import BLOCK, Entry, ShardHeader, block_count, encode_header, hash_block, with_hashes
 from ..core.planning.plan import FilePlan, Write
 from ..core.sharding.region import Region, tiles
@@ -204,7 +204,7 @@ class SaveFile(msgspec.Struct, frozen=True):
 def run_save(
     store: Store,
     files: Sequence[SaveFile],
-    pieces: Callable[[int], Sequence[Piece]],
+    pieces: Callable[[int], Sequence[SourcePiece]],
     recorder: Recorder,
     *,
     created: Callable[[str], None] = lambda name: None,
@@ -229,7 +229,7 @@ def run_save(
 def _save_file(
     store: Store,
     file: SaveFile,
-    pieces: Callable[[int], Sequence[Piece]],
+    pieces: Callable[[int], Sequence[SourcePiece]],
     recorder: Recorder,
     pool: ThreadPoolExecutor,
     ring: queue.Queue[Any],
@@ -275,7 +275,9 @@ class NullWriter:
     def abort(self) -> None: ...
 
 
-def _stream(pipe: _Pipe, plan: FilePlan, pieces: Callable[[int], Sequence[Piece]], recorder: Recorder) -> list[int]:
+def _stream(
+    pipe: _Pipe, plan: FilePlan, pieces: Callable[[int], Sequence[SourcePiece]], recorder: Recorder
+) -> list[int]:
     """Sends a file's data through a pipe; returns its checksums."""
     start = recorder.now()
     try:
@@ -297,7 +299,7 @@ def _changed(path: str) -> CheckpointError:
     )
 
 
-def feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
+def feed(pipe: Sink, write: Write, pieces: Sequence[SourcePiece]) -> None:
     """Gives a sink the bytes of an entry, from the piece that holds it."""
     region = write.region
     piece = pieces[0] if len(pieces) == 1 else _holder(region, pieces)
@@ -314,7 +316,7 @@ def feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
         _feed_boxes(pipe, region.relative_to(piece.region), piece.data, write.nbytes // region.size)
 
 
-def _holder(region: Region, pieces: Sequence[Piece]) -> Piece | None:
+def _holder(region: Region, pieces: Sequence[SourcePiece]) -> SourcePiece | None:
     for piece in pieces:
         if region.within(piece.region):
             return piece
@@ -340,7 +342,7 @@ def _feed_gathered(pipe: Sink, box: Region, nbytes: int, gather: Callable[[slice
         low += count
 
 
-def _feed_boxes(pipe: Sink, box: Region, data: Readable, itemsize: int) -> None:
+def _feed_boxes(pipe: Sink, box: Region, data: ArrayReader, itemsize: int) -> None:
     """Reads what is lazily transformed, on a device or in another file: no more than a buffer of it at a time."""
     for part in tiles(box, BUFFER // itemsize):
         pipe.feed(data.read(part.slices()))

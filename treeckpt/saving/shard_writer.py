@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, Piece
+from ..arrays.base import HostArray, SourcePiece
 from ..core.format.save_progress import Progress
 from ..core.format.timings import timings_name
 from ..core.planning.plan import FilePlan, SavePlan, Write
@@ -64,9 +64,9 @@ def staged_stream(plan: SavePlan, memory: np.ndarray) -> Stream:
         for n, (file, region) in enumerate(zip(plan.files, whole, strict=True))
     ]
 
-    def pieces(number: int) -> tuple[Piece]:
+    def pieces(number: int) -> tuple[SourcePiece]:
         start = offsets[number]
-        return (Piece(whole[number], HostArray(memory[start : start + plan.files[number].nbytes])),)
+        return (SourcePiece(whole[number], HostArray(memory[start : start + plan.files[number].nbytes])),)
 
     return files, pieces
 

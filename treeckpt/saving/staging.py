@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.base import HostArray, HostMemory, Piece
+from ..arrays.base import HostArray, HostMemory, SourcePiece
 from ..arrays.threads import WorkerThreads
 from ..core.planning.plan import FilePlan, SavePlan, Write
 from .shard_stream import feed
@@ -38,7 +38,7 @@ def start_after() -> None:
     if "torch" in sys.modules:
         from ..arrays import cuda
 
-        cuda.start_after()
+        cuda.wait_for_current_streams()
 
 
 def pinning() -> Callable[[int, int], Callable[[], None]] | None:
@@ -47,7 +47,7 @@ def pinning() -> Callable[[int, int], Callable[[], None]] | None:
         return None
     from ..arrays import cuda
 
-    return cuda.pinning()
+    return cuda.pin_function()
 
 
 Stretch = tuple[np.ndarray, np.ndarray]
@@ -90,7 +90,7 @@ class _Area:
             np.copyto(target.view(data.dtype).reshape(data.shape), data)
 
 
-def stage(plan: SavePlan, pieces: Callable[[int], Sequence[Piece]], memory: np.ndarray) -> int:
+def stage(plan: SavePlan, pieces: Callable[[int], Sequence[SourcePiece]], memory: np.ndarray) -> int:
     """Copies what a rank writes; returns the bytes.
 
     Args:
@@ -110,7 +110,7 @@ def stage(plan: SavePlan, pieces: Callable[[int], Sequence[Piece]], memory: np.n
 
 def _stage_file(
     file: FilePlan,
-    pieces: Callable[[int], Sequence[Piece]],
+    pieces: Callable[[int], Sequence[SourcePiece]],
     area: np.ndarray,
     later: list[Stretch],
     waits: list[Callable[[], None]],
@@ -129,7 +129,7 @@ def _stage_file(
 
 def _stage_one(
     write: Write,
-    pieces: Sequence[Piece],
+    pieces: Sequence[SourcePiece],
     target: np.ndarray,
     later: list[Stretch],
     waits: list[Callable[[], None]],

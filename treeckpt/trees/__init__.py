@@ -33,8 +33,8 @@ from ..io.comm.comm import default_comm, global_rank
 from . import compare, gathering, moving, names, offloading, sending
 from .compare import Sameness
 from .offloading import Memory
-from .packing import BUCKET
-from .wire import wire_of
+from .packing import BUCKET_NBYTES
+from .transport import transport_of
 
 __all__ = [
     "Sameness",
@@ -103,7 +103,7 @@ def gather(
     ranks: Sequence[int] | None = None,
     device: str | None = None,
     group: Any = None,
-    bucket_bytes: int = BUCKET,
+    bucket_bytes: int = BUCKET_NBYTES,
     namespace: str = "",
 ) -> Any:
     """The tree with full arrays: what `load` would give, had these ranks saved it.
@@ -124,7 +124,7 @@ def gather(
         MismatchError: ranks contradict each other.
         RankError: some ranks failed to begin, or this one is not part of the group.
     """
-    wire = wire_of(group)
+    wire = transport_of(group)
     return gathering.gather(tree, wire=wire, ranks=ranks, device=device, limit=bucket_bytes, namespace=namespace)
 
 
@@ -135,7 +135,7 @@ def distribute(
     src: int | None = None,
     device: str | None = None,
     group: Any = None,
-    bucket_bytes: int = BUCKET,
+    bucket_bytes: int = BUCKET_NBYTES,
     namespace: str = "",
 ) -> Any:
     """A tree of new arrays as `like` describes them: shape, dtype, kind, device and layout, with the data of `tree`.
@@ -155,7 +155,7 @@ def distribute(
     """
     if src is None:
         return moving.distribute_local(tree, like, rank=_rank(), device=device, namespace=namespace)
-    wire = wire_of(group)
+    wire = transport_of(group)
     return sending.distribute(tree, like, wire=wire, source=src, device=device, limit=bucket_bytes, namespace=namespace)
 
 
@@ -165,7 +165,7 @@ def broadcast(
     src: int = 0,
     device: str | None = None,
     group: Any = None,
-    bucket_bytes: int = BUCKET,
+    bucket_bytes: int = BUCKET_NBYTES,
     namespace: str = "",
 ) -> Any:
     """The tree of one rank, on every rank: that rank gets its own back, the very object, the others new arrays.
@@ -181,7 +181,7 @@ def broadcast(
         TreeError: a leaf without data (meta), or that can not be sent; `PerRank`.
         RankError: the source failed to begin, or this rank is not part of the group.
     """
-    wire = wire_of(group)
+    wire = transport_of(group)
     return sending.broadcast(tree, wire=wire, source=src, device=device, limit=bucket_bytes, namespace=namespace)
 
 

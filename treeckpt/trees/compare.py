@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..arrays.registry import abstract_of
-from ..arrays.stateful import expanded
+from ..arrays.stateful import state_tree
 from ..core.tree.containers import PerRank, take
 from ..core.tree.recursion import Walk, run
 from ..core.tree.spec import ArraySpec
@@ -37,7 +37,7 @@ class Sameness(msgspec.Struct, frozen=True):
 def same_structure(found: Any, expected: Any, *, rank: int, namespace: str = "") -> Sameness:
     """Compares two trees; see `treeckpt.trees.same_structure`."""
     lines: list[str] = []
-    found, expected = (expanded(tree, rank=rank, namespace=namespace) for tree in (found, expected))
+    found, expected = (state_tree(tree, rank=rank, namespace=namespace) for tree in (found, expected))
     run(_compare(found, expected, "", lines, rank, namespace))
     return Sameness(tuple(lines))
 

@@ -13,10 +13,17 @@ from typing import Any, cast
 
 import msgspec
 
-from ..arrays.base import Target
-from ..arrays.describe import SMALL, Brought, box_digests, content_digests, describe_tree, piece_digests
+from ..arrays.base import ArrayTarget
+from ..arrays.describe import (
+    SMALL_LEAF_NBYTES,
+    DescribedTree,
+    box_digests,
+    content_digests,
+    describe_tree,
+    piece_digests,
+)
 from ..arrays.registry import decode, library_of, new_array, resolve
-from ..arrays.stateful import expanded
+from ..arrays.stateful import state_tree
 from ..core.planning.rank_trees import (
     GlobalTree,
     LeafSpec,
@@ -36,10 +43,10 @@ from ..errors import RankError, TreeError
 from ..io.comm.failures import Fault, raise_faults, to_fault
 from ..saving.messages import BoxDigests, RankTree, clashing_of, compare, compare_boxes, digest, digests_of
 from .moving import fill
-from .packing import Bucket, Entry, bytes_of, pack, pack_entries, unpack
-from .wire import Wire
+from .packing import MessageBucket, PackedRegion, empty_bytes, pack, pack_entries, unpack
+from .transport import Transport
 
-__all__ = ["gather", "tied", "together"]
+__all__ = ["gather", "rebuild_alias", "together"]
 
 
 class _Word(msgspec.Struct, array_like=True):
@@ -49,7 +56,7 @@ class _Word(msgspec.Struct, array_like=True):
     data: bytes
 
 
-def together(wire: Wire, what: str, act: Callable[[], bytes]) -> list[bytes]:
+def together(wire: Transport, what: str, act: Callable[[], bytes]) -> list[bytes]:
     """Every rank's message; where one of them fails to make its own, all raise."""
     cause: Exception | None = None
     try:
@@ -62,7 +69,7 @@ def together(wire: Wire, what: str, act: Callable[[], bytes]) -> list[bytes]:
     return [other.data for other in heard]
 
 
-class _Brings(msgspec.Struct, array_like=True):
+class _RankDigests(msgspec.Struct, array_like=True):
     """What a rank brings, as digests."""
 
     inventory: bytes
@@ -73,7 +80,9 @@ class _Brings(msgspec.Struct, array_like=True):
 class _Gather:
     """One gather on one rank."""
 
-    def __init__(self, wire: Wire, tree: Any, ranks: Sequence[int] | None, device: str | None, namespace: str) -> None:
+    def __init__(
+        self, wire: Transport, tree: Any, ranks: Sequence[int] | None, device: str | None, namespace: str
+    ) -> None:
         self.wire, self.tree, self.device, self.namespace = wire, tree, device, namespace
         if isinstance(ranks, int):
             raise TreeError("ranks", expected="a list of ranks", found=f"{ranks}", hint=f"Pass ranks=[{ranks}]")
@@ -84,8 +93,8 @@ class _Gather:
                 hint="Ranks are counted within the group",
             )  # fmt: skip
         self.receives = wire.rank in self.receivers
-        self.brought: Brought
-        self.targets: dict[str, Target] = {}
+        self.brought: DescribedTree
+        self.targets: dict[str, ArrayTarget] = {}
 
     def agree(self) -> GlobalTree:
         """What all ranks bring together."""
@@ -94,14 +103,14 @@ class _Gather:
 
         def brings() -> bytes:
             wire = self.wire
-            self.tree = expanded(self.tree, rank=wire.rank, namespace=self.namespace)
+            self.tree = state_tree(self.tree, rank=wire.rank, namespace=self.namespace)
             self.brought = describe_tree(self.tree, rank=wire.rank, members=wire.members, namespace=self.namespace)
             contents.update(content_digests(self.brought, every=False))
             groups.extend(piece_digests(self.brought, world=wire.size, every=False))
-            told = _Brings(digest_of(self.brought.inventory), digest(sorted(contents.items())), digests_of(groups))
+            told = _RankDigests(digest_of(self.brought.inventory), digest(sorted(contents.items())), digests_of(groups))
             return msgspec.msgpack.encode(told)
 
-        heard = [msgspec.msgpack.decode(data, type=_Brings) for data in together(self.wire, "gather", brings)]
+        heard = [msgspec.msgpack.decode(data, type=_RankDigests) for data in together(self.wire, "gather", brings)]
         self.values: dict[str, Value] = self.brought.values
         clash = bool(clashing_of({rank: one.pieces for rank, one in enumerate(heard)}))
         self.alike = len({(one.inventory, one.contents) for one in heard}) == 1 and not clash
@@ -114,7 +123,7 @@ class _Gather:
             told = RankTree(self.brought.inventory, contents, self.brought.values)
             words = together(self.wire, "gather", lambda: msgspec.msgpack.encode(told))
             plenum = self._join([one.inventory for one in heard], words)
-        boxes = [(path, box) for path, box, nbytes in contested(plenum) if nbytes <= SMALL]
+        boxes = [(path, box) for path, box, nbytes in contested(plenum) if nbytes <= SMALL_LEAF_NBYTES]
         if boxes:
             messages = together(
                 self.wire, "gather", lambda: msgspec.msgpack.encode(BoxDigests(None, box_digests(self.brought, boxes)))
@@ -157,7 +166,7 @@ class _Gather:
         leaves = [leaf for leaf, _ in moving]
         for giver in range(self.wire.size):
             entries = [
-                Entry(number, region, leaf.itemsize)
+                PackedRegion(number, region, leaf.itemsize)
                 for number, (leaf, share) in enumerate(moving)
                 for region in writes_of(leaf, share, giver)
             ]
@@ -175,13 +184,13 @@ class _Gather:
             return False
         return set(self.receivers) <= set(mesh_ranks(layout.mesh).tolist())
 
-    def _pass(self, giver: int, bucket: Bucket, leaves: Sequence[ArrayLeaf]) -> None:
+    def _pass(self, giver: int, bucket: MessageBucket, leaves: Sequence[ArrayLeaf]) -> None:
         """One message from the rank that gives it to those that receive."""
         wire, mine = self.wire, giver == self.wire.rank
         others = [rank for rank in self.receivers if rank != giver]
         if not (mine or self.receives) and len(self.receivers) < wire.size:
             return
-        data = pack(bucket, lambda n: self.brought.sources[leaves[n].path].pieces) if mine else bytes_of(bucket)
+        data = pack(bucket, lambda n: self.brought.sources[leaves[n].path].pieces) if mine else empty_bytes(bucket)
         if len(self.receivers) == wire.size:
             wire.broadcast(data, giver)
         elif mine:
@@ -209,11 +218,11 @@ class _Gather:
         if leaf.alias_of is None and leaf.path in self.targets:
             return self.targets[leaf.path].leaf
         if leaf.alias_of is not None and leaf.alias_of in self.targets:
-            return tied(leaf, made[leaf.alias_of], self.targets[leaf.alias_of].spec)
+            return rebuild_alias(leaf, made[leaf.alias_of], self.targets[leaf.alias_of].spec)
         return msgspec.structs.replace(leaf.spec, device=None, regions=None)
 
 
-def tied(leaf: LeafSpec, base: Any, spec: ArraySpec) -> Any:
+def rebuild_alias(leaf: LeafSpec, base: Any, spec: ArraySpec) -> Any:
     """A leaf that shares the memory of another one."""
     assert leaf.spec is not None, "arrays only are tied"
     same = (spec.kind, spec.requires_grad, spec.shape) == (leaf.spec.kind, leaf.spec.requires_grad, leaf.spec.shape)
@@ -224,7 +233,7 @@ def tied(leaf: LeafSpec, base: Any, spec: ArraySpec) -> Any:
 
 
 def gather(
-    tree: Any, *, wire: Wire, ranks: Sequence[int] | None, device: str | None, limit: int, namespace: str
+    tree: Any, *, wire: Transport, ranks: Sequence[int] | None, device: str | None, limit: int, namespace: str
 ) -> Any:
     """See `treeckpt.trees.gather`."""
     job = _Gather(wire, tree, ranks, device, namespace)

@@ -12,10 +12,10 @@ from ..core.tree.flatten import flatten
 from ..core.tree.sequences import differing
 from ..core.tree.structure import Structure, any_rank
 
-__all__ = ["Matched", "matched"]
+__all__ = ["MatchedLeaves", "match_leaves"]
 
 
-class Matched(msgspec.Struct, frozen=True):
+class MatchedLeaves(msgspec.Struct, frozen=True):
     """The leaves of a tree, and what they take."""
 
     before: list[tuple[str, object]]
@@ -27,7 +27,7 @@ class Matched(msgspec.Struct, frozen=True):
     """The leaves of the other tree that they take, with `~rank*` for the rank."""
 
 
-def matched(
+def match_leaves(
     into: Any,
     saved: Structure,
     given: Mapping[str, object],
@@ -35,7 +35,7 @@ def matched(
     *,
     rank: int,
     namespace: str = "",
-) -> Matched:
+) -> MatchedLeaves:
     """Matches the leaves of a tree with those of another one.
 
     Args:
@@ -63,4 +63,4 @@ def matched(
             leaves = iter([copied(given[below], below) for below in one.paths])
             found[path] = one.content(leaves, resolve=resolve, namespace=namespace)
     taken = frozenset(path for one in sequences.values() for path in one.paths)
-    return Matched(before, found, whole, taken)
+    return MatchedLeaves(before, found, whole, taken)

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, Piece, Source, Target, TargetPiece
-from ..arrays.overlaps import first_difference, is_equal, pairs_of, same_places, shared
+from ..arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, TargetPiece
+from ..arrays.overlaps import first_difference, in_same_memory, is_equal, overlapping_pairs, overlaps_of
 from ..arrays.registry import (
     abstract_of,
     decode,
@@ -26,14 +26,14 @@ from ..arrays.registry import (
     source_of,
     target_of,
 )
-from ..arrays.stateful import expand, expanded
+from ..arrays.stateful import expand_states, state_tree
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect, subtract
 from ..core.tree.flatten import flatten, graft, replace_leaves
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import any_rank
 from ..errors import LayoutError, MismatchError
-from .matching import Matched, matched
+from .matching import MatchedLeaves, match_leaves
 
 __all__ = [
     "are_equal",
@@ -69,7 +69,7 @@ def _is_same(old: object, new: object, path: str) -> bool:
 
 def distribute_local(tree: Any, like: Any, *, rank: int, device: str | None, namespace: str) -> Any:
     """`treeckpt.trees.distribute` where every rank has the tree."""
-    tree, like = (expanded(one, rank=rank, namespace=namespace) for one in (tree, like))
+    tree, like = (state_tree(one, rank=rank, namespace=namespace) for one in (tree, like))
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     made: dict[tuple[int, int], object] = {}
 
@@ -80,14 +80,14 @@ def distribute_local(tree: Any, like: Any, *, rank: int, device: str | None, nam
             raise MismatchError(path, expected="a leaf of the tree", found="none", hint="Put `...` there in like")
         key = id(leaf), id(given[path])
         if key not in made:
-            made[key] = _placed(leaf, given[path], path, rank, device)
+            made[key] = _distributed_leaf(leaf, given[path], path, rank, device)
         return made[key]
 
     _, leaves = flatten(like, rank=rank, namespace=namespace)
     return replace_leaves(like, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
 
 
-def _placed(leaf: object, given: object, path: str, rank: int, device: str | None) -> object:
+def _distributed_leaf(leaf: object, given: object, path: str, rank: int, device: str | None) -> object:
     source = source_of(given, path, rank)
     if source is None:
         if abstract_of(leaf, path, rank) is not None:
@@ -104,7 +104,7 @@ def _placed(leaf: object, given: object, path: str, rank: int, device: str | Non
 
 def empty_like(tree: Any, *, rank: int, device: str | None, namespace: str) -> Any:
     """See `treeckpt.trees.empty_like`."""
-    tree = expanded(tree, rank=rank, namespace=namespace)
+    tree = state_tree(tree, rank=rank, namespace=namespace)
     made: dict[int, Any] = {}
 
     def new(path: str, leaf: object) -> object:
@@ -117,7 +117,7 @@ def empty_like(tree: Any, *, rank: int, device: str | None, namespace: str) -> A
     return replace_leaves(tree, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
 
 
-def fill(pieces: Sequence[TargetPiece], parts: Sequence[Piece]) -> None:
+def fill(pieces: Sequence[TargetPiece], parts: Sequence[SourcePiece]) -> None:
     """Copies what local pieces hold into the pieces of a target; `check_held` first."""
     for piece in pieces:
         for part in parts:
@@ -126,7 +126,7 @@ def fill(pieces: Sequence[TargetPiece], parts: Sequence[Piece]) -> None:
                 piece.data.write(common.relative_to(piece.region).slices(), data)
 
 
-def check_held(target: Target, source: Source, path: str) -> None:
+def check_held(target: ArrayTarget, source: ArraySource, path: str) -> None:
     """Refuses a copy of what is not here.
 
     Raises:
@@ -148,7 +148,7 @@ def check_held(target: Target, source: Source, path: str) -> None:
             )
 
 
-class _Cast:
+class _CastingWriter:
     """A target of another dtype than the source."""
 
     def __init__(self, inner: Any, spec: ArraySpec, given: str) -> None:
@@ -158,13 +158,13 @@ class _Cast:
         self.inner.write(box, library_of(self.spec).cast(data, self.given, self.spec.dtype))
 
 
-class _Copy(msgspec.Struct, frozen=True):
+class _ArrayCopy(msgspec.Struct, frozen=True):
     """What one array is to take, from where."""
 
     path: str
-    target: Target
+    target: ArrayTarget
     """Where the bytes go, as they are there."""
-    source: Source
+    source: ArraySource
     range: tuple[int, int] | None
     """The target's memory, where it is known."""
 
@@ -177,18 +177,18 @@ class _Copy(msgspec.Struct, frozen=True):
         """Fills pieces of the target's array and dtype."""
         wanted, given = self.target.spec, self.source.spec.dtype
         if wanted.dtype != given:
-            pieces = [TargetPiece(piece.region, _Cast(piece.data, wanted, given)) for piece in pieces]
+            pieces = [TargetPiece(piece.region, _CastingWriter(piece.data, wanted, given)) for piece in pieces]
         fill(pieces, self.source.pieces)
 
 
 def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) -> None:
     """See `treeckpt.trees.copy_into`."""
-    tree = expanded(tree, rank=rank, namespace=namespace)
+    tree = state_tree(tree, rank=rank, namespace=namespace)
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
     given = {any_rank(path, rank): leaf for path, leaf in leaves}
 
     def fill(target: Any) -> int:
-        found = matched(target, structure, given, copied_value, rank=rank, namespace=namespace)
+        found = match_leaves(target, structure, given, copied_value, rank=rank, namespace=namespace)
         _check_paths(found, given, rank)
         return put_leaves(
             target,
@@ -205,7 +205,7 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
             namespace=namespace,
         )
 
-    found = expand(into, rank=rank, namespace=namespace, mappings=True)
+    found = expand_states(into, rank=rank, namespace=namespace, mappings=True)
     if found is None:
         fill(into)
     else:
@@ -214,7 +214,7 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
 
 def put_leaves(
     into: Any,
-    found: Matched,
+    found: MatchedLeaves,
     value: Callable[[Any, Any, str], object],
     *,
     rank: int,
@@ -232,7 +232,7 @@ def put_leaves(
     """
     before, given = found.before, found.given
     new: list[object] = []
-    copies: list[_Copy] = []
+    copies: list[_ArrayCopy] = []
     for path, leaf in before:
         if path not in given:
             new.append(leaf)
@@ -248,14 +248,14 @@ def put_leaves(
         storage = getattr(source_of(leaf, path, rank), "storage", None)
         place = None if storage is None else (storage.address, storage.address + storage.nbytes)
         _check_match(target, source, path, cast)
-        copies.append(_Copy(path, target, source, place))
+        copies.append(_ArrayCopy(path, target, source, place))
     _check_ties(copies)
     copies = list({id(copy.target.leaf): copy for copy in copies}.values())
     _put(into, found, new, copies, namespace)
     return sum(copy.nbytes for copy in copies)
 
 
-def _put(into: Any, found: Matched, new: list[object], copies: list[_Copy], namespace: str) -> None:
+def _put(into: Any, found: MatchedLeaves, new: list[object], copies: list[_ArrayCopy], namespace: str) -> None:
     filled = replace_leaves(into, iter(new), namespace=namespace, whole=found.whole)
     stuck = graft(into, filled, is_value=is_value, namespace=namespace, dry=True)
     if stuck:
@@ -266,12 +266,12 @@ def _put(into: Any, found: Matched, new: list[object], copies: list[_Copy], name
             hint="Put it into a dict, a list or a dataclass that is not frozen",
         )
     mark_written(copy.target.leaf for copy in copies)
-    for copy in _apart(copies):
+    for copy in _without_overlaps(copies):
         copy.put(copy.target.pieces)
     graft(into, filled, is_value=is_value, namespace=namespace)
 
 
-def _check_paths(found: Matched, given: Mapping[str, object], rank: int) -> None:
+def _check_paths(found: MatchedLeaves, given: Mapping[str, object], rank: int) -> None:
     left = tuple(f"{any_rank(path, rank)}/" if path else "" for path, leaf in found.before if leaf is ...)
     asked = {any_rank(path, rank) for path, _ in found.before} | found.taken
     missing = [path for path, leaf in found.before if leaf is not ... and path not in found.given]
@@ -285,14 +285,14 @@ def _check_paths(found: Matched, given: Mapping[str, object], rank: int) -> None
         )
 
 
-def _check_ties(copies: Sequence[_Copy]) -> None:
+def _check_ties(copies: Sequence[_ArrayCopy]) -> None:
     """Refuses two arrays that differ for one place in memory, where the last would win."""
 
-    def one(first: _Copy, second: _Copy) -> bool:
+    def one(first: _ArrayCopy, second: _ArrayCopy) -> bool:
         return (
             first.source.storage is not None
             and first.source.storage == second.source.storage
-            and same_places(first.target, second.target)
+            and in_same_memory(first.target, second.target)
         )
 
     def read(wanted: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
@@ -300,8 +300,8 @@ def _check_ties(copies: Sequence[_Copy]) -> None:
             copies[number].put(pieces)
 
     targets = [copy.target for copy in copies]
-    pairs = (pair for pair in pairs_of(targets) if not one(copies[pair[0]], copies[pair[1]]))
-    found = first_difference((part for pair in pairs for part in shared(targets, pair, BLOCK)), read, BLOCK)
+    pairs = (pair for pair in overlapping_pairs(targets) if not one(copies[pair[0]], copies[pair[1]]))
+    found = first_difference((part for pair in pairs for part in overlaps_of(targets, pair, BLOCK)), read, BLOCK)
     if found is not None:
         first, second = (copies[number].path for number in found)
         raise MismatchError(
@@ -317,13 +317,13 @@ def are_equal(first: object, second: object, wanted: object, path: str, rank: in
     spec = abstract_of(wanted, path, rank)
     assert spec is not None, "only arrays are compared"
     regions = (Region.whole(spec.shape),) if spec.regions is None else spec.regions
-    target = Target(spec, None, [TargetPiece(region, HostArray(np.empty(0))) for region in regions])
-    copies: list[_Copy] = []
+    target = ArrayTarget(spec, None, [TargetPiece(region, HostArray(np.empty(0))) for region in regions])
+    copies: list[_ArrayCopy] = []
     for leaf in (first, second):
         if (source := source_of(leaf, path, rank)) is None:
             return False
         check_held(target, source, path)
-        copies.append(_Copy(path, target, source, None))
+        copies.append(_ArrayCopy(path, target, source, None))
 
     def read(parts: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
         for number, pieces in parts:
@@ -339,19 +339,19 @@ def check_dtype(wanted: str, given: str, path: str) -> None:
         raise MismatchError(path, expected=wanted, found=given, hint="Convert one of them first")
 
 
-def _check_match(target: Target, source: Source, path: str, cast: bool) -> None:
+def _check_match(target: ArrayTarget, source: ArraySource, path: str, cast: bool) -> None:
     check_held(target, source, path)
     if not cast:
         check_dtype(target.spec.dtype, source.spec.dtype, path)
 
 
-def _apart(copies: list[_Copy]) -> list[_Copy]:
+def _without_overlaps(copies: list[_ArrayCopy]) -> list[_ArrayCopy]:
     """The copies, with sources that a copy would overwrite set aside: trees may share memory, as in a swap."""
     ranges = sorted(copy.range for copy in copies if copy.range is not None)
     starts = [low for low, _ in ranges]
     longest = max((high - low for low, high in ranges), default=0)
 
-    def shared(source: Source) -> bool:
+    def overlaps_of(source: ArraySource) -> bool:
         if source.storage is None:
             return False
         low, high = source.storage.address, source.storage.address + source.storage.nbytes
@@ -359,14 +359,14 @@ def _apart(copies: list[_Copy]) -> list[_Copy]:
         return any(a < high and low < b for a, b in near)
 
     return [
-        msgspec.structs.replace(copy, source=_set_aside(copy.source)) if shared(copy.source) else copy
+        msgspec.structs.replace(copy, source=_set_aside(copy.source)) if overlaps_of(copy.source) else copy
         for copy in copies
     ]
 
 
-def _set_aside(source: Source) -> Source:
+def _set_aside(source: ArraySource) -> ArraySource:
     kept = [
-        Piece(p.region, HostArray(p.data.read(tuple(slice(0, n) for n in p.region.shape)).copy()))
+        SourcePiece(p.region, HostArray(p.data.read(tuple(slice(0, n) for n in p.region.shape)).copy()))
         for p in source.pieces
     ]
     return msgspec.structs.replace(source, pieces=kept)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..arrays.stateful import expanded
+from ..arrays.stateful import state_tree
 from ..core.tree.containers import PerRank, take
 from ..core.tree.flatten import replace_leaves
 from ..core.tree.recursion import Walk, run
@@ -64,7 +64,7 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
                     child, (*steps, key if isinstance(key, str) else text), f"{path}/{text}" if path else text, own
                 )
 
-    run(walk(expanded(tree, namespace=namespace), (), "", False))
+    run(walk(state_tree(tree, namespace=namespace), (), "", False))
     return found
 
 
@@ -81,7 +81,7 @@ def unflatten_names(names: Mapping[str, Any], like: Any = None, *, separator: st
     """
     if like is None:
         return _nested(names, separator)
-    like = expanded(like, namespace=namespace)
+    like = state_tree(like, namespace=namespace)
     wanted = _named(like, separator, namespace)
     _check_names([name for name, _, _ in wanted], names)
     leaves = (_bare(names[name], leaf) for name, _, leaf in wanted)

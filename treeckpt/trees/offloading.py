@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays.registry import abstract_of
 from ..arrays.sharded import Sharded, with_locals
-from ..arrays.stateful import expanded
+from ..arrays.stateful import state_tree
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.keyed_table import Column
 from ..core.tree.spec import ArraySpec
@@ -34,7 +34,7 @@ def offload(tree: Any, *, rank: int, memory: Memory, namespace: str) -> Any:
     if memory not in get_args(Memory):
         choices = ", ".join(map(repr, get_args(Memory)))
         raise TreeError("memory", expected=f"one of {choices}", found=f"{memory!r:.60}")
-    tree = expanded(tree, rank=rank, namespace=namespace)
+    tree = state_tree(tree, rank=rank, namespace=namespace)
     _, found = flatten(tree, rank=rank, namespace=namespace)
     # a table takes its arrays; where its buckets begin is made anew
     leaves = [(path, leaf.array if isinstance(leaf, Column) else leaf) for path, leaf in found]

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, Piece, TargetPiece, raw_dtype
+from ..arrays.base import HostArray, SourcePiece, TargetPiece, raw_dtype
 from ..core.sharding.region import Region
 from .moving import fill
 
-__all__ = ["BUCKET", "Bucket", "Entry", "bytes_of", "pack", "pack_entries", "unpack"]
+__all__ = ["BUCKET_NBYTES", "MessageBucket", "PackedRegion", "empty_bytes", "pack", "pack_entries", "unpack"]
 
-BUCKET = 64 << 20
+BUCKET_NBYTES = 64 << 20
 """Bytes that a message holds, or a single region if that is larger."""
 ALIGN = 16
 
 
-class Entry(msgspec.Struct, frozen=True):
+class PackedRegion(msgspec.Struct, frozen=True):
     """A region of an array, which `number` names to both sides."""
 
     number: int
@@ -33,35 +33,35 @@ class Entry(msgspec.Struct, frozen=True):
         return self.region.size * self.itemsize
 
 
-class Bucket(msgspec.Struct, frozen=True):
+class MessageBucket(msgspec.Struct, frozen=True):
     """Entries that travel in one message, and where each starts in it."""
 
-    entries: tuple[tuple[Entry, int], ...]
+    entries: tuple[tuple[PackedRegion, int], ...]
     nbytes: int
 
 
-def pack_entries(entries: Sequence[Entry], limit: int) -> Iterator[Bucket]:
+def pack_entries(entries: Sequence[PackedRegion], limit: int) -> Iterator[MessageBucket]:
     """Buckets of at most `limit` bytes, or of one entry, in order; entries without elements are left out."""
-    found: list[tuple[Entry, int]] = []
+    found: list[tuple[PackedRegion, int]] = []
     at = 0
     for entry in entries:
         if not entry.nbytes:
             continue
         if found and at + entry.nbytes > limit:
-            yield Bucket(tuple(found), at)
+            yield MessageBucket(tuple(found), at)
             found, at = [], 0
         found.append((entry, at))
         at += -(-entry.nbytes // ALIGN) * ALIGN
     if found:
-        yield Bucket(tuple(found), at)
+        yield MessageBucket(tuple(found), at)
 
 
-def _window(data: np.ndarray, entry: Entry, at: int) -> HostArray:
+def _window(data: np.ndarray, entry: PackedRegion, at: int) -> HostArray:
     raw = data[at : at + entry.nbytes].view(raw_dtype(entry.itemsize))
     return HostArray(raw.reshape(entry.region.shape))
 
 
-def pack(bucket: Bucket, parts: Callable[[int], Sequence[Piece]]) -> np.ndarray:
+def pack(bucket: MessageBucket, parts: Callable[[int], Sequence[SourcePiece]]) -> np.ndarray:
     """The bytes of a bucket, out of the pieces that this rank holds of each array."""
     data = np.zeros(bucket.nbytes, np.uint8)
     for entry, at in bucket.entries:
@@ -69,12 +69,12 @@ def pack(bucket: Bucket, parts: Callable[[int], Sequence[Piece]]) -> np.ndarray:
     return data
 
 
-def unpack(data: np.ndarray, bucket: Bucket, pieces: Callable[[Entry], Sequence[TargetPiece]]) -> None:
+def unpack(data: np.ndarray, bucket: MessageBucket, pieces: Callable[[PackedRegion], Sequence[TargetPiece]]) -> None:
     """Puts the bytes of a bucket where they belong."""
     for entry, at in bucket.entries:
-        fill(pieces(entry), [Piece(entry.region, _window(data, entry, at))])
+        fill(pieces(entry), [SourcePiece(entry.region, _window(data, entry, at))])
 
 
-def bytes_of(bucket: Bucket) -> np.ndarray:
+def empty_bytes(bucket: MessageBucket) -> np.ndarray:
     """Room for the bytes of a bucket."""
     return np.empty(bucket.nbytes, np.uint8)

@@ -34,7 +34,7 @@ def policy_of(given: Policy | Mapping[str, Policy], part: str) -> Policy:
     return policy
 
 
-class _As(SoloComm):
+class _AssumedRankComm(SoloComm):
     """Stands for one rank of a world that may be gone; loads do not talk."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -43,7 +43,7 @@ class _As(SoloComm):
 
 
 def _as_rank(path: Any, part: str, rank: int, world: int, **options: Any) -> Any:
-    tree = api.load(path, select=part, comm=_As(rank, world), **options)
+    tree = api.load(path, select=part, comm=_AssumedRankComm(rank, world), **options)
     state = tree[part]
     return state.value if isinstance(state, PerRank) else state
 

@@ -11,24 +11,24 @@ from typing import Any
 
 import msgspec
 
-from ..arrays.base import Target
-from ..arrays.describe import Brought, describe_tree
+from ..arrays.base import ArrayTarget
+from ..arrays.describe import DescribedTree, describe_tree
 from ..arrays.registry import decode, like_of, new_array, resolve
-from ..arrays.stateful import expanded
+from ..arrays.stateful import state_tree
 from ..core.planning.rank_trees import Inventory
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
 from ..core.tree.flatten import flatten, replace_leaves, unflatten
 from ..core.tree.spec import ArraySpec, Value
 from ..errors import LayoutError, MismatchError, RankError, TreeError
-from .gathering import tied, together
-from .packing import Bucket, Entry, bytes_of, pack, pack_entries, unpack
-from .wire import Transfer, Wire
+from .gathering import rebuild_alias, together
+from .packing import MessageBucket, PackedRegion, empty_bytes, pack, pack_entries, unpack
+from .transport import Transfer, Transport
 
 __all__ = ["broadcast", "distribute"]
 
 
-def _check_source(source: int, wire: Wire) -> None:
+def _check_source(source: int, wire: Transport) -> None:
     if not 0 <= source < wire.size:
         raise RankError(
             "src", ranks={}, expected=f"a rank of 0 to {wire.size - 1}", found=f"{source}",
@@ -36,14 +36,14 @@ def _check_source(source: int, wire: Wire) -> None:
         )  # fmt: skip
 
 
-def _whole(tree: Any, wire: Wire, namespace: str) -> Brought:
+def _describe_whole_tree(tree: Any, wire: Transport, namespace: str) -> DescribedTree:
     """The source's tree, described; all of it must be here.
 
     Raises:
         LayoutError: a distributed array.
         TreeError: state of each rank's own.
     """
-    tree = expanded(tree, rank=wire.rank, namespace=namespace)
+    tree = state_tree(tree, rank=wire.rank, namespace=namespace)
     brought = describe_tree(tree, rank=wire.rank, members=wire.members, namespace=namespace)
     for leaf in brought.inventory.leaves:
         if leaf.per_rank is not None:
@@ -59,56 +59,56 @@ def _whole(tree: Any, wire: Wire, namespace: str) -> Brought:
 
 
 # as it is -------------------------------------------------------------------------------------------------------------
-class _Plan(msgspec.Struct, array_like=True):
+class _BroadcastTree(msgspec.Struct, array_like=True):
     """The source's tree without the arrays' data."""
 
     inventory: Inventory
     values: dict[str, Value]
 
 
-def broadcast(tree: Any, *, wire: Wire, source: int, device: str | None, limit: int, namespace: str) -> Any:
+def broadcast(tree: Any, *, wire: Transport, source: int, device: str | None, limit: int, namespace: str) -> Any:
     """See `treeckpt.trees.broadcast`."""
     _check_source(source, wire)
-    brought: list[Brought] = []
+    brought: list[DescribedTree] = []
 
     def tell() -> bytes:
         if wire.rank != source:
             return b""
-        brought.append(_whole(tree, wire, namespace))
-        return msgspec.msgpack.encode(_Plan(brought[0].inventory, brought[0].values))
+        brought.append(_describe_whole_tree(tree, wire, namespace))
+        return msgspec.msgpack.encode(_BroadcastTree(brought[0].inventory, brought[0].values))
 
-    plan = msgspec.msgpack.decode(together(wire, "broadcast", tell)[source], type=_Plan)
+    plan = msgspec.msgpack.decode(together(wire, "broadcast", tell)[source], type=_BroadcastTree)
     arrays = [leaf for leaf in plan.inventory.leaves if leaf.spec is not None and leaf.alias_of is None]
-    targets: dict[str, Target] = {}
-    entries: list[Entry] = []
+    targets: dict[str, ArrayTarget] = {}
+    entries: list[PackedRegion] = []
     for number, leaf in enumerate(arrays):
         assert leaf.spec is not None, "arrays only"
-        entries.append(Entry(number, Region.whole(leaf.spec.shape), dtype_of(leaf.spec.dtype).itemsize))
+        entries.append(PackedRegion(number, Region.whole(leaf.spec.shape), dtype_of(leaf.spec.dtype).itemsize))
         if wire.rank != source:
             targets[leaf.path] = new_array(msgspec.structs.replace(leaf.spec, device=None), leaf.path, device)
     for bucket in pack_entries(entries, limit):
         if wire.rank == source:
             wire.broadcast(pack(bucket, lambda n: brought[0].sources[arrays[n].path].pieces), source)
             continue
-        data = bytes_of(bucket)
+        data = empty_bytes(bucket)
         wire.broadcast(data, source)
         unpack(data, bucket, lambda entry: targets[arrays[entry.number].path].pieces)
     return tree if wire.rank == source else _built(plan, targets, wire.rank, namespace)
 
 
-def _built(plan: _Plan, targets: dict[str, Target], rank: int, namespace: str) -> Any:
+def _built(plan: _BroadcastTree, targets: dict[str, ArrayTarget], rank: int, namespace: str) -> Any:
     made: dict[str, Any] = {path: target.leaf for path, target in targets.items()}
     for leaf in plan.inventory.leaves:
         if leaf.spec is None:
             made[leaf.path] = decode(plan.values[leaf.path], leaf.path, allow_pickle=False)
         elif leaf.alias_of is not None:
-            made[leaf.path] = tied(leaf, made[leaf.alias_of], targets[leaf.alias_of].spec)
+            made[leaf.path] = rebuild_alias(leaf, made[leaf.alias_of], targets[leaf.alias_of].spec)
     leaves = iter([made[leaf.path] for leaf in plan.inventory.leaves])
     return unflatten(plan.inventory.whole, leaves, resolve=resolve, rank=rank, namespace=namespace)
 
 
 # cut as each rank wants it --------------------------------------------------------------------------------------------
-class _Wish(msgspec.Struct, frozen=True, array_like=True):
+class _WantedLeaf(msgspec.Struct, frozen=True, array_like=True):
     """An array that a rank wants, or a value (`spec` is None)."""
 
     path: str
@@ -116,7 +116,7 @@ class _Wish(msgspec.Struct, frozen=True, array_like=True):
     regions: tuple[Region, ...] = ()
 
 
-class _Reply(msgspec.Struct, array_like=True):
+class _SourceReply(msgspec.Struct, array_like=True):
     """What the source has for each path that is no array."""
 
     values: dict[str, Value]
@@ -127,43 +127,43 @@ class _Reply(msgspec.Struct, array_like=True):
 class _Distribute:
     """One distribution from one rank, on one rank."""
 
-    def __init__(self, wire: Wire, source: int, device: str | None, namespace: str) -> None:
+    def __init__(self, wire: Transport, source: int, device: str | None, namespace: str) -> None:
         self.wire, self.source, self.device, self.namespace = wire, source, device, namespace
         self.here = wire.rank if wire.members is None else wire.members[wire.rank]
-        self.targets: dict[str, Target] = {}
-        self.brought: Brought | None = None
+        self.targets: dict[str, ArrayTarget] = {}
+        self.brought: DescribedTree | None = None
         self.like: Any = None
         self.leaves: list[tuple[str, object]] = []
 
-    def wishes(self, like: Any) -> list[list[_Wish]]:
+    def wishes(self, like: Any) -> list[list[_WantedLeaf]]:
         """What each rank wants, by rank; makes the arrays that this one wants."""
 
         def mine() -> bytes:
-            self.like = expanded(like, rank=self.wire.rank, namespace=self.namespace)
+            self.like = state_tree(like, rank=self.wire.rank, namespace=self.namespace)
             _, leaves = flatten(self.like, rank=self.wire.rank, namespace=self.namespace)
             self.leaves = leaves
-            found: list[_Wish] = []
+            found: list[_WantedLeaf] = []
             for path, leaf in leaves:
                 if leaf is ...:
                     continue
                 target = like_of(leaf, path, self.here, self.device)
                 if target is None:
-                    found.append(_Wish(path, None))
+                    found.append(_WantedLeaf(path, None))
                 else:
                     self.targets[path] = target
-                    found.append(_Wish(path, target.spec, tuple(piece.region for piece in target.pieces)))
+                    found.append(_WantedLeaf(path, target.spec, tuple(piece.region for piece in target.pieces)))
             return msgspec.msgpack.encode(found)
 
         heard = together(self.wire, "distribute", mine)
-        return [msgspec.msgpack.decode(data, type=list[_Wish]) for data in heard]
+        return [msgspec.msgpack.decode(data, type=list[_WantedLeaf]) for data in heard]
 
-    def reply(self, tree: Any, wishes: Sequence[Sequence[_Wish]]) -> _Reply:
+    def reply(self, tree: Any, wishes: Sequence[Sequence[_WantedLeaf]]) -> _SourceReply:
         """The source looks whether it has what is wanted, and sends what is no array."""
 
         def answer() -> bytes:
             if self.wire.rank != self.source:
                 return b""
-            brought = self.brought = _whole(tree, self.wire, self.namespace)
+            brought = self.brought = _describe_whole_tree(tree, self.wire, self.namespace)
             values: dict[str, Value] = {}
             for rank, wanted in enumerate(wishes):
                 for wish in wanted:
@@ -172,20 +172,20 @@ class _Distribute:
                         values[wish.path] = brought.values[wish.path]
             leaves = brought.inventory.leaves
             ties = {leaf.path: leaf.alias_of for leaf in leaves if leaf.alias_of is not None and leaf.view is None}
-            return msgspec.msgpack.encode(_Reply(values, ties))
+            return msgspec.msgpack.encode(_SourceReply(values, ties))
 
-        return msgspec.msgpack.decode(together(self.wire, "distribute", answer)[self.source], type=_Reply)
+        return msgspec.msgpack.decode(together(self.wire, "distribute", answer)[self.source], type=_SourceReply)
 
-    def move(self, wishes: Sequence[Sequence[_Wish]], limit: int) -> None:
+    def move(self, wishes: Sequence[Sequence[_WantedLeaf]], limit: int) -> None:
         """Sends what is wanted: to all at once where all want the same, else to each rank."""
         paths = list(dict.fromkeys(wish.path for wanted in wishes for wish in wanted if wish.spec is not None))
         number = {path: n for n, path in enumerate(paths)}
         asked = [{wish.path: wish for wish in wanted} for wanted in wishes]
         common = {path for path in paths if all(wanted.get(path) == asked[0].get(path) for wanted in asked)}
 
-        def entries(rank: int, chosen: Callable[[str], bool]) -> list[Entry]:
+        def entries(rank: int, chosen: Callable[[str], bool]) -> list[PackedRegion]:
             return [
-                Entry(number[wish.path], region, dtype_of(wish.spec.dtype).itemsize)
+                PackedRegion(number[wish.path], region, dtype_of(wish.spec.dtype).itemsize)
                 for wish in wishes[rank]
                 if wish.spec is not None and chosen(wish.path)
                 for region in wish.regions
@@ -199,7 +199,7 @@ class _Distribute:
             for bucket in pack_entries(entries(rank, lambda path: path not in common), limit):
                 self._send(rank, bucket, paths)
 
-    def _send(self, rank: int, bucket: Bucket, paths: Sequence[str]) -> None:
+    def _send(self, rank: int, bucket: MessageBucket, paths: Sequence[str]) -> None:
         if self.wire.rank not in (rank, self.source):
             return
         data = self._pack(bucket, paths)
@@ -209,19 +209,19 @@ class _Distribute:
         if self.wire.rank == rank:
             self._unpack(data, bucket, paths)
 
-    def _pack(self, bucket: Bucket, paths: Sequence[str]) -> Any:
+    def _pack(self, bucket: MessageBucket, paths: Sequence[str]) -> Any:
         brought = self.brought
         if brought is None:
-            return bytes_of(bucket)
+            return empty_bytes(bucket)
         return pack(bucket, lambda n: brought.sources[paths[n]].pieces)
 
-    def _unpack(self, data: Any, bucket: Bucket, paths: Sequence[str]) -> None:
-        def piece(entry: Entry) -> Any:
+    def _unpack(self, data: Any, bucket: MessageBucket, paths: Sequence[str]) -> None:
+        def piece(entry: PackedRegion) -> Any:
             return [p for p in self.targets[paths[entry.number]].pieces if p.region == entry.region]
 
         unpack(data, bucket, piece)
 
-    def result(self, reply: _Reply) -> Any:
+    def result(self, reply: _SourceReply) -> Any:
         """The tree; leaves that are one object in like, and one array at the source, are one object again."""
         asked = dict(self.leaves)
         made: dict[str, Any] = {path: target.leaf for path, target in self.targets.items()}
@@ -237,7 +237,7 @@ class _Distribute:
         return replace_leaves(self.like, leaves, namespace=self.namespace)
 
 
-def _check_wish(wish: _Wish, brought: Brought, rank: int) -> None:
+def _check_wish(wish: _WantedLeaf, brought: DescribedTree, rank: int) -> None:
     """Raises:
     MismatchError: the source has no such leaf, or one of another shape, dtype or kind."""
     source = brought.sources.get(wish.path)
@@ -254,7 +254,9 @@ def _check_wish(wish: _Wish, brought: Brought, rank: int) -> None:
         )
 
 
-def distribute(tree: Any, like: Any, *, wire: Wire, source: int, device: str | None, limit: int, namespace: str) -> Any:
+def distribute(
+    tree: Any, like: Any, *, wire: Transport, source: int, device: str | None, limit: int, namespace: str
+) -> Any:
     """See `treeckpt.trees.distribute`."""
     _check_source(source, wire)
     job = _Distribute(wire, source, device, namespace)

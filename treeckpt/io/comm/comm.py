@@ -14,16 +14,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ...errors import RankError, TreeckptError
-from .fanout import leads, spans_for
-from .launchers import Unconnected, launched, unconnected
-from .message_store import StoreBoard, follow, serve
+from .fanout import group_sizes_for, is_leader
+from .launchers import UnconnectedComm, launched_rank, unconnected_error
+from .message_store import TorchMessageStore, connect_to_leader, serve_leader_store
 
 __all__ = [
-    "Board",
     "Comm",
+    "HierarchicalComm",
+    "MessageStore",
     "SoloComm",
     "ThreadComm",
-    "TieredComm",
     "TorchComm",
     "as_comm",
     "comm_of",
@@ -37,7 +37,7 @@ TIMEOUT = 600.0
 """Seconds to wait for other ranks, unless told otherwise."""
 
 
-class Board(Protocol):
+class MessageStore(Protocol):
     """Where messages are put up and found by key."""
 
     def post(self, key: str, data: bytes) -> None:
@@ -57,7 +57,7 @@ class Board(Protocol):
         ...
 
 
-class Comm(Board, Protocol):
+class Comm(MessageStore, Protocol):
     """One rank's access to the board that all ranks share."""
 
     @property
@@ -77,7 +77,7 @@ class Comm(Board, Protocol):
         ...
 
 
-class TieredComm(Comm, Protocol):
+class HierarchicalComm(Comm, Protocol):
     """One whose ranks may speak by leaders."""
 
     @property
@@ -85,7 +85,7 @@ class TieredComm(Comm, Protocol):
         """Spans of groups of ranks as `io.comm.fanout` knows them; none where all speak to rank 0."""
         ...
 
-    def board(self, leader: int) -> Board:
+    def board(self, leader: int) -> MessageStore:
         """The board that a rank serves for those it leads.
 
         Raises:
@@ -115,7 +115,7 @@ class SoloComm:
         pass
 
 
-class _Messages:
+class _ThreadMessageStore:
     """Messages between threads that act as ranks."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class ThreadComm:
     """Threads of one process as ranks: for tests, and for what needs no more."""
 
     def __init__(
-        self, rank: int, size: int, boards: Mapping[int, Board], timeout: float, tiers: tuple[int, ...] = ()
+        self, rank: int, size: int, boards: Mapping[int, MessageStore], timeout: float, tiers: tuple[int, ...] = ()
     ) -> None:
         self.rank, self.size, self.timeout, self.tiers = rank, size, timeout, tiers
         self.memory: dict[str, Any] = {}
@@ -157,7 +157,7 @@ class ThreadComm:
     def drop(self, keys: Sequence[str]) -> None:
         self._board.drop(keys)
 
-    def board(self, leader: int) -> Board:
+    def board(self, leader: int) -> MessageStore:
         return self._boards[leader]
 
 
@@ -167,7 +167,7 @@ def thread_comms(size: int, *, timeout: float = TIMEOUT, tiers: tuple[int, ...] 
     Args:
         tiers: as `io.comm.fanout` has spans: ranks of groups, by whose leaders they speak to rank 0.
     """
-    boards = {leader: _Messages() for leader in range(size) if leads(leader, size, tiers) or not leader}
+    boards = {leader: _ThreadMessageStore() for leader in range(size) if is_leader(leader, size, tiers) or not leader}
     return [ThreadComm(rank, size, boards, timeout, tiers) for rank in range(size)]
 
 
@@ -194,10 +194,10 @@ class TorchComm:
         tiers: tuple[int, ...] | None = None,
     ) -> None:
         self.rank, self.size, self.timeout, self.members = rank, size, timeout, members
-        self.tiers = spans_for(size) if tiers is None else tiers
+        self.tiers = group_sizes_for(size) if tiers is None else tiers
         self.memory: dict[str, Any] = {}
-        self._common = StoreBoard(store, prefix)
-        self._boards: dict[int, Board] = {}
+        self._common = TorchMessageStore(store, prefix)
+        self._boards: dict[int, MessageStore] = {}
         self._lock, self._owner = threading.Lock(), os.getpid()
 
     def _check_owner(self) -> None:
@@ -222,13 +222,15 @@ class TorchComm:
         if os.getpid() == self._owner:
             self._common.drop(keys)
 
-    def board(self, leader: int) -> Board:
+    def board(self, leader: int) -> MessageStore:
         self._check_owner()
         with self._lock:
             if leader not in self._boards:
                 mine = leader == self.rank
                 self._boards[leader] = (
-                    serve(self._common, leader) if mine else follow(self._common, leader, self.timeout)
+                    serve_leader_store(self._common, leader)
+                    if mine
+                    else connect_to_leader(self._common, leader, self.timeout)
                 )
             return self._boards[leader]
 
@@ -238,7 +240,7 @@ def default_comm() -> Comm:
 
     It is kept with the default group's Store, so that ranks count their saves alike and a new group starts anew.
     """
-    return _kept().world if _world_size() > 1 else _SOLO
+    return _default_store_comms().world if _world_size() > 1 else _SOLO
 
 
 def _world_size() -> int:
@@ -250,11 +252,11 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _alone() -> Comm:
+def _alone_comm() -> Comm:
     """The comm of this process as the only one, whatever others there are."""
     if _world_size() < 2:
         return _SOLO
-    kept = _kept()
+    kept = _default_store_comms()
     return kept.groups.setdefault("alone", SoloComm((kept.world.rank,)))
 
 
@@ -277,7 +279,7 @@ def comm_of(group: Any) -> Comm:
         return default_comm()
     check_group(group, "comm")
     members = tuple(dist.get_process_group_ranks(group))
-    kept = _kept()
+    kept = _default_store_comms()
     key = f"treeckpt/{group.group_name}/{','.join(map(str, members))}"
     if key not in kept.groups:
         kept.groups[key] = TorchComm(
@@ -328,14 +330,14 @@ def as_comm(comm: Any, *, talks: bool = True) -> Comm:
     """
     if isinstance(comm, str):
         if comm == "alone":
-            return _alone()
+            return _alone_comm()
         expected = 'a process group of torch.distributed, "alone", or None for all ranks'
         raise TreeckptError("comm", expected=expected, found=f"{comm!r:.60}")
     if comm is None:
-        place = launched() if not _world_size() else None
+        place = launched_rank() if not _world_size() else None
         if place is not None and talks:
-            raise unconnected(place)
-        return default_comm() if place is None else Unconnected(place, TIMEOUT)
+            raise unconnected_error(place)
+        return default_comm() if place is None else UnconnectedComm(place, TIMEOUT)
     return comm if hasattr(comm, "post") else comm_of(comm)
 
 
@@ -350,27 +352,27 @@ def global_rank(comm: Comm) -> int:
     return comm.rank if members is None else members[comm.rank]
 
 
-class _Kept:
+class _StoreComms:
     """The comms over one default Store: that of all ranks, and those of groups, by prefix."""
 
     def __init__(self, original: Any, rank: int, size: int) -> None:
-        self.original, self.store = original, _clone(original)
+        self.original, self.store = original, _cloned(original)
         self.world = TorchComm(self.store, rank, size)
         self.groups: dict[str, Comm] = {}
 
 
-_COMMS: dict[int, _Kept] = {}
+_COMMS: dict[int, _StoreComms] = {}
 """Of the default process group, which is itself a global of torch's."""
 
 
-def _kept() -> _Kept:
+def _default_store_comms() -> _StoreComms:
     import torch.distributed as dist
 
     store: Any = dist.distributed_c10d._get_default_store()
     kept = _COMMS.get(id(store))
     if kept is None or kept.original is not store:
         _COMMS.clear()
-        kept = _COMMS[id(store)] = _Kept(store, dist.get_rank(), dist.get_world_size())
+        kept = _COMMS[id(store)] = _StoreComms(store, dist.get_rank(), dist.get_world_size())
     return kept
 
 
@@ -378,7 +380,7 @@ _SOLO = SoloComm()
 """The one comm of a process that is alone: it keeps plans, and the writer, from save to save."""
 
 
-def _clone(store: Any) -> Any:
+def _cloned(store: Any) -> Any:
     try:
         return store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):

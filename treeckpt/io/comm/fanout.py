@@ -14,7 +14,16 @@ import msgspec
 
 from ...core.sharding.int_runs import Runs, decode_runs, encode_runs
 
-__all__ = ["SPANS", "TREE_ABOVE", "bundle", "children_of", "leads", "parent_of", "spans_for", "unbundle"]
+__all__ = [
+    "GROUP_SIZES",
+    "TREE_ABOVE",
+    "bundle",
+    "children_of",
+    "group_sizes_for",
+    "is_leader",
+    "parent_of",
+    "unbundle",
+]
 
 TREE_ABOVE = 1024
 """Ranks of the largest world in which all speak to rank 0 itself.
@@ -22,7 +31,7 @@ TREE_ABOVE = 1024
 While it waits a rank asks twenty times a second, and the one thread of a Store's server answers some 50,000 requests a
 second (`python -m tests.bench scale` measures it): with 2,500 ranks it is busy with their waiting alone.
 """
-SPANS = (8, 512)
+GROUP_SIZES = (8, 512)
 """Ranks of a host, as they usually are, and of 64 hosts: of 16,384 ranks 101 speak to rank 0, 70 to other leaders."""
 
 
@@ -33,9 +42,9 @@ class _Bundle(msgspec.Struct, array_like=True):
     """Ranks that fell silent, and what is known of each."""
 
 
-def spans_for(size: int) -> tuple[int, ...]:
+def group_sizes_for(size: int) -> tuple[int, ...]:
     """The spans by which a world of this size is grouped; none where all speak to rank 0."""
-    return SPANS if size > TREE_ABOVE else ()
+    return GROUP_SIZES if size > TREE_ABOVE else ()
 
 
 def parent_of(rank: int, spans: tuple[int, ...]) -> int:
@@ -55,7 +64,7 @@ def children_of(rank: int, size: int, spans: tuple[int, ...]) -> list[int]:
     return children
 
 
-def leads(rank: int, size: int, spans: tuple[int, ...]) -> bool:
+def is_leader(rank: int, size: int, spans: tuple[int, ...]) -> bool:
     """Whether others speak to this rank."""
     return bool(children_of(rank, size, spans))
 

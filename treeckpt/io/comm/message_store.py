@@ -19,17 +19,17 @@ from typing import Any
 
 from ...errors import RankError
 
-__all__ = ["LedBoard", "StoreBoard", "follow", "serve"]
+__all__ = ["LeaderStore", "TorchMessageStore", "connect_to_leader", "serve_leader_store"]
 
-CONNECT = 20.0
+CONNECT_TIMEOUT = 20.0
 """Seconds in which a leader's server has to be reached."""
-ANSWER = 60.0
+CALL_TIMEOUT = 60.0
 """Seconds in which a leader's server answers a call."""
-DETOUR = 2.0
+FALLBACK_INTERVAL = 2.0
 """Seconds between two looks of a leader for those who could not reach it."""
 
 
-class StoreBoard:
+class TorchMessageStore:
     """Messages on a Store, under a prefix.
 
     Args:
@@ -46,7 +46,7 @@ class StoreBoard:
         try:
             self.store.set(f"{self.prefix}/{key}", data)
         except RuntimeError as error:
-            raise _gone(error, self.server) from error
+            raise _store_error(error, self.server) from error
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
         """Polls: a blocking wait would hold this connection and cannot be told from a broken one when it ends."""
@@ -58,7 +58,7 @@ class StoreBoard:
             # get waits for what is not there, so it is asked for only what is
             return [bytes(self.store.get(name)) if complete or self.store.check([name]) else None for name in names]
         except RuntimeError as error:
-            raise _gone(error, self.server) from error
+            raise _store_error(error, self.server) from error
 
     def drop(self, keys: Sequence[str]) -> None:
         with contextlib.suppress(RuntimeError):
@@ -66,7 +66,7 @@ class StoreBoard:
                 self.store.delete_key(name)
 
 
-def _gone(error: RuntimeError, server: int) -> RankError:
+def _store_error(error: RuntimeError, server: int) -> RankError:
     return RankError(
         "ranks",
         ranks={server: f"its message store does not answer: {error!s:.200}"},
@@ -76,7 +76,7 @@ def _gone(error: RuntimeError, server: int) -> RankError:
     )
 
 
-class _Watched:
+class _TimeLimitedStore:
     """A leader's Store whose calls end though its machine may have vanished: torch's own wait for ever."""
 
     def __init__(self, store: Any, limit: float) -> None:
@@ -84,7 +84,7 @@ class _Watched:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = (
             queue.SimpleQueue()
         )
-        threading.Thread(target=_work, args=(self._jobs,), daemon=True).start()
+        threading.Thread(target=_run_calls, args=(self._jobs,), daemon=True).start()
 
     def set(self, key: str, data: bytes) -> None:
         self._call(self._store.set, key, data)
@@ -113,7 +113,7 @@ class _Watched:
         self._jobs.put(None)
 
 
-def _work(jobs: queue.SimpleQueue[Any]) -> None:
+def _run_calls(jobs: queue.SimpleQueue[Any]) -> None:
     while (job := jobs.get()) is not None:
         future, act, arguments = job
         try:
@@ -123,10 +123,10 @@ def _work(jobs: queue.SimpleQueue[Any]) -> None:
         del job, future, act, arguments  # or the last one's Store would live on
 
 
-class LedBoard:
+class LeaderStore:
     """A board that this rank serves, and the place on the common one where those are met who cannot reach it."""
 
-    def __init__(self, own: StoreBoard, detour: StoreBoard) -> None:
+    def __init__(self, own: TorchMessageStore, detour: TorchMessageStore) -> None:
         self._own, self._detour, self._met = own, detour, False
 
     def post(self, key: str, data: bytes) -> None:
@@ -138,13 +138,13 @@ class LedBoard:
         deadline = time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
-            found = self._own.wait(keys, max(min(left, DETOUR), 0))
+            found = self._own.wait(keys, max(min(left, FALLBACK_INTERVAL), 0))
             missing = [i for i, message in enumerate(found) if message is None]
             if missing:
                 for i, message in zip(missing, self._detour.wait([keys[i] for i in missing], 0), strict=True):
                     found[i] = message
                     self._met = self._met or message is not None
-            if None not in found or left <= DETOUR:
+            if None not in found or left <= FALLBACK_INTERVAL:
                 return found
 
     def drop(self, keys: Sequence[str]) -> None:
@@ -153,26 +153,26 @@ class LedBoard:
             self._detour.drop(keys)
 
 
-def _meeting(common: StoreBoard, leader: int) -> StoreBoard:
-    return StoreBoard(common.store, f"{common.prefix}/led by {leader}", common.server)
+def _fallback_store(common: TorchMessageStore, leader: int) -> TorchMessageStore:
+    return TorchMessageStore(common.store, f"{common.prefix}/led by {leader}", common.server)
 
 
-def serve(common: StoreBoard, leader: int) -> LedBoard | StoreBoard:
+def serve_leader_store(common: TorchMessageStore, leader: int) -> LeaderStore | TorchMessageStore:
     """This rank's own board, whose address is told on the common one; a part of that where it can serve none.
 
     Raises:
         RankError: the common board is gone.
     """
-    meeting = _meeting(common, leader)
+    meeting = _fallback_store(common, leader)
     try:
-        own = _served(common.store)
+        own = _new_server(common.store)
     except (RuntimeError, OSError, ValueError):
         own = None
     common.post(_address_key(leader), f"{own[0]} {own[1].port}".encode() if own is not None else b"")
-    return LedBoard(StoreBoard(own[1], meeting.prefix, leader), meeting) if own is not None else meeting
+    return LeaderStore(TorchMessageStore(own[1], meeting.prefix, leader), meeting) if own is not None else meeting
 
 
-def follow(common: StoreBoard, leader: int, timeout: float) -> StoreBoard:
+def connect_to_leader(common: TorchMessageStore, leader: int, timeout: float) -> TorchMessageStore:
     """The board of this rank's leader.
 
     Raises:
@@ -189,7 +189,7 @@ def follow(common: StoreBoard, leader: int, timeout: float) -> StoreBoard:
             )
         time.sleep(pause)
         pause = min(pause * 2, 1.0)  # all ranks ask the one server for this
-    meeting = _meeting(common, leader)
+    meeting = _fallback_store(common, leader)
     if not address:
         return meeting
     host, _, port = address.decode().rpartition(" ")
@@ -197,14 +197,14 @@ def follow(common: StoreBoard, leader: int, timeout: float) -> StoreBoard:
         store = _tcp_store(host, int(port), serves=False)
     except (RuntimeError, OSError, ValueError):
         return meeting
-    return StoreBoard(_Watched(store, ANSWER), meeting.prefix, leader)
+    return TorchMessageStore(_TimeLimitedStore(store, CALL_TIMEOUT), meeting.prefix, leader)
 
 
 def _address_key(leader: int) -> str:
     return f"board of {leader}"
 
 
-def _served(store: Any) -> tuple[str, Any] | None:
+def _new_server(store: Any) -> tuple[str, Any] | None:
     """A server of one's own and the host by which others reach it; None where the common Store is no server's."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -221,4 +221,4 @@ def _served(store: Any) -> tuple[str, Any] | None:
 def _tcp_store(host: str, port: int, *, serves: bool) -> Any:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    return TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=CONNECT))
+    return TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_TIMEOUT))

@@ -31,22 +31,22 @@ from typing import cast
 import msgspec
 
 from ...errors import RankError
-from .comm import Board, Comm, TieredComm
-from .fanout import bundle, children_of, leads, parent_of, unbundle
-from .waiting import ENDING, log_waiting, send_heartbeats, silence_text, wait_for
+from .comm import Comm, HierarchicalComm, MessageStore
+from .fanout import bundle, children_of, is_leader, parent_of, unbundle
+from .waiting import TERMINATION, log_waiting, send_heartbeats, silence_text, wait_for
 
 __all__ = ["Round"]
 
-SETTLE = 30.0
+LAST_READ_TIMEOUT = 30.0
 """Seconds that rank 0 waits, at most, for the others to read its last word: it may serve the messages, and be about to
 exit. A comm with a shorter time limit waits that long: a rank that died after its report reads nothing any more.
 """
-LOOK = 5.0
+LEADER_CHECK_INTERVAL = 5.0
 """Seconds between two looks at rank 0's board, of a rank whose own leader says nothing: at most."""
 _ROUND, _LEFT_OVER, _STATE = "round", "left over", "state"
 
 
-class _Closed(msgspec.Struct, array_like=True):
+class _ClosedRound(msgspec.Struct, array_like=True):
     """How a round ended."""
 
     number: int
@@ -58,11 +58,11 @@ class _Closed(msgspec.Struct, array_like=True):
         return rank in self.lost and topic == self.topic
 
 
-class _State(msgspec.Struct, array_like=True):
+class _RoundState(msgspec.Struct, array_like=True):
     number: int = 0
     """Of the round that was opened last."""
     topic: str = ""
-    closed: _Closed | None = None
+    closed: _ClosedRound | None = None
     """The round that was closed last."""
 
     @property
@@ -70,7 +70,7 @@ class _State(msgspec.Struct, array_like=True):
         return self.number > 0 and (self.closed is None or self.closed.number < self.number)
 
 
-class _Word(msgspec.Struct, array_like=True):
+class _Broadcast(msgspec.Struct, array_like=True):
     """What rank 0 shares."""
 
     last: bool
@@ -98,7 +98,7 @@ class Round:
         self._spans: tuple[int, ...] = getattr(comm, "tiers", ())
         self._leader = parent_of(comm.rank, self._spans)
         self._below = children_of(comm.rank, comm.size, self._spans)
-        self._above: Board | None = None
+        self._above: MessageStore | None = None
         """Where this rank speaks to its leader, from its first message on; None where that is gone."""
         self._cut: set[int] = set()
         """On rank 0: ranks below one that is lost."""
@@ -107,7 +107,7 @@ class Round:
         self._number = self._step = 0
         self._met = met or bool(name)
         """Whether the others are known to have made the call."""
-        self._state = _State()
+        self._state = _RoundState()
         self._nonce = secrets.token_bytes(8)
         self._nonces: dict[int, bytes] = {}
         self._posted: list[str] = []
@@ -125,10 +125,10 @@ class Round:
         if comm.size == 1:
             return None
         data = comm.wait([_STATE], 0)[0]
-        state = msgspec.msgpack.decode(data, type=_State) if data is not None else _State()
+        state = msgspec.msgpack.decode(data, type=_RoundState) if data is not None else _RoundState()
         if comm.rank == 0:
             self._number = state.number + 1
-            self._state = _State(self._number, self._topic, state.closed)
+            self._state = _RoundState(self._number, self._topic, state.closed)
             comm.post(_STATE, msgspec.msgpack.encode(self._state))
             return None
         last, closed = comm.memory.get(_ROUND, 0), state.closed
@@ -150,7 +150,7 @@ class Round:
         if comm.size == 1:
             return contextlib.nullcontext()
 
-        def boards() -> list[Board]:
+        def boards() -> list[MessageStore]:
             ranks = ({self._leader} if comm.rank else set()) | ({comm.rank} if self._below else set())
             return [self._board(rank) for rank in ranks]
 
@@ -159,8 +159,8 @@ class Round:
     def _key(self, rank: int | str, step: int | str = "") -> str:
         return f"{self._name or self._number}/{step or self._step}/{rank}"
 
-    def _board(self, leader: int) -> Board:
-        return cast(TieredComm, self._comm).board(leader) if leader else self._comm
+    def _board(self, leader: int) -> MessageStore:
+        return cast(HierarchicalComm, self._comm).board(leader) if leader else self._comm
 
     def gather(self, data: bytes) -> dict[int, bytes] | None:
         """The messages of all ranks that are not lost, on rank 0; None elsewhere."""
@@ -212,9 +212,9 @@ class Round:
         return heard
 
     def _leads(self, rank: int) -> bool:
-        return leads(rank, self._comm.size, self._spans)
+        return is_leader(rank, self._comm.size, self._spans)
 
-    def _await(self, board: Board, ranks: list[int]) -> list[bytes | None]:
+    def _await(self, board: MessageStore, ranks: list[int]) -> list[bytes | None]:
         """One message of each; leaders that have come may themselves be waiting, as long, for those below them."""
         timeout = self._comm.timeout
         heartbeats = [self._key(rank, "heartbeat") for rank in ranks]
@@ -236,7 +236,7 @@ class Round:
             if not slow:
                 break
             keys = [self._key(ranks[i]) for i in slow]
-            more = wait_for(board, keys, _patience(timeout), heartbeats=[heartbeats[i] for i in slow])
+            more = wait_for(board, keys, _leader_timeout(timeout), heartbeats=[heartbeats[i] for i in slow])
             for i, message in zip(slow, more, strict=True):
                 found[i] = message
         return found
@@ -258,7 +258,7 @@ class Round:
         if comm.rank == 0:
             assert data is not None, "rank 0 has the message"
             if comm.size > 1:
-                word = _Word(last, settle, list(self.lost), sorted(self._cut), data)
+                word = _Broadcast(last, settle, list(self.lost), sorted(self._cut), data)
                 self._hand_down(msgspec.msgpack.encode(word))
                 if last:
                     self._close(data, settle)
@@ -268,7 +268,7 @@ class Round:
             self._hand_down(found)
         if not self._name:
             comm.memory[_ROUND] = self._number
-        word = msgspec.msgpack.decode(found, type=_Word)
+        word = msgspec.msgpack.decode(found, type=_Broadcast)
         if word.last:
             self._leave(word)
         return word.data
@@ -282,7 +282,7 @@ class Round:
         """Rank 0's word."""
         comm, key = self._comm, self._key("all")
         # rank 0 may itself be waiting, for as long, for a rank that is silent, and leaders before it
-        limit = comm.timeout * 2 + 1 + len(self._spans) * _patience(comm.timeout)
+        limit = comm.timeout * 2 + 1 + len(self._spans) * _leader_timeout(comm.timeout)
         found = self._overhear(key, limit) if self._leader else self._await_word(key, limit)
         if found is not None:
             self._met = True
@@ -301,7 +301,7 @@ class Round:
 
         def log(missing: Sequence[int], seconds: float) -> None:
             data = self._comm.wait([_STATE], 0)[0]
-            if data is None or msgspec.msgpack.decode(data, type=_State).number < self._number:
+            if data is None or msgspec.msgpack.decode(data, type=_RoundState).number < self._number:
                 log_waiting(self._comm.rank, [0], seconds, self._topic)  # else rank 0 waits too, and logs it
 
         heartbeats, late = [self._key(0, "heartbeat")], None if self._met else log
@@ -312,8 +312,8 @@ class Round:
         """The word as this rank's leader hands it down; where that is silent or gone, as rank 0 posted it."""
         comm, start = self._comm, time.monotonic()
         deadline = start + limit
-        often = min(max(comm.timeout / 8, 0.02), LOOK)
-        pause = often if self._adrift or ENDING.listening else comm.timeout
+        often = min(max(comm.timeout / 8, 0.02), LEADER_CHECK_INTERVAL)
+        pause = often if self._adrift or TERMINATION.listening else comm.timeout
         while True:
             found = None
             if self._above is not None:
@@ -324,8 +324,8 @@ class Round:
             if found is not None:
                 return found
             found = comm.wait([key], 0 if self._above is not None else often)[0]
-            if ENDING.since is not None:
-                deadline = min(deadline, max(ENDING.since, start) + ENDING.limit * (2 + len(self._spans)))
+            if TERMINATION.since is not None:
+                deadline = min(deadline, max(TERMINATION.since, start) + TERMINATION.limit * (2 + len(self._spans)))
             if found is not None or time.monotonic() > deadline:
                 self._adrift = True
                 return found
@@ -336,7 +336,7 @@ class Round:
         if self._above is not None:
             self._above.drop(self._posted)
 
-    def _leave(self, word: _Word) -> None:
+    def _leave(self, word: _Broadcast) -> None:
         """The last word was read: so say this rank, and those below it before."""
         comm = self._comm
         cut, lost = comm.rank in word.cut, comm.rank in word.lost
@@ -359,7 +359,7 @@ class Round:
             if not self._name:
                 # only a lost rank will ask for it, and it stands on the board for long
                 lost = [*self.lost, *sorted(self._cut)]
-                self._state.closed = _Closed(self._number, self._topic, lost, data if lost else b"")
+                self._state.closed = _ClosedRound(self._number, self._topic, lost, data if lost else b"")
                 comm.post(_STATE, msgspec.msgpack.encode(self._state))
         self._clear(settle, whole=not self.lost)
 
@@ -375,7 +375,7 @@ class Round:
         cut = [self._key(rank, "left") for rank in sorted(self._cut)] if settle else []
         left: list[bytes | None] = [None]
         with contextlib.suppress(RankError):
-            settle_for = ENDING.cut(min(SETTLE, comm.timeout))
+            settle_for = TERMINATION.cut(min(LAST_READ_TIMEOUT, comm.timeout))
             left = board.wait(marks, settle_for) if marks else []
             left += board.wait(cut, settle_for) if cut else []
         # a rank that has not read the last word yet may still do so until the next round, or branch, is closed
@@ -388,6 +388,6 @@ class Round:
             board.drop(keys)
 
 
-def _patience(timeout: float) -> float:
+def _leader_timeout(timeout: float) -> float:
     """Seconds to wait for a leader that is itself waiting for as long as `timeout`: its message has a way to go."""
     return timeout * 1.25 + 1

@@ -1,8 +1,8 @@
 """Waits for other ranks: logged when they are long, and cut short once a signal has told this process to end.
 
-A rank that calls alone (`if rank == 0: save(...)`) would wait for minutes without a line. So after `NOTICE` seconds the
+A rank that calls alone (`if rank == 0: save(...)`) would wait for minutes without a line. So after `SLOW_WAIT` seconds the
 ranks that wait and the ranks that are missing are logged. A launcher kills a process a few seconds after the signal. So
-from the signal on, a wait for a rank that sends no heartbeat for `ENDING.limit` seconds ends. A heartbeat is a number
+from the signal on, a wait for a rank that sends no heartbeat for `TERMINATION.limit` seconds ends. A heartbeat is a number
 under a key of the rank, which a thread raises during a save, as long as this process listens for signals.
 """
 
@@ -16,25 +16,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ...errors import RankError
-from .comm import Board
+from .comm import MessageStore
 
-__all__ = ["ENDING", "LIMIT", "Ending", "log_if_slow", "log_waiting", "send_heartbeats", "silence_text", "wait_for"]
+__all__ = [
+    "HEARTBEAT_TIMEOUT",
+    "TERMINATION",
+    "Termination",
+    "log_if_slow",
+    "log_waiting",
+    "send_heartbeats",
+    "silence_text",
+    "wait_for",
+]
 
-NOTICE = 10.0
+SLOW_WAIT = 10.0
 """Seconds after which a wait for ranks that have not called is logged."""
-LIMIT = 5.0
+HEARTBEAT_TIMEOUT = 5.0
 """Seconds without a heartbeat after which a wait for a rank ends, from the signal on."""
-_LOOK = 0.5
+_HEARTBEAT_INTERVAL = 0.5
 """Seconds between two reads of the heartbeats of others, at most."""
 
 _log = logging.getLogger("treeckpt")
 
 
-class Ending:
+class Termination:
     """Whether a signal has told this process to end. There is one for the process, as a signal is for all of it."""
 
     def __init__(self) -> None:
-        self.limit = LIMIT
+        self.limit = HEARTBEAT_TIMEOUT
         self.since: float | None = None
         """When the signal came."""
         self._listeners = 0
@@ -69,11 +78,11 @@ class Ending:
         return seconds if self.since is None else min(seconds, self.limit)
 
 
-ENDING = Ending()
+TERMINATION = Termination()
 
 
 def wait_for(
-    board: Board,
+    board: MessageStore,
     keys: Sequence[str],
     timeout: float,
     *,
@@ -85,49 +94,57 @@ def wait_for(
 
     Args:
         heartbeats: for each key, the key of its sender's heartbeat.
-        grace: how many times `ENDING.limit` to wait for a heartbeat.
-        late: is called once after `NOTICE` seconds, with the positions of what is missing and the seconds.
+        grace: how many times `TERMINATION.limit` to wait for a heartbeat.
+        late: is called once after `SLOW_WAIT` seconds, with the positions of what is missing and the seconds.
     """
     found: list[bytes | None] = [None] * len(keys)
     missing = list(range(len(keys)))
     start = time.monotonic()
-    notice, seen = start + NOTICE if late is not None else math.inf, {}
+    notice, seen = start + SLOW_WAIT if late is not None else math.inf, {}
     while missing:
         now = time.monotonic()
         left = start + timeout - now
-        pause = min(left, notice - now, _LOOK if ENDING.listening or ENDING.since is not None else math.inf)
+        pause = min(
+            left,
+            notice - now,
+            _HEARTBEAT_INTERVAL if TERMINATION.listening or TERMINATION.since is not None else math.inf,
+        )
         for i, message in zip(missing, board.wait([keys[i] for i in missing], max(pause, 0.0)), strict=True):
             found[i] = message
         missing = [i for i in missing if found[i] is None]
         if pause >= left or (
-            ENDING.since is not None and _is_silent(board, [heartbeats[i] for i in missing], seen, start, grace)
+            TERMINATION.since is not None and _is_silent(board, [heartbeats[i] for i in missing], seen, start, grace)
         ):
             break
         if late is not None and missing and time.monotonic() >= notice:
-            late(missing, NOTICE)
+            late(missing, SLOW_WAIT)
             notice = math.inf
     return found
 
 
 def _is_silent(
-    board: Board, heartbeats: Sequence[str], seen: dict[str, tuple[bytes | None, float]], start: float, grace: float
+    board: MessageStore,
+    heartbeats: Sequence[str],
+    seen: dict[str, tuple[bytes | None, float]],
+    start: float,
+    grace: float,
 ) -> bool:
     """Whether a sender has sent no heartbeat for too long.
 
     Args:
         seen: the last heartbeat of each, and when it was seen first; filled here.
     """
-    now, begin = time.monotonic(), max(start, ENDING.since or 0.0)
+    now, begin = time.monotonic(), max(start, TERMINATION.since or 0.0)
     for key, count in zip(heartbeats, board.wait(heartbeats, 0.0), strict=True) if heartbeats else ():
         if key not in seen or seen[key][0] != count:
             seen[key] = count, begin if count is None else now
-    return any(now - seen[key][1] > ENDING.limit * grace for key in heartbeats)
+    return any(now - seen[key][1] > TERMINATION.limit * grace for key in heartbeats)
 
 
 @contextlib.contextmanager
-def send_heartbeats(boards: Callable[[], Sequence[Board]], key: str) -> Iterator[None]:
+def send_heartbeats(boards: Callable[[], Sequence[MessageStore]], key: str) -> Iterator[None]:
     """Sends heartbeats of this rank while the body runs, if this process listens for signals."""
-    if not ENDING.listening:
+    if not TERMINATION.listening:
         yield
         return
     stop = threading.Event()
@@ -136,7 +153,7 @@ def send_heartbeats(boards: Callable[[], Sequence[Board]], key: str) -> Iterator
         count = 0
         with contextlib.suppress(RankError):
             reached = boards()
-            while not stop.wait(ENDING.limit / 5):
+            while not stop.wait(TERMINATION.limit / 5):
                 count += 1
                 for board in reached:
                     board.post(key, b"%d" % count)
@@ -153,7 +170,7 @@ def send_heartbeats(boards: Callable[[], Sequence[Board]], key: str) -> Iterator
 @contextlib.contextmanager
 def log_if_slow(rank: int, topic: str) -> Iterator[None]:
     """Logs that a collective call takes long. Which ranks are missing is not known there."""
-    timer = threading.Timer(NOTICE, log_waiting, (rank, (), NOTICE, topic))
+    timer = threading.Timer(SLOW_WAIT, log_waiting, (rank, (), SLOW_WAIT, topic))
     timer.daemon = True
     timer.start()
     try:
@@ -178,6 +195,6 @@ def log_waiting(rank: int, late: Sequence[int], seconds: float, topic: str) -> N
 
 def silence_text(seconds: float) -> str:
     """How long a rank has not answered, for errors."""
-    if ENDING.since is None:
+    if TERMINATION.since is None:
         return f"silent for {seconds:g} s"
-    return f"silent for {min(seconds, ENDING.limit):g} s after a signal told this process to end"
+    return f"silent for {min(seconds, TERMINATION.limit):g} s after a signal told this process to end"

@@ -13,15 +13,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..io.comm.comm import check_group
-from ..io.comm.launchers import launched, unconnected
+from ..io.comm.launchers import launched_rank, unconnected_error
 
-__all__ = ["SoloWire", "TorchWire", "Wire", "wire_of"]
+__all__ = ["SoloTransport", "TorchTransport", "Transport", "transport_of"]
 
 Transfer = tuple[int, np.ndarray]
 """The other rank, and the bytes to be sent or filled."""
 
 
-class Wire(Protocol):
+class Transport(Protocol):
     """One rank's way to the others. Every method is called by all ranks in the same order."""
 
     @property
@@ -48,7 +48,7 @@ class Wire(Protocol):
         ...
 
 
-class SoloWire:
+class SoloTransport:
     """One rank, alone."""
 
     rank, size, members = 0, 1, None
@@ -63,7 +63,7 @@ class SoloWire:
         assert not sends and not receives, "there is nobody else"
 
 
-class TorchWire:
+class TorchTransport:
     """The ranks of a process group."""
 
     def __init__(self, group: Any) -> None:
@@ -110,7 +110,7 @@ class TorchWire:
             data[:] = tensor.cpu().numpy()
 
 
-def wire_of(group: Any) -> Wire:
+def transport_of(group: Any) -> Transport:
     """The wire of a process group; None is the default group, or no group where there is none; "alone" is no group.
 
     Raises:
@@ -118,13 +118,13 @@ def wire_of(group: Any) -> Wire:
         TreeckptError: it is none.
     """
     if isinstance(group, str) and group == "alone":
-        return SoloWire()
+        return SoloTransport()
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
-        if group is None and (place := launched()) is not None:
-            raise unconnected(place, "group")
-        return SoloWire()
+        if group is None and (place := launched_rank()) is not None:
+            raise unconnected_error(place, "group")
+        return SoloTransport()
     if group is None:
         group = dist.group.WORLD
     check_group(group, "group")
-    return TorchWire(group)
+    return TorchTransport(group)
