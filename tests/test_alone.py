@@ -70,7 +70,7 @@ def test_jax_distributed_is_asked_without_being_imported(monkeypatch: pytest.Mon
         module.global_state = types.SimpleNamespace(process_id=0, num_processes=size)
         monkeypatch.setitem(sys.modules, "jax._src.distributed", module)
         found = launched_rank({})
-        assert (found is not None and "jax.distributed" in found.said) == (size == 2)
+        assert (found is not None and "jax.distributed" in found.evidence) == (size == 2)
 
 
 CALLS = {

@@ -568,7 +568,7 @@ class _Mute:
     """A comm that loses what its rank says on a save once that is agreed on."""
 
     def __init__(self, inner: Comm) -> None:
-        self.rank, self.size, self.memory, self.timeout = inner.rank, inner.size, inner.memory, inner.timeout
+        self.rank, self.size, self.state, self.timeout = inner.rank, inner.size, inner.state, inner.timeout
         self.drop, self._wait, self._post = inner.drop, inner.wait, inner.post
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:

@@ -377,7 +377,7 @@ class _Deaf:
 
     def __init__(self, inner: Comm) -> None:
         self.inner, self.rank, self.size, self.timeout = inner, inner.rank, inner.size, LONG
-        self.memory, self.waits = inner.memory, 0
+        self.state, self.waits = inner.state, 0
 
     def post(self, key: str, data: bytes) -> None:
         self.inner.post(key, data)

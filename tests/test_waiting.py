@@ -129,10 +129,10 @@ tc.save({str(tmp_path / "c")!r}, {{"step": 1}})
 @pytest.fixture
 def ending() -> Iterator[waiting.Termination]:
     """This process was told to end, and gives ranks up after half a second."""
-    waiting.TERMINATION.listen(0.5)
-    waiting.TERMINATION.signal()
+    waiting.TERMINATION.start_listening(0.5)
+    waiting.TERMINATION.record_signal()
     yield waiting.TERMINATION
-    waiting.TERMINATION.leave(ended=True)
+    waiting.TERMINATION.stop_listening(ended=True)
 
 
 @pytest.mark.parametrize("tiers", [(), (2,)])
@@ -153,7 +153,7 @@ def test_a_rank_that_still_writes_is_waited_for_after_a_signal(
         else:
             tc.save(mine, tree, comm=comm)
 
-    assert errors_of(on_ranks(thread_comms(4, timeout=LONG, tiers=tiers), act)) == [None] * 4
+    assert errors_of(on_ranks(thread_comms(4, timeout=LONG, group_sizes=tiers), act)) == [None] * 4
     assert tc.load(store)["w"].tolist() == [1.0] * 16
 
 
@@ -175,7 +175,7 @@ def test_a_rank_that_gives_no_sign_is_given_up_after_a_signal(ending: waiting.Te
 
 
 def test_a_signal_cuts_a_wait_short_that_has_begun() -> None:
-    waiting.TERMINATION.listen(0.3)
+    waiting.TERMINATION.start_listening(0.3)
     try:
         started = threading.Event()
 
@@ -185,12 +185,12 @@ def test_a_signal_cuts_a_wait_short_that_has_begun() -> None:
                 tc.save(tc.MemoryStore(), TREE, comm=comm)
             else:
                 assert started.wait(LONG)
-                waiting.TERMINATION.signal()
+                waiting.TERMINATION.record_signal()
 
         [error, _] = errors_of(on_ranks(thread_comms(2, timeout=600.0), act))
         assert isinstance(error, tc.RankError) and 1 in error.ranks
     finally:
-        waiting.TERMINATION.leave(ended=True)
+        waiting.TERMINATION.stop_listening(ended=True)
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
@@ -204,7 +204,7 @@ def test_a_rank_that_died_after_its_report_is_waited_for_no_longer_than_the_comm
 
     class Dies:
         def __init__(self, inner: Comm) -> None:
-            self.rank, self.size, self.timeout, self.memory = inner.rank, inner.size, inner.timeout, inner.memory
+            self.rank, self.size, self.timeout, self.state = inner.rank, inner.size, inner.timeout, inner.state
             self.post, self.drop, self._wait, self._heard = inner.post, inner.drop, inner.wait, 0
 
         def wait(self, keys: Any, timeout: float) -> list[bytes | None]:

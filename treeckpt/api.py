@@ -232,7 +232,7 @@ def load(
     wanted, unwanted, rules = globs_of(select), globs_of(exclude), as_rules(rename, transforms)
     options = LoadOptions(wanted, strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read,
         memory, unwanted, rules)  # fmt: skip
-    tree, report = _load(path, like, as_comm(comm, talks=False), options, on_corrupt)
+    tree, report = _load(path, like, as_comm(comm, sends_messages=False), options, on_corrupt)
     if on_report is not None:
         on_report(report)
     return tree
@@ -288,7 +288,7 @@ def load_into(
         globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory,
         globs_of(exclude), rules,
     )  # fmt: skip
-    comm = as_comm(comm, talks=False)
+    comm = as_comm(comm, sends_messages=False)
     return on_one_version(
         path,
         lambda version: _load_into(version, tree, comm, options, on_corrupt),
@@ -391,7 +391,7 @@ def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
     """
     from .arrays.registry import abstract_of
 
-    comm = as_comm(comm, talks=False)
+    comm = as_comm(comm, sends_messages=False)
     here = global_rank(comm)
     tree = state_tree(tree, rank=comm.rank, namespace=namespace)
     _, leaves = flatten(tree, rank=comm.rank, namespace=namespace)

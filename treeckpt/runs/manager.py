@@ -29,9 +29,8 @@ from .. import api
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import as_step
 from ..errors import TreeckptError
-from ..io.comm.channel import Channel
 from ..io.comm.collective import from_rank0
-from ..io.comm.comm import as_comm
+from ..io.comm.comm import PrefixComm, as_comm
 from ..io.comm.waiting import HEARTBEAT_TIMEOUT
 from ..io.storage.reader_leases import hold_lease
 from ..io.storage.run_store import RunStore
@@ -88,7 +87,7 @@ class Manager(Registering):
         self._run, self._policies = Run(run), policies_of(keep)
         self._finder = Finder(self._run)
         self._saving_comm = as_comm(comm)
-        self._comm = Channel(self._saving_comm, "manager")
+        self._comm = PrefixComm(self._saving_comm, "manager")
         self._registered = Registered()
         self._history = History(self._run, self._finder.say, self._comm.rank)
         self._restorer = Restorer(

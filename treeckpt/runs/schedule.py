@@ -25,8 +25,7 @@ import msgspec
 
 from ..errors import RankError, TreeckptError
 from ..io.comm import waiting
-from ..io.comm.channel import Channel
-from ..io.comm.comm import Comm
+from ..io.comm.comm import Comm, PrefixComm
 from ..io.comm.waiting import HEARTBEAT_TIMEOUT, TERMINATION
 
 __all__ = ["SaveSchedule"]
@@ -70,9 +69,9 @@ class SaveSchedule:
                 hint = f"{name}=None saves at no interval"
                 raise TreeckptError(name, expected=f"a number, {least} or more", found=f"{given!r}", hint=hint)
         self._every, self._seconds, self._clock = every, seconds, clock
-        self._comm = Channel(comm, "pace")
+        self._comm = PrefixComm(comm, "pace")
         # every rank makes its managers in the same order: the number tells their messages apart
-        self._number = self._comm.memory["managers"] = self._comm.memory.get("managers", 0) + 1
+        self._number = self._comm.state.managers = self._comm.state.managers + 1
         self._calls, self._last = 0, clock()
         self._plan = _Plan(1, [], 0)
         self._signal = 0
@@ -142,7 +141,7 @@ class SaveSchedule:
             if not logged and waited > waiting.SLOW_WAIT:
                 waiting.log_waiting(self._comm.rank, [0], waiting.SLOW_WAIT, "should_save or step")
                 logged = True
-            since = TERMINATION.since
+            since = TERMINATION.signalled_at
             if waited > limit or (since is not None and time.monotonic() - max(start, since) > TERMINATION.limit):
                 raise RankError(
                     "ranks",
@@ -171,7 +170,7 @@ class SaveSchedule:
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signal = number
-            TERMINATION.signal()
+            TERMINATION.record_signal()
 
         fresh = not self._handlers
         for number in signals:
@@ -185,7 +184,7 @@ class SaveSchedule:
                 ) from error
             self._handlers.setdefault(number, before)
         if fresh and self._handlers:
-            TERMINATION.listen(rank_timeout)
+            TERMINATION.start_listening(rank_timeout)
         self._listening = True
 
     def close(self, error: BaseException | None = None) -> None:
@@ -197,7 +196,7 @@ class SaveSchedule:
         for number, before in self._handlers.items():
             signal.signal(number, before if before is not None else signal.SIG_DFL)
         if self._handlers:
-            TERMINATION.leave(ended=error is None or not self.stopping)
+            TERMINATION.stop_listening(ended=error is None or not self.stopping)
         self._handlers.clear()
         if self._asked:
             self._comm.drop([self._key("signal")])

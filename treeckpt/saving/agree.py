@@ -178,7 +178,7 @@ class _Agreement:
         """
         data = _encode(message) if message is not None else None
         failed = message is not None and bool(message.faults)
-        return _decode(self.round.share(data, last=last or failed, settle=ends or failed), type=kind)
+        return _decode(self.round.broadcast(data, last=last or failed, settle=ends or failed), type=kind)
 
     def _bring(self, tree: object, metadata: Mapping[str, object]) -> Fault | None:
         if self.standing.lost is not None:

@@ -44,7 +44,6 @@ __all__ = ["Staging", "WriterKind", "prewarm_tree", "save_async_tree", "session_
 
 Staging = Literal["copy", "lazy"]
 WriterKind = Literal["process", "thread"]
-_MEMORY = "background"
 
 
 class _Writer:
@@ -120,12 +119,12 @@ class Session:
 
 def session_of(comm: Comm) -> Session:
     """The session of a comm, made with its first save in the background."""
-    return comm.memory.get(_MEMORY) or comm.memory.setdefault(_MEMORY, Session())
+    return comm.state.get(Session) or comm.state.setdefault(Session())
 
 
 def standing_of(comm: Comm) -> PreviousSave:
     """For a save in the caller's thread: waits for the one before, and says how it ended."""
-    session: Session | None = comm.memory.get(_MEMORY)
+    session = comm.state.get(Session)
     return PreviousSave() if session is None else session.standing("wait", None)
 
 
@@ -133,7 +132,7 @@ class _Timed:
     """A comm with a time limit of its own."""
 
     def __init__(self, inner: Comm, timeout: float) -> None:
-        self.rank, self.size, self.memory, self.timeout = inner.rank, inner.size, inner.memory, timeout
+        self.rank, self.size, self.state, self.timeout = inner.rank, inner.size, inner.state, timeout
         self.post, self.drop, self._wait = inner.post, inner.drop, inner.wait
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:

@@ -24,8 +24,6 @@ from ..io.comm.comm import Comm
 
 __all__ = ["Plans", "boxes_of", "kept_plans", "make_plans", "plans_of"]
 
-_MEMORY, _BOXES = "plans", "boxes"
-
 
 class Plans(msgspec.Struct, frozen=True):
     """The global plan, and this rank's part of it."""
@@ -44,9 +42,16 @@ class Plans(msgspec.Struct, frozen=True):
         return self.plenum.leaves[self.arrays[number][0]]
 
 
+class _Boxes(msgspec.Struct, frozen=True):
+    """Boxes of listed pieces that several ranks hold, for inventories with one key."""
+
+    key: str
+    boxes: list[tuple[str, Region, int]]
+
+
 def kept_plans(comm: Comm) -> Plans | None:
     """What the comm has kept from the save before."""
-    return comm.memory.get(_MEMORY)
+    return comm.state.get(Plans)
 
 
 def make_plans(comm: Comm, key: str, joined: GlobalTree | None, inventory: Inventory, *, max_shard_bytes: int) -> Plans:
@@ -68,7 +73,7 @@ def make_plans(comm: Comm, key: str, joined: GlobalTree | None, inventory: Inven
     if joined is None:
         joined = merge_rank_trees([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
     plans = plans_of(key, joined, comm.rank, max_shard_bytes=max_shard_bytes)
-    comm.memory[_MEMORY] = plans
+    comm.state.put(plans)
     return plans
 
 
@@ -79,16 +84,16 @@ def boxes_of(comm: Comm, key: str, joined: GlobalTree | None, inventory: Invento
         joined: the global tree, where it was just joined; None if it is kept, or all ranks bring the same.
         inventory: this rank's.
     """
-    kept_key, found = comm.memory.get(_BOXES, ("", []))
-    if kept_key == key:
-        return found
+    kept_boxes = comm.state.get(_Boxes)
+    if kept_boxes is not None and kept_boxes.key == key:
+        return kept_boxes.boxes
     kept = kept_plans(comm)
     if joined is None and kept is not None and kept.key == key:
         joined = kept.plenum
     if joined is None and any(isinstance(leaf.layout, BoxLayout) for leaf in inventory.leaves):
         joined = merge_rank_trees([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
     found = contested(joined) if joined is not None else []
-    comm.memory[_BOXES] = key, found
+    comm.state.put(_Boxes(key, found))
     return found
 
 

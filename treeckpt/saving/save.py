@@ -57,7 +57,7 @@ def complete(
                 remove(store, shard_names(agreed.facts, plans) if plans is not None else [])
             raise
         verdict = scribe.judge(heard, talk.lost) if heard is not None else None
-        ended = msgspec.msgpack.decode(talk.share(verdict, last=True), type=CommitResult)
+        ended = msgspec.msgpack.decode(talk.broadcast(verdict, last=True), type=CommitResult)
         if ended.faults and not ended.in_place and plans is not None:
             remove(store, shard_names(agreed.facts, plans))
     finally:

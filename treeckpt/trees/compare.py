@@ -1,4 +1,4 @@
-"""Do two trees have the same structure, and if not, where do they differ?
+"""Compares the structure of two trees and lists the differences.
 
 Both are walked side by side: containers by kind and keys, arrays by shape, dtype, kind and layout (which regions this
 rank holds), values by type. Contents are not compared.
@@ -22,10 +22,10 @@ __all__ = ["Sameness", "same_structure"]
 
 
 class Sameness(msgspec.Struct, frozen=True):
-    """Whether two trees have the same structure: true in a condition, and as text says what differs."""
+    """The differences between the structures of two trees: true in a condition if there are none."""
 
     differences: tuple[str, ...]
-    """A line each, `path: what instead of what`, in the order of the expected tree."""
+    """One line each, `path: found instead of expected`, in the order of the expected tree."""
 
     def __bool__(self) -> bool:
         return not self.differences
@@ -35,7 +35,7 @@ class Sameness(msgspec.Struct, frozen=True):
 
 
 def same_structure(found: Any, expected: Any, *, rank: int, namespace: str = "") -> Sameness:
-    """Compares two trees; see `treeckpt.trees.same_structure`."""
+    """Does `treeckpt.trees.same_structure` for one rank."""
     lines: list[str] = []
     found, expected = (state_tree(tree, rank=rank, namespace=namespace) for tree in (found, expected))
     run(_compare(found, expected, "", lines, rank, namespace))

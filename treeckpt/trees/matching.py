@@ -1,4 +1,4 @@
-"""The leaves of a tree that is filled, and what each takes of another tree."""
+"""Matches the leaves of a tree that is filled with the leaves of another tree."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["MatchedLeaves", "match_leaves"]
 
 
 class MatchedLeaves(msgspec.Struct, frozen=True):
-    """The leaves of a tree, and what they take."""
+    """The leaves of a tree, and the new leaf for each."""
 
     before: list[tuple[str, object]]
     given: dict[str, object]
-    """By the same paths; those that are not in it stay."""
+    """New leaves by path; a leaf without an entry stays."""
     whole: frozenset[int]
-    """The ids of sequences of values that are leaves here, as they take the whole content of others."""
+    """The ids of sequences of values that are single leaves here, because their whole content is replaced."""
     taken: frozenset[str]
-    """The leaves of the other tree that they take, with `~rank*` for the rank."""
+    """Paths of the other tree's leaves in such sequences, with `~rank*` for the rank."""
 
 
 def match_leaves(
@@ -36,11 +36,11 @@ def match_leaves(
     rank: int,
     namespace: str = "",
 ) -> MatchedLeaves:
-    """Matches the leaves of a tree with those of another one.
+    """Matches the leaves of a tree with those of another tree.
 
     Args:
         saved, given: the other tree's structure and leaves, with `~rank*` for the rank.
-        copied: makes the value that a sequence takes of a leaf.
+        copied: returns a copy of a value, for a sequence.
     """
     sequences = differing(
         into,

@@ -1,7 +1,7 @@
-"""Trees into other memory on this rank: copies on the host, new arrays, copies into arrays that are there.
+"""Copies trees on this rank: into new arrays, or into existing ones.
 
-Arrays are taken apart by their libraries' adapters, so every kind of leaf is treated alike: what a rank holds is a list
-of regions with memory. Nothing here talks to other ranks.
+The adapters of the array libraries describe each array as a list of regions with memory, so every kind of leaf is
+treated alike. Nothing here exchanges messages with other ranks.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ __all__ = [
 
 
 BLOCK = 16 << 20
-"""Bytes that are compared at once."""
+"""Bytes that are compared at a time."""
 
 
 def copied_value(leaf: object, path: str) -> object:
-    """A value that shares nothing with the leaf.
+    """Returns a copy of a value that shares no object with it.
 
     Raises:
-        TreeError: no kind of value that is known, so none that can be copied for sure.
+        TreeError: a value of an unknown kind, which cannot be copied reliably.
     """
     return decode(encode(leaf, path, allow_pickle=False), path, allow_pickle=False)
 
 
 def _is_same(old: object, new: object, path: str) -> bool:
-    """Whether two values are stored alike; Python's own comparison takes 1, 1.0 and True for the same."""
+    """Returns whether two values have the same stored form; Python's comparison takes 1, 1.0 and True for equal."""
     stored = [msgspec.json.encode(encode(value, path, allow_pickle=False)) for value in (old, new)]
     return stored[0] == stored[1]
 
 
 def distribute_local(tree: Any, like: Any, *, rank: int, device: str | None, namespace: str) -> Any:
-    """`treeckpt.trees.distribute` where every rank has the tree."""
+    """Does `treeckpt.trees.distribute` where every rank has the tree."""
     tree, like = (state_tree(one, rank=rank, namespace=namespace) for one in (tree, like))
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     made: dict[tuple[int, int], object] = {}
@@ -103,7 +103,7 @@ def _distributed_leaf(leaf: object, given: object, path: str, rank: int, device:
 
 
 def empty_like(tree: Any, *, rank: int, device: str | None, namespace: str) -> Any:
-    """See `treeckpt.trees.empty_like`."""
+    """Does `treeckpt.trees.empty_like` for one rank."""
     tree = state_tree(tree, rank=rank, namespace=namespace)
     made: dict[int, Any] = {}
 
@@ -118,7 +118,7 @@ def empty_like(tree: Any, *, rank: int, device: str | None, namespace: str) -> A
 
 
 def fill(pieces: Sequence[TargetPiece], parts: Sequence[SourcePiece]) -> None:
-    """Copies what local pieces hold into the pieces of a target; `check_held` first."""
+    """Copies local pieces into the pieces of a target; call `check_held` first."""
     for piece in pieces:
         for part in parts:
             if (common := intersect(piece.region, part.region)) is not None:
@@ -127,11 +127,11 @@ def fill(pieces: Sequence[TargetPiece], parts: Sequence[SourcePiece]) -> None:
 
 
 def check_held(target: ArrayTarget, source: ArraySource, path: str) -> None:
-    """Refuses a copy of what is not here.
+    """Checks that this rank holds all elements that a target needs.
 
     Raises:
-        MismatchError: of shape.
-        LayoutError: the target asks for elements that this rank's part of the source lacks.
+        MismatchError: the shapes differ.
+        LayoutError: an element of the target is not in this rank's part of the source.
     """
     if target.spec.shape != source.spec.shape:
         raise MismatchError(path, expected=f"shape {target.spec.shape}", found=f"{source.spec.shape}")
@@ -149,7 +149,7 @@ def check_held(target: ArrayTarget, source: ArraySource, path: str) -> None:
 
 
 class _CastingWriter:
-    """A target of another dtype than the source."""
+    """A writer that converts elements to the target's dtype."""
 
     def __init__(self, inner: Any, spec: ArraySpec, given: str) -> None:
         self.inner, self.spec, self.given = inner, spec, given
@@ -159,14 +159,14 @@ class _CastingWriter:
 
 
 class _ArrayCopy(msgspec.Struct, frozen=True):
-    """What one array is to take, from where."""
+    """One array to be filled, and its source."""
 
     path: str
     target: ArrayTarget
-    """Where the bytes go, as they are there."""
+    """The pieces to write to."""
     source: ArraySource
     range: tuple[int, int] | None
-    """The target's memory, where it is known."""
+    """Addresses of the target's memory, start and stop; None where they are not known."""
 
     @property
     def nbytes(self) -> int:
@@ -174,7 +174,7 @@ class _ArrayCopy(msgspec.Struct, frozen=True):
         return sum(piece.region.size for piece in self.target.pieces) * itemsize
 
     def put(self, pieces: Sequence[TargetPiece]) -> None:
-        """Fills pieces of the target's array and dtype."""
+        """Fills pieces of the target's shape and dtype from the source."""
         wanted, given = self.target.spec, self.source.spec.dtype
         if wanted.dtype != given:
             pieces = [TargetPiece(piece.region, _CastingWriter(piece.data, wanted, given)) for piece in pieces]
@@ -182,7 +182,7 @@ class _ArrayCopy(msgspec.Struct, frozen=True):
 
 
 def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) -> None:
-    """See `treeckpt.trees.copy_into`."""
+    """Does `treeckpt.trees.copy_into` for one rank."""
     tree = state_tree(tree, rank=rank, namespace=namespace)
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
     given = {any_rank(path, rank): leaf for path, leaf in leaves}
@@ -195,7 +195,7 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
             found,
             lambda old, value, path: (
                 value
-                if id(old) in found.whole  # made of copies already
+                if id(old) in found.whole  # consists of copies already
                 else old
                 if _is_same(old, value, path)
                 else copied_value(value, path)
@@ -221,14 +221,14 @@ def put_leaves(
     cast: bool,
     namespace: str = "",
 ) -> int:
-    """Copies arrays into those of a tree, and puts values; every check comes first.
+    """Copies arrays into those of a tree, and replaces values; every check comes first.
 
     Args:
-        found: the leaves of `into`, and what they take.
-        value: (old, new, path) -> the value to put, `old` itself where they are alike.
+        found: the leaves of `into`, and the new leaf for each.
+        value: (old, new, path) -> the value to store, `old` itself where they are equal.
 
     Returns:
-        bytes of the arrays that were filled.
+        bytes of the filled arrays.
     """
     before, given = found.before, found.given
     new: list[object] = []
@@ -286,7 +286,7 @@ def _check_paths(found: MatchedLeaves, given: Mapping[str, object], rank: int) -
 
 
 def _check_ties(copies: Sequence[_ArrayCopy]) -> None:
-    """Refuses two arrays that differ for one place in memory, where the last would win."""
+    """Refuses different bytes for one place in memory, where the last write would win."""
 
     def one(first: _ArrayCopy, second: _ArrayCopy) -> bool:
         return (
@@ -313,7 +313,7 @@ def _check_ties(copies: Sequence[_ArrayCopy]) -> None:
 
 
 def are_equal(first: object, second: object, wanted: object, path: str, rank: int) -> bool:
-    """Whether two arrays have the same bytes in all that this rank wants of them, in the dtype that is wanted."""
+    """Returns whether two arrays have the same bytes in the regions and the dtype of `wanted`."""
     spec = abstract_of(wanted, path, rank)
     assert spec is not None, "only arrays are compared"
     regions = (Region.whole(spec.shape),) if spec.regions is None else spec.regions
@@ -333,8 +333,11 @@ def are_equal(first: object, second: object, wanted: object, path: str, rank: in
 
 
 def check_dtype(wanted: str, given: str, path: str) -> None:
-    """Raises:
-    MismatchError: the dtypes differ."""
+    """Checks that two dtypes are the same.
+
+    Raises:
+        MismatchError: they differ.
+    """
     if wanted != given:
         raise MismatchError(path, expected=wanted, found=given, hint="Convert one of them first")
 
@@ -346,7 +349,7 @@ def _check_match(target: ArrayTarget, source: ArraySource, path: str, cast: bool
 
 
 def _without_overlaps(copies: list[_ArrayCopy]) -> list[_ArrayCopy]:
-    """The copies, with sources that a copy would overwrite set aside: trees may share memory, as in a swap."""
+    """Returns the copies, with sources that a copy would overwrite duplicated: trees may share memory, as in a swap."""
     ranges = sorted(copy.range for copy in copies if copy.range is not None)
     starts = [low for low, _ in ranges]
     longest = max((high - low for low, high in ranges), default=0)
@@ -359,12 +362,12 @@ def _without_overlaps(copies: list[_ArrayCopy]) -> list[_ArrayCopy]:
         return any(a < high and low < b for a, b in near)
 
     return [
-        msgspec.structs.replace(copy, source=_set_aside(copy.source)) if overlaps_of(copy.source) else copy
+        msgspec.structs.replace(copy, source=_duplicated(copy.source)) if overlaps_of(copy.source) else copy
         for copy in copies
     ]
 
 
-def _set_aside(source: ArraySource) -> ArraySource:
+def _duplicated(source: ArraySource) -> ArraySource:
     kept = [
         SourcePiece(p.region, HostArray(p.data.read(tuple(slice(0, n) for n in p.region.shape)).copy()))
         for p in source.pieces

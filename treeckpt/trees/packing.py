@@ -1,6 +1,6 @@
-"""Regions of many arrays as few stretches of bytes, so that a thousand leaves take a handful of messages.
+"""Packs regions of many arrays into few messages, so that a thousand leaves take a handful of them.
 
-Who sends and who receives compute the same packing from the same list of entries; no headers travel.
+Sender and receivers compute the same packing from the same list of regions; no headers are sent.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ..arrays.base import HostArray, SourcePiece, TargetPiece, raw_dtype
 from ..core.sharding.region import Region
 from .moving import fill
 
-__all__ = ["BUCKET_NBYTES", "MessageBucket", "PackedRegion", "empty_bytes", "pack", "pack_entries", "unpack"]
+__all__ = ["BUCKET_NBYTES", "MessageBucket", "PackedRegion", "empty_bytes", "pack", "pack_regions", "unpack"]
 
 BUCKET_NBYTES = 64 << 20
-"""Bytes that a message holds, or a single region if that is larger."""
+"""Size of a message in bytes, at most, unless a single region is larger."""
 ALIGN = 16
 
 
 class PackedRegion(msgspec.Struct, frozen=True):
-    """A region of an array, which `number` names to both sides."""
+    """A region of an array; `number` identifies the array on both sides."""
 
     number: int
     region: Region
@@ -34,14 +34,14 @@ class PackedRegion(msgspec.Struct, frozen=True):
 
 
 class MessageBucket(msgspec.Struct, frozen=True):
-    """Entries that travel in one message, and where each starts in it."""
+    """The regions of one message, each with its first byte in it."""
 
     entries: tuple[tuple[PackedRegion, int], ...]
     nbytes: int
 
 
-def pack_entries(entries: Sequence[PackedRegion], limit: int) -> Iterator[MessageBucket]:
-    """Buckets of at most `limit` bytes, or of one entry, in order; entries without elements are left out."""
+def pack_regions(entries: Sequence[PackedRegion], limit: int) -> Iterator[MessageBucket]:
+    """Yields buckets of at most `limit` bytes, or of one region, in order; omits empty regions."""
     found: list[tuple[PackedRegion, int]] = []
     at = 0
     for entry in entries:
@@ -62,7 +62,7 @@ def _window(data: np.ndarray, entry: PackedRegion, at: int) -> HostArray:
 
 
 def pack(bucket: MessageBucket, parts: Callable[[int], Sequence[SourcePiece]]) -> np.ndarray:
-    """The bytes of a bucket, out of the pieces that this rank holds of each array."""
+    """Returns the bytes of a bucket, read from this rank's pieces of each array."""
     data = np.zeros(bucket.nbytes, np.uint8)
     for entry, at in bucket.entries:
         fill([TargetPiece(entry.region, _window(data, entry, at))], parts(entry.number))
@@ -70,11 +70,11 @@ def pack(bucket: MessageBucket, parts: Callable[[int], Sequence[SourcePiece]]) -
 
 
 def unpack(data: np.ndarray, bucket: MessageBucket, pieces: Callable[[PackedRegion], Sequence[TargetPiece]]) -> None:
-    """Puts the bytes of a bucket where they belong."""
+    """Writes the bytes of a bucket to pieces of the arrays."""
     for entry, at in bucket.entries:
         fill(pieces(entry), [SourcePiece(entry.region, _window(data, entry, at))])
 
 
 def empty_bytes(bucket: MessageBucket) -> np.ndarray:
-    """Room for the bytes of a bucket."""
+    """Returns memory for the bytes of a bucket."""
     return np.empty(bucket.nbytes, np.uint8)

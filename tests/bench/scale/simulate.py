@@ -231,7 +231,7 @@ class _World:
 
     def _share(self, word: bytes, *, last: bool) -> None:
         for talk in self._talks.values():
-            talk.share(word, last=last)
+            talk.broadcast(word, last=last)
 
     def plans(self, key: str, word: bytes, rank: int) -> Plans:
         """What follows for one rank."""
