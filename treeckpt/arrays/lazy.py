@@ -1,6 +1,6 @@
-"""Arrays that are read when they are written: a leaf of another file, say, of which a save takes box after box.
+"""Arrays that are read while they are saved, box by box, from another file for instance.
 
-Such a leaf can be saved, by one rank or by many that bring the same, without ever being in memory as a whole.
+Such a leaf can be saved, by one rank or by several that hold the same one, without being in memory as a whole.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["LazyArray", "lazy_source"]
 
 
 class LazyArray:
-    """An array known by its spec and by a function that reads any region of it.
+    """An array given by its spec and by a function that reads any region of it.
 
     Args:
-        read: gives a region's elements, of raw dtype and in the region's shape.
-        storage: which stretch of some address space it shows: lazy arrays that overlap there are ties and views of each
-            other. Choose addresses that no memory has.
+        read: returns a region's elements, of raw dtype and in the region's shape.
+        storage: its range of some address space: lazy arrays that overlap there are aliases or views of each other.
+            Choose addresses that no memory has.
     """
 
     __slots__ = ("_read", "spec", "storage")
@@ -37,18 +37,18 @@ class LazyArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its elements."""
+        """Size of all elements in bytes."""
         return math.prod(self.spec.shape) * dtype_of(self.spec.dtype).itemsize
 
     def read(self, region: Region) -> np.ndarray:
-        """The elements of a region, of raw dtype."""
+        """Returns the elements of a region, of raw dtype."""
         data = self._read(region)
-        assert data.shape == region.shape, "a reader gives what it was asked for"
+        assert data.shape == region.shape, "a reader returns the region that was requested"
         return data
 
 
 class _LazyReader:
-    """A lazy array as the engine reads it."""
+    """Reads boxes of a lazy array, for a source."""
 
     def __init__(self, lazy: LazyArray) -> None:
         self._lazy = lazy
@@ -59,5 +59,5 @@ class _LazyReader:
 
 
 def lazy_source(leaf: LazyArray) -> ArraySource:
-    """Describes a lazy array that is to be saved."""
+    """Describes a lazy array to save."""
     return ArraySource(leaf.spec, None, (SourcePiece(Region.whole(leaf.spec.shape), _LazyReader(leaf)),), leaf.storage)

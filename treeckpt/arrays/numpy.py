@@ -1,4 +1,4 @@
-"""numpy arrays as leaves. Arrays of another byte order are stored, and come back, in little-endian order."""
+"""The adapter of numpy. Arrays of another byte order are stored, and loaded, in little-endian order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def dtype_name(dtype: np.dtype[Any], path: str) -> str:
-    """Our name for a numpy dtype.
+    """Returns treeckpt's name of a numpy dtype.
 
     Raises:
         TreeError: object, structured and extended-precision dtypes have no portable bytes.
@@ -66,7 +66,7 @@ known_dtype = numpy_dtype
 
 
 class _BigEndianReader:
-    """A big-endian array: swapped box by box while it is read."""
+    """Reads a big-endian array in little-endian order, box by box."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -88,12 +88,12 @@ def _spec(array: np.ndarray, path: str) -> ArraySpec:
 
 
 def _memory(array: np.ndarray) -> HostMemory:
-    """The memory of an array; all of it in C order, if the array is."""
+    """Returns the memory of an array in C order."""
     return HostMemory(array.__array_interface__["data"][0], array.shape, array.itemsize, array)
 
 
 def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
-    """Describes an array that is to be saved."""
+    """Describes an array to save."""
     if not isinstance(leaf, np.ndarray):
         return None
     spec = _spec(leaf, path)
@@ -113,12 +113,12 @@ def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
 
 
 def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
-    """What the array is, without its data."""
+    """Returns the spec of an array."""
     return _spec(leaf, path) if isinstance(leaf, np.ndarray) else None
 
 
 def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
-    """Describes an array that is to be filled in place."""
+    """Describes an array to fill in place."""
     if not isinstance(leaf, np.ndarray):
         return None
     spec = _spec(leaf, path)
@@ -137,15 +137,17 @@ def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
     return ArrayTarget(spec, leaf, (TargetPiece(whole, HostArray(raw)),))
 
 
-def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Allocate | None = None) -> ArrayTarget | None:
-    """A new array of the leaf's shape and dtype."""
+def like(
+    leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
+) -> ArrayTarget | None:
+    """Creates an array of the leaf's shape and dtype."""
     if not isinstance(leaf, np.ndarray):
         return None
-    return empty(_spec(leaf, path), path, None, take=take)
+    return empty(_spec(leaf, path), path, None, allocate=allocate)
 
 
-def empty(spec: ArraySpec, path: str, device: str | None, *, take: Allocate | None = None) -> ArrayTarget:
-    """A new array from a spec: of its regions, or of the whole.
+def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
+    """Creates an array from a spec: for its regions, or for the whole array.
 
     Raises:
         MismatchError: neither numpy nor ml_dtypes has such a dtype.
@@ -153,7 +155,7 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, take: Allocate | No
     dtype = numpy_dtype(spec.dtype, path)
     shape = local_shape_of(spec)
     nbytes = math.prod(shape) * dtype.itemsize
-    array = np.ndarray(shape, dtype, take(nbytes)) if take and nbytes else np.empty(shape, dtype)
+    array = np.ndarray(shape, dtype, allocate(nbytes)) if allocate and nbytes else np.empty(shape, dtype)
     if spec.regions is None and array.size:
         return ArrayTarget(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
     raw = array.view(raw_dtype(dtype.itemsize))
@@ -161,39 +163,39 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, take: Allocate | No
 
 
 def encode(value: Any) -> Typed | None:
-    """numpy's values are the core's own."""
+    """Returns None: `core` encodes numpy's values."""
     return None
 
 
 def decode(value: Typed) -> Any:
-    """numpy's values are the core's own."""
+    """Raises LookupError: `core` decodes numpy's values."""
     raise LookupError(value.kind)
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> np.ndarray:
-    """An array that shows `memory` from byte `offset` on, without a copy."""
+    """Returns an array that uses `memory` from byte `offset` on, without a copy."""
     return np.ndarray(spec.shape, numpy_dtype(spec.dtype), memory, offset)
 
 
 def view(base: np.ndarray, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> np.ndarray:
-    """A strided window into the elements of a contiguous array, sharing its memory."""
+    """Returns a strided view, in elements, of a contiguous array."""
     size = base.itemsize
     return np.ndarray(spec.shape, base.dtype, base, offset * size, tuple(s * size for s in strides))
 
 
 def mark_written(leaves: Sequence[np.ndarray]) -> None:
-    """numpy keeps nothing that depends on what an array holds."""
+    """Does nothing: numpy keeps no state that depends on the content of an array."""
 
 
 def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
-    """Elements of raw dtype, converted from one dtype to another as numpy and ml_dtypes do."""
+    """Converts elements of raw dtype from one dtype to another as numpy and ml_dtypes do."""
     before, after = numpy_dtype(saved), numpy_dtype(wanted)
-    elements = np.ascontiguousarray(data).view(before).reshape(data.shape)  # numpy makes a scalar one-dimensional
+    elements = np.ascontiguousarray(data).view(before).reshape(data.shape)  # numpy turns a scalar into a 1-D array
     try:
         if before.kind == "W":
             elements = elements.astype(np.complex128)
         if elements.dtype.kind == "c" and after.kind != "W" and after.isbuiltin == USER_DEFINED:
-            elements = elements.astype(np.float64)  # warns of the imaginary parts, as ml_dtypes does not
+            elements = elements.astype(np.float64)  # warns about imaginary parts, which ml_dtypes does not
         made = _converted(elements, after)
     except (TypeError, ValueError) as error:
         raise MismatchError("", expected=f"elements that become {wanted}", found=f"{saved} ({error})") from error
@@ -201,7 +203,7 @@ def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
 
 
 def _converted(elements: np.ndarray, after: np.dtype[Any]) -> np.ndarray:
-    """Elements of another dtype; by way of float64 where ml_dtypes lacks the direct cast."""
+    """Converts elements to another dtype; through float64 where ml_dtypes lacks the direct cast."""
     try:
         return elements.astype(after)
     except TypeError:

@@ -1,7 +1,7 @@
-"""The columns of keyed tables: rows in the order in which they are saved, taken out of the program's own arrays.
+"""The columns of keyed tables: reads the rows of the program's arrays in the order in which they are saved.
 
-Ids are put in order once for all columns; rows are then gathered piece by piece while they are written, so that no
-second table is ever made. Arrays may be of any library that has an adapter.
+Ids are sorted once for all columns; rows are then gathered piece by piece while they are written, so that no second
+table is created. Arrays may be of any library that has an adapter.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = ["SelectedRowsWriter", "check_order", "column_source", "read_ids", "sh
 
 INT64 = "int64"
 CHECKED_ROWS = 1 << 20
-"""Rows that are looked at at a time where only a yes or no comes of it."""
+"""Rows whose order is checked at a time."""
 THREADS = 4
-"""That gather rows: each waits for memory most of the time, which has room for more."""
+"""Threads that gather rows: each waits for memory most of the time, whose bandwidth allows more."""
 GATHER_NBYTES = 1 << 20
 """Bytes that a thread gathers at a time."""
 
 
 class TableRows(msgspec.Struct, frozen=True):
-    """The rows of a table that is saved."""
+    """The ids of a table to save, and their order."""
 
     ids: np.ndarray
-    """In host memory, as they stand in the table, int64[N]."""
+    """In host memory, in the order of the table, int64[N]."""
     arranged: Arranged
     together: Together
 
@@ -49,11 +49,11 @@ class TableRows(msgspec.Struct, frozen=True):
 
 
 class _ReorderedRows:
-    """Rows of an array in host memory, in another order."""
+    """Reads rows of an array in host memory in another order."""
 
     def __init__(self, rows: np.ndarray, order: np.ndarray, together: Together) -> None:
         self._array, self._order, self._together = rows, order, together
-        # numpy copies a row as one element: several times faster than number by number
+        # numpy copies a row as one element, several times faster than number by number
         self._rows = rows.reshape(len(rows), -1).view(f"V{rows[:1].nbytes}")[:, 0]
 
     def read(self, box: Box) -> np.ndarray:
@@ -68,7 +68,7 @@ class _ReorderedRows:
 
 
 class _IndexedRows:
-    """Rows of an array that is not in host memory, gathered by its own library."""
+    """Reads rows of an array that is not in host memory, gathered by its own library."""
 
     def __init__(self, array: Any, order: np.ndarray, source_of: Callable[[Any], ArraySource | None]) -> None:
         self._array, self._order, self._source_of = array, order, source_of
@@ -76,20 +76,20 @@ class _IndexedRows:
     def read(self, box: Box) -> np.ndarray:
         part = self._array[self._order[box[0]]]
         source = self._source_of(part)
-        assert source is not None, "a part of an array is one"
+        assert source is not None, "a part of an array is an array"
         return source.pieces[0].data.read((slice(0, len(part)), *box[1:]))
 
 
 def column_source(
     column: Column, path: str, rank: int, source_of: Callable[[Any, str, int], ArraySource | None], *, own: bool = False
 ) -> tuple[ArraySource, int | None]:
-    """Describes a column that is to be saved; for ids and slots with the number of rows.
+    """Describes a column to save; for ids and slots with the number of rows.
 
-    Shape and layout count buckets in the place of rows, see `core.tree.table_rows`; under `PerRank` (`own`) they count
-    rows, and there is no layout.
+    Shape and layout count buckets instead of rows, see `core.tree.table_rows`; under `PerRank` (`own`) they count rows,
+    and there is no layout.
 
     Raises:
-        TreeError: the table is none.
+        TreeError: the arrays are no valid table.
     """
 
     def describe(array: Any) -> ArraySource:
@@ -150,13 +150,13 @@ def _in_order(
 
 
 def read_ids(source: ArraySource) -> np.ndarray:
-    """Ids in host memory, int64[N]."""
+    """Returns ids in host memory, int64[N]."""
     data = source.pieces[0].data.read((slice(0, source.spec.shape[0]),))
     return np.ascontiguousarray(data).view(np.int64)
 
 
 def _held(column: Column, path: str, source: ArraySource) -> TableRows:
-    """Puts the ids of a column's table in order, and compares them with what the table says it owns."""
+    """Sorts the ids of a column's table, and checks that they are of buckets that the table owns."""
     table = column.view.table
     if source.spec.dtype != INT64 or len(source.spec.shape) != 1:
         raise TreeError(path, expected="ids of int64[N]", found=f"{source.spec.dtype} of shape {source.spec.shape}")
@@ -175,10 +175,10 @@ def _held(column: Column, path: str, source: ArraySource) -> TableRows:
 
 
 def shift_rows(sources: dict[str, ArraySource], starts: dict[str, tuple[int, str]]) -> None:
-    """Moves the rows of tables to where they stand among those of all ranks, in place.
+    """Sets the offsets of table rows among those of all ranks, in place.
 
     Args:
-        starts: by path the row with which this rank's begin; for ids also the path of the offsets, else "".
+        starts: by path the first row of this rank; for ids also the path of the bucket offsets, else "".
     """
     for path, (start, offsets) in starts.items():
         source = sources[path]
@@ -187,16 +187,16 @@ def shift_rows(sources: dict[str, ArraySource], starts: dict[str, tuple[int, str
         sources[path] = msgspec.structs.replace(source, pieces=(SourcePiece(region, piece.data),))
         if offsets:
             memory = sources[offsets].pieces[0].data
-            assert isinstance(memory, HostArray), "as column_source made it"
+            assert isinstance(memory, HostArray), "as column_source created it"
             memory.array[...] += start - (memory.array[0] if memory.array.size else 0)
 
 
 class SelectedRowsWriter:
-    """Takes rows as they are read, and puts those with the given numbers into an array of their own.
+    """Writes those rows that have the given numbers to an array, and ignores the others.
 
     Args:
-        rows: their numbers, rising.
-        places: the row of the array that each is to be; by default they follow each other.
+        rows: their numbers, ascending.
+        places: the row of the array for each; by default they follow each other.
     """
 
     def __init__(self, inner: ArrayWriter, rows: np.ndarray, places: np.ndarray | None = None) -> None:
@@ -215,7 +215,7 @@ class SelectedRowsWriter:
             self._write_runs(self._places[low:high], box, data)
 
     def _write_runs(self, places: np.ndarray, box: Box, data: np.ndarray) -> None:
-        """Writes rows whose places follow each other together."""
+        """Writes rows with consecutive places together."""
         starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
         for start, stop in itertools.pairwise(starts):
             first = int(places[start])
@@ -223,7 +223,7 @@ class SelectedRowsWriter:
 
 
 def check_order(ids: np.ndarray, spec: TableSpec, owned: tuple[int, int]) -> str:
-    """What is wrong with ids that were loaded as those of these buckets: "" if nothing is."""
+    """Returns what is wrong with ids that were loaded as those of these buckets; "" if nothing is."""
     last: tuple[int, int] = (-1, -1)
     for low in range(0, len(ids), CHECKED_ROWS):
         part = ids[low : low + CHECKED_ROWS]

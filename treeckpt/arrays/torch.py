@@ -1,7 +1,7 @@
-"""torch tensors as leaves: Tensor, Parameter, Buffer, and DTensor on any mesh.
+"""The adapter of torch: Tensor, Parameter, Buffer, and DTensor on any mesh.
 
 A CPU tensor is addressed in place through numpy, whatever its strides. Tensors on other devices, and conjugate or
-negative views, are read and written box by box. A DTensor's pieces follow from its mesh and placements.
+negative views, are read and written box by box. A DTensor's pieces are computed from its mesh and placements.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ __all__ = [
 
 @lru_cache(maxsize=256)
 def torch_dtype(name: str, path: str = "") -> torch.dtype:
-    """The torch dtype of this name.
+    """Returns the torch dtype of a name.
 
     Raises:
-        MismatchError: this torch has none.
+        MismatchError: this version of torch has none.
     """
-    dtype = vars(torch).get(name)  # getattr imports what torch loads late
+    dtype = vars(torch).get(name)  # getattr imports modules that torch loads lazily
     if not isinstance(dtype, torch.dtype):
         raise MismatchError(
             path, expected="a dtype that torch has", found=name, hint="Load it as a numpy array, with like="
@@ -73,7 +73,7 @@ known_dtype = torch_dtype
 
 
 def _check(leaf: torch.Tensor, path: str) -> None:
-    """Refuses what has no bytes of its own, or none that mean the same elsewhere."""
+    """Refuses tensors without bytes of their own, and those whose bytes depend on more than dtype and shape."""
     kind = type(leaf)
     reason = None
     if leaf.is_nested:
@@ -110,7 +110,7 @@ def _spec(leaf: torch.Tensor) -> ArraySpec:
 
 
 def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
-    """Describes a tensor that is to be saved."""
+    """Describes a tensor to save."""
     if not isinstance(leaf, torch.Tensor):
         return None
     if is_plain(leaf):
@@ -141,7 +141,7 @@ def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
 
 
 _NUMPY = {name: np.dtype(name) for name in ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")}
-"""The common dtypes that numpy has too."""
+"""The plain dtypes that numpy has too."""
 
 
 def _box(start: tuple[int, ...], region: Region) -> Box:
@@ -149,7 +149,7 @@ def _box(start: tuple[int, ...], region: Region) -> Box:
 
 
 def _storage(tensor: torch.Tensor, path: str) -> Storage | None:
-    """Which memory a tensor shows.
+    """Returns the memory of a tensor.
 
     Raises:
         TreeError: more than its storage has.
@@ -174,7 +174,7 @@ def _storage(tensor: torch.Tensor, path: str) -> Storage | None:
 
 
 def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
-    """What the tensor is, without its data; of a DTensor also which regions this rank holds."""
+    """Returns the spec of a tensor; for a DTensor with the regions that this rank holds."""
     if not isinstance(leaf, torch.Tensor):
         return None
     if is_plain(leaf):
@@ -191,7 +191,7 @@ def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
 
 
 def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
-    """Describes a tensor that is to be filled in place."""
+    """Describes a tensor to fill in place."""
     if not isinstance(leaf, torch.Tensor):
         return None
     if is_plain(leaf):
@@ -225,45 +225,47 @@ def _pieces(layout: MeshLayout, local: torch.Tensor, shape: tuple[int, ...], ran
     return [TargetPiece(h.region, tensor_data(local[_box(h.local, h.region)])) for h in held_by(layout, shape, rank)]
 
 
-def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Allocate | None = None) -> ArrayTarget | None:
-    """A new tensor of the leaf's shape, dtype, device and layout; on the host where the leaf is on meta."""
+def like(
+    leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
+) -> ArrayTarget | None:
+    """Creates a tensor of the leaf's shape, dtype, device and layout; on the host where the leaf is on meta."""
     if not isinstance(leaf, torch.Tensor):
         return None
     _check(leaf, path)
     where = _device(device, path) or leaf.device
     spec = _spec(leaf)
     if is_dtensor(leaf):
-        return _like_dtensor(leaf, spec, path, rank, where, take)
-    tensor = _new(spec.shape, leaf.dtype, torch.device("cpu") if where.type == "meta" else where, take)
-    return ArrayTarget(spec, _dress(tensor, spec), (TargetPiece(Region.whole(spec.shape), tensor_data(tensor)),))
+        return _like_dtensor(leaf, spec, path, rank, where, allocate)
+    tensor = _new(spec.shape, leaf.dtype, torch.device("cpu") if where.type == "meta" else where, allocate)
+    return ArrayTarget(spec, _as_kind(tensor, spec), (TargetPiece(Region.whole(spec.shape), tensor_data(tensor)),))
 
 
-def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, take: Allocate | None) -> torch.Tensor:
+def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
-    if take is None or device.type != "cpu" or not nbytes:
+    if allocate is None or device.type != "cpu" or not nbytes:
         return torch.empty(shape, dtype=dtype, device=device)
-    return _shown(take(nbytes), dtype, 0, math.prod(shape)).view(shape)
+    return _from_buffer(allocate(nbytes), dtype, 0, math.prod(shape)).view(shape)
 
 
 def _like_dtensor(
-    leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch.device, take: Allocate | None
+    leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch.device, allocate: Allocate | None
 ) -> ArrayTarget:
     from torch.distributed.tensor import DTensor
 
     layout = layout_of(leaf, path)
     shape = local_shape(layout, spec.shape, rank)
     device = torch.device(leaf.device_mesh.device_type) if where.type == "meta" else where
-    local = _new(shape if shape is not None else (0,), leaf.dtype, device, take)
+    local = _new(shape if shape is not None else (0,), leaf.dtype, device, allocate)
     pieces = _pieces(layout, local, spec.shape, rank) if shape is not None else ()
     made = DTensor(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar outside of the mesh
-    return ArrayTarget(spec, _dress(made, spec), pieces)
+    return ArrayTarget(spec, _as_kind(made, spec), pieces)
 
 
 def _device(device: str | None, path: str) -> torch.device | None:
-    """The device that load was told to use, None where each tensor has its own."""
+    """Returns the device that was passed to load; None where each tensor keeps its own."""
     if device in (None, "original"):
         return None
-    where = _here(str(device), "device")
+    where = _checked_device(str(device), "device")
     if where.type == "meta":
         raise MismatchError(
             path,
@@ -275,11 +277,11 @@ def _device(device: str | None, path: str) -> torch.device | None:
 
 
 @lru_cache(maxsize=64)
-def _here(device: str, path: str) -> torch.device:
-    """A device of this program.
+def _checked_device(device: str, path: str) -> torch.device:
+    """Returns a device of this machine.
 
     Raises:
-        MismatchError: no such device, or it is not here.
+        MismatchError: there is no such device.
     """
     try:
         where = torch.device(device)
@@ -287,26 +289,26 @@ def _here(device: str, path: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA raises an AssertionError
         raise MismatchError(
             path,
-            expected=f'a device of torch that is here, as "{_devices()[-1]}"',
-            found=f"{device!r:.60}, with {', '.join(_devices())} here",
+            expected=f'a device of torch that is here, as "{_device_names()[-1]}"',
+            found=f"{device!r:.60}, with {', '.join(_device_names())} here",
             hint=f"{error!s:.300}",
         ) from error
     return where
 
 
-def _devices() -> list[str]:
-    """The devices of this program, as far as there are few."""
+def _device_names() -> list[str]:
+    """Returns the names of the devices of this machine, at most eight of a kind."""
     kinds = [
         kind for kind in ("cuda", "xpu", "mps") if (module := getattr(torch, kind, None)) and module.is_available()
     ]
     return ["cpu", *(f"{kind}:{i}" for kind in kinds for i in range(min(8, getattr(torch, kind).device_count())))]
 
 
-def _dress(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
-    """The tensor as the kind that the spec says. Its memory is filled later, which autograd does not see.
+def _as_kind(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
+    """Returns the tensor as the kind that the spec names. Its memory is filled later, which autograd does not record.
 
     Raises:
-        FormatError: it is to have gradients, and its dtype can have none.
+        FormatError: the spec requires gradients, and its dtype cannot have any.
     """
     if spec.requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
         raise FormatError(
@@ -319,39 +321,39 @@ def _dress(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
     return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
-def empty(spec: ArraySpec, path: str, device: str | None, *, take: Allocate | None = None) -> ArrayTarget:
-    """A new tensor from a spec: of its regions, or of the whole; on the host unless `device` says otherwise."""
-    where = _here(spec.device or "cpu", path) if device == "original" else _device(device, path)
-    tensor = _new(local_shape_of(spec), torch_dtype(spec.dtype, path), where or torch.device("cpu"), take)
-    return ArrayTarget(spec, _dress(tensor, spec), local_pieces(spec, lambda box: tensor_data(tensor[box])))
+def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
+    """Creates a tensor from a spec: for its regions, or for the whole array; on the host unless `device` is given."""
+    where = _checked_device(spec.device or "cpu", path) if device == "original" else _device(device, path)
+    tensor = _new(local_shape_of(spec), torch_dtype(spec.dtype, path), where or torch.device("cpu"), allocate)
+    return ArrayTarget(spec, _as_kind(tensor, spec), local_pieces(spec, lambda box: tensor_data(tensor[box])))
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
-    """A tensor that shows `memory` from byte `offset` on, without a copy."""
-    if (known := _NUMPY.get(spec.dtype)) is not None:  # half the time of frombuffer and view
-        return _dress(torch.from_numpy(np.ndarray(spec.shape, known, memory, offset)), spec)
-    tensor = _shown(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
-    return _dress(tensor if tensor.shape == spec.shape else tensor.view(spec.shape), spec)
+    """Returns a tensor that uses `memory` from byte `offset` on, without a copy."""
+    if (known := _NUMPY.get(spec.dtype)) is not None:  # takes half the time of frombuffer and view
+        return _as_kind(torch.from_numpy(np.ndarray(spec.shape, known, memory, offset)), spec)
+    tensor = _from_buffer(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
+    return _as_kind(tensor if tensor.shape == spec.shape else tensor.view(spec.shape), spec)
 
 
-def _shown(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
+def _from_buffer(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
     if dtype in PLAIN_DTYPES:
         return torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size * dtype.itemsize, offset=offset).view(dtype)
 
 
 def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> torch.Tensor:
-    """A strided window into the elements of a contiguous tensor, sharing its memory."""
-    return _dress(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
+    """Returns a strided view, in elements, of a contiguous tensor."""
+    return _as_kind(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
 
 
 def mark_written(leaves: Sequence[torch.Tensor]) -> None:
-    """A backward that needs what a tensor held before raises, as after `copy_`, instead of giving wrong gradients."""
+    """Raises the version counters: a backward that needs the old content raises, as after `copy_`."""
     torch.autograd.graph.increment_version(leaves)
 
 
 def encode(value: Any) -> Typed | None:
-    """torch.Size, dtype, device, layout and memory format."""
+    """Returns the stored form of a torch.Size, dtype, device, layout or memory format."""
     if type(value) is torch.Size:
         return Typed("torch.Size", tuple(value))
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
@@ -362,7 +364,7 @@ def encode(value: Any) -> Typed | None:
 
 
 def decode(value: Typed) -> Any:
-    """The inverse of `encode`."""
+    """Returns the value of a stored form."""
     kind, items = value.kind.removeprefix("torch."), value.items
     if not value.kind.startswith("torch."):
         raise LookupError(value.kind)
@@ -378,7 +380,7 @@ def decode(value: Typed) -> Any:
 
 
 def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
-    """Elements of raw dtype, converted from one dtype to another as torch does, else as ml_dtypes does."""
+    """Converts elements of raw dtype from one dtype to another as torch does, else as ml_dtypes does."""
     try:
         part = torch.from_numpy(np.ascontiguousarray(data).view(signed_dtype(data.itemsize))).view(torch_dtype(saved))
         return raw_array(part.to(torch_dtype(wanted)))

@@ -1,4 +1,4 @@
-"""The memory of tensors as the engine sees it: through numpy where that can address it, else box by box."""
+"""Reads and writes the memory of tensors: through numpy where that can address it, else box by box."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _RAW = {size: raw_dtype(size).str for size in (1, 2, 4, 8, 16)}
 
 
 class _ArrayInterface:
-    """A tensor's memory for numpy. `Tensor.numpy` would do, but marks the user's storage as not to be resized."""
+    """A tensor's memory for numpy. `Tensor.numpy` is not used because it marks the user's storage as not resizable."""
 
     __slots__ = ("__array_interface__", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.dtype.itemsize
-        self._tensor = tensor  # numpy keeps this object, and so the memory, alive
+        self._tensor = tensor  # numpy keeps this object alive, and so the memory
         self.__array_interface__ = {
             "version": 3,
             "shape": tuple(tensor.shape),
@@ -35,21 +35,21 @@ class _ArrayInterface:
 
 
 def raw_array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as a numpy array of raw dtype with the same shape and strides."""
+    """Returns the tensor's memory as a numpy array of raw dtype with the same shape and strides."""
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), raw_dtype(tensor.dtype.itemsize))
     return np.asarray(_ArrayInterface(tensor))
 
 
 class DeviceArray:
-    """A tensor that numpy cannot address: moved box by box."""
+    """Reads and writes a tensor that numpy cannot address, box by box."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
     @property
     def window(self) -> StridedMemory | None:
-        """Where it stands; None where its bytes are not those of its elements."""
+        """Addresses of the elements; None where the bytes there are not those of the elements (conjugate views)."""
         tensor, size = self.tensor, self.tensor.dtype.itemsize
         if not tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
             return None
@@ -62,7 +62,7 @@ class DeviceArray:
         return raw_array(part.cpu())
 
     def copy_to(self, box: Box, target: np.ndarray) -> Callable[[], None] | None:
-        """Copies a box to bytes of host memory; returns what waits for it, None if it is done."""
+        """Copies a box to host memory; returns a function that waits for the end, None if the copy is complete."""
         part = self.tensor[box]
         out = torch.from_numpy(target).view(part.dtype).view(part.shape)
         if part.is_cuda:
@@ -73,16 +73,16 @@ class DeviceArray:
     def write(self, box: Box, data: np.ndarray) -> None:
         part = torch.from_numpy(np.ascontiguousarray(data).view(signed_dtype(data.itemsize)))
         target = self.tensor[box]
-        target.copy_(part.view(self.tensor.dtype).view(target.shape))  # numpy makes a scalar one-dimensional
+        target.copy_(part.view(self.tensor.dtype).view(target.shape))  # numpy turns a scalar into a 1-D array
 
 
 def signed_dtype(size: int) -> np.dtype[Any]:
-    """A numpy dtype that torch takes over, for elements of a width."""
+    """Returns the numpy dtype of elements of `size` bytes that torch accepts."""
     return np.dtype("<c16") if size == 16 else np.dtype(f"<i{size}") if size > 1 else np.dtype("u1")
 
 
 def tensor_data(tensor: torch.Tensor) -> HostMemory | HostArray | DeviceArray:
-    """What gives and takes the elements of a tensor."""
+    """Returns the reader and writer of a tensor's elements."""
     if is_plain(tensor) and (memory := plain_memory(tensor, plain_info(tensor))) is not None:
         return memory
     if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():

@@ -267,7 +267,7 @@ def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> t
         job = Load(store, comm, options)
 
         def make(wanted: Any, path: str) -> ArrayTarget | None:
-            return like_of(wanted, path, here, options.device, take=job.take)
+            return like_of(wanted, path, here, options.device, allocate=job.take)
 
         build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True))
     job.filling.run(options.verify, ReadOptions(options.memory, mapped=options.mmap, relay=relay))

@@ -210,7 +210,7 @@ class Load:
 
     def new(self, spec: Any, path: str) -> ArrayTarget:
         """A new array where the options put it."""
-        return new_array(spec, path, self.options.device, take=self.take)
+        return new_array(spec, path, self.options.device, allocate=self.take)
 
     def _on_host(self, spec: ArraySpec) -> bool:
         device = self.options.device

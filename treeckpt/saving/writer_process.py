@@ -77,7 +77,7 @@ class ProcessWriter:
         """Has the process write this rank's shards out of the arena."""
         try:
             self.arrange(arena)
-            answer = self._ask(WriteShards(self._facts, address, arena.number, self._recorder.trail))
+            answer = self._ask(WriteShards(self._facts, address, arena.number, self._recorder.snapshot))
             return _decode(answer.data, type=WriteResult)
         except WriterGone as gone:
             return WriteResult(to_fault(self._gone(gone), self._facts.rank))
@@ -88,7 +88,7 @@ class ProcessWriter:
             here = InlineWriter(self._store, self._facts, self._plans, self._recorder)
             return here.judge(heard, lost)
         try:
-            return self._ask(Commit(dict(heard), dict(lost), self._recorder.trail)).data
+            return self._ask(Commit(dict(heard), dict(lost), self._recorder.snapshot)).data
         except WriterGone as gone:
             error: Exception = self._gone(gone)
             if in_place := may_be_in_place(self._store, self._facts.save_id):
