@@ -157,7 +157,7 @@ def test_buckets_hold_every_entry_once_in_order_aligned_and_within_their_limit(
     sizes: list[tuple[int, int]], limit: int
 ) -> None:
     entries = [packing.PackedRegion(n, Region((0,), (size,)), itemsize) for n, (size, itemsize) in enumerate(sizes)]
-    buckets = list(packing.pack_entries(entries, limit))
+    buckets = list(packing.pack_regions(entries, limit))
     packed = [entry for bucket in buckets for entry, _ in bucket.entries]
     assert packed == [entry for entry in entries if entry.nbytes]
     for bucket in buckets:

@@ -94,7 +94,8 @@ def describe_tree(
             if layout is not None and members is not None:
                 layout = among(layout, source.spec.shape, members)
             if source.storage is None:  # no aliases by memory; the same object is still one array
-                first = unplaced.setdefault((_identity(leaf), own), path)
+                identity = leaf.identity if isinstance(leaf, Sharded) else id(leaf)
+                first = unplaced.setdefault((identity, own), path)
             if first not in (None, path):
                 specs.append(LeafSpec(path, source.spec, None, first, per_rank=() if own else None))
             else:
@@ -116,11 +117,6 @@ def place_table_rows(described: DescribedTree, merged: GlobalTree, rank: int) ->
             is_ids = at[2] == TABLE_KEYS[0] and offsets in described.sources and offsets not in tables
             starts[leaf.path] = start, offsets if is_ids else ""
     shift_rows(described.sources, starts)
-
-
-def _identity(leaf: Any) -> object:
-    """Returns a key that is equal for leaves that are one object."""
-    return leaf.identity if isinstance(leaf, Sharded) else id(leaf)
 
 
 def _with_aliases(specs: list[LeafSpec], sources: dict[str, ArraySource]) -> Iterable[LeafSpec]:

@@ -43,10 +43,6 @@ def _is_mapping(kind: type) -> bool:
     return issubclass(kind, MutableMapping) and kind is not collections.Counter
 
 
-def _is_replaced(kind: type, mappings: bool) -> bool:
-    return keeps_state(kind) or (mappings and _is_mapping(kind))
-
-
 def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) -> bool:
     """Returns whether a tree holds a stateful object; cheap for trees without, which most are."""
     met: dict[int, Any] = {}
@@ -66,7 +62,7 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
             except TreeError:
                 return True  # flattening raises the error with the path
             if taken is None:
-                if _is_replaced(kind, mappings):
+                if keeps_state(kind) or (mappings and _is_mapping(kind)):
                     return True
                 continue
             children = taken.children
@@ -146,10 +142,6 @@ def _uncast(loaded: Any, given: Any) -> Any:
     return loaded
 
 
-def _is_array(leaf: tuple[str, object]) -> bool:
-    return hasattr(leaf[1], "shape") and hasattr(leaf[1], "dtype")
-
-
 class _StatefulLeaf(msgspec.Struct):
     """One stateful object of a tree, and its present state."""
 
@@ -178,7 +170,8 @@ class ExpandedTree:
             if is_stateful(leaf):
                 state = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
                 _, inner = flatten(state, rank=rank, namespace=namespace)
-                has_arrays = not isinstance(leaf, LoadsSavedState) and any(map(_is_array, inner))
+                arrays = (part for _, part in inner if hasattr(part, "shape") and hasattr(part, "dtype"))
+                has_arrays = not isinstance(leaf, LoadsSavedState) and any(True for _ in arrays)
                 self.found[position] = _StatefulLeaf(path, leaf, state, has_arrays)
             elif mappings and _is_mapping(type(leaf)):
                 inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]

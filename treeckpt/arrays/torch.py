@@ -39,6 +39,7 @@ from .torch_memory import raw_array, signed_dtype, tensor_data
 
 __all__ = [
     "abstract",
+    "as_kind",
     "cast",
     "decode",
     "dtype_name",
@@ -237,7 +238,7 @@ def like(
     if is_dtensor(leaf):
         return _like_dtensor(leaf, spec, path, rank, where, allocate)
     tensor = _new(spec.shape, leaf.dtype, torch.device("cpu") if where.type == "meta" else where, allocate)
-    return ArrayTarget(spec, _as_kind(tensor, spec), (TargetPiece(Region.whole(spec.shape), tensor_data(tensor)),))
+    return ArrayTarget(spec, as_kind(tensor, spec), (TargetPiece(Region.whole(spec.shape), tensor_data(tensor)),))
 
 
 def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
@@ -258,7 +259,7 @@ def _like_dtensor(
     local = _new(shape if shape is not None else (0,), leaf.dtype, device, allocate)
     pieces = _pieces(layout, local, spec.shape, rank) if shape is not None else ()
     made = DTensor(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar outside of the mesh
-    return ArrayTarget(spec, _as_kind(made, spec), pieces)
+    return ArrayTarget(spec, as_kind(made, spec), pieces)
 
 
 def _device(device: str | None, path: str) -> torch.device | None:
@@ -304,7 +305,7 @@ def _device_names() -> list[str]:
     return ["cpu", *(f"{kind}:{i}" for kind in kinds for i in range(min(8, getattr(torch, kind).device_count())))]
 
 
-def _as_kind(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
+def as_kind(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
     """Returns the tensor as the kind that the spec names. Its memory is filled later, which autograd does not record.
 
     Raises:
@@ -325,15 +326,15 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate 
     """Creates a tensor from a spec: for its regions, or for the whole array; on the host unless `device` is given."""
     where = _checked_device(spec.device or "cpu", path) if device == "original" else _device(device, path)
     tensor = _new(local_shape_of(spec), torch_dtype(spec.dtype, path), where or torch.device("cpu"), allocate)
-    return ArrayTarget(spec, _as_kind(tensor, spec), local_pieces(spec, lambda box: tensor_data(tensor[box])))
+    return ArrayTarget(spec, as_kind(tensor, spec), local_pieces(spec, lambda box: tensor_data(tensor[box])))
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
     """Returns a tensor that uses `memory` from byte `offset` on, without a copy."""
     if (known := _NUMPY.get(spec.dtype)) is not None:  # takes half the time of frombuffer and view
-        return _as_kind(torch.from_numpy(np.ndarray(spec.shape, known, memory, offset)), spec)
+        return as_kind(torch.from_numpy(np.ndarray(spec.shape, known, memory, offset)), spec)
     tensor = _from_buffer(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
-    return _as_kind(tensor if tensor.shape == spec.shape else tensor.view(spec.shape), spec)
+    return as_kind(tensor if tensor.shape == spec.shape else tensor.view(spec.shape), spec)
 
 
 def _from_buffer(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
@@ -344,7 +345,7 @@ def _from_buffer(memory: memoryview, dtype: torch.dtype, offset: int, size: int)
 
 def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> torch.Tensor:
     """Returns a strided view, in elements, of a contiguous tensor."""
-    return _as_kind(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
+    return as_kind(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
 
 
 def mark_written(leaves: Sequence[torch.Tensor]) -> None:

@@ -46,12 +46,9 @@ _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
 def _name(node: Any, path: str, rank: int) -> str:
-    spec = None if _is_plain(node) else abstract_of(node, path, rank)
+    plain = node is None or isinstance(node, (bool, int, float, str, bytes))
+    spec = None if plain else abstract_of(node, path, rank)
     return "array" if spec is not None else type(node).__name__
-
-
-def _is_plain(node: Any) -> bool:
-    return node is None or isinstance(node, (bool, int, float, str, bytes))
 
 
 def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, namespace: str) -> Walk[None]:

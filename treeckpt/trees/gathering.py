@@ -148,7 +148,9 @@ class _Gather:
             if own and self.transport.rank not in decode_runs(spec.per_rank or ()):
                 continue
             if self.receives or own:
-                self._create(spec)
+                assert spec.spec is not None, "only arrays have memory"
+                new = msgspec.structs.replace(spec.spec, device=None)
+                self.targets[spec.path] = new_array(new, spec.path, self.device)
             if own or self._is_everywhere(leaf.layout):
                 if spec.path in self.targets:
                     fill(self.targets[spec.path].pieces, self.described.sources[spec.path].pieces)
@@ -163,11 +165,6 @@ class _Gather:
             ]
             for bucket in pack_regions(entries, limit):
                 self._send(sender, bucket, leaves)
-
-    def _create(self, leaf: LeafSpec) -> None:
-        assert leaf.spec is not None, "only arrays have memory"
-        spec = msgspec.structs.replace(leaf.spec, device=None)
-        self.targets[leaf.path] = new_array(spec, leaf.path, self.device)
 
     def _is_everywhere(self, layout: Layout) -> bool:
         """Returns whether each receiver holds all of an array already."""

@@ -247,7 +247,9 @@ def put_leaves(
         new.append(leaf)
         storage = getattr(source_of(leaf, path, rank), "storage", None)
         place = None if storage is None else (storage.address, storage.address + storage.nbytes)
-        _check_match(target, source, path, cast)
+        check_held(target, source, path)
+        if not cast:
+            check_dtype(target.spec.dtype, source.spec.dtype, path)
         copies.append(_ArrayCopy(path, target, source, place))
     _check_ties(copies)
     copies = list({id(copy.target.leaf): copy for copy in copies}.values())
@@ -340,12 +342,6 @@ def check_dtype(wanted: str, given: str, path: str) -> None:
     """
     if wanted != given:
         raise MismatchError(path, expected=wanted, found=given, hint="Convert one of them first")
-
-
-def _check_match(target: ArrayTarget, source: ArraySource, path: str, cast: bool) -> None:
-    check_held(target, source, path)
-    if not cast:
-        check_dtype(target.spec.dtype, source.spec.dtype, path)
 
 
 def _without_overlaps(copies: list[_ArrayCopy]) -> list[_ArrayCopy]:

@@ -75,37 +75,21 @@ def _rebuilt(leaf: Any, spec: ArraySpec, arrays: list[Any]) -> Any:
     if isinstance(leaf, ArraySpec):
         return leaf
     if isinstance(leaf, Sharded):
-        return with_locals(leaf, [_rebuilt(*pair, [a]) for pair, a in zip(_local_specs(leaf), arrays, strict=True)])
+        kept = [(local, abstract_of(local, "", 0), array) for local, array in zip(leaf.locals, arrays, strict=True)]
+        return with_locals(leaf, [_rebuilt(local, kind, [array]) for local, kind, array in kept if kind is not None])
     if isinstance(leaf, np.ndarray):
         return arrays[0]
     from ..arrays.dtensor import is_dtensor
     from ..arrays.sharded_tensor import with_shards
+    from ..arrays.torch import as_kind
 
     if _is_sharded_tensor(leaf):
         return with_shards(leaf, arrays)
     if is_dtensor(leaf):
         from torch.distributed.tensor import DTensor
 
-        return _dressed(DTensor(arrays[0], leaf._spec, requires_grad=False), spec)
-    return _dressed(arrays[0].detach(), spec)  # a new object: the memory may be another leaf's too
-
-
-def _local_specs(leaf: Sharded) -> Iterable[tuple[Any, ArraySpec]]:
-    for local in leaf.locals:
-        spec = abstract_of(local, "", 0)
-        assert spec is not None, "checked before"
-        yield local, spec
-
-
-def _dressed(tensor: Any, spec: ArraySpec) -> Any:
-    """Returns the tensor as the kind that the spec names: Parameter, Buffer or Tensor."""
-    from torch.nn import Buffer, Parameter
-
-    if spec.kind == "parameter":
-        return Parameter(tensor, requires_grad=spec.requires_grad)
-    if spec.kind == "buffer":
-        return Buffer(tensor.requires_grad_(spec.requires_grad))
-    return tensor.requires_grad_() if spec.requires_grad else tensor
+        return as_kind(DTensor(arrays[0], leaf._spec, requires_grad=False), spec)
+    return as_kind(arrays[0].detach(), spec)  # a new object: the memory may be another leaf's too
 
 
 def _key(array: Any) -> Hashable:

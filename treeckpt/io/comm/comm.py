@@ -7,6 +7,7 @@ blocks the training's use of that Store.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 from ...errors import RankError, TreeckptError
 from .fanout import group_sizes_for, is_leader
 from .launchers import UnconnectedComm, launched_rank, unconnected_error
-from .message_store import TorchMessageStore, connect_to_leader, serve_leader_store
+from .message_store import ThreadMessageStore, TorchMessageStore, connect_to_leader, serve_leader_store
 from .state import CommState
 
 __all__ = [
@@ -134,40 +135,14 @@ class PrefixComm:
     def timeout(self) -> float:
         return self._comm.timeout
 
-    def _keys(self, keys: Sequence[str]) -> list[str]:
-        return [f"{self._prefix}/{key}" for key in keys]
-
     def post(self, key: str, data: bytes) -> None:
         self._comm.post(f"{self._prefix}/{key}", data)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        return self._comm.wait(self._keys(keys), timeout)
+        return self._comm.wait([f"{self._prefix}/{key}" for key in keys], timeout)
 
     def drop(self, keys: Sequence[str]) -> None:
-        self._comm.drop(self._keys(keys))
-
-
-class ThreadMessageStore:
-    """A message store in this process's memory, for threads that act as ranks."""
-
-    def __init__(self) -> None:
-        self.messages: dict[str, bytes] = {}
-        self.changed = threading.Condition()
-
-    def post(self, key: str, data: bytes) -> None:
-        with self.changed:
-            self.messages[key] = data
-            self.changed.notify_all()
-
-    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        with self.changed:
-            self.changed.wait_for(lambda: all(key in self.messages for key in keys), timeout)
-            return [self.messages.get(key) for key in keys]
-
-    def drop(self, keys: Sequence[str]) -> None:
-        with self.changed:
-            for key in keys:
-                self.messages.pop(key, None)
+        self._comm.drop([f"{self._prefix}/{key}" for key in keys])
 
 
 class ThreadComm:
@@ -290,14 +265,6 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _alone_comm() -> Comm:
-    """Returns a comm with this process as its only rank, even where torch.distributed has others."""
-    if _world_size() < 2:
-        return _SOLO
-    comms = _default_store_comms()
-    return comms.groups.setdefault("alone", SoloComm((comms.world.rank,)))
-
-
 def comm_of(group: Any) -> Comm:
     """Returns the comm of a process group of torch.distributed: only the ranks of that group save and load.
 
@@ -367,16 +334,19 @@ def as_comm(comm: Any, *, sends_messages: bool = True) -> Comm:
         TreeckptError: `comm` is none of these.
     """
     if isinstance(comm, str):
+        if comm == "alone" and _world_size() > 1:
+            comms = _default_store_comms()
+            return comms.groups.setdefault("alone", SoloComm((comms.world.rank,)))
         if comm == "alone":
-            return _alone_comm()
+            return _SOLO
         expected = 'a process group of torch.distributed, "alone", or None for all ranks'
         raise TreeckptError("comm", expected=expected, found=f"{comm!r:.60}")
-    if comm is None:
-        launched = launched_rank() if not _world_size() else None
-        if launched is not None and sends_messages:
-            raise unconnected_error(launched)
-        return default_comm() if launched is None else UnconnectedComm(launched, TIMEOUT)
-    return comm if hasattr(comm, "post") else comm_of(comm)
+    if comm is not None:
+        return comm if hasattr(comm, "post") else comm_of(comm)
+    launched = launched_rank() if not _world_size() else None
+    if launched is not None and sends_messages:
+        raise unconnected_error(launched)
+    return default_comm() if launched is None else UnconnectedComm(launched, TIMEOUT)
 
 
 def members_of(comm: Comm) -> tuple[int, ...] | None:
@@ -394,7 +364,10 @@ class _StoreComms:
     """The comms over one default Store: the comm of all ranks, and those of groups by prefix."""
 
     def __init__(self, original: Any, rank: int, size: int) -> None:
-        self.original, self.store = original, _cloned(original)
+        self.original = self.store = original
+        # a kind of Store without clones is shared, and each call on it is a short poll
+        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+            self.store = original.clone()
         self.world = TorchComm(self.store, rank, size)
         self.groups: dict[str, Comm] = {}
 
@@ -416,10 +389,3 @@ def _default_store_comms() -> _StoreComms:
 
 _SOLO = SoloComm()
 """The one comm of a process without others: it keeps plans and the writer process from save to save."""
-
-
-def _cloned(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return store  # a kind of Store without clones: it is shared, and each call on it is a short poll

@@ -1,4 +1,4 @@
-"""Message stores over torch.distributed's Store: the one that all ranks share, and those that leaders serve.
+"""Message stores: in memory, and over torch.distributed's Store: the one of all ranks, and those that leaders serve.
 
 A leader serves a TCPStore of its own for the ranks that it leads, where the common Store is a TCPStore, and posts its
 address in the common one; so in a large world no server has more than some dozens of clients that wait. A rank that
@@ -20,7 +20,7 @@ from typing import Any
 
 from ...errors import RankError
 
-__all__ = ["LeaderStore", "TorchMessageStore", "connect_to_leader", "serve_leader_store"]
+__all__ = ["LeaderStore", "ThreadMessageStore", "TorchMessageStore", "connect_to_leader", "serve_leader_store"]
 
 CONNECT_TIMEOUT = 20.0
 """Seconds in which a leader's server has to be reached."""
@@ -28,6 +28,29 @@ CALL_TIMEOUT = 60.0
 """Seconds in which a leader's server answers a call."""
 FALLBACK_INTERVAL = 2.0
 """Seconds between two reads of the common Store by a leader, for ranks that could not connect to it."""
+
+
+class ThreadMessageStore:
+    """A message store in this process's memory, for threads that act as ranks."""
+
+    def __init__(self) -> None:
+        self.messages: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+    def post(self, key: str, data: bytes) -> None:
+        with self.changed:
+            self.messages[key] = data
+            self.changed.notify_all()
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        with self.changed:
+            self.changed.wait_for(lambda: all(key in self.messages for key in keys), timeout)
+            return [self.messages.get(key) for key in keys]
+
+    def drop(self, keys: Sequence[str]) -> None:
+        with self.changed:
+            for key in keys:
+                self.messages.pop(key, None)
 
 
 class TorchMessageStore:

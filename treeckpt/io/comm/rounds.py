@@ -8,8 +8,7 @@ ended. From this state a rank finds the round that its call belongs to, so that 
 - A rank that calls too late, after the others have given up on it, receives the result of the round that it missed.
 - A rank that never called for an earlier round does not receive that round's messages; it joins the open round.
 - A rank that gave up on a round and calls again is recognised by a nonce, which is new for each call.
-
-A rank that sends nothing within the time limit is lost to the round: it is named in `lost`, and not waited for again.
+- A rank that sends nothing within the time limit is lost: it is named in `lost`, and not waited for again.
 
 In a large world (`io.comm.fanout`) not all ranks exchange messages with rank 0: a leader gathers the messages of the
 ranks below it and passes them on as one, and it passes rank 0's messages down, each through a message store of its own.
@@ -67,7 +66,6 @@ class _RoundState(msgspec.Struct, array_like=True):
     """Of the round that was opened last."""
     topic: str = ""
     closed: _ClosedRound | None = None
-    """The round that was closed last."""
 
     @property
     def is_open(self) -> bool:
@@ -152,10 +150,9 @@ class Round:
 
     def heartbeats(self) -> contextlib.AbstractContextManager[None]:
         """Sends heartbeats of this rank while the body runs; only after `join`."""
-        comm = self._comm
-        if comm.size == 1:
+        if self._comm.size == 1:
             return contextlib.nullcontext()
-        return send_heartbeats(self._heartbeat_stores, self._key(comm.rank, "heartbeat"))
+        return send_heartbeats(self._heartbeat_stores, self._key(self._comm.rank, "heartbeat"))
 
     def _heartbeat_stores(self) -> list[MessageStore]:
         """Returns the stores of the ranks that wait for this one: its leader's, and its own for those below."""
@@ -174,14 +171,14 @@ class Round:
     def gather(self, data: bytes) -> dict[int, bytes] | None:
         """Returns the messages of all ranks that are not lost, by rank, on rank 0; None on other ranks."""
         self._step += 1
-        comm = self._comm
-        if comm.rank and self._below:
-            self._post_up(self._waiting_key(comm.rank), b"")
+        rank = self._comm.rank
+        if rank and self._below:
+            self._post_up(self._waiting_key(rank), b"")
         messages = self._collect(data) if self._below else {0: data}
-        if comm.rank == 0:
-            self._cut = set(range(comm.size)).difference(messages, self.lost)
+        if rank == 0:
+            self._cut = set(range(self._comm.size)).difference(messages, self.lost)
             return messages
-        self._post_up(self._key(comm.rank), self._nonce + (bundle(messages, self.lost) if self._below else data))
+        self._post_up(self._key(rank), self._nonce + (bundle(messages, self.lost) if self._below else data))
         return None
 
     def _waiting_key(self, rank: int) -> str:
@@ -221,6 +218,11 @@ class Round:
         store.drop([self._key(rank) for rank in ranks] + notes)
         return messages
 
+    @property
+    def _leader_timeout(self) -> float:
+        """Seconds to wait for a leader that itself waits for a time limit: its message needs time to arrive."""
+        return self._comm.timeout * 1.25 + 1
+
     def _is_leader(self, rank: int) -> bool:
         return is_leader(rank, self._comm.size, self._group_sizes)
 
@@ -247,7 +249,7 @@ class Round:
             if not slow:
                 break
             keys = [self._key(ranks[i]) for i in slow]
-            more = wait_for(store, keys, _leader_timeout(timeout), heartbeats=[heartbeats[i] for i in slow])
+            more = wait_for(store, keys, self._leader_timeout, heartbeats=[heartbeats[i] for i in slow])
             for i, message in zip(slow, more, strict=True):
                 messages[i] = message
         return messages
@@ -298,12 +300,13 @@ class Round:
         """
         comm, key = self._comm, self._key("all")
         # rank 0 may itself wait, for a whole time limit, for a silent rank, and leaders before it
-        limit = comm.timeout * 2 + 1 + len(self._group_sizes) * _leader_timeout(comm.timeout)
+        limit = comm.timeout * 2 + 1 + len(self._group_sizes) * self._leader_timeout
         message = self._receive_by_leader(key, limit) if self._leader else self._receive_from_rank0(key, limit)
         if message is not None:
             self._log_waits = False
             return message
-        self._withdraw()
+        if self._above is not None:
+            self._above.drop(self._sent_up)
         raise RankError(
             "ranks",
             ranks={0: silence_text(limit)},
@@ -347,17 +350,12 @@ class Round:
                 return message
             pause = interval
 
-    def _withdraw(self) -> None:
-        """Removes this rank's messages, which nobody will read."""
-        if self._above is not None:
-            self._above.drop(self._sent_up)
-
     def _leave(self, message: _Broadcast) -> None:
         """Confirms that the last message was read here and, before, by the ranks below."""
         comm = self._comm
         cut, lost = comm.rank in message.cut, comm.rank in message.lost
-        if cut or lost:
-            self._withdraw()
+        if (cut or lost) and self._above is not None:
+            self._above.drop(self._sent_up)
         if self._below:
             # the ranks below a lost leader are cut off, and confirm to rank 0
             self._clear(message.settles and not cut and not lost, complete=not message.lost)
@@ -370,13 +368,12 @@ class Round:
 
     def _close(self, data: bytes, settle: bool) -> None:
         """Stores for late ranks how the round ended, waits until the others have read it, and removes its messages."""
-        comm = self._comm
         with contextlib.suppress(RankError):  # the save has ended, even if the store is gone
             if not self._name:
                 # only a lost rank reads the message, and it stays in the store for long
                 lost = [*self.lost, *sorted(self._cut)]
                 self._state.closed = _ClosedRound(self._number, self._topic, lost, data if lost else b"")
-                comm.post(_STATE, msgspec.msgpack.encode(self._state))
+                self._comm.post(_STATE, msgspec.msgpack.encode(self._state))
         self._clear(settle, complete=not self.lost)
 
     def _clear(self, settle: bool, *, complete: bool) -> None:
@@ -401,8 +398,3 @@ class Round:
             comm.state.unread_keys[bool(self._name)] = keys
         else:
             store.drop(keys)
-
-
-def _leader_timeout(timeout: float) -> float:
-    """Returns the seconds to wait for a leader that itself waits for `timeout`: its message needs time to arrive."""
-    return timeout * 1.25 + 1
