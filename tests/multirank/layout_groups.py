@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import treeckpt as tc
 from treeckpt.io.comm.comm import Comm, comm_of, default_comm
-from treeckpt.saving.plan_cache import Plans
+from treeckpt.saving.plan_cache import GlobalPlan
 
 from .layout_models import build_model, models_of
 from .layouts import difference, distribute, mesh_of, seeded
@@ -126,7 +126,7 @@ def equal_trees_of_eight_ranks_exchange_digests_only(here: Rank) -> None:
     assert set(alike) < set(models_of(8))
     for layout in alike:
         tree = {f"copy {n}": build_model(layout, here.rank, 8) for n in range(2)}
-        comm.state.remove(Plans)
+        comm.state.remove(GlobalPlan)
         comm.messages.clear()
         before = sequence()
         tc.save(here.directory / f"counted {layout}", tree, comm=comm)

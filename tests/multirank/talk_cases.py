@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import treeckpt as tc
 from treeckpt.io.comm.comm import Comm, default_comm
-from treeckpt.saving.plan_cache import Plans
+from treeckpt.saving.plan_cache import GlobalPlan
 
 from .layouts import build
 from .registry import Rank, case
@@ -90,7 +90,7 @@ INVENTORY = 15_000
 @case("four")
 def equal_trees_exchange_digests_only(here: Rank) -> None:
     comm = _Counting(default_comm())
-    comm.state.remove(Plans)
+    comm.state.remove(GlobalPlan)
     for step in range(3):
         tree = {f"layers.{n}.weight": torch.zeros(200, 100) for n in range(300)}
         path = here.directory / f"digests {step}"
@@ -102,7 +102,7 @@ def equal_trees_exchange_digests_only(here: Rank) -> None:
 @case("four")
 def joined_plans_are_remembered(here: Rank) -> None:
     comm = _Counting(default_comm())
-    comm.state.remove(Plans)
+    comm.state.remove(GlobalPlan)
     spent = []
     for step in range(3):
         model = {f"layers.{4 * n + here.rank}.weight": torch.zeros(200, 100) for n in range(300)}

@@ -42,7 +42,16 @@ from ..core.tree.flatten import replace_leaves, unflatten
 from ..core.tree.spec import ArraySpec, Value
 from ..errors import RankError, TreeError
 from ..io.comm.collective import gather_results
-from ..saving.messages import BoxDigests, RankTree, clashing_of, compare, compare_boxes, digest, digests_of
+from ..saving.messages import (
+    BoxDigests,
+    RankTree,
+    compare_boxes,
+    compare_contents,
+    conflicting_ranks,
+    digest_groups,
+    json_digest,
+    merge_inventories,
+)
 from .moving import fill
 from .packing import MessageBucket, PackedRegion, empty_bytes, pack, pack_regions, unpack
 from .transport import Transport
@@ -93,7 +102,7 @@ class _Gather:
         transport = self.transport
         digests = gather_results(transport, "gather", self._describe, _RankDigests, hint=_HINT)
         self.values = self.described.values
-        clash = bool(clashing_of({rank: one.pieces for rank, one in enumerate(digests)}))
+        clash = bool(conflicting_ranks({rank: one.pieces for rank, one in enumerate(digests)}))
         self.alike = len({(one.inventory, one.contents) for one in digests}) == 1 and not clash
         if self.alike:
             everyone = encode_runs(range(transport.size))
@@ -118,24 +127,17 @@ class _Gather:
         )
         self.contents = content_digests(self.described, every=False)
         self.piece_groups = piece_digests(self.described, world=transport.size, every=False)
-        contents = digest(sorted(self.contents.items()))
-        return _RankDigests(digest_of(self.described.inventory), contents, digests_of(self.piece_groups))
+        contents = json_digest(sorted(self.contents.items()))
+        return _RankDigests(digest_of(self.described.inventory), contents, digest_groups(self.piece_groups))
 
     def _box_digests(self, boxes: Sequence[tuple[str, Region]]) -> BoxDigests:
         return BoxDigests(None, box_digests(self.described, boxes))
 
     def _merge(self, digests: Sequence[bytes], trees: Sequence[RankTree]) -> GlobalTree:
         self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}
-        groups: dict[bytes, list[int]] = {}
-        for rank, inventory in enumerate(digests):
-            groups.setdefault(inventory, []).append(rank)
-        classes: list[RankClass] = []
-        for ranks in groups.values():
-            inventory = trees[ranks[0]].inventory
-            assert inventory is not None, "every rank sent its own"
-            classes.append(RankClass(encode_runs(ranks), inventory))
-        merged = merge_rank_trees(classes, self.transport.size)  # shapes before contents
-        compare({rank: tree.contents for rank, tree in enumerate(trees)})
+        by_rank = dict(enumerate(trees))
+        merged = merge_inventories(dict(enumerate(digests)), by_rank, self.transport.size)  # shapes before contents
+        compare_contents({rank: tree.contents for rank, tree in by_rank.items()})
         return merged
 
     def move(self, merged: GlobalTree, limit: int) -> None:

@@ -82,7 +82,12 @@ class UnconnectedComm:
     """The comm of a launched rank that cannot reach the others: sufficient for loads that exchange no messages."""
 
     def __init__(self, launched: LaunchedRank, timeout: float) -> None:
-        self.rank, self.size, self.timeout, self._launched = launched.rank, launched.size, timeout, launched
+        self.rank, self.size, self.timeout, self._launched = (
+            launched_rank.rank,
+            launched_rank.size,
+            timeout,
+            launched_rank,
+        )
         self.state = CommState()
 
     def post(self, key: str, data: bytes) -> None:
@@ -103,7 +108,7 @@ def unconnected_error(launched: LaunchedRank, name: str = "comm") -> RankError:
     """
     return RankError(
         name,
-        ranks={launched.rank: "it cannot reach the others"},
+        ranks={launched_rank.rank: "it cannot reach the others"},
         expected=f"a way to reach the other ranks, of {launched.size}",
         found=f"{launched.evidence}, but no process group of torch.distributed, and no {name}",
         hint=f"Call dist.init_process_group first, or pass {name}=; a process that is to do this by itself, whatever "
