@@ -17,7 +17,7 @@ import msgspec
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.retention_policy import Policy
-from treeckpt.core.analysis.timing_report import Study
+from treeckpt.core.analysis.timing_report import TimingReport
 from treeckpt.core.format.file_names import step_of
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.timings import Timings, timings_name
@@ -262,7 +262,7 @@ class Library:
         """
         return self._reader.outline(run.place, run.store.folder(PurePath(url).name), entry).summary
 
-    def study(self, info: CheckpointInfo) -> Study:
+    def study(self, info: CheckpointInfo) -> TimingReport:
         """The timings of a checkpoint, with what follows from them.
 
         Raises:
@@ -270,9 +270,9 @@ class Library:
         """
         _, folder = self._place(info)
         if info.save_id is None or info.leaves is None:
-            return Study(catalog.read_timings(folder))
+            return TimingReport(catalog.read_timings(folder))
         entry = folder.entries().get(timings_name(info.save_id), DirectoryEntry(-1, 0))
-        return self._studies.get_or_read((folder.url, info.save_id), entry, lambda: Study(self.timings(info)))
+        return self._studies.get_or_read((folder.url, info.save_id), entry, lambda: TimingReport(self.timings(info)))
 
 
 class _Reads:
