@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from .arrays.stateful import expand_states, state_tree
+from .core.format.file_names import check_step
 from .core.format.records import Index
 from .core.tree.flatten import flatten, replace_leaves
 from .io.comm.comm import Comm, as_comm, global_rank
