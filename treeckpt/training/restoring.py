@@ -91,7 +91,7 @@ def restore(
     Raises:
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
-    comm = as_comm(comm, talks=False)
+    comm = as_comm(comm, sends_messages=False)
 
     def restore_version(given: Any) -> RestoreReport:
         with together(open_relay(comm, stores_of(given)) if read == "once" else None):
