@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..errors import CorruptError
 from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
@@ -201,7 +201,7 @@ class Storages(Addresses):
 
     def note(self, path: str, leaf: Any) -> Sum | None:
         """Learns that a leaf will be read; the entry that it shows, if it shows one."""
-        storage = leaf.storage if isinstance(leaf, Lazy) else None
+        storage = leaf.storage if isinstance(leaf, LazyArray) else None
         entry = self._at(storage.address) if storage is not None else None
         if storage is None or entry is None:
             return None

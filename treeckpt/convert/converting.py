@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from .. import api
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.format.file_names import step_of
 from ..errors import CheckpointError, MismatchError
 from ..io.comm.comm import as_comm
@@ -190,7 +190,7 @@ def _report(
     dry_run: bool,
     seconds: float,
 ) -> ConvertReport:
-    arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, Lazy)]
+    arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
     nbytes = sum(leaf.nbytes for leaf in arrays)
     notes, losses = (tuple(f for f in contents.findings if f.lost == lost) for lost in (False, True))
     gone = sum(finding.becomes == NOTHING for finding in losses)

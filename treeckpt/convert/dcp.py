@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import MAX_DEPTH
@@ -96,10 +96,10 @@ class _Directory:
             raise FormatError(self.label, expected="a file and a stretch of it", found=short(name))
         return store_window(self.store, name, self.files).within(start, length)
 
-    def _read_chunk(self, name: str, offset: tuple[int, ...]) -> Lazy:
+    def _read_chunk(self, name: str, offset: tuple[int, ...]) -> LazyArray:
         window = self.window((name, offset))
         found = read_torch(window, self.storages)
-        if not isinstance(found, Lazy):
+        if not isinstance(found, LazyArray):
             raise FormatError(f"{name}: {window.label}", expected="a tensor", found=f"{type(found).__name__}")
         self.storages.note(name, found)
         return found

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.torch import torch_dtype
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
@@ -48,10 +48,10 @@ def lay_out_dcp(held: Held, *, max_shard_size: int) -> Output:
         TreeError: DCP would give two leaves one name.
     """
     tree = tree_of(held.contents)
-    arrays: dict[int, tuple[str, Lazy]] = {}
+    arrays: dict[int, tuple[str, LazyArray]] = {}
     leaves: list[Any] = []
     for path, leaf in held.contents.leaves:
-        if isinstance(leaf, Lazy):  # DCP's own traversal decides what is an entry: it looks for tensors
+        if isinstance(leaf, LazyArray):  # DCP's own traversal decides what is an entry: it looks for tensors
             mark = torch.empty(leaf.spec.shape, dtype=torch_dtype(leaf.spec.dtype, path), device="meta")
             arrays[id(mark)] = path, leaf
             leaf = mark
@@ -73,7 +73,7 @@ def lay_out_dcp(held: Held, *, max_shard_size: int) -> Output:
     return _packed(entries, paths, items, max_shard_size)
 
 
-def _tensor(name: str, path: str, lazy: Lazy) -> tuple[Any, list[_Item]]:
+def _tensor(name: str, path: str, lazy: LazyArray) -> tuple[Any, list[_Item]]:
     dtype = torch_dtype(lazy.spec.dtype, path)
     chunks: list[Any] = []
     items: list[_Item] = []
@@ -86,7 +86,7 @@ def _tensor(name: str, path: str, lazy: Lazy) -> tuple[Any, list[_Item]]:
     return dcp.TensorStorageMetadata(properties, torch.Size(lazy.spec.shape), chunks), items
 
 
-def _value(name: str, value: Any, arrays: dict[int, tuple[str, Lazy]]) -> Archive:
+def _value(name: str, value: Any, arrays: dict[int, tuple[str, LazyArray]]) -> Archive:
     """A value, and what tensors it holds: a tuple is one entry."""
     leaves: list[tuple[str, Any]] = []
     for below, leaf in flatten(value)[1]:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import Storage, raw_dtype
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.numpy import dtype_name
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
@@ -198,7 +198,7 @@ def c_steps(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def strided_array(
     spec: ArraySpec, flat: Flat, offset: int, strides: tuple[int, ...] | None, address: int | None
-) -> Lazy:
+) -> LazyArray:
     """A lazy array over a flat stretch of elements.
 
     Args:
@@ -216,10 +216,10 @@ def strided_array(
     if address is not None and math.prod(spec.shape):
         span = 1 + sum((n - 1) * s for n, s in zip(spec.shape, steps, strict=True))
         storage = Storage(address + offset * itemsize, span * itemsize, None if plain else steps)
-    return Lazy(spec, read, storage)
+    return LazyArray(spec, read, storage)
 
 
-def flat_array(spec: ArraySpec, window: Window, address: int | None = None) -> Lazy:
+def flat_array(spec: ArraySpec, window: Window, address: int | None = None) -> LazyArray:
     """A lazy array that is all of a stretch of a file, in C order.
 
     Raises:
@@ -236,8 +236,10 @@ def flat_of(window: Readable, itemsize: int) -> Flat:
     return lambda start, count: window.read(start * itemsize, count * itemsize).view(raw)
 
 
-def memory_array(array: np.ndarray) -> Lazy:
+def memory_array(array: np.ndarray) -> LazyArray:
     """An array of numpy that is in memory, as the others are."""
     array = array if array.dtype.byteorder != ">" else array.astype(array.dtype.newbyteorder("<"))
     raw = np.ascontiguousarray(array).reshape(-1).view(raw_dtype(array.itemsize)).reshape(array.shape)
-    return Lazy(ArraySpec(array.shape, dtype_name(array.dtype, ""), kind="numpy"), lambda region: raw[region.slices()])
+    return LazyArray(
+        ArraySpec(array.shape, dtype_name(array.dtype, ""), kind="numpy"), lambda region: raw[region.slices()]
+    )

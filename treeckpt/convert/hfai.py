@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
@@ -77,7 +77,7 @@ class _Parts:
         """By part, the whole and the large tensors of model or optimizer number `number`."""
         return [state[key][number] for state in self.states]
 
-    def large(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Lazy]:
+    def large(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, LazyArray]:
         """The tensors that are split over all parts, put together."""
         found: dict[Any, list[tuple[Any, Any]]] = {}
         for _, large in pairs:
@@ -87,18 +87,18 @@ class _Parts:
                 found.setdefault(name, []).append(share)
         return {name: self._joined(name, shares) for name, shares in found.items()}
 
-    def _joined(self, name: Any, shares: Sequence[tuple[Any, Any]]) -> Lazy:
+    def _joined(self, name: Any, shares: Sequence[tuple[Any, Any]]) -> LazyArray:
         shapes = {tuple(shape) for shape, _ in shares}
         arrays = [array for _, array in shares]
-        kinds = {array.spec.dtype for array in arrays if isinstance(array, Lazy) and len(array.spec.shape) == 1}
-        if len(shapes) != 1 or len(kinds) != 1 or not all(isinstance(array, Lazy) for array in arrays):
+        kinds = {array.spec.dtype for array in arrays if isinstance(array, LazyArray) and len(array.spec.shape) == 1}
+        if len(shapes) != 1 or len(kinds) != 1 or not all(isinstance(array, LazyArray) for array in arrays):
             raise self._wrong(f"shares of one shape and dtype of {short(name)}", f"{short(sorted(shapes))}, {kinds}")
         spec = ArraySpec(shapes.pop(), kinds.pop())
         dtype_of(spec.dtype)
         return chained(spec, [(a.spec.shape[0], _flat(a)) for a in arrays], f"{short(name)}: {self.store.url}")
 
 
-def _flat(array: Lazy) -> Flat:
+def _flat(array: LazyArray) -> Flat:
     def read(start: int, count: int) -> np.ndarray:
         return array.read(Region((start,), (count,)))
 

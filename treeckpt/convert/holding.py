@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.registry import encodable
 from ..core.tree.recursion import Walk, run
 from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, key_text, keys_of
@@ -69,7 +69,7 @@ def _torch_has(dtype: str) -> bool:
     return isinstance(vars(torch).get(dtype), torch.dtype)
 
 
-def _array(check: _Check, path: str, lazy: Lazy, *, kinds: bool) -> Lazy | None:
+def _array(check: _Check, path: str, lazy: LazyArray, *, kinds: bool) -> LazyArray | None:
     """An array as a tensor; None if it cannot be one."""
     spec = lazy.spec
     if spec.kind == "numpy":
@@ -79,8 +79,12 @@ def _array(check: _Check, path: str, lazy: Lazy, *, kinds: bool) -> Lazy | None:
         check.note(path, "an array of numpy", "a tensor")
     elif spec.kind == "buffer" or (not kinds and (spec.kind != "tensor" or spec.requires_grad)):
         check.note(path, f"a {spec.kind}" + ", requires_grad" * spec.requires_grad, "a plain tensor")
-        return Lazy(msgspec.structs.replace(spec, kind="tensor", requires_grad=False), lazy.read, lazy.storage)
-    return Lazy(msgspec.structs.replace(spec, kind="tensor"), lazy.read, lazy.storage) if spec.kind == "numpy" else lazy
+        return LazyArray(msgspec.structs.replace(spec, kind="tensor", requires_grad=False), lazy.read, lazy.storage)
+    return (
+        LazyArray(msgspec.structs.replace(spec, kind="tensor"), lazy.read, lazy.storage)
+        if spec.kind == "numpy"
+        else lazy
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -105,10 +109,10 @@ def _value(check: _Check, path: str, value: Any) -> Any:
 
 
 def _leaves(contents: Contents, check: _Check, *, kinds: bool) -> Contents:
-    made: dict[int, Lazy | None] = {}  # the same array is met again where it is tied
+    made: dict[int, LazyArray | None] = {}  # the same array is met again where it is tied
 
     def change(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, Lazy):
+        if not isinstance(leaf, LazyArray):
             return _value(check, path, leaf)
         if id(leaf) not in made:
             made[id(leaf)] = _array(check, path, leaf, kinds=kinds)
@@ -179,7 +183,7 @@ def hold_safetensors(contents: Contents) -> Held:
     left: set[str] = set()
 
     def change(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, Lazy):
+        if not isinstance(leaf, LazyArray):
             check.lose(path, f"a value, {short(leaf)}", NOTHING)
         elif leaf.spec.dtype not in TAGS.values():
             check.lose(path, f"an array of {leaf.spec.dtype}", NOTHING)
@@ -205,7 +209,7 @@ def hold_safetensors(contents: Contents) -> Held:
 
 def _once(made: dict[int, Any], leaf: Any, make: Callable[[], Any]) -> Any:
     """The same for an array that is met again."""
-    if not isinstance(leaf, Lazy):
+    if not isinstance(leaf, LazyArray):
         return make()
     if id(leaf) not in made:
         made[id(leaf)] = make()

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import Storage, raw_dtype
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.registry import decode
 from ..core.format.records import AliasRecord, Leaf, PerRankValues, ValueRecord
 from ..core.sharding.dtypes import dtype_of
@@ -60,14 +60,14 @@ class _NativeLeaves:
             )
         return self._bases[key]
 
-    def _whole(self, leaf: Leaf, rank: int | None) -> Lazy:
+    def _whole(self, leaf: Leaf, rank: int | None) -> LazyArray:
         assert leaf.spec is not None, "an array has a spec"
         spec = msgspec.structs.replace(leaf.spec, regions=None, device=None)
         nbytes = Region.whole(spec.shape).size * dtype_of(spec.dtype).itemsize
         storage = Storage(self._address(leaf, rank), nbytes, None) if nbytes else None
-        return Lazy(spec, lambda region: self.read(leaf, region, rank), storage)
+        return LazyArray(spec, lambda region: self.read(leaf, region, rank), storage)
 
-    def _alias(self, leaf: Leaf, record: AliasRecord, rank: int | None) -> Lazy:
+    def _alias(self, leaf: Leaf, record: AliasRecord, rank: int | None) -> LazyArray:
         base = self.index.entries[record.of]
         assert leaf.spec is not None and base.spec is not None, "an array has a spec"
         spec = msgspec.structs.replace(leaf.spec, regions=None, device=None)
@@ -75,7 +75,7 @@ class _NativeLeaves:
         address = self._address(base, rank)
         if view is None:
             whole = self._whole(base, rank)
-            return Lazy(spec, whole.read, whole.storage)
+            return LazyArray(spec, whole.read, whole.storage)
         return strided_array(spec, self._flat(base, rank), view.offset, view.strides, address)
 
     def _flat(self, leaf: Leaf, rank: int | None) -> Flat:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import raw_dtype
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, byte_runs, flat_regions
 from ..core.tree.spec import ArraySpec
@@ -118,7 +118,7 @@ class _Directory:
             box, _flat(fields, self.label), dtype_of(dtype).name, () if whole is None else _sizes(whole, self.label)
         )
 
-    def _data(self, name: str, piece: _Piece) -> Lazy:
+    def _data(self, name: str, piece: _Piece) -> LazyArray:
         """The bytes of a piece, as one flat array."""
         file = self.places.get((name, *piece.key))
         if not isinstance(file, str) or file not in self.files:
@@ -128,14 +128,14 @@ class _Directory:
         label = f"{name[:80]}: {self.store.url}/{file}"
         if isinstance(found, np.ndarray):
             found = memory_array(found)
-        if not isinstance(found, Lazy) or math.prod(found.spec.shape) != size:
+        if not isinstance(found, LazyArray) or math.prod(found.spec.shape) != size:
             raise CorruptError(label, expected=f"an array of {size} elements", found=short(found))
         stored = found.spec.dtype
         if stored != piece.dtype and (stored, piece.dtype) != ("uint16", "bfloat16"):
             raise CorruptError(label, expected=f"an array of {piece.dtype}", found=f"one of {stored}")
         return found
 
-    def tensor(self, name: str, nodes: Any) -> Lazy:
+    def tensor(self, name: str, nodes: Any) -> LazyArray:
         """A tensor, put together from its pieces."""
         if not isinstance(nodes, list) or not nodes:
             raise FormatError(self.label, expected=f"the pieces of {name[:80]}", found=short(nodes))
@@ -160,14 +160,14 @@ class _Directory:
         return found
 
     def _opener(self, name: str, spec: ArraySpec, piece: _Piece, shape: tuple[int, ...], start: int) -> Any:
-        def opened() -> Lazy:
+        def opened() -> LazyArray:
             data = self._data(name, piece)
             return _reshaped(data, ArraySpec(shape, spec.dtype), start)
 
         return opened
 
 
-def _reshaped(data: Lazy, spec: ArraySpec, start: int) -> Lazy:
+def _reshaped(data: LazyArray, spec: ArraySpec, start: int) -> LazyArray:
     """An array of the elements of another one, in C order, from number `start` on."""
     raw = raw_dtype(dtype_of(spec.dtype).itemsize)
 
@@ -180,7 +180,7 @@ def _reshaped(data: Lazy, spec: ArraySpec, start: int) -> Lazy:
                 at += part.size
         return out.reshape(region.shape)
 
-    return Lazy(spec, read)
+    return LazyArray(spec, read)
 
 
 def _runs(region: Region, shape: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError, TreeckptError
@@ -55,7 +55,7 @@ def _header(window: Window) -> tuple[dict[str, msgspec.Raw], Window]:
     )
 
 
-def read_safetensors(window: Window, addresses: Addresses) -> tuple[dict[str, Lazy], dict[str, str]]:
+def read_safetensors(window: Window, addresses: Addresses) -> tuple[dict[str, LazyArray], dict[str, str]]:
     """The tensors of one file, by name, and its metadata.
 
     Raises:
@@ -77,7 +77,7 @@ def read_safetensors(window: Window, addresses: Addresses) -> tuple[dict[str, La
     return found, metadata
 
 
-def _entry(name: str, raw: msgspec.Raw, data: Window, addresses: Addresses) -> Lazy:
+def _entry(name: str, raw: msgspec.Raw, data: Window, addresses: Addresses) -> LazyArray:
     entry = msgspec.json.decode(raw, type=_Tensor)
     dtype = TAGS.get(entry.dtype)
     if dtype is None:
@@ -93,7 +93,7 @@ class _Index(msgspec.Struct):
     metadata: dict[str, Any] = {}
 
 
-def read_sharded(store: Store, addresses: Addresses) -> tuple[dict[str, Lazy], dict[str, str]]:
+def read_sharded(store: Store, addresses: Addresses) -> tuple[dict[str, LazyArray], dict[str, str]]:
     """The tensors of a directory: those that its index names, or of all its files.
 
     Raises:
@@ -107,7 +107,7 @@ def read_sharded(store: Store, addresses: Addresses) -> tuple[dict[str, Lazy], d
         names: Sequence[str] = sorted(set(wanted.values()))
     else:
         names = sorted(name for name in sizes if name.endswith(".safetensors"))
-    found: dict[str, Lazy] = {}
+    found: dict[str, LazyArray] = {}
     metadata: dict[str, str] = {}
     for name in names:
         if name not in sizes:

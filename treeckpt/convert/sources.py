@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.format.index import INDEX_NAME
 from ..core.format.shard_header import MAX_NBYTES, padded_nbytes, parse_shard_name
 from ..core.sharding.dtypes import dtype_of
@@ -104,10 +104,10 @@ def _all_lazy(contents: Contents) -> Contents:
     Raises:
         FormatError: an array has more dimensions, or bytes, than any library takes.
     """
-    made: dict[int, Lazy] = {}
+    made: dict[int, LazyArray] = {}
 
     def lazy(at: str, leaf: Any) -> Any:
-        if isinstance(leaf, Lazy):
+        if isinstance(leaf, LazyArray):
             shape, itemsize = leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize
             if len(shape) > MAX_NDIM or padded_nbytes(shape, itemsize) >= MAX_NBYTES:
                 raise FormatError(
@@ -142,6 +142,6 @@ def _of_directory(store: Store, kind: str, label: str, storages: Storages, refus
     return _named(*safetensors.read_sharded(store, storages), label)
 
 
-def _named(arrays: dict[str, Lazy], metadata: dict[str, str], label: str) -> Contents:
+def _named(arrays: dict[str, LazyArray], metadata: dict[str, str], label: str) -> Contents:
     known = {key: value for key, value in metadata.items() if key != "format"}
     return contents_of(dict(arrays), label, metadata=known)

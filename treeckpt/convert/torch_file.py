@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of, numpy_dtype
 from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
@@ -117,7 +117,7 @@ class _Archive:
     def tensor(
         self, storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, hooks: Any = None,
         metadata: Any = None,
-    ) -> Lazy:  # fmt: skip
+    ) -> LazyArray:  # fmt: skip
         """A tensor over a storage with a dtype."""
         if not isinstance(storage, _Storage) or not storage.dtype:
             raise ValueError(f"a tensor over {storage!r:.80}")
@@ -126,7 +126,7 @@ class _Archive:
     def tensor_v3(
         self, storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any,
         metadata: Any = None,
-    ) -> Lazy:  # fmt: skip
+    ) -> LazyArray:  # fmt: skip
         """A tensor over a storage of bytes."""
         if not isinstance(storage, _Storage):
             raise ValueError(f"a tensor over {storage!r:.80}")
@@ -146,10 +146,10 @@ class _Archive:
             )
         made = make(*args)
         buffer = isinstance(state, dict) and state.get("_is_buffer") is True
-        return _with(made, kind="buffer") if buffer and isinstance(made, Lazy) else made
+        return _with(made, kind="buffer") if buffer and isinstance(made, LazyArray) else made
 
 
-def _tensor(storage: _Storage, dtype: str, place: tuple[Any, Any, Any], requires_grad: Any, metadata: Any) -> Lazy:
+def _tensor(storage: _Storage, dtype: str, place: tuple[Any, Any, Any], requires_grad: Any, metadata: Any) -> LazyArray:
     offset, shape, strides = place
     numbers = (offset, *shape, *strides)
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
@@ -184,7 +184,7 @@ def _check_spread(spec: ArraySpec, reach: int, storage: _Storage) -> None:
         raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
 
 
-def _resolved(made: Lazy, metadata: Any) -> Lazy:
+def _resolved(made: LazyArray, metadata: Any) -> LazyArray:
     """A conjugate or negative view: its bytes say something else than its elements."""
     if not isinstance(metadata, dict) or set(metadata) - {"conj", "neg"}:
         raise ValueError(f"a tensor with {short(metadata)}")
@@ -196,17 +196,17 @@ def _resolved(made: Lazy, metadata: Any) -> Lazy:
         data = np.conj(data) if metadata.get("conj") else data
         return np.ascontiguousarray(-data if metadata.get("neg") else data).view(raw.dtype).reshape(region.shape)
 
-    return Lazy(made.spec, read)
+    return LazyArray(made.spec, read)
 
 
 def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
-    if not isinstance(data, Lazy):
+    if not isinstance(data, LazyArray):
         raise ValueError("a parameter that is no tensor")
     return _with(data, kind="parameter", requires_grad=requires_grad is True)
 
 
-def _with(lazy: Lazy, **changes: Any) -> Lazy:
-    return Lazy(msgspec.structs.replace(lazy.spec, **changes), lazy.read, lazy.storage)
+def _with(lazy: LazyArray, **changes: Any) -> LazyArray:
+    return LazyArray(msgspec.structs.replace(lazy.spec, **changes), lazy.read, lazy.storage)
 
 
 def read_archive(window: Window, storages: Storages) -> Unpickled:

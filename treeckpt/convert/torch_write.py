@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.torch import torch_dtype
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
@@ -54,7 +54,7 @@ class Archive(msgspec.Struct, frozen=True):
     """One archive: its layout, and the arrays that its storages are."""
 
     layout: ZipLayout
-    arrays: tuple[tuple[str, Lazy], ...]
+    arrays: tuple[tuple[str, LazyArray], ...]
     """Path and array of each storage."""
     entries: tuple[int, ...]
     """The number of each storage's entry."""
@@ -117,12 +117,14 @@ def build_archive(tree: Any, leaves: Sequence[tuple[str, Any]], ties: Mapping[st
         name: of the folder in the archive.
     """
     bases: dict[str, _Storage] = {}
-    arrays: list[tuple[str, Lazy]] = []
+    arrays: list[tuple[str, LazyArray]] = []
     for path, leaf in leaves:
-        if isinstance(leaf, Lazy) and path not in ties:
+        if isinstance(leaf, LazyArray) and path not in ties:
             bases[path] = _Storage(str(len(arrays)), leaf.spec.dtype, Region.whole(leaf.spec.shape).size)
             arrays.append((path, leaf))
-    tensors = [_tensor(path, leaf, bases, ties) if isinstance(leaf, Lazy) else _ordered(leaf) for path, leaf in leaves]
+    tensors = [
+        _tensor(path, leaf, bases, ties) if isinstance(leaf, LazyArray) else _ordered(leaf) for path, leaf in leaves
+    ]
     stream = io.BytesIO()
     _Pickler(stream, protocol=2).dump(replace_leaves(tree, iter(tensors)))
     entries = [Entry(f"{name}/data.pkl", len(stream.getvalue()), stream.getvalue())]
@@ -142,7 +144,7 @@ def _ordered(leaf: Any) -> Any:
     return _Made(set, (sorted(leaf, key=repr),)) if type(leaf) is set else leaf
 
 
-def _tensor(path: str, leaf: Lazy, bases: Mapping[str, _Storage], ties: Mapping[str, Tie]) -> _Tensor:
+def _tensor(path: str, leaf: LazyArray, bases: Mapping[str, _Storage], ties: Mapping[str, Tie]) -> _Tensor:
     tie = ties.get(path)
     if tie is None or tie.view is None:
         return _Tensor(leaf.spec, bases[path if tie is None else tie.of], 0, c_steps(leaf.spec.shape))

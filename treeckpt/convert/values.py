@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.numpy import dtype_name
 from ..arrays.registry import encodable
 from ..core.sharding.dtypes import dtype_of, numpy_dtype
@@ -64,12 +64,12 @@ class _NumpyDtype(Maker, eq=False):
 class _NumpyArray(Maker, eq=False):
     """numpy's array as it is pickled: empty, then a state with all there is."""
 
-    def make(self) -> np.ndarray | Lazy:
+    def make(self) -> np.ndarray | LazyArray:
         _, shape, dtype, fortran, data = self.state
         return _array(data, dtype, shape, "F" if fortran else "C")
 
 
-def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray | Lazy:
+def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray | LazyArray:
     element = dtype.make()
     if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape) or order not in "CF":
         raise ValueError(f"an array of shape {short(shape)}")
@@ -89,7 +89,7 @@ class _NumpyBuffer(Maker, eq=False):
 
     args: tuple[Any, ...] = ()
 
-    def make(self) -> np.ndarray | Lazy:
+    def make(self) -> np.ndarray | LazyArray:
         data, dtype, shape, order = self.args
         return _array(data, dtype, shape, order)
 
@@ -248,7 +248,7 @@ class _Settling:
             return kind(items)
         if isinstance(node, (Symbol, Opaque, Blob, Maker)):
             return self._once(node, path)
-        return node if kind in _PLAIN or isinstance(node, (Lazy, np.ndarray)) else self._value_of_type(node, path)
+        return node if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) else self._value_of_type(node, path)
 
     def _mapping(self, node: Any, path: str, depth: int) -> Walk[Any]:
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
 from ..errors import TreeError
@@ -21,7 +21,7 @@ __all__ = ["lay_out_safetensors", "lay_out_torch", "slice_of"]
 
 SHARE = 64 << 20
 """Bytes of a part, at most, where parts can be cut: so that ranks have alike to do."""
-Named = tuple[str, str, Lazy]
+Named = tuple[str, str, LazyArray]
 """Name, path, array."""
 
 
@@ -96,7 +96,7 @@ def _cut(part: Part) -> Iterable[Part]:
         at += region.size * part.itemsize
 
 
-def slice_of(lazy: Lazy, box: Region) -> Lazy:
+def slice_of(lazy: LazyArray, box: Region) -> LazyArray:
     """A box of an array, as an array."""
     spec = msgspec.structs.replace(lazy.spec, shape=box.shape)
-    return Lazy(spec, lambda region: lazy.read(region.shifted(box.offset)))
+    return LazyArray(spec, lambda region: lazy.read(region.shifted(box.offset)))

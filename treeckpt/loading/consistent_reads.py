@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import CheckpointError, TreeckptError
-from ..io.os_errors import unreadable
+from ..io.os_errors import wrap_read_error
 from ..io.storage.checkpoint import Checkpoint, Replaced
 from ..io.storage.open import open_store
 from ..io.storage.store import Store
@@ -82,7 +82,7 @@ def on_versions(
             except (TreeckptError, OSError) as error:
                 if together or not _any_replaced(checkpoints):
                     if isinstance(error, OSError):
-                        raise unreadable(error, stores[0].url) from error
+                        raise wrap_read_error(error, stores[0].url) from error
                     raise
     raise CheckpointError(
         ", ".join(store.url for store in stores),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ..arrays.base import Box, HostArray, Target, TargetPiece, raw_dtype
-from ..arrays.table_columns import Picked
+from ..arrays.base import ArrayTarget, Box, HostArray, TargetPiece, raw_dtype
+from ..arrays.table_columns import SelectedRowsWriter
 from ..core.format.records import Leaf
 from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import Region
@@ -103,7 +103,13 @@ def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
     if rows.picked is None:
         read_now(job, leaf, path, Region((rows.start,), (rows.count,)), Into(ids))
     else:
-        read_now(job, leaf, path, Region((0,), (rows.saved,)), Picked(HostArray(ids.view(raw_dtype(8))), rows.picked))
+        read_now(
+            job,
+            leaf,
+            path,
+            Region((0,), (rows.saved,)),
+            SelectedRowsWriter(HostArray(ids.view(raw_dtype(8))), rows.picked),
+        )
     return ids
 
 
@@ -142,7 +148,7 @@ def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> Non
         raise FormatError(path, expected="an array of int64", found=saved.dtype)
     job.claim(path, leaf)
     before = job.new_batch()
-    before.add_target(path, leaf, Target(saved, None, (TargetPiece(region, into),)))
+    before.add_target(path, leaf, ArrayTarget(saved, None, (TargetPiece(region, into),)))
     job.run_now(before)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, HostMemory, Target, TargetPiece, raw_dtype
+from ..arrays.base import ArrayTarget, HostArray, HostMemory, TargetPiece, raw_dtype
 from ..arrays.registry import check_library, library_of, mark_written
 from ..core.format.chunks import BoxChunks, WholeChunk
 from ..core.format.records import AliasRecord, ArrayRecord, Leaf, LeafRecord
@@ -118,7 +118,7 @@ class ReadBatch:
         chunks = self._index.chunks_of(leaf, rank=self._source_rank)
         return chunks[0] if len(chunks) == 1 else None
 
-    def add_target(self, path: str, leaf: Leaf, target: Target) -> LeafPlaceholder:
+    def add_target(self, path: str, leaf: Leaf, target: ArrayTarget) -> LeafPlaceholder:
         """Adds the regions of a target, into which a saved array is copied.
 
         Raises:
@@ -141,7 +141,7 @@ class ReadBatch:
             self._add_pieces(path, leaf, pieces)
         return LeafPlaceholder(target.leaf)
 
-    def _add_whole(self, path: str, record: LeafRecord, target: Target, spec: ArraySpec) -> bool:
+    def _add_whole(self, path: str, record: LeafRecord, target: ArrayTarget, spec: ArraySpec) -> bool:
         """Adds an array whose one chunk has the bytes of a contiguous target; False for any other."""
         if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk) or len(target.pieces) != 1:
             return False
@@ -292,7 +292,7 @@ def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int
     assert leaf.spec is not None, "values are in the index"
     memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
     batch = ReadBatch(checkpoint, rank, Recorder(0))
-    batch.add_target(leaf.path, leaf, Target(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
+    batch.add_target(leaf.path, leaf, ArrayTarget(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
     batch.run(True, ReadOptions(memory=REGION_MEMORY))
     return memory
 

@@ -33,7 +33,6 @@ __all__ = ["SharedRead", "SharedRequests", "open_relay", "together"]
 WINDOW = 4
 """Reads that are in flight at once."""
 READERS = 2
-_MEMORY = "relay"
 
 
 class SharedRequests(msgspec.Struct, frozen=True):
@@ -341,10 +340,11 @@ def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint]) -> SharedRead | No
     """
     if comm.size == 1:
         return None
-    if _MEMORY not in comm.memory:
+    relay = comm.state.get(SharedRead)
+    if relay is None:
         with log_if_slow(comm.rank, "load with read='once'"):
-            comm.memory[_MEMORY] = SharedRead(_new_group(comm), comm.rank, comm.size)
-    relay: SharedRead = comm.memory[_MEMORY]
+            relay = SharedRead(_new_group(comm), comm.rank, comm.size)
+        comm.state.put(relay)
     relay.checkpoints = checkpoints
     return relay
 

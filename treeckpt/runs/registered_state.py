@@ -17,7 +17,7 @@ import msgspec
 
 from .. import api
 from ..arrays.registry import is_value
-from ..arrays.stateful import AsSaved, is_optimizer
+from ..arrays.stateful import LoadsSavedState, is_optimizer
 from ..core.format.records import Index
 from ..core.tree.flatten import PerRank, flatten, graft
 from ..core.tree.globs import compile_globs
@@ -46,7 +46,7 @@ class _InputReader(msgspec.Struct, frozen=True):
     changed: Policy
 
 
-class _FunctionValue(AsSaved):
+class _FunctionValue(LoadsSavedState):
     """A value that is read and set by functions."""
 
     def __init__(self, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:

@@ -107,7 +107,7 @@ def load(
         model, nthreads = None, model
     if nthreads < 0:
         raise MismatchError("nthreads", expected="0 or more", found=f"{nthreads}")
-    comm = as_comm(group, talks=False)
+    comm = as_comm(group, sends_messages=False)
     if model is None:
         if optimizer is not None or options:
             alone = "an optimizer" if optimizer is not None else ", ".join(options)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..arrays.registry import is_value
-from ..arrays.stateful import expand, holds_stateful, is_stateful
+from ..arrays.stateful import expand_states, holds_stateful, is_stateful
 from ..core.tree.flatten import flatten
 from ..core.tree.sequences import differing
 from ..core.tree.structure import any_rank, key_text
@@ -52,7 +52,7 @@ def compare_extra(extra: Any, source: Source, *, rank: int) -> tuple[list[str], 
     What `...` stands for is not asked for, nor is what an object keeps whose state has no arrays: it judges it itself.
     """
     tree: dict[str, Any] = {"extra": extra}
-    found = expand(tree, rank=rank, mappings=True)
+    found = expand_states(tree, rank=rank, mappings=True)
     tree = tree if found is None else found.target()
     _, leaves = flatten(tree, rank=rank)
     sequences = differing(

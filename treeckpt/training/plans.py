@@ -13,7 +13,7 @@ import msgspec
 from torch import Tensor
 
 from ..arrays.plain_tensor import dtype_name
-from ..arrays.stateful import hand_over
+from ..arrays.stateful import load_exact_state
 from ..core.tree.flatten import flatten
 from ..core.tree.recursion import Walk, run
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
@@ -345,7 +345,7 @@ def _hand_over(plan: OptimizerPlan) -> None:
         return [{**group.values, **mine} for group, mine in zip(live.groups, found, strict=True)]
 
     before = [dict(group) for group in live.stateful.param_groups]
-    hand_over(live.stateful, join(plan.form, live.numbering, own, grouped, live.form))
+    load_exact_state(live.stateful, join(plan.form, live.numbering, own, grouped, live.form))
     for group, held in zip(live.stateful.param_groups, before, strict=True):
         group.update({name: taken(value, group[name]) for name, value in held.items() if _is_held(name, value, group)})
 

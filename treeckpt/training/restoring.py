@@ -92,7 +92,7 @@ def restore(
     Raises:
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
-    comm = as_comm(comm, talks=False)
+    comm = as_comm(comm, sends_messages=False)
 
     def restore_version(given: Any) -> RestoreReport:
         opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []

@@ -13,7 +13,7 @@ import msgspec
 from torch import Tensor
 
 from ..arrays.registry import new_array, resolve
-from ..arrays.stateful import hand_over, is_optimizer
+from ..arrays.stateful import is_optimizer, load_exact_state
 from ..core.tree.flatten import flatten, replace_leaves, unflatten
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
 from ..errors import MismatchError
@@ -35,7 +35,7 @@ class ResumedOptimizer:
 
     def load_state_dict(self, state: Any) -> None:
         """Loads the state into the optimizer; moments keep the dtype that was saved."""
-        hand_over(self.optimizer, state)
+        load_exact_state(self.optimizer, state)
 
 
 def with_resumed(thing: Any, keys: tuple[Any, ...], source: Source, selects: Callable[[str], bool]) -> Any:

@@ -16,7 +16,7 @@ import msgspec
 from .. import api
 from ..arrays.dtensor import is_dtensor
 from ..arrays.registry import abstract_of, decode
-from ..arrays.stateful import expand, expanded
+from ..arrays.stateful import expand_states, state_tree
 from ..core.format.records import AliasRecord, ArrayRecord, ValueRecord
 from ..core.sharding.placements import Layout, MeshLayout, Replicate
 from ..core.tree.flatten import PerRank, flatten
@@ -31,7 +31,7 @@ from ..loading.read_batch import Verify
 from ..loading.transforms.rules import Carried, Drop, Rule
 from ..loading.transforms.view import MadeLeaf, View, plain_view, ruled_view
 from ..trees import moving
-from ..trees.matching import matched
+from ..trees.matching import match_leaves
 from ..trees.per_rank_state import Policy, load_own
 from .values import is_same
 
@@ -283,7 +283,7 @@ class TreeSource:
     """A tree in memory, as `state` or `treeckpt.load` gives one."""
 
     def __init__(self, tree: Any, comm: Comm, options: Options) -> None:
-        self.tree = expanded(tree, rank=comm.rank)
+        self.tree = state_tree(tree, rank=comm.rank)
         self.comm, self.options = comm, options
         self.url, self.world, self.step, self.ruled = "tree", comm.size, None, ((), ())
         if options.rules or options.select is not None or options.exclude is not None:
@@ -326,7 +326,7 @@ class TreeSource:
 
     def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
         """Copies array by array; every check comes before the first."""
-        found = expand(target, rank=self.comm.rank, mappings=True)
+        found = expand_states(target, rank=self.comm.rank, mappings=True)
         if found is None:
             return self._fill(target)
         filled, more = found.restore(lambda path: self.tree, self._fill)
@@ -334,7 +334,7 @@ class TreeSource:
 
     def _fill(self, target: Any) -> Filled:
         rank = self.comm.rank
-        found = matched(target, self.structure, self._leaves, lambda leaf, _: leaf, rank=rank)
+        found = match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, rank=rank)
         nbytes = moving.put_leaves(
             target, found, lambda old, new, _: old if is_same(old, new) else new, rank=rank, cast=self.options.cast
         )

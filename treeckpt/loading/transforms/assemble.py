@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...arrays.base import Box, Target, TargetPiece, Writable, raw_dtype
+from ...arrays.base import ArrayTarget, ArrayWriter, Box, TargetPiece, raw_dtype
 from ...arrays.registry import check_cast, library_of
 from ...core.format.records import Index, Leaf
 from ...core.planning.plan import Chunk
@@ -30,7 +30,7 @@ class PermutedWriter:
     """A box of a target, written box by box of a saved array."""
 
     def __init__(self, piece: TargetPiece, part: Part, spec: ArraySpec) -> None:
-        self.inner: Writable = piece.data
+        self.inner: ArrayWriter = piece.data
         self.start = part.region.relative_to(piece.region).offset
         self.axes, self.spec, self.dtypes = part.axes, spec, _casts(part.dtypes, spec.dtype)
         kept = [axis for axis in part.axes if axis >= 0]
@@ -54,7 +54,7 @@ def _casts(dtypes: Sequence[str], wanted: str) -> list[tuple[str, str]]:
     return [(a, b) for a, b in itertools.pairwise(chain) if a != b]
 
 
-def pieces_of(leaf: MadeLeaf, target: Target) -> Iterator[tuple[Leaf, TargetPiece] | Callable[[], None]]:
+def pieces_of(leaf: MadeLeaf, target: ArrayTarget) -> Iterator[tuple[Leaf, TargetPiece] | Callable[[], None]]:
     """What has to be read into a target, as saved leaves with pieces of them; and what fills it without.
 
     Raises:
