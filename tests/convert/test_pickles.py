@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from treeckpt.convert.files import file_window
-from treeckpt.convert.pickles import Opaque, read_pickle
-from treeckpt.convert.values import PLAIN, settle
+from treeckpt.convert.pickle_reader import Opaque, read_pickle
+from treeckpt.convert.pickle_values import PLAIN, settle
 
 MARK = "treeckpt_was_here"
 

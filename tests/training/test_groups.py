@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from treeckpt.training.groups import Group, labels_by_member, labels_of, match_groups, tree_of_groups
+from treeckpt.training.hyperparameters import is_same
 from treeckpt.training.names import key_path
 from treeckpt.training.schedules import from_groups, to_groups
-from treeckpt.training.values import is_same
 
 NAMES = [f"p{i}" for i in range(6)]
 VALUES = st.fixed_dictionaries({"lr": st.sampled_from([0.1, 0.2]), "betas": st.sampled_from([(0.9, 0.99), (0.5, 0.9)])})

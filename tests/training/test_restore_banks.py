@@ -12,7 +12,7 @@ from torch import nn
 import treeckpt as tc
 from tests.world import errors_of, on_ranks
 from treeckpt import rules as R
-from treeckpt.training.opening import open_source
+from treeckpt.training.open_source import open_source
 from treeckpt.training.sources import Options
 
 

@@ -19,11 +19,11 @@ from ..core.sharding.region import Region, tiles
 from ..core.tree.flatten import flatten, replace_leaves
 from ..errors import TreeError
 from .contents import tree_of
-from .dcp import METADATA
-from .holding import Held
+from .dcp_read import METADATA
+from .format_fit import Held
+from .layout import slice_of
 from .output import Output, OutputFile, Part
 from .torch_write import Archive, build_archive
-from .writing import slice_of
 
 __all__ = ["lay_out_dcp"]
 

@@ -20,13 +20,13 @@ from ..errors import CheckpointNotFound, FormatError
 from ..io.storage.foreign_formats import HEAD, format_of_head, format_of_names
 from ..io.storage.open import open_store
 from ..io.storage.store import Store
-from . import dcp, hfai, paddle, safetensors
+from . import dcp_read, hfai_read, paddle_read, safetensors_files
 from .checksums import Storages
 from .contents import Contents, contents_of, map_leaves
 from .files import Window, file_window, memory_array, open_foreign
-from .native import read_native
-from .torch_file import read_torch
-from .values import Refused, refusal
+from .native_read import read_native
+from .pickle_values import Refused, refusal
+from .torch_read import read_torch
 
 __all__ = ["SOURCES", "detect", "open_source"]
 
@@ -126,20 +126,20 @@ def _of_window(window: Window, kind: str, label: str, storages: Storages, refuse
     if kind == "torch":
         return contents_of(read_torch(window, storages, refused), window.label)
     if kind == "paddle":
-        return contents_of(paddle.read_paddle(window.store, storages, name=window.name), window.label)
-    return _named(*safetensors.read_safetensors(window, storages), label)
+        return contents_of(paddle_read.read_paddle(window.store, storages, name=window.name), window.label)
+    return _named(*safetensors_files.read_safetensors(window, storages), label)
 
 
 def _of_directory(store: Store, kind: str, label: str, storages: Storages, refused: list[Refused]) -> Contents:
     if kind == "treeckpt":
         return read_native(store, storages, refused)
     if kind == "dcp":
-        return contents_of(dcp.read_dcp(store, storages, refused), store.url)
+        return contents_of(dcp_read.read_dcp(store, storages, refused), store.url)
     if kind == "hfai":
-        return contents_of(hfai.read_hfai(store, storages, refused), store.url)
+        return contents_of(hfai_read.read_hfai(store, storages, refused), store.url)
     if kind == "paddle":
-        return contents_of(paddle.read_paddle(store, storages), store.url)
-    return _named(*safetensors.read_sharded(store, storages), label)
+        return contents_of(paddle_read.read_paddle(store, storages), store.url)
+    return _named(*safetensors_files.read_sharded(store, storages), label)
 
 
 def _named(arrays: dict[str, Lazy], metadata: dict[str, str], label: str) -> Contents:

@@ -25,8 +25,8 @@ from ..core.tree.spec import ArraySpec
 from .files import c_steps
 from .output import Part
 from .ties import Tie
-from .torch_file import STORAGES
-from .zips import Entry, ZipLayout, lay_out
+from .torch_read import STORAGES
+from .zip_archive import Entry, ZipLayout, lay_out
 
 __all__ = ["Archive", "build_archive"]
 

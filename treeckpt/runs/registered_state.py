@@ -258,7 +258,7 @@ def _with_resumed(
     ]
     if not optimizers or options.get("on_corrupt") == "skip":
         return things
-    from ..training.resuming import with_resumed
+    from ..training.resume import with_resumed
     from ..training.sources import CheckpointSource, Options
 
     rules = as_rules(options.get("rename"), options.get("transforms"))
@@ -269,7 +269,7 @@ def _with_resumed(
 
 def _take_back(thing: Any, filled: Any) -> None:
     """Puts the values of a tree with resumed optimizers into the one that is registered."""
-    from ..training.resuming import without_resumed
+    from ..training.resume import without_resumed
 
     graft(thing, without_resumed(filled), is_value=is_value)
 

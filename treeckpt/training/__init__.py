@@ -13,6 +13,6 @@ from .capture import state
 from .guard import Guard, guard
 from .hfai import load, save
 from .report import RestoreReport
-from .restoring import restore
+from .restore import restore
 
 __all__ = ["Guard", "Merge", "Policy", "RestoreReport", "guard", "load", "restore", "save", "state"]

@@ -28,7 +28,7 @@ from .groups import labels_by_member
 from .modules import collect
 from .names import get_in, key_path, parse_key
 from .optimizers import survey
-from .restoring import restore
+from .restore import restore
 from .state_dicts import BESIDE, Numbering, join, standard
 
 __all__ = ["load", "save"]

@@ -22,10 +22,10 @@ from ..arrays.sharded import Sharded
 from ..arrays.stateful import is_optimizer
 from ..errors import TreeError
 from .groups import Group, label_of, tree_of_groups
+from .hyperparameters import is_same
 from .modules import named
 from .names import Key, key_path, put_in
 from .state_dicts import BESIDE, Numbering, has_own_forms, split, standard
-from .values import is_same
 
 __all__ = [
     "Live",

@@ -33,7 +33,7 @@ from ..loading.transforms.view import MadeLeaf, View, plain_view, ruled_view
 from ..trees import moving
 from ..trees.matching import matched
 from ..trees.per_rank_state import Policy, load_own
-from .values import is_same
+from .hyperparameters import is_same
 
 __all__ = [
     "CheckpointSource",

@@ -18,9 +18,9 @@ from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError
 from .checksums import Storages, Sum
 from .files import Window, flat_of, strided_array
-from .pickles import Constructors, Opaque, Symbol, Unpickled, read_pickle, short
-from .values import PLAIN, Refused, dtype_named, settle
-from .zips import find_entries
+from .pickle_reader import Constructors, Opaque, Symbol, Unpickled, read_pickle, short
+from .pickle_values import PLAIN, Refused, dtype_named, settle
+from .zip_archive import find_entries
 
 __all__ = ["STORAGES", "read_archive", "read_torch"]
 

@@ -13,9 +13,9 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
 from ..errors import TreeError
 from .contents import tree_of
-from .holding import Held
+from .format_fit import Held
 from .output import Output, OutputFile, Part
-from .safetensors import encode_header
+from .safetensors_files import encode_header
 
 __all__ = ["lay_out_safetensors", "lay_out_torch", "slice_of"]
 

@@ -16,8 +16,8 @@ from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure
 from ..errors import TreeError
 from ..trees.names import flatten_names
 from .contents import Contents, Finding, lower, map_leaves, tree_of
-from .pickles import short
-from .safetensors import TAGS
+from .pickle_reader import short
+from .safetensors_files import TAGS
 from .ties import Tie, ties_of
 
 __all__ = ["NOTHING", "Held", "hold_dcp", "hold_safetensors", "hold_torch", "refuse_losses"]

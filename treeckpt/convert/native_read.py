@@ -26,7 +26,7 @@ from ..io.timing import Recorder
 from ..loading.read_tasks import list_readings, run_readings
 from .contents import Contents, spread_ranks
 from .files import Addresses, Flat, strided_array
-from .values import Refused
+from .pickle_values import Refused
 
 __all__ = ["read_native"]
 

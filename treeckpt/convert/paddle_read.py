@@ -23,10 +23,10 @@ from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.foreign_formats import PADDLE_METADATA
 from ..io.storage.store import Store
 from .files import Addresses, memory_array, store_window
-from .pickles import Opaque, read_pickle, short
-from .pieces import boxed
-from .safetensors import read_safetensors
-from .values import PLAIN, settle
+from .pickle_reader import Opaque, read_pickle, short
+from .pickle_values import PLAIN, settle
+from .piecewise import boxed
+from .safetensors_files import read_safetensors
 
 __all__ = ["METADATA", "read_paddle"]
 

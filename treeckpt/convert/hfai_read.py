@@ -20,10 +20,10 @@ from ..io.storage.foreign_formats import HFAI_PART
 from ..io.storage.store import Store
 from .checksums import Storages
 from .files import Flat, store_window
-from .pickles import short
-from .pieces import chained
-from .torch_file import read_torch
-from .values import Refused
+from .pickle_reader import short
+from .pickle_values import Refused
+from .piecewise import chained
+from .torch_read import read_torch
 
 __all__ = ["PART", "read_hfai"]
 

@@ -10,7 +10,7 @@ from ..core.tree.structure import keys_of
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..loading.overlay import as_bank
-from .banks import BankSource
+from .overlay_source import BankSource
 from .sources import CheckpointSource, Options, Source, TreeSource, children_of
 
 __all__ = ["is_stored", "open_source", "stores_of"]

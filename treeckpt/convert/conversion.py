@@ -19,15 +19,15 @@ from ..io.comm.comm import as_comm
 from ..io.storage.bucket import check_path
 from ..io.storage.store import Store
 from . import contents as choosing
-from .casting import cast_floats
+from .cast import cast_floats
 from .checksums import Storages
 from .contents import NODES, Contents, Finding, lower, named, tree_of
 from .files import Addresses
-from .growth import check_growth, own_nbytes
-from .holding import NOTHING, Held, hold_dcp, hold_safetensors, hold_torch, refuse_losses
+from .format_fit import NOTHING, Held, hold_dcp, hold_safetensors, hold_torch, refuse_losses
+from .layout import lay_out_safetensors, lay_out_torch
 from .output import Output, check_free, run_output
+from .size_limit import check_growth, own_nbytes
 from .sources import SOURCES, detect, open_source
-from .writing import lay_out_safetensors, lay_out_torch
 
 __all__ = [
     "FORMATS",

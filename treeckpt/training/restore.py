@@ -26,18 +26,18 @@ from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms, as_rules, carried
 from ..trees.per_rank_state import Policy, policy_of
 from .capture import live_of, ties_of
-from .fitting import check_entry, settle_ties, without_ties
+from .check_model import check_entry, settle_ties, without_ties
+from .hyperparameters import is_same
 from .modules import Entry, Modules, collect, hidden, load_made, materialise, on_meta, settle_shards, shards_of
 from .names import Key, key_path, put_in
-from .opening import is_stored, open_source, stores_of
+from .open_source import is_stored, open_source, stores_of
+from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import Live, Optimizers, survey
-from .parts import compare_extra, loads_of
-from .plans import OptimizerPlan, apply_optimizers, plan_optimizers
 from .report import RestoreReport
 from .rng import check_rng, set_rng
 from .schedules import from_groups
 from .sources import Options, Source, children_of, descend
-from .values import is_same
+from .user_state import compare_extra, loads_of
 
 __all__ = ["restore"]
 

@@ -18,10 +18,10 @@ from ..io.storage.foreign_formats import DCP_METADATA
 from ..io.storage.store import Store
 from .checksums import Storages
 from .files import Window, store_window
-from .pickles import Opaque, Symbol, read_pickle, short
-from .pieces import boxed
-from .torch_file import read_torch
-from .values import PLAIN, Refused, dtype_named
+from .pickle_reader import Opaque, Symbol, read_pickle, short
+from .pickle_values import PLAIN, Refused, dtype_named
+from .piecewise import boxed
+from .torch_read import read_torch
 
 __all__ = ["METADATA", "read_dcp"]
 

@@ -25,7 +25,7 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import MAX_DEPTH, key_text
 from ..errors import CorruptError, FormatError, TreeckptError, TreeError
 from .files import flat_array
-from .pickles import Blob, Constructors, Maker, Opaque, Symbol, Unpickled, short
+from .pickle_reader import Blob, Constructors, Maker, Opaque, Symbol, Unpickled, short
 
 __all__ = ["PLAIN", "Refused", "dtype_named", "settle"]
 

@@ -19,12 +19,12 @@ from ..core.tree.recursion import Walk, run
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
 from ..errors import MismatchError
 from .groups import Group, Labels, agreed, empty, empty_groups, labels_by_member, match_groups, places_of
+from .hyperparameters import is_same, taken
 from .moments import Place, build_state, expected_moments
 from .names import Key, get_in, key_path, parse_key
 from .optimizers import Live, groups_of, is_lbfgs, prefixes
 from .sources import Source, children_of, descend
 from .state_dicts import BESIDE, BY_GROUP, join, shared_of, split, standard
-from .values import is_same, taken
 
 __all__ = ["Differences", "OptimizerPlan", "apply_optimizers", "plan_optimizers"]
 
