@@ -20,10 +20,10 @@ from ..io.storage.bucket import check_path
 from ..io.storage.store import Store
 from . import contents as choosing
 from .cast import cast_floats
-from .checksums import Storages
-from .contents import NODES, Contents, Finding, lower, named, tree_of
-from .files import Addresses
-from .format_fit import NOTHING, Held, hold_dcp, hold_safetensors, hold_torch, refuse_losses
+from .checksums import ArchiveStorages
+from .contents import NODES, Contents, Finding, lower_containers, matches_globs, tree_of
+from .files import AddressSpace
+from .format_fit import NOTHING, FittedContents, fit_dcp, fit_safetensors, fit_torch, refuse_losses
 from .layout import lay_out_safetensors, lay_out_torch
 from .output import Output, check_free, run_output
 from .size_limit import check_growth, own_nbytes
@@ -151,8 +151,8 @@ def convert(
     begin = time.perf_counter()
     options = _options(destination, to, dtype, max_shard_size, memory, select, exclude, subtree, lossy)
     comm = as_comm(comm)
-    kind, storages = detect(source), Storages(alone=comm.size == 1)
-    with open_source(source, kind, storages, lambda at: named(at, options.exclude)) as found:
+    kind, storages = detect(source), ArchiveStorages(alone=comm.size == 1)
+    with open_source(source, kind, storages, lambda at: matches_globs(at, options.exclude)) as found:
         chosen = _chosen(found, options)
         held, plan = _PLANS[options.to](_cast(chosen, options, storages), options)
         if not (dry_run or lossy):
@@ -256,27 +256,27 @@ def _chosen(contents: Contents, options: _Options) -> Contents:
     return choosing.subtree(contents, options.subtree)
 
 
-def _cast(contents: Contents, options: _Options, addresses: Addresses) -> Contents:
+def _cast(contents: Contents, options: _Options, addresses: AddressSpace) -> Contents:
     return cast_floats(contents, options.dtype, addresses) if options.dtype is not None else contents
 
 
-def _read_of(chosen: Contents, held: Held, options: _Options) -> list[choosing.Leaf]:
+def _read_of(chosen: Contents, held: FittedContents, options: _Options) -> list[choosing.ContentsLeaf]:
     """What will be read: the leaves that are not lost, by their paths in the source."""
     lost = {finding.path for finding in held.contents.findings if finding.lost}
     above = f"{options.subtree}/" if options.subtree else ""
     return [(above + path, leaf) for path, leaf in chosen.leaves if path not in lost]
 
 
-_Plan = tuple[Held, Callable[[], Output]]
+_Plan = tuple[FittedContents, Callable[[], Output]]
 
 
 def _plan_torch(contents: Contents, options: _Options) -> _Plan:
-    held = hold_torch(contents)
+    held = fit_torch(contents)
     return held, lambda: lay_out_torch(held)
 
 
 def _plan_dcp(contents: Contents, options: _Options) -> _Plan:
-    held = hold_dcp(contents)
+    held = fit_dcp(contents)
 
     def plan() -> Output:
         from .dcp_write import lay_out_dcp
@@ -287,13 +287,13 @@ def _plan_dcp(contents: Contents, options: _Options) -> _Plan:
 
 
 def _plan_safetensors(contents: Contents, options: _Options) -> _Plan:
-    held = hold_safetensors(contents)
+    held = fit_safetensors(contents)
     limit = options.max_shard_size or SHARD
     return held, lambda: lay_out_safetensors(held, directory=options.directory, max_shard_size=limit)
 
 
 def _plan_native(contents: Contents, options: _Options) -> _Plan:
-    return Held(lower(contents, NODES), {}), _no_output
+    return FittedContents(lower_containers(contents, NODES), {}), _no_output
 
 
 def _no_output() -> Output:
@@ -309,7 +309,7 @@ _PLANS: dict[str, Callable[[Contents, _Options], _Plan]] = {
 
 
 def _save(
-    held: Held, destination: AnyPath, options: _Options, overwrite: bool, step: int | None, comm: Any
+    held: FittedContents, destination: AnyPath, options: _Options, overwrite: bool, step: int | None, comm: Any
 ) -> tuple[tuple[str, ...], int]:
     """The names of the files of a checkpoint of ours, and the bytes that this rank wrote."""
     contents = held.contents

@@ -30,7 +30,7 @@ from ..io.comm.failures import Fault, raise_faults, silent_faults, to_fault, wra
 from ..io.comm.rounds import Round
 from ..io.storage.local_write import sync_directory
 
-__all__ = ["Output", "OutputFile", "Part", "check_free", "run_output"]
+__all__ = ["Output", "OutputFile", "OutputPart", "check_free", "run_output"]
 
 WORKERS = 2
 """Threads that read and write; each holds a tile, and what casting makes of it."""
@@ -48,7 +48,7 @@ class OutputFile(msgspec.Struct, frozen=True):
     """Bytes that are known, and where they go."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class OutputPart(msgspec.Struct, frozen=True):
     """A region of an array, and where in which file it goes, in C order."""
 
     file: int
@@ -73,7 +73,7 @@ class Output(msgspec.Struct, frozen=True):
     """All that is to be written."""
 
     files: tuple[OutputFile, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[OutputPart, ...]
     directory: bool
     """Whether the destination is a directory of the files, or the one file itself."""
 
@@ -82,7 +82,7 @@ class Output(msgspec.Struct, frozen=True):
         return sum(file.nbytes for file in self.files)
 
 
-class _Word(msgspec.Struct, array_like=True):
+class _OutputDecision(msgspec.Struct, array_like=True):
     faults: list[Fault] = []
     name: str = ""
 
@@ -115,13 +115,13 @@ def run_output(output: Output, destination: Path, comm: Comm, *, memory: int, ov
     """
     talk = Round(comm, f"convert {destination}")
     if (missed := talk.join()) is not None:
-        raise_faults(msgspec.msgpack.decode(missed, type=_Word).faults, str(destination), comm)
-    run = _Run(output, destination, comm, talk, memory, overwrite)
+        raise_faults(msgspec.msgpack.decode(missed, type=_OutputDecision).faults, str(destination), comm)
+    run = _OutputRun(output, destination, comm, talk, memory, overwrite)
     with run.prepared() as place:
         return run.write(place)
 
 
-class _Run:
+class _OutputRun:
     def __init__(
         self, output: Output, destination: Path, comm: Comm, talk: Round, memory: int, overwrite: bool
     ) -> None:
@@ -138,15 +138,17 @@ class _Run:
             return [to_fault(self.error, self.comm.rank)]
         return []
 
-    def _agree(self, data: bytes, conclude: Callable[[dict[int, bytes]], _Word], *, last: bool) -> _Word:
+    def _agree(
+        self, data: bytes, conclude: Callable[[dict[int, bytes]], _OutputDecision], *, last: bool
+    ) -> _OutputDecision:
         """Every rank's message to rank 0, and its conclusion to every rank; raises what it names."""
         heard = self.talk.gather(data)
         word = None
         if heard is not None:
-            word = _Word(silent_faults(self.talk.lost)) if self.talk.lost else conclude(heard)
+            word = _OutputDecision(silent_faults(self.talk.lost)) if self.talk.lost else conclude(heard)
         encoded = msgspec.msgpack.encode(word) if word is not None else None
         ends = last or (word is not None and bool(word.faults))
-        found = msgspec.msgpack.decode(self.talk.share(encoded, last=ends), type=_Word)
+        found = msgspec.msgpack.decode(self.talk.share(encoded, last=ends), type=_OutputDecision)
         hint = "Nothing was written; look at the cause"
         raise_faults(found.faults, str(self.destination), self.comm, cause=self.error, hint=hint)
         return found
@@ -156,7 +158,7 @@ class _Run:
         """A temporary place, on all ranks the same; rank 0 clears it away whatever happens."""
         made: list[tuple[Path, int]] = []
 
-        def start(heard: dict[int, bytes]) -> _Word:
+        def start(heard: dict[int, bytes]) -> _OutputDecision:
             if other := [rank for rank, digest in heard.items() if digest != heard[0]]:
                 error = MismatchError(
                     str(self.destination),
@@ -164,9 +166,11 @@ class _Run:
                     found=f"another one on rank {', '.join(map(str, other[:8]))}",
                     hint="Call it with the same arguments, on the same files",
                 )
-                return _Word([to_fault(error, 0, common=True)])
+                return _OutputDecision([to_fault(error, 0, common=True)])
             faults = self._fault(lambda: made.append(self._make()))
-            return _Word([msgspec.structs.replace(f, common=True) for f in faults], made[0][0].name if made else "")
+            return _OutputDecision(
+                [msgspec.structs.replace(f, common=True) for f in faults], made[0][0].name if made else ""
+            )
 
         try:
             word = self._agree(self._digest(), start, last=False)
@@ -221,18 +225,18 @@ class _Run:
         mine = _shares(self.output.parts, self.comm.size)[self.comm.rank]
         faults = self._fault(lambda: self._write_share(place, mine))
 
-        def finish(heard: dict[int, bytes]) -> _Word:
+        def finish(heard: dict[int, bytes]) -> _OutputDecision:
             all_faults = [f for data in heard.values() for f in msgspec.msgpack.decode(data, type=list[Fault])]
             if not all_faults:
                 all_faults = [
                     msgspec.structs.replace(f, common=True) for f in self._fault(lambda: self._publish(place))
                 ]
-            return _Word(all_faults)
+            return _OutputDecision(all_faults)
 
         self._agree(msgspec.msgpack.encode(faults), finish, last=True)
         return sum(part.nbytes for part in mine)
 
-    def _write_share(self, place: Path, parts: Sequence[Part]) -> None:
+    def _write_share(self, place: Path, parts: Sequence[OutputPart]) -> None:
         tile = max(4096, min(TILE, self.memory // (6 * WORKERS)))
         with contextlib.ExitStack() as stack, ThreadPoolExecutor(WORKERS, "treeckpt-convert") as pool:
             fds: dict[int, int] = {}
@@ -265,7 +269,7 @@ class _Run:
         sync_directory(self.destination.parent)
 
 
-def _write_part(fd: int, part: Part, tile: int) -> None:
+def _write_part(fd: int, part: OutputPart, tile: int) -> None:
     at, crc = part.start, 0
     for region in tiles(part.region, tile // max(part.itemsize, WIDEST)):
         data = np.ascontiguousarray(part.lazy.read(region)).reshape(-1).view(np.uint8).data
@@ -283,9 +287,9 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(fd, data[done:], offset + done)
 
 
-def _shares(parts: Sequence[Part], world: int) -> list[list[Part]]:
+def _shares(parts: Sequence[OutputPart], world: int) -> list[list[OutputPart]]:
     """The parts of each rank: the largest first, each to whom has the fewest bytes."""
-    found: list[list[Part]] = [[] for _ in range(world)]
+    found: list[list[OutputPart]] = [[] for _ in range(world)]
     loads = [0] * world
     for part in sorted(parts, key=lambda part: -part.nbytes) if world > 1 else parts:
         rank = loads.index(min(loads))

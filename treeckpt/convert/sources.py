@@ -21,11 +21,11 @@ from ..io.storage.foreign_formats import HEAD, format_of_head, format_of_names
 from ..io.storage.open import open_store
 from ..io.storage.store import Store
 from . import dcp_read, hfai_read, paddle_read, safetensors_files
-from .checksums import Storages
+from .checksums import ArchiveStorages
 from .contents import Contents, contents_of, map_leaves
-from .files import Window, file_window, memory_array, open_foreign
+from .files import FileRange, file_window, memory_array, open_foreign
 from .native_read import read_native
-from .pickle_values import Refused, refusal
+from .pickle_values import RefusedLeaf, refusal
 from .torch_read import read_torch
 
 __all__ = ["SOURCES", "detect", "open_source"]
@@ -75,7 +75,7 @@ def _of_file(path: Path) -> str:
 
 @contextlib.contextmanager
 def open_source(
-    path: str | os.PathLike[str] | Store, kind: str, storages: Storages, exclude: Any
+    path: str | os.PathLike[str] | Store, kind: str, storages: ArchiveStorages, exclude: Any
 ) -> Iterator[Contents]:
     """The contents of a checkpoint, with its arrays left in the files, which are closed at the end.
 
@@ -86,7 +86,7 @@ def open_source(
         CheckpointError: the state of the files.
         TreeError: a leaf that only its own code could make.
     """
-    refused: list[Refused] = []
+    refused: list[RefusedLeaf] = []
     window = file_window(path) if isinstance(path, (str, os.PathLike)) and Path(path).is_file() else None
     store = window.store if window else open_store(path) if kind == "treeckpt" else open_foreign(path)
     with contextlib.closing(store):
@@ -122,7 +122,9 @@ def _all_lazy(contents: Contents) -> Contents:
     return map_leaves(contents, lazy)
 
 
-def _of_window(window: Window, kind: str, label: str, storages: Storages, refused: list[Refused]) -> Contents:
+def _of_window(
+    window: FileRange, kind: str, label: str, storages: ArchiveStorages, refused: list[RefusedLeaf]
+) -> Contents:
     if kind == "torch":
         return contents_of(read_torch(window, storages, refused), window.label)
     if kind == "paddle":
@@ -130,7 +132,9 @@ def _of_window(window: Window, kind: str, label: str, storages: Storages, refuse
     return _named(*safetensors_files.read_safetensors(window, storages), label)
 
 
-def _of_directory(store: Store, kind: str, label: str, storages: Storages, refused: list[Refused]) -> Contents:
+def _of_directory(
+    store: Store, kind: str, label: str, storages: ArchiveStorages, refused: list[RefusedLeaf]
+) -> Contents:
     if kind == "treeckpt":
         return read_native(store, storages, refused)
     if kind == "dcp":

@@ -13,7 +13,7 @@ from ..core.tree.flatten import flatten
 from ..core.tree.nesting import fold
 from ..errors import TreeError
 
-__all__ = ["is_same", "taken"]
+__all__ = ["assign_value", "is_same"]
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -37,7 +37,7 @@ def is_same(a: Any, b: Any) -> bool:
         return bool(a == b)
 
 
-def taken(live: Any, saved: Any) -> Any:
+def assign_value(live: Any, saved: Any) -> Any:
     """What a group holds after it took a saved value: a live tensor stays the object that compiled code knows."""
     if not isinstance(live, Tensor) or isinstance(saved, bool) or not isinstance(saved, (Tensor, int, float)):
         return saved

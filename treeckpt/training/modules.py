@@ -20,18 +20,18 @@ from torch.nn.parameter import is_lazy
 from ..arrays.dtensor import is_dtensor
 from ..arrays.stateful import is_optimizer
 from ..errors import MismatchError, TreeError
-from .names import Key, key_path, nested, strip_hops
+from .names import Key, key_path, nested, strip_wrappers
 
 __all__ = [
-    "Entry",
     "Modules",
-    "collect",
-    "materialise",
-    "named",
+    "StateDictEntry",
+    "allocate_meta_tensors",
+    "buffer_owners",
+    "collect_entries",
+    "named_objects",
     "on_meta",
-    "settle_shards",
+    "reset_fsdp_shards",
     "shards_of",
-    "speakers",
 ]
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -47,7 +47,7 @@ _HOPS = {
 _FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 
 
-class Entry(msgspec.Struct):
+class StateDictEntry(msgspec.Struct):
     """One entry of a model's state dict."""
 
     key: Key
@@ -69,7 +69,7 @@ class Entry(msgspec.Struct):
     """Its name in the state dict of the root."""
 
 
-def named(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
+def named_objects(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
     """(prefix, object) of one object, of the parts of one (a sequence), or of several by name (a dict).
 
     Raises:
@@ -111,38 +111,38 @@ def _state_dict_error(path: str, noun: str) -> TreeError:
     )
 
 
-def collect(model: Modules) -> list[Entry]:
+def collect_entries(model: Modules) -> list[StateDictEntry]:
     """Everything that a model's state dict holds; parameters and buffers are the live objects.
 
     Raises:
         TreeError: flat parameters, whose names are lost; two parts with one name.
     """
-    entries: list[Entry] = []
-    for prefix, module in named(model, nn.Module, "model"):
+    entries: list[StateDictEntry] = []
+    for prefix, module in named_objects(model, nn.Module, "model"):
         entries += _collect_one(module, prefix)
     nested((entry.key, None) for entry in entries)  # finds two with one name
     return entries
 
 
-def _collect_one(root: nn.Module, prefix: Key) -> Iterator[Entry]:
+def _collect_one(root: nn.Module, prefix: Key) -> Iterator[StateDictEntry]:
     found = root.state_dict(keep_vars=True)  # first: FSDP2 shards parameters again that a forward has left whole
     hops, modules = _scan(root)
-    speaks, identities = speakers(root), set(map(id, (*root.parameters(), *root.buffers())))
+    speaks, identities = buffer_owners(root), set(map(id, (*root.parameters(), *root.buffers())))
     memory = _ModuleMemory(root)
     for raw, value in found.items():
-        name = strip_hops(raw, hops)
+        name = strip_wrappers(raw, hops)
         parent, _, last = name.rpartition(".")
         module = modules.get(parent, root)
         if last == _EXTRA_STATE_KEY_SUFFIX or not isinstance(value, Tensor):
-            yield Entry((*prefix, name), "extra", value, module, last, root=root, raw=raw)
+            yield StateDictEntry((*prefix, name), "extra", value, module, last, root=root, raw=raw)
         elif id(value) in identities:
             kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
             owned = kind != "buffer" or is_dtensor(value) or speaks.get(id(value), True)
-            yield Entry((*prefix, name), kind, value, module, last, owned, root=root, raw=raw)
+            yield StateDictEntry((*prefix, name), kind, value, module, last, owned, root=root, raw=raw)
         else:
             kind, live = memory.kind_of(value)
             shown = value if is_sharded_tensor(value) else value.detach()
-            yield Entry((*prefix, name), kind, shown, module, last, True, live, root, raw)
+            yield StateDictEntry((*prefix, name), kind, shown, module, last, True, live, root, raw)
 
 
 class _ModuleMemory:
@@ -184,22 +184,22 @@ def is_meta(value: Any) -> bool:
     return not is_sharded_tensor(value) and value.is_meta
 
 
-def hidden(model: Modules, entries: Sequence[Entry]) -> list[Entry]:
+def hidden_parameters(model: Modules, entries: Sequence[StateDictEntry]) -> list[StateDictEntry]:
     """The parameters that a hook of `state_dict` has left out, under their own names."""
     there = {id(entry.value) for entry in entries}
-    found: list[Entry] = []
-    for prefix, root in named(model, nn.Module, "model"):
+    found: list[StateDictEntry] = []
+    for prefix, root in named_objects(model, nn.Module, "model"):
         hops, modules = _scan(root)
         for raw, parameter in root.named_parameters(remove_duplicate=False):
             if id(parameter) not in there:
-                name = strip_hops(raw, hops)
+                name = strip_wrappers(raw, hops)
                 parent, _, last = name.rpartition(".")
                 module: Any = modules.get(parent, root)
-                found.append(Entry((*prefix, name), "parameter", parameter, module, last, root=root, raw=raw))
+                found.append(StateDictEntry((*prefix, name), "parameter", parameter, module, last, root=root, raw=raw))
     return found
 
 
-def shards_of(entries: Sequence[Entry], left_out: Sequence[Entry]) -> dict[int, tuple[Any, Any]]:
+def shards_of(entries: Sequence[StateDictEntry], left_out: Sequence[StateDictEntry]) -> dict[int, tuple[Any, Any]]:
     """By identity of each parameter that is a shard of a ShardedTensor in the state dict: shape of that, and offset."""
     shards = [shard for entry in entries if is_sharded_tensor(entry.value) for shard in entry.value.local_shards()]
     wholes = [entry.value for entry in entries if is_sharded_tensor(entry.value) for _ in entry.value.local_shards()]
@@ -212,7 +212,7 @@ def shards_of(entries: Sequence[Entry], left_out: Sequence[Entry]) -> dict[int, 
     return found
 
 
-def load_made(entries: Sequence[Entry], filled: Sequence[Entry]) -> None:
+def load_hook_tensors(entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]) -> None:
     """Has modules whose hooks of `state_dict` made tensors take them back, once these are filled.
 
     Raises:
@@ -230,7 +230,7 @@ def load_made(entries: Sequence[Entry], filled: Sequence[Entry]) -> None:
             )
 
 
-def takes_back(entry: Entry) -> bool:
+def has_load_hook(entry: StateDictEntry) -> bool:
     """Whether a module around an entry has code of its own for `load_state_dict`."""
     base, root = nn.Module, entry.root
     around = [root] + [m for name, m in root.named_modules() if entry.raw.startswith(f"{name}.")]
@@ -277,7 +277,7 @@ def _hop_of(module: nn.Module, name: str) -> str | None:
     return None
 
 
-def speakers(root: nn.Module) -> dict[int, bool]:
+def buffer_owners(root: nn.Module) -> dict[int, bool]:
     """By identity of each buffer whether this rank saves it, as the first of the ranks that have its module.
 
     Which these are is told by the wrappers and distributed parameters in the smallest part of the model around the
@@ -316,7 +316,7 @@ def _firsts(module: nn.Module) -> list[bool]:
 
 
 @torch.no_grad()
-def materialise(entries: Sequence[Entry], device: str | torch.device | None) -> list[str]:
+def allocate_meta_tensors(entries: Sequence[StateDictEntry], device: str | torch.device | None) -> list[str]:
     """Gives memory, of this rank's part only, to what stands on the meta device; returns the paths.
 
     A parameter stays the same object, so an optimizer that was built before goes on with it.
@@ -353,16 +353,17 @@ def _swapped(old: Tensor, new: Tensor) -> Tensor:
 def on_meta(model: Modules) -> list[str]:
     """The paths of parameters and buffers, persistent or not, that stand on the meta device."""
     found: list[str] = []
-    for prefix, root in named(model, nn.Module, "model"):
+    for prefix, root in named_objects(model, nn.Module, "model"):
         hops, _ = _scan(root)
         tensors = [*root.named_parameters(), *root.named_buffers()]
-        found += [f"model/{key_path((*prefix, strip_hops(name, hops)))}" for name, tensor in tensors if tensor.is_meta]
+        names = [strip_wrappers(name, hops) for name, tensor in tensors if tensor.is_meta]
+        found += [f"model/{key_path((*prefix, name))}" for name in names]
     return found
 
 
-def settle_shards(model: Modules) -> None:
+def reset_fsdp_shards(model: Modules) -> None:
     """Has FSDP2 look at its parameters again: it pads uneven shards, and keeps references to their memory."""
-    for _, root in named(model, nn.Module, "model"):
+    for _, root in named_objects(model, nn.Module, "model"):
         for module in root.modules():
             state = getattr(module, "_get_fsdp_state", None)
             for group in state()._fsdp_param_groups if state is not None else ():

@@ -23,10 +23,10 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import Structure, key_text, paths_of
 from .sources import children_of
 
-__all__ = ["Place", "build_state", "expected_moments"]
+__all__ = ["MomentPlacement", "build_state", "expected_moments"]
 
 
-class Place(msgspec.Struct, frozen=True):
+class MomentPlacement(msgspec.Struct, frozen=True):
     """What a moment's parameter was like, and is: that decides where the moment goes, and of which dtype it is."""
 
     was_on_device: bool | None = None
@@ -58,7 +58,7 @@ def build_state(
     leaves: Mapping[str, ArraySpec | None],
     value: Callable[[str], Any],
     is_spread: Callable[[str], bool],
-    place: Place,
+    place: MomentPlacement,
 ) -> dict[Any, Any]:
     """The state of one parameter, to be filled: what is there stays, what is not is made.
 
@@ -91,7 +91,7 @@ def _join(path: str, below: str) -> str:
     return f"{path}/{below}" if below else path
 
 
-def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: Place, *, whole: bool) -> Any:
+def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement, *, whole: bool) -> Any:
     """A moment to be filled.
 
     Args:

@@ -14,13 +14,13 @@ from typing import Any
 from ..core.tree.structure import key_text, parse_path
 from ..errors import TreeError
 
-__all__ = ["Key", "get_in", "key_path", "nested", "parse_key", "put_in", "strip_hops", "tie_names"]
+__all__ = ["Key", "get_in", "key_path", "nested", "parse_key", "put_in", "strip_wrappers", "tie_names"]
 
 Key = tuple[str, ...]
 """Steps from the root of the models, or of the optimizers, to what a name stands for; the last is the dotted name."""
 
 
-def strip_hops(name: str, hops: Mapping[str, Sequence[str]]) -> str:
+def strip_wrappers(name: str, hops: Mapping[str, Sequence[str]]) -> str:
     """The dotted name without what wrappers have added.
 
     Args:

@@ -10,8 +10,8 @@ from ..core.tree.structure import keys_of
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..loading.overlay import as_bank
-from .overlay_source import BankSource
-from .sources import CheckpointSource, Options, Source, TreeSource, children_of
+from .overlay_source import OverlaySource
+from .sources import CheckpointSource, RestoreSource, SourceOptions, TreeSource, children_of
 
 __all__ = ["is_stored", "open_source", "stores_of"]
 
@@ -27,7 +27,7 @@ def stores_of(given: Any) -> list[Any]:
     return [given] if bank is None else [source.path for source in bank.sources]
 
 
-def open_source(given: Any, comm: Comm, options: Options) -> Source:
+def open_source(given: Any, comm: Comm, options: SourceOptions) -> RestoreSource:
     """The source of a path or store, of several, or of a tree.
 
     Raises:
@@ -38,7 +38,7 @@ def open_source(given: Any, comm: Comm, options: Options) -> Source:
     if isinstance(given, Mapping):
         source = TreeSource(given, comm, options)
     elif bank is not None:
-        source = BankSource(bank, comm, options)
+        source = OverlaySource(bank, comm, options)
     elif isinstance(given, (str, os.PathLike)) or hasattr(given, "sizes"):
         source = CheckpointSource(given, comm, options)
     else:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import MismatchError
-from .groups import Group, Labels, Same, agreed, places_of
+from .groups import Labels, ParamGroup, Same, common_value, saved_labels
 
 __all__ = ["PER_GROUP", "from_groups", "to_groups"]
 
@@ -48,7 +48,7 @@ def to_groups(state: Any, labels: Sequence[str]) -> Any:
     return found
 
 
-def from_groups(state: Any, groups: Sequence[Group], of: Labels, *, path: str, same: Same) -> Any:
+def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: str, same: Same) -> Any:
     """The state for a scheduler of an optimizer with these groups; the inverse of `to_groups`.
 
     Args:
@@ -66,8 +66,8 @@ def from_groups(state: Any, groups: Sequence[Group], of: Labels, *, path: str, s
     return {k: from_groups(value, groups, of, path=f"{path}/{k}", same=same) for k, value in state.items()}
 
 
-def _entry(group: Group, position: int, entries: Mapping[str, Any], of: Labels, path: str, same: Same) -> Any:
-    places = [(member, label) for member, label in places_of(group, position, of) if label in entries]
+def _entry(group: ParamGroup, position: int, entries: Mapping[str, Any], of: Labels, path: str, same: Same) -> Any:
+    places = [(member, label) for member, label in saved_labels(group, position, of) if label in entries]
     if not places:
         raise MismatchError(
             path,
@@ -75,4 +75,4 @@ def _entry(group: Group, position: int, entries: Mapping[str, Any], of: Labels, 
             found=f"entries of the groups {', '.join(map(repr, entries))} only",
             hint="Give the optimizer parameters that were trained when this was saved, or leave the scheduler out",
         )
-    return agreed([member for member, _ in places], [entries[label] for _, label in places], path, same)
+    return common_value([member for member, _ in places], [entries[label] for _, label in places], path, same)

@@ -37,9 +37,9 @@ from .hyperparameters import is_same
 
 __all__ = [
     "CheckpointSource",
-    "Filled",
-    "Options",
-    "Source",
+    "FillResult",
+    "RestoreSource",
+    "SourceOptions",
     "TreeSource",
     "children_of",
     "descend",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-class Options(msgspec.Struct, frozen=True, dict=True):
+class SourceOptions(msgspec.Struct, frozen=True, dict=True):
     """The knobs that reading needs."""
 
     cast: bool = False
@@ -79,7 +79,7 @@ class Options(msgspec.Struct, frozen=True, dict=True):
         return self.chosen.selects(path)
 
 
-class Filled(msgspec.Struct, frozen=True):
+class FillResult(msgspec.Struct, frozen=True):
     """What was filled, and how much of it this rank read."""
 
     loaded: int
@@ -87,7 +87,7 @@ class Filled(msgspec.Struct, frozen=True):
     read_nbytes: int
 
 
-class Source(Protocol):
+class RestoreSource(Protocol):
     """A saved training state."""
 
     url: str
@@ -136,7 +136,7 @@ class Source(Protocol):
         """This rank's state of what each rank has of its own."""
         ...
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
+    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
         """Fills what `target` has, in place; `take`: per-rank leaves of another world are taken modulo."""
         ...
 
@@ -158,7 +158,7 @@ def descend(node: Structure, keys: Sequence[Any]) -> Structure:
 class CheckpointSource:
     """A checkpoint on a store."""
 
-    def __init__(self, path: Any, comm: Comm, options: Options) -> None:
+    def __init__(self, path: Any, comm: Comm, options: SourceOptions) -> None:
         self.path, self.comm, self.options = path, comm, options
         self.index = api.inspect(path)
         self.url, self.world, self.step = str(getattr(path, "url", path)), self.index.world, self.index.step
@@ -244,13 +244,13 @@ class CheckpointSource:
     def _reading(self) -> dict[str, Any]:
         return {**self.options.reading, "transforms": self.rules}
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
+    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
         return fill_from(self.path, target, self.comm, self.options, take=take, rules=self.rules)
 
 
 def fill_from(
-    path: Any, target: dict[str, Any], comm: Comm, options: Options, *, take: bool, rules: Sequence[Rule] = ()
-) -> Filled:
+    path: Any, target: dict[str, Any], comm: Comm, options: SourceOptions, *, take: bool, rules: Sequence[Rule] = ()
+) -> FillResult:
     """Fills what `target` has from a checkpoint, or a bank of several."""
     report = api.load_into(
         path,
@@ -264,7 +264,7 @@ def fill_from(
         read=options.read,
         comm=comm,
     )
-    return Filled(report.loaded, report.nbytes, report.read_nbytes)
+    return FillResult(report.loaded, report.nbytes, report.read_nbytes)
 
 
 def wanted_of(tensor: Any, path: str, comm: Comm) -> ArraySpec:
@@ -284,7 +284,7 @@ def _is_spread(layout: Layout) -> bool:
 class TreeSource:
     """A tree in memory, as `state` or `treeckpt.load` gives one."""
 
-    def __init__(self, tree: Any, comm: Comm, options: Options) -> None:
+    def __init__(self, tree: Any, comm: Comm, options: SourceOptions) -> None:
         self.tree = expanded(tree, rank=comm.rank)
         self.comm, self.options = comm, options
         self.url, self.world, self.step, self.ruled = "tree", comm.size, None, ((), ())
@@ -326,7 +326,7 @@ class TreeSource:
     def value(self, path: str) -> Any:
         return self._leaves[path]
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
+    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
         """Copies array by array; every check comes before the first."""
         found = expand(target, rank=self.comm.rank, mappings=True)
         if found is None:
@@ -334,10 +334,10 @@ class TreeSource:
         filled, more = found.restore(lambda path: self.tree, self._fill)
         return msgspec.structs.replace(filled, loaded=filled.loaded + more)
 
-    def _fill(self, target: Any) -> Filled:
+    def _fill(self, target: Any) -> FillResult:
         rank = self.comm.rank
         found = matched(target, self.structure, self._leaves, lambda leaf, _: leaf, rank=rank)
         nbytes = moving.put_leaves(
             target, found, lambda old, new, _: old if is_same(old, new) else new, rank=rank, cast=self.options.cast
         )
-        return Filled(len(found.given), nbytes, 0)
+        return FillResult(len(found.given), nbytes, 0)
