@@ -1,9 +1,9 @@
-"""Are the bytes of an archive's entry those that were written? The CRC-32 that stands beside them, compared once.
+"""Verification of the CRC-32 of archive entries, once for each entry.
 
-An entry that is to be read as a whole (`expect_whole`) is summed up while it is read: each stretch has its own CRC,
-whoever reads it and in whatever order; when none is left these are put together by arithmetic over GF(2), as zlib's
-crc32_combine does it. Any other entry is read through once before the first of its bytes is given away. A CRC of zero
-says nothing: torch writes it where it was told not to compute them (`set_crc32_options`).
+The CRC of an entry that is read as a whole (`expect_whole`) is computed while it is read: each range has its own CRC,
+in any order and from any thread; when no range is left they are combined by arithmetic over GF(2), as zlib's
+crc32_combine does. Any other entry is read completely once before its first bytes are returned. A CRC of zero is not
+compared: torch writes it when checksums are disabled (`set_crc32_options`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a conversion carries: a tree as structure and leaves, with arrays that are still in their files.
+"""The tree of a conversion, as structure and leaves, with arrays that are still in their files.
 
 Pure operations on it: taking a subtree, leaving parts out, casting, and putting plain containers in the place of those
 that a format lacks. Each says what it changes (`Finding`), so that all of it can be told before anything is written.
@@ -57,7 +57,7 @@ ContentsLeaf = tuple[str, Any]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that does not come out as it went in."""
+    """One leaf or container that a conversion changes."""
 
     path: str
     expected: str

@@ -1,4 +1,4 @@
-"""What each format holds: containers, values, dtypes, ties; and what becomes of the rest, told before it is written."""
+"""The containers, values, dtypes and ties that each format holds, and the changes to all else, found before writing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TREE = "None, numbers, text, bytes, sets of these, and torch's dtypes, sizes an
 
 
 class FittedContents(msgspec.Struct, frozen=True):
-    """What a format takes of some contents."""
+    """The part of some contents that a format holds."""
 
     contents: Contents
     ties: dict[str, Tie]

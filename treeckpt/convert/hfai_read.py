@@ -82,9 +82,7 @@ class HfaiParts:
         found: dict[Any, list[tuple[Any, Any]]] = {}
         for _, large in pairs:
             if not isinstance(large, dict) or any(not isinstance(v, tuple) or len(v) != 2 for v in large.values()):
-                raise FormatError(
-                    self.store.url, expected="shapes and shares of large tensors", found=brief(large)
-                )
+                raise FormatError(self.store.url, expected="shapes and shares of large tensors", found=brief(large))
             for name, share in large.items():
                 found.setdefault(name, []).append(share)
         return {name: self._joined(name, shares) for name, shares in found.items()}

@@ -1,4 +1,4 @@
-"""From contents that a format holds to the layout of its files. Pure, but for torch's own help with pickles."""
+"""File layouts of contents that fit a format. Pure, except that torch helps with pickles."""
 
 from __future__ import annotations
 

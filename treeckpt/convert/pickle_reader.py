@@ -1,10 +1,9 @@
 """Reads a pickle as data. Nothing that it names is imported, looked up or called.
 
-The stream is taken apart by `pickletools`, and a small machine with a stack carries out what builds containers and
-plain values. A class or function is only its name (`Symbol`); what a pickle wants made by calling it becomes an
-`UnbuiltObject` record of the name, the arguments and the state, unless the caller gives a constructor of its own for that very
-name, and this takes the arguments. No attribute is set of anything but these records. Long byte strings stay in the
-file (`FileBytes`).
+`pickletools` splits the stream into instructions, and a small stack machine executes those that build containers and
+plain values. A class or function is only its name (`Symbol`). A call becomes an `UnbuiltObject` with the name, the
+arguments and the state, unless the caller passes a constructor for exactly that name that accepts the arguments.
+Attributes are set on these records only. Long byte strings stay in the file (`FileBytes`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Symbol(msgspec.Struct, frozen=True):
 
 
 class UnbuiltObject(msgspec.Struct, eq=False):
-    """What a pickle wants made by a call: the call, and what follows it."""
+    """An object that the pickle builds by a call: the call, and the state and items set afterwards."""
 
     symbol: str
     args: tuple[Any, ...]
@@ -65,7 +64,7 @@ class UnbuiltObject(msgspec.Struct, eq=False):
 
 
 class DeferredValue(msgspec.Struct, eq=False):
-    """What a constructor gives for something that a state follows: made once all is read."""
+    """A value that is built after the whole pickle is read, because its state follows the constructor call."""
 
     state: Any = None
 

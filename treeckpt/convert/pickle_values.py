@@ -1,8 +1,8 @@
-"""From what a pickle describes to a tree: plain values, numpy's arrays and scalars, torch's dtypes and devices.
+"""Builds a tree from a pickle read as data: plain values, numpy arrays and scalars, torch dtypes and devices.
 
-`PLAIN` has the constructors of what the standard library, numpy and torch put into state dicts; each makes a value of
-checked arguments. `build_tree` goes over what was read and puts the last things in place; what only a call of foreign code
-could make is named, with its path, and refused or left out.
+`PLAIN` has constructors for the objects of the standard library, numpy and torch that state dicts contain; each checks
+its arguments. `build_tree` replaces the remaining records by values; an object that only foreign code could build is
+reported with its path, and refused or left out.
 """
 
 from __future__ import annotations
@@ -318,9 +318,3 @@ def refusal(found: RefusedLeaf, label: str) -> TreeError:
         hint=f"{found.why}. {leave} the program that wrote it save plain values; of a module or optimizer, "
         "its state_dict()",
     )
-
-
-def refuse_all(found: Sequence[RefusedLeaf], label: str) -> None:
-    """Raises for the first of what cannot be made, if there is any."""
-    if found:
-        raise refusal(found[0], label)

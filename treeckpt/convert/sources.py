@@ -1,4 +1,4 @@
-"""Which format is at a path, and its contents."""
+"""Detection of the format of a checkpoint, and reading of its contents."""
 
 from __future__ import annotations
 

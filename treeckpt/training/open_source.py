@@ -1,4 +1,4 @@
-"""What is a restore given: a path, several checkpoints, or a tree?"""
+"""The source of a restore: a checkpoint, several checkpoints, or a tree in memory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["is_stored", "open_source", "stores_of"]
 
 
 def is_stored(given: Any) -> bool:
-    """Whether it is a path, a store, or several of them; no tree in memory."""
+    """Whether a source is a path, a store, or several of them, and no tree in memory."""
     return isinstance(given, (str, os.PathLike)) or hasattr(given, "sizes") or as_bank(given) is not None
 
 
 def stores_of(given: Any) -> list[Any]:
-    """The paths or stores of a checkpoint, or of several."""
+    """Returns the paths or stores of a checkpoint, or of several."""
     bank = as_bank(given)
     return [given] if bank is None else [source.path for source in bank.sources]
 
 
 def open_source(given: Any, comm: Comm, options: SourceOptions) -> RestoreSource:
-    """The source of a path or store, of several, or of a tree.
+    """Opens a path or store, several of them, or a tree.
 
     Raises:
-        MismatchError: its root is no training state.
+        MismatchError: the root is no training state.
     """
     bank = as_bank(given)
     source: Any

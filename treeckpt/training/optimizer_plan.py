@@ -1,4 +1,4 @@
-"""What each live optimizer takes of the saved state, and which differences there are.
+"""The saved state that each live optimizer takes, and the differences between both.
 
 Parameters are matched by name, through any of the names that a tied one has. A parameter that trains here must be
 known to the checkpoint; one that is frozen here need not. Nothing is changed before `apply_optimizers`.
@@ -39,7 +39,7 @@ __all__ = ["Differences", "OptimizerPlan", "apply_optimizers", "plan_optimizers"
 
 
 class Differences(msgspec.Struct):
-    """Paths that are only wanted, only saved, or saved for nothing that trains here."""
+    """Paths that only the optimizers have, that only the checkpoint has, and of state without use here."""
 
     missing: list[str] = []
     unexpected: list[str] = []
@@ -47,14 +47,14 @@ class Differences(msgspec.Struct):
 
 
 class OptimizerPlan(msgspec.Struct):
-    """What one live optimizer, or one part of it, takes."""
+    """The saved state that one live optimizer, or one part of it, takes."""
 
     prefix: Key
     live: NamedOptimizer
     of: Labels
     """As saved, under the names that the parameters have here."""
     values: list[dict[str, Any]]
-    """What each live group takes."""
+    """The values that each live group takes."""
     saved: dict[Key, tuple[str, Structure]]
     """By live parameter: the path and the structure of its saved state."""
     places: dict[Key, MomentPlacement]
@@ -80,10 +80,8 @@ class OptimizerPlan(msgspec.Struct):
                 parameter,
                 structure,
                 self.live.own[key],
+                source,
                 path=path,
-                leaves=source.leaves,
-                value=source.value,
-                is_spread=source.is_spread,
                 place=place,
             )
             self.moments[key] = built
@@ -99,7 +97,7 @@ def plan_optimizers(
     keep: tuple[str, ...],
     frozen: frozenset[str],
 ) -> tuple[list[OptimizerPlan], Differences]:
-    """What each optimizer takes, and what does not match.
+    """Returns the plan of each optimizer, and what does not match.
 
     Args:
         keep: hyper-parameters that stay as they are here.
@@ -158,7 +156,7 @@ class _Matcher:
         """Saved leaves that are wanted, or known to be of no use."""
 
     def plan(self, live: NamedOptimizer, keep: tuple[str, ...]) -> OptimizerPlan:
-        """What one optimizer takes."""
+        """Returns the plan of one optimizer."""
         of: dict[str, list[str]] = {}
         for key in (member for group in live.groups for member in group.members):
             if (name := self._saved_name(key)) is not None:
@@ -245,7 +243,7 @@ class _Matcher:
         return MomentPlacement(spec.device is not None, was_spread=self.source.is_spread(path), dtypes=dtypes)
 
     def _expected(self, plan: OptimizerPlan, key: Key, parameter: Tensor) -> frozenset[Any]:
-        optimizer = plan.live.maker
+        optimizer = plan.live.innermost
         for group, found in zip(plan.live.groups, plan.values, strict=True):
             if optimizer is not None and key in group.members:
                 return expected_moments(optimizer, {**group.values, **found}, parameter)

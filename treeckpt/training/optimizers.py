@@ -1,11 +1,11 @@
-"""What an optimizer holds, by the names of its parameters.
+"""The state of optimizers, keyed by the names of their parameters.
 
-`name_optimizers` finds the names of an optimizer's parameters in the model, `trees_of` makes the two trees of it: `state`, by
-parameter and moment, and its groups. A parameter without state is there with none, so that it can be told from one
-that was never the optimizer's. LBFGS joins all its parameters into one vector: their order is stored with it.
+`name_optimizers` finds the names of an optimizer's parameters in the model, `trees_of` builds its two trees: `state`,
+by parameter and moment, and its groups. A parameter without state is kept with an empty one, which differs from one
+that is not the optimizer's. LBFGS joins all its parameters into one vector, so their order is saved too.
 
-The state is that of `.state`; of an optimizer that changes `state_dict` or `load_state_dict`, by a method or a hook, as
-wrappers do, it is what `state_dict()` gives.
+The state is that of `.state`; for an optimizer that changes `state_dict` or `load_state_dict`, by a method or a hook,
+as wrappers do, it is the result of `state_dict()`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class NamedOptimizer(msgspec.Struct):
 
     prefix: Key
     optimizer: Any
-    """What has the groups."""
+    """The optimizer that has the groups."""
     stateful: Any
-    """What has the state: another optimizer where this one is split over ranks."""
+    """The optimizer that has the state: another one where this one is split over ranks."""
     groups: tuple[ParamGroup, ...]
     numbering: ParameterNumbering
     """The parameters whose state is here, in the order of the groups."""
@@ -58,9 +58,9 @@ class NamedOptimizer(msgspec.Struct):
     shared: dict[Any, Any]
     """State that belongs to no parameter."""
     shards: Mapping[int, tuple[Any, Any]]
-    """By identity of a parameter that is a part of an array: the shape of that, and where the part begins."""
+    """(global shape, offset) of parameters that are shards of an array, by identity."""
     form: Any = None
-    """The rest of what `state_dict` gives, where the optimizer is to be asked; None for those of torch."""
+    """The rest of the state dict, for an optimizer whose `state_dict` is used; None for those of torch."""
 
     @property
     def parameters(self) -> Mapping[Key, Tensor]:
@@ -68,8 +68,8 @@ class NamedOptimizer(msgspec.Struct):
         return self.numbering.parameters
 
     @property
-    def maker(self) -> Any:
-        """What makes the state of parameters: the innermost optimizer, where others add nothing; None where they do."""
+    def innermost(self) -> Any:
+        """The innermost optimizer, which creates the state of parameters; None if its wrappers add state."""
         inner = optimizer_chain(self.stateful)[-1]
         if self.form is not None and has_own_forms(self.form):
             return None
@@ -93,7 +93,7 @@ class NamedOptimizer(msgspec.Struct):
 def name_optimizers(
     optimizer: Optimizers | None, ties: Mapping[int, tuple[Key, ...]], shards: Mapping[int, tuple[Any, Any]]
 ) -> list[NamedOptimizer]:
-    """The optimizers, with names for their parameters.
+    """Returns the optimizers with names for their parameters.
 
     Args:
         ties: the names of each parameter of the model, by identity.

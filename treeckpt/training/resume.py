@@ -1,7 +1,7 @@
-"""Registered optimizers take the state of a checkpoint whether they have any yet or not.
+"""Restore of registered optimizers, which may have no state yet.
 
-What `Optimizer.state_dict` gives names parameters by their numbers. The moments that the optimizer here lacks are made
-as `restore` makes them: of the saved dtype, laid out as their parameter is. The optimizer itself changes last.
+`Optimizer.state_dict` names parameters by their numbers. Moments that the live optimizer lacks are created as `restore`
+creates them: of the saved dtype, with the layout of their parameter. The optimizer itself changes last.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def _resumed(optimizer: Any, path: str, saved: Structure, source: RestoreSource,
             found="a part",
             hint="Select the whole optimizer, or exclude it",
         )
-    return ResumedOptimizer(optimizer, _Making(optimizer, source).state(saved, live, path))
+    return ResumedOptimizer(optimizer, _StateDictBuilder(optimizer, source).state(saved, live, path))
 
 
-class _Making:
-    """The state to be filled of one optimizer."""
+class _StateDictBuilder:
+    """Builds the state dict of one optimizer, to be filled."""
 
     def __init__(self, optimizer: Any, source: RestoreSource) -> None:
         groups: list[Any] = [group["params"] for group in optimizer.param_groups]
@@ -130,8 +130,7 @@ class _Making:
                 arrays = (p for below, _ in paths_of(child) if self._source.leaves[p := f"{path}/{below}"] is not None)
                 place = msgspec.structs.replace(self._place, was_spread=any(map(self._source.is_spread, arrays)))
                 found[key] = build_state(
-                    parameters[key], child, mine or {}, path=path, leaves=self._source.leaves,
-                    value=self._source.value, is_spread=self._source.is_spread, place=place,
+                    parameters[key], child, mine or {}, self._source, path=path, place=place
                 )  # fmt: skip
             else:
                 found[key] = self._as_saved(child, path)

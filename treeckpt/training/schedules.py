@@ -1,8 +1,8 @@
-"""The state of a scheduler for an optimizer whose groups stand in another order, or are split otherwise.
+"""The state of a scheduler, independent of the order and split of its optimizer's param groups.
 
 torch's schedulers keep lists with one entry per group of their optimizer. Such a list becomes
-`{"by_group": {label: entry}}` with the labels of `training.groups`, and comes back as a list in the order of the live
-groups. All else in the state is kept as it is. Nothing here knows torch.
+`{"by_group": {label: entry}}` with the labels of `training.groups`, and is loaded as a list in the order of the live
+groups. The rest of the state is unchanged. This module does not use torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MARK = "by_group"
 
 
 def to_groups(state: Any, labels: Sequence[str]) -> Any:
-    """A scheduler's state with its lists of one entry per group keyed by the groups' labels."""
+    """Returns a scheduler's state whose lists with one entry per group are keyed by the groups' labels."""
     if isinstance(state, list):
         return [to_groups(item, labels) for item in state]
     if type(state) is not dict:
@@ -49,10 +49,10 @@ def to_groups(state: Any, labels: Sequence[str]) -> Any:
 
 
 def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: str, same: Same) -> Any:
-    """The state for a scheduler of an optimizer with these groups; the inverse of `to_groups`.
+    """Returns the state for a scheduler of an optimizer with these groups; the inverse of `to_groups`.
 
     Args:
-        of: the labels of each parameter, as saved.
+        of: the saved labels of each parameter.
 
     Raises:
         MismatchError: the parameters of one live group were saved with different entries.

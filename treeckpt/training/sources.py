@@ -1,8 +1,8 @@
-"""Where does a restore take its state from? A checkpoint on a store, or a tree in memory, behind one set of questions.
-`opening` chooses; `banks` has several checkpoints as one.
+"""The sources of a restore, behind one protocol: a checkpoint in a store, or a tree in memory.
 
-What is there, of which shape and dtype, is asked first; values and small parts are loaded as they were saved; arrays
-are filled in place, at the very end. A tree in memory gives only what this rank holds of it.
+`open_source` chooses the class; `overlay_source` combines several checkpoints. Paths, shapes and dtypes are compared
+first; values and small parts are loaded as they were saved; arrays are filled in place at the end. A tree in memory
+provides only the part of this rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 
 class SourceOptions(msgspec.Struct, frozen=True, dict=True):
-    """The knobs that reading needs."""
+    """The options for reading a source."""
 
     cast: bool = False
     verify: Verify = True
@@ -67,20 +67,20 @@ class SourceOptions(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def chosen(self) -> LoadOptions:
-        """For which paths of the model are asked for.
+        """The selection of paths of the model.
 
         Raises:
-            MismatchError: words that mean nothing.
+            MismatchError: an option has an unknown value.
         """
         return LoadOptions(self.select, self.strict, verify=self.verify, read=self.read, exclude=self.exclude)
 
     def selects(self, path: str) -> bool:
-        """Whether a path of the model is asked for."""
+        """Whether a path of the model is selected."""
         return self.chosen.selects(path)
 
 
 class FillResult(msgspec.Struct, frozen=True):
-    """What was filled, and how much of it this rank read."""
+    """Number of filled leaves, and the bytes that this rank read."""
 
     loaded: int
     nbytes: int
@@ -95,7 +95,7 @@ class RestoreSource(Protocol):
     """Ranks that saved it."""
     step: int | None
     ruled: tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
-    """What rules dropped, and what they gave another name."""
+    """The paths that rules dropped, and (saved, new) pairs of those that they renamed."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -108,7 +108,7 @@ class RestoreSource(Protocol):
         ...
 
     def is_left(self, path: str) -> bool:
-        """Whether what is here at a path stays as it is."""
+        """Whether the target at a path stays unchanged."""
         ...
 
     @property
@@ -117,7 +117,7 @@ class RestoreSource(Protocol):
         ...
 
     def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
-        """Whether two arrays are one, or alike in all that a tensor wants of them."""
+        """Whether two arrays are one, or equal in the part that a tensor needs."""
         ...
 
     def is_spread(self, path: str) -> bool:
@@ -125,15 +125,15 @@ class RestoreSource(Protocol):
         ...
 
     def value(self, path: str) -> Any:
-        """What was saved at a path where no array is."""
+        """Returns the saved value at a path without an array."""
         ...
 
     def part(self, name: str) -> Any:
-        """What stands at the root under a name, as saved."""
+        """Returns a part at the root, as saved."""
         ...
 
     def own(self, name: str, policy: Policy) -> Any:
-        """This rank's state of what each rank has of its own."""
+        """Returns this rank's state of a per-rank part."""
         ...
 
     def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:

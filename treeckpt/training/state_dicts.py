@@ -1,4 +1,4 @@
-"""An optimizer's `state_dict()` by the names of its parameters, and back, whatever its form.
+"""Conversion of an optimizer's `state_dict()` of any form to parameter names and back.
 
 torch numbers parameters by their place in the groups. Optimizers that have a `state_dict` of their own add entries,
 nest the state dicts of optimizers that they wrap, and key tensors by number, by (group, place), by the parameter itself
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 STATE_DICT_KEY = "state_dict"
-"""Among the state of a parameter: what the state dict has for it elsewhere than in its `state`."""
+"""Key of the state that a state dict has for a parameter outside of its `state`."""
 
 _STATE = "state"
 _GROUPS = "param_groups"
