@@ -17,7 +17,7 @@ from treeckpt.runs.active_saves import STALLED, SaveUnderWay
 from treeckpt.runs.catalog import CheckpointInfo
 from treeckpt.runs.disk_growth import days_until, growth_of
 from treeckpt.runs.run import CleanReport
-from treeckpt.runs.run import Run as CleaningRun
+from treeckpt.runs.run import RunDirectory as CleaningRun
 
 from .keeping import keep_text
 from .library import Library, Run

@@ -23,7 +23,7 @@ from treeckpt.core.format.records import Index, LeafRecord
 from treeckpt.core.sharding.int_runs import Runs
 from treeckpt.core.tree.nesting import fold
 from treeckpt.core.tree.structure import Structure
-from treeckpt.runs.catalog import Summary, summarize
+from treeckpt.runs.catalog import Summary, summarize_index
 
 __all__ = ["LEAVES", "NAMES", "NODES", "SCHEMA", "StoredLeaf", "build_table"]
 
@@ -82,7 +82,7 @@ def build_table(index: Index, target: Path, tell: Callable[[int, int], None] = l
 
 
 def _fill(connection: sqlite3.Connection, index: Index, tell: Callable[[int, int], None]) -> Summary:
-    summary = summarize(index)
+    summary = summarize_index(index)
     nodes = msgspec.msgpack.Encoder()
     for done, block in _blocks(flat_nodes(index), NODES):
         connection.execute("INSERT INTO node VALUES (?, ?)", (done, nodes.encode(block)))

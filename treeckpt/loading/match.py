@@ -21,8 +21,8 @@ from ..core.tree.globs import check_used, compile_globs
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
+from ..io.storage.memory import SlabAllocator
 from ..io.storage.metadata_files import read_index
-from ..io.storage.slabs import Slabs
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import LoadReport
@@ -113,7 +113,7 @@ class Load:
             self.view = ruled_view(
                 self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=options.strict
             )
-        self.take = None if options.copy else Slabs().take
+        self.take = None if options.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
         self.filling = ReadBatch(store, self.index, self.source_rank, self.recorder, whole=options.bad is None)

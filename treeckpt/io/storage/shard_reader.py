@@ -14,7 +14,7 @@ from ...core.format.shard_header import ShardHeader, block_count, decode_header,
 from ...errors import CheckpointError, CorruptError
 from ..timing import Recorder
 from .memory import PAGE, aligned_buffer
-from .store import TEXT, Lending, Store
+from .store import TEXT, Store, SupportsMappedReads
 
 __all__ = [
     "ByteRange",
@@ -218,7 +218,7 @@ class Shards:
 
     def __init__(self, store: Store, index: Index, recorder: Recorder, *, verify: bool, whole: bool = True) -> None:
         self.store, self.index, self.verify, self.recorder, self.whole = store, index, verify, recorder, whole
-        self._lending = store if isinstance(store, Lending) else None
+        self._lending = store if isinstance(store, SupportsMappedReads) else None
         self._opened: dict[str, Opened] = {}
         self._sizes: dict[str, int] | None = None
 
@@ -249,7 +249,7 @@ class Shards:
         begin = self.recorder.now()
         file = stretch.opened.file
         start, nbytes = file.header + stretch.low, stretch.high - stretch.low
-        with self._lending.lend(file.name, start, nbytes, fetch=fetch) as memory:
+        with self._lending.mapped(file.name, start, nbytes, fetch=fetch) as memory:
             if memory is not None:
                 if self.verify:
                     _check_blocks(self.store, stretch.opened, stretch.low, memory)
