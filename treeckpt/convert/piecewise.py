@@ -13,15 +13,15 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect, overlapping
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError
-from .files import Flat, strided_array
+from .files import FlatReader, strided_array
 
-__all__ = ["boxed", "chained"]
+__all__ = ["from_boxes", "from_ranges"]
 
 Open = Callable[[], LazyArray]
 """Gives a piece when it is first wanted."""
 
 
-def boxed(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: str) -> LazyArray:
+def from_boxes(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: str) -> LazyArray:
     """One array of boxes of it.
 
     Raises:
@@ -65,7 +65,7 @@ def _opened(piece: tuple[Region, Open], spec: ArraySpec, label: str) -> LazyArra
     return lazy
 
 
-def chained(spec: ArraySpec, parts: Sequence[tuple[int, Flat]], label: str) -> LazyArray:
+def from_ranges(spec: ArraySpec, parts: Sequence[tuple[int, FlatReader]], label: str) -> LazyArray:
     """One array of flat stretches of its elements in C order: (elements, reader) of each.
 
     Raises:

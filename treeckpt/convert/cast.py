@@ -14,7 +14,7 @@ from ..core.sharding.dtypes import dtype_of, name_of
 from ..core.sharding.region import Region
 from ..errors import MismatchError
 from .contents import Contents, map_leaves
-from .files import Addresses
+from .files import AddressSpace
 
 __all__ = ["FLOATS", "cast_floats"]
 
@@ -26,7 +26,7 @@ _LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """Of dtypes that hold fewer magnitudes than float32."""
 
 
-def cast_floats(contents: Contents, dtype: Any, addresses: Addresses) -> Contents:
+def cast_floats(contents: Contents, dtype: Any, addresses: AddressSpace) -> Contents:
     """The contents with all arrays of floating point in one dtype. Ties stay, views become arrays of their own.
 
     Raises:

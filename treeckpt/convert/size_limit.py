@@ -1,4 +1,4 @@
-"""How much larger than its source a conversion may be: views can repeat the same bytes."""
+"""Limit of the output size relative to the source: views can repeat the same bytes."""
 
 from __future__ import annotations
 
