@@ -355,7 +355,7 @@ def _dashboard(options: argparse.Namespace) -> int:
         return _usage(f"{missing[0]}: no such directory")
     gc.disable()  # nothing of what is imported is garbage: to look through it takes a tenth of the start
     try:
-        from treeckpt_dashboard.server import ServeError, serve
+        from treeckpt_dashboard.web.server import ServeError, serve
     except ModuleNotFoundError as error:
         return _usage(f"the dashboard needs {error.name}; install it with: pip install 'treeckpt[dashboard]'")
     finally:
