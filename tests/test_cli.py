@@ -185,7 +185,7 @@ from treeckpt.cli.main import main
 one, two = {str(run / "step_00000100")!r}, {str(run / "step_00000200")!r}
 for command in (["ls", {str(run)!r}], ["show", one], ["verify", one], ["diff", one, two]):
     assert main(command) == 0
-from treeckpt_dashboard.app import create_app
+from treeckpt_dashboard.web.app import create_app
 from treeckpt_dashboard.store.library import Library
 from treeckpt_dashboard.runs import model
 from treeckpt_dashboard.web import server

@@ -9,7 +9,11 @@ export function visible(text) {
   return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu, (c) => {
     const code = /** @type {number} */ (c.codePointAt(0));
     const hex = code.toString(16);
-    return code < 0x100 ? `\\x${hex.padStart(2, "0")}` : code < 0x10000 ? `\\u${hex.padStart(4, "0")}` : `\\U${hex.padStart(8, "0")}`;
+    return code < 0x100
+      ? `\\x${hex.padStart(2, "0")}`
+      : code < 0x10000
+        ? `\\u${hex.padStart(4, "0")}`
+        : `\\U${hex.padStart(8, "0")}`;
   });
 }
 
@@ -23,9 +27,11 @@ export function visible(text) {
 export function make(name, attributes = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (value !== null && value !== undefined && value !== false) element.setAttribute(key, value === true ? "" : String(value));
+    if (value !== null && value !== undefined && value !== false)
+      element.setAttribute(key, value === true ? "" : String(value));
   }
-  for (const child of children) if (child !== null) element.append(typeof child === "string" ? visible(child) : child);
+  for (const child of children)
+    if (child !== null) element.append(typeof child === "string" ? visible(child) : child);
   return element;
 }
 
@@ -51,9 +57,13 @@ export const base = document.body.dataset.base ?? "./";
  */
 export async function api(path, query = {}, signal) {
   const parameters = new URLSearchParams();
-  for (const [key, value] of Object.entries(query)) if (value !== null && value !== undefined && value !== "") parameters.set(key, String(value));
+  for (const [key, value] of Object.entries(query))
+    if (value !== null && value !== undefined && value !== "") parameters.set(key, String(value));
   const text = parameters.toString();
-  const response = await fetch(`${base}api/v1/${path}${text ? `?${text}` : ""}`, { signal, headers: { accept: "application/json" } });
+  const response = await fetch(`${base}api/v1/${path}${text ? `?${text}` : ""}`, {
+    signal,
+    headers: { accept: "application/json" },
+  });
   const body = await response.json().catch(() => ({}));
   if (!response.ok) throw new Error(body.error ?? `the server answered ${response.status}`);
   return body;
@@ -66,7 +76,10 @@ const three = (n) => Number(n.toPrecision(3)).toString();
 export function bytesText(nbytes) {
   const units = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
   let unit = 0;
-  while (Math.abs(nbytes) >= 999.5 && unit < units.length - 1) { nbytes /= 1000; unit += 1; }
+  while (Math.abs(nbytes) >= 999.5 && unit < units.length - 1) {
+    nbytes /= 1000;
+    unit += 1;
+  }
   return `${unit ? three(nbytes) : Math.round(nbytes)} ${units[unit]}`;
 }
 
@@ -83,7 +96,10 @@ export const numberText = (n) => n.toLocaleString("en");
 /** What the address says of the view. @param {string} name */
 export const recalled = (name) => new URLSearchParams(location.search).get(name);
 
-/** Puts the view's state into the address, so that it can be sent to somebody. @param {Record<string, string | number | null | undefined>} state empty values are left out */
+/**
+ * Puts the view's state into the address, so that it can be sent to somebody.
+ * @param {Record<string, string | number | null | undefined>} state empty values are left out
+ */
 export function remember(state) {
   const address = new URL(location.href);
   for (const [name, value] of Object.entries(state)) {
@@ -108,13 +124,36 @@ export async function copy(button, text) {
   } catch (error) {
     button.textContent = `Not copied: ${reason(error)}`;
   }
-  setTimeout(() => { button.textContent = before; }, 1500);
+  setTimeout(() => {
+    button.textContent = before;
+  }, 1500);
 }
 
-/** Makes the buttons of a part of the page copy a path, or the Python line that loads it. @param {ParentNode} part @param {string} checkpoint @param {() => string} path */
+/**
+ * Makes the buttons of a part of the page copy a path, or the Python line that loads it.
+ * @param {ParentNode} part @param {string} checkpoint @param {() => string} path
+ */
 export function copiers(part, checkpoint, path) {
   for (const button of part.querySelectorAll("button[data-copy]")) {
-    button.addEventListener("click", () => copy(/** @type {HTMLElement} */ (button), button.getAttribute("data-copy") === "path" ? path()
-      : api(`checkpoints/${checkpoint}/snippet`, { path: path() }).then((found) => found.snippet)));
+    button.addEventListener("click", () =>
+      copy(
+        /** @type {HTMLElement} */ (button),
+        button.getAttribute("data-copy") === "path"
+          ? path()
+          : api(`checkpoints/${checkpoint}/snippet`, { path: path() }).then((found) => found.snippet),
+      ),
+    );
   }
 }
+
+/**
+ * A table.
+ * @param {string} kind its class @param {HTMLElement[]} head @param {HTMLElement[][]} rows cells of each row
+ */
+export const tableOf = (kind, head, rows) =>
+  make(
+    "table",
+    { class: kind },
+    make("thead", {}, make("tr", {}, ...head)),
+    make("tbody", {}, ...rows.map((cells) => make("tr", {}, ...cells))),
+  );

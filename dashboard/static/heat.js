@@ -18,7 +18,10 @@ export function ramp() {
   const colours = new Uint32Array(STEPS + 1);
   for (let n = 0; n < STEPS; n += 1) {
     const x = n / (STEPS - 1);
-    const k = Math.min(at.findIndex((stop, i) => i < at.length - 1 && x <= at[i + 1]), at.length - 2);
+    const k = Math.min(
+      at.findIndex((stop, i) => i < at.length - 1 && x <= at[i + 1]),
+      at.length - 2,
+    );
     const f = (x - at[k]) / (at[k + 1] - at[k]);
     const [r, g, b] = stops[k].map((v, i) => Math.round(v + (stops[k + 1][i] - v) * f));
     colours[n] = ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
@@ -35,7 +38,8 @@ export function pooled(columns, lines) {
   return columns.map((numbers) => {
     const found = new Float64Array(lines);
     for (let line = 0; line < lines; line += 1) {
-      const first = Math.floor((line * numbers.length) / lines), last = Math.max(first + 1, Math.floor(((line + 1) * numbers.length) / lines));
+      const first = Math.floor((line * numbers.length) / lines);
+      const last = Math.max(first + 1, Math.floor(((line + 1) * numbers.length) / lines));
       let most = numbers[first];
       for (let row = first + 1; row < last; row += 1) if (numbers[row] > most) most = numbers[row];
       found[line] = most;
@@ -46,10 +50,12 @@ export function pooled(columns, lines) {
 
 /**
  * A matrix as an image, a point for each number.
- * @param {ArrayLike<number>[]} columns @param {(number: number, column: number) => number} share from 0 to 1, below 0 for none
+ * @param {ArrayLike<number>[]} columns
+ * @param {(number: number, column: number) => number} share from 0 to 1, below 0 for none
  */
 export function imageOf(columns, share) {
-  const lines = columns[0].length, width = columns.length;
+  const lines = columns[0].length;
+  const width = columns.length;
   const image = new ImageData(width, lines);
   const pixels = new Uint32Array(image.data.buffer);
   const colours = ramp();

@@ -101,7 +101,7 @@ def test_of_large_pictures_no_more_is_drawn_than_is_seen(wide):
     lines, bands, cells = wide.evaluate(
         """async () => {
             const { imageOf, pooled } = await import(document.body.dataset.base + "static/heat.js");
-            const { bandsOf, edgesOf, orderOf } = await import(document.body.dataset.base + "static/waterfall.js");
+            const { bandsOf, edgesOf, orderOf } = await import(document.body.dataset.base + "static/waterfall_layout.js");
             let cells = 0;
             const column = (c) => Array.from({ length: 4096 }, (_, r) => (r * 500 + c) % 97);
             const columns = Array.from({ length: 500 }, (_, c) => column(c));
