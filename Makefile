@@ -14,10 +14,13 @@ SERVE ?= 1
 PYTEST_ARGS ?=
 JOBS ?= 2
 FUZZ_SECONDS ?= 60
+MUTATIONS ?= 60
+MUTATE_SECONDS ?= 1800
+MUTATE_ARGS ?=
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help install demo test test-all fuzz check bench bench-dashboard format chromium strace clean
+.PHONY: help install demo test test-all fuzz mutate check bench bench-dashboard format chromium strace clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +69,11 @@ test-all: check chromium strace ## the same with the slow tests
 fuzz: $(STAMP) ## fuzz every decoder for FUZZ_SECONDS each, 60 unless told; with atheris where it is installed (extra: fuzz)
 	$(call say,Fuzzing)
 	@$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
+mutate: $(STAMP) ## change the code of treeckpt/core in MUTATIONS places, and see that tests notice it, for MUTATE_SECONDS at most
+	$(call say,Mutation testing)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[mutate]'
+	@$(BIN)/python -m tests.mutate --count $(MUTATIONS) --seconds $(MUTATE_SECONDS) --jobs $(JOBS) $(MUTATE_ARGS)
 
 check: $(STAMP) ## the static checks only: format, lint, types, floors
 	$(call say,ruff format)

@@ -20,7 +20,7 @@ from treeckpt.core.format.records import FileTable, Index, file_table
 from treeckpt.core.format.shard_header import BLOCK, Entry, ShardHeader, encode_header, hash_block, shard_name
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
 from treeckpt.core.planning.plan import FilePlan, place, plan_save
-from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, Plenum, RankClass, array_leaves, unify
+from treeckpt.core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import Layout, Mesh, MeshLayout, Replicate, Shard, StridedShard
@@ -124,7 +124,7 @@ def write_checkpoint(
     structure, leaves = flatten(tree)
     described = [_describe(path, leaf, layouts) for path, leaf in leaves]
     inventory = Inventory(structure, tuple(spec for spec, _ in described))
-    plenum = unify([RankClass(encode_runs(range(world)), inventory)], world)
+    plenum = merge_rank_trees([RankClass(encode_runs(range(world)), inventory)], world)
     numbered = array_leaves(plenum)
     arrays = [leaf for _, leaf in numbered]
     shares = assign(arrays)
@@ -163,7 +163,7 @@ def write_checkpoint(
     return index
 
 
-def _pieces(file: FilePlan, rank: int, numbered: Any, data: Any, plenum: Plenum) -> tuple[tuple[Entry, ...], bytes]:
+def _pieces(file: FilePlan, rank: int, numbered: Any, data: Any, plenum: GlobalTree) -> tuple[tuple[Entry, ...], bytes]:
     """What a shard holds: its entries and its bytes."""
     entries, parts = [], []
     for write in file.writes:

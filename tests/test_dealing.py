@@ -25,7 +25,7 @@ from . import strategies
 
 
 @st.composite
-def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray], scatter.Dealer]:
+def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray], scatter.Scatter]:
     """A stream, places in it, the memory of each, and what deals it."""
     start = draw(st.integers(0, 1000))
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
@@ -38,10 +38,10 @@ def members(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, int]], list[np
     stream = np.random.default_rng(0).integers(1, 256, total).astype(np.uint8)
     outs = [np.zeros(length, np.uint8) for _, length in places]
     found = [
-        scatter.Member("x", 0, first, length, out.ctypes.data, HostMemory(out.ctypes.data, (length,), 1, out))
+        scatter.Destination("x", 0, first, length, out.ctypes.data, HostMemory(out.ctypes.data, (length,), 1, out))
         for (first, length), out in zip(places, outs, strict=True)
     ]
-    return stream, [(first - start, length) for first, length in places], outs, scatter.Dealer(start, found)
+    return stream, [(first - start, length) for first, length in places], outs, scatter.Scatter(start, found)
 
 
 @given(members(), st.data())
@@ -91,7 +91,7 @@ def test_rows_that_are_one_run_in_both_are_dealt_as_boxes_are_copied(data: st.Da
     if member is not None:
         stream = np.concatenate([np.zeros(100, np.uint8), np.frombuffer(source.tobytes(), np.uint8)])
         run = stream[member.start : member.start + member.nbytes]
-        scatter.Dealer(member.start, [member]).write((slice(0, member.nbytes),), run)
+        scatter.Scatter(member.start, [member]).write((slice(0, member.nbytes),), run)
         assert (target == expected).all()
     elif box == chunk == region:
         raise AssertionError("a whole array is one run")

@@ -154,8 +154,8 @@ def test_small_arrays_are_filled_as_large_ones_are(tmp_path: Path, limit: int | 
     short, long = mixed(2), mixed(2)
     report = tc.load_into(tmp_path / "x", short)
     with pytest.MonkeyPatch.context() as patch:  # nothing is one run of bytes: box by box
-        patch.setattr(read_batch.Filling, "_want_whole", lambda *_: False)
-        patch.setattr(read_batch.Filling, "_want_run", lambda *_: False)
+        patch.setattr(read_batch.ReadBatch, "_want_whole", lambda *_: False)
+        patch.setattr(read_batch.ReadBatch, "_want_run", lambda *_: False)
         other = tc.load_into(tmp_path / "x", long)
     assert texts(short) == texts(long) == texts(saved)
     assert (report.nbytes, report.loaded) == (other.nbytes, other.loaded)
@@ -211,11 +211,11 @@ def test_nothing_changed_leaves_every_container_and_leaf_in_place(tmp_path: Path
 
 @given(tensors())
 def test_a_small_array_known_by_address_has_the_digest_of_its_elements(tensor: torch.Tensor) -> None:
-    found = describe.content_digests(describe.bring({"x": tensor}, rank=0), every=False)
+    found = describe.content_digests(describe.describe_tree({"x": tensor}, rank=0), every=False)
     with pytest.MonkeyPatch.context() as patch:
         for module in (torch_leaves, torch_memory):
             patch.setattr(module, "is_common", lambda leaf: False)
-        brought = describe.bring({"x": tensor}, rank=0)
+        brought = describe.describe_tree({"x": tensor}, rank=0)
         assert not isinstance(brought.sources["x"].pieces[0].data, HostMemory)
         assert found == describe.content_digests(brought, every=False)
 

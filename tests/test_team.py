@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from treeckpt.arrays.threads import Team
+from treeckpt.arrays.threads import WorkerThreads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("count", [0, 1, 3, 40])
 def test_every_work_is_done_once(threads: int, count: int) -> None:
-    team, done = Team(threads), list[int]()
+    team, done = WorkerThreads(threads), list[int]()
     for _ in range(2):
         team([lambda n=n: done.append(n) for n in range(count)])
     assert sorted(done) == sorted([*range(count)] * 2)
@@ -22,7 +22,7 @@ def test_every_work_is_done_once(threads: int, count: int) -> None:
 
 def test_works_run_at_the_same_time() -> None:
     both = threading.Barrier(2, timeout=20)
-    Team(2)([both.wait, both.wait])
+    WorkerThreads(2)([both.wait, both.wait])
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -41,13 +41,13 @@ def test_an_error_is_raised_when_nothing_runs_any_more_and_what_is_left_is_not_b
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        Team(2)([lambda: meet(fail), lambda: meet(fail), *(lambda n=n: begun.append(n) for n in range(9))])
+        WorkerThreads(2)([lambda: meet(fail), lambda: meet(fail), *(lambda n=n: begun.append(n) for n in range(9))])
     assert not running and len(begun) < 9
 
 
 def test_its_threads_end_when_nobody_has_it_any_more() -> None:
     before = threading.active_count()
-    team = Team(3)
+    team = WorkerThreads(3)
     team([lambda: time.sleep(0.05)] * 3)
     assert threading.active_count() > before
     del team

@@ -13,8 +13,7 @@ from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
 from treeckpt.runs.catalog import CheckpointInfo
 from treeckpt.runs.disk_growth import days_until, growth_of
-from treeckpt.runs.run import CleanReport
-from treeckpt.runs.run import Run as CleaningRun
+from treeckpt.runs.run import CleanReport, RunDirectory
 
 from ..pages.checkpoints import PAGE, status_of
 from ..store.library import Library, Run
@@ -146,7 +145,7 @@ def _dry_run(library: Library, run: Run, policies: Sequence[Policy]) -> tuple[Cl
     if not library.is_run(run):
         return None, "A checkpoint by itself: policies decide about runs."
     try:
-        return CleaningRun(run.store, cache=library.summary_cache(run)).clean(policies, dry_run=True), None
+        return RunDirectory(run.store, cache=library.summary_cache(run)).clean(policies, dry_run=True), None
     except (TreeckptError, OSError) as error:
         return None, visible(str(error))
 

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from treeckpt.io.storage.run_store import Entry
-from treeckpt.runs.catalog import FileCache, Summary, Took
+from treeckpt.io.storage.run_store import DirectoryEntry
+from treeckpt.runs.catalog import LruStatCache, SaveDuration, Summary
 
 from .index_table import SCHEMA
 
@@ -37,7 +37,7 @@ BATCH = 256
 """Summaries that are written in one transaction."""
 
 T = TypeVar("T")
-_TYPES: dict[str, Any] = {"summary": Summary, "took": Took}
+_TYPES: dict[str, Any] = {"summary": Summary, "took": SaveDuration}
 
 
 def default_directory() -> Path:
@@ -51,7 +51,7 @@ def default_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeckpt"
 
 
-def key_of(url: str, entry: Entry) -> str:
+def key_of(url: str, entry: DirectoryEntry) -> str:
     """Returns a hash of a file's URL, size, modification time and inode number."""
     text = f"{url}\0{entry.nbytes}\0{entry.modified_ns}\0{entry.number}".encode("utf-8", "surrogateescape")
     return hashlib.blake2s(text, digest_size=16).hexdigest()
@@ -70,7 +70,7 @@ class Cache:
         self.directory = self._usable(wanted.absolute() / f"dashboard-{SCHEMA}")
         self._limit = limit
         self._lock = threading.Lock()
-        self._memory = FileCache(200_000)
+        self._memory = LruStatCache(200_000)
         self._path = self.directory / "summaries.db"
         self._connection: sqlite3.Connection | None = None
         self._unwritten: list[tuple[str, bytes]] = []
@@ -111,11 +111,11 @@ class Cache:
 
     # summaries ------------------------------------------------------------------------------------------------
 
-    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         """Returns `read()`, or its result from before, also of an earlier program. Errors are kept in memory only."""
-        return self._memory.recall(key, entry, lambda: self._recall_stored(key, entry, read))
+        return self._memory.get_or_read(key, entry, lambda: self._recall_stored(key, entry, read))
 
-    def _recall_stored(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+    def _recall_stored(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         digest = key_of("\0".join(key), entry)
         query = "SELECT data FROM summary WHERE key = ?"
         row = self._transact(lambda database: database.execute(query, (digest,)).fetchone())

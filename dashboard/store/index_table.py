@@ -22,7 +22,7 @@ from treeckpt.core.analysis.node_table import flat_nodes
 from treeckpt.core.format.records import Index, LeafRecord
 from treeckpt.core.sharding.int_runs import Runs
 from treeckpt.core.tree.nesting import fold
-from treeckpt.runs.catalog import Summary, summarize
+from treeckpt.runs.catalog import Summary, summarize_index
 
 __all__ = ["LEAVES", "NAMES", "NODES", "SCHEMA", "StoredLeaf", "build_table"]
 
@@ -81,7 +81,7 @@ def build_table(index: Index, target: Path, report: Callable[[int, int], None] =
 
 
 def _fill(connection: sqlite3.Connection, index: Index, report: Callable[[int, int], None]) -> Summary:
-    summary = summarize(index)
+    summary = summarize_index(index)
     nodes = msgspec.msgpack.Encoder()
     for done, block in _blocks(flat_nodes(index), NODES):
         connection.execute("INSERT INTO node VALUES (?, ?)", (done, nodes.encode(block)))

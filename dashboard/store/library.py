@@ -25,9 +25,9 @@ from treeckpt.core.format.timings import timings_name
 from treeckpt.core.text import visible
 from treeckpt.errors import CheckpointNotFound
 from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import Entry, Folder, LocalFolder, RunStore
+from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore
 from treeckpt.runs import catalog
-from treeckpt.runs.catalog import CheckpointInfo, FileCache
+from treeckpt.runs.catalog import CheckpointInfo, LruStatCache
 
 from .cache import Cache
 from .index_reader import IndexReader, StillReading, is_large
@@ -114,7 +114,7 @@ class Library:
         self.cache = cache or Cache()
         self.policies = tuple(policies)
         self._reader = IndexReader(self.cache)
-        self._studies = FileCache(6)
+        self._studies = LruStatCache(6)
         self.watches: dict[str, RunWatcher] = {}
         for run in self.runs:
             inspect = partial(self.inspect_directory, run)
@@ -135,7 +135,7 @@ class Library:
             return DirectoryState(CheckpointInfo(name, folder.url, "foreign", step_of(name), error=f"{error}"), None)
 
     def _look(self, run: Run, folder: Folder) -> CheckpointInfo:
-        return catalog.look_anyway(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
+        return catalog.read_info_or_corrupt(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
 
     def run(self, run_id: str) -> Run:
         """Returns the run of an id.
@@ -227,16 +227,16 @@ class Library:
         _, folder = self._folder_of(info)
         if info.save_id is None or info.leaves is None:
             return Study(catalog.read_timings(folder))
-        entry = folder.entries().get(timings_name(info.save_id), Entry(-1, 0))
+        entry = folder.entries().get(timings_name(info.save_id), DirectoryEntry(-1, 0))
         key = (folder.url, info.save_id)
-        return self._studies.recall(key, entry, lambda: Study(catalog.read_timings(folder, save_id=info.save_id)))
+        return self._studies.get_or_read(key, entry, lambda: Study(catalog.read_timings(folder, save_id=info.save_id)))
 
     @staticmethod
     def is_run(run: Run) -> bool:
         """Whether it is a run, and not a checkpoint that was given by itself."""
         return not isinstance(run.store, _SingleCheckpoint)
 
-    def summary_cache(self, run: Run) -> catalog.Recall:
+    def summary_cache(self, run: Run) -> catalog.StatCache:
         """Returns the cache with which `catalog` inspects directories of a run."""
         return _SummaryCache(self.cache, self._reader, run)
 
@@ -252,12 +252,12 @@ class _SummaryCache:
     def __init__(self, cache: Cache, reader: IndexReader, run: Run) -> None:
         self._cache, self._reader, self._run = cache, reader, run
 
-    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         if key[1] != "summary" or not is_large(entry) or not entry.regular:
-            return self._cache.recall(key, entry, read)
+            return self._cache.get_or_read(key, entry, read)
         from_table: Any = partial(self._read_summary, key[0], entry)
-        return self._cache.recall(key, entry, from_table)
+        return self._cache.get_or_read(key, entry, from_table)
 
-    def _read_summary(self, url: str, entry: Entry) -> catalog.Summary:
+    def _read_summary(self, url: str, entry: DirectoryEntry) -> catalog.Summary:
         folder = self._run.store.folder(PurePath(url).name)
         return self._reader.outline(self._run.url, folder, entry).summary

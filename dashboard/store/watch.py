@@ -16,8 +16,8 @@ import msgspec
 
 from treeckpt.core.format.file_names import step_of
 from treeckpt.errors import TreeckptError
-from treeckpt.io.storage.run_store import RunStore, changes_of
-from treeckpt.runs.catalog import CheckpointInfo, arranged
+from treeckpt.io.storage.run_store import RunStore, modified_times
+from treeckpt.runs.catalog import CheckpointInfo, in_listing_order
 
 __all__ = ["FRESH", "DirectoryState", "RunWatcher", "ScanProgress"]
 
@@ -136,7 +136,7 @@ class RunWatcher:
             self.version += 1
 
     def _scan_again(self, scan: _Scan) -> None:
-        changes = changes_of(self._store)
+        changes = modified_times(self._store)
         names = self._update_names(changes)
         for name in names:
             if name not in self._known:
@@ -185,6 +185,6 @@ class RunWatcher:
         with self._lock:
             version, infos = self._sorted
             if version != self.version:
-                infos = arranged(known.info for known in self._known.values())
+                infos = in_listing_order(known.info for known in self._known.values())
                 self._sorted = (self.version, infos)
             return infos

@@ -13,7 +13,7 @@ from treeckpt.core.format.index import encode_manifest
 from treeckpt.core.format.records import FileTable, Index, file_table
 from treeckpt.core.format.shard_header import Entry, ShardHeader, block_count, encode_header
 from treeckpt.core.planning.plan import place, plan_save
-from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, array_leaves, unify
+from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
 from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt.core.sharding.placements import Layout
 from treeckpt.core.sharding.write_assignment import assign
@@ -76,7 +76,7 @@ def save(tree, world, *, max_shard_bytes=1 << 62, metadata=None):
         for rank in range(world):
             own[name, rank] = encode_value((leaf, rank), path)
         found[name] = encode_value(leaf, path)
-    plenum = unify([RankClass(encode_runs(range(world)), Inventory(structure, tuple(specs)))], world)
+    plenum = merge_rank_trees([RankClass(encode_runs(range(world)), Inventory(structure, tuple(specs)))], world)
     numbered = array_leaves(plenum)
     planned = [leaf for _, leaf in numbered]
     shares = assign(planned)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.arrays.threads import Team
+from treeckpt.arrays.threads import WorkerThreads
 from treeckpt.core.tree import row_order as module
 from treeckpt.core.tree.row_order import arrange, buckets_of, share_of
 from treeckpt.core.tree.spec import TableSpec
@@ -69,7 +69,7 @@ def test_many_ids_are_ordered_whatever_their_bits(low, spread, monkeypatch):
     random = np.random.default_rng(low)
     ids = random.permutation(3000).astype(np.uint64) * np.uint64(spread) + np.uint64((1 << low) - 1)
     for buckets in (1, 1 << 10, 1 << 16):
-        found = arrange(ids.view(np.int64), TableSpec("u64_mod", 1, buckets), together=Team(2))
+        found = arrange(ids.view(np.int64), TableSpec("u64_mod", 1, buckets), together=WorkerThreads(2))
         expected = np.lexsort((ids, ids % np.uint64(buckets)))
         assert found.of(ids).tolist() == ids[expected].tolist()
         if found.order is not None:

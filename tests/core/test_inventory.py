@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, Plenum, RankClass, array_leaves, digest_of, unify
+from treeckpt.core.planning.rank_trees import (
+    GlobalTree,
+    Inventory,
+    LeafSpec,
+    RankClass,
+    array_leaves,
+    digest_of,
+    merge_rank_trees,
+)
 from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, Shard, replicated
 from treeckpt.core.sharding.region import Region
@@ -20,9 +28,9 @@ def on(*ranks: int, shape: tuple[int, ...] | None = None) -> Mesh:
     return Mesh(shape or (len(ranks),), encode_runs(ranks), ("tp",) if shape is None else ())
 
 
-def joined(*classes: tuple[tuple[int, ...], dict[str, LeafSpec]], world: int = 4) -> Plenum:
+def joined(*classes: tuple[tuple[int, ...], dict[str, LeafSpec]], world: int = 4) -> GlobalTree:
     """The global tree of classes of ranks, each a flat dict of leaves."""
-    return unify(
+    return merge_rank_trees(
         [
             RankClass(
                 encode_runs(ranks), Inventory(DictNode(tuple(leaves), (None,) * len(leaves)), tuple(leaves.values()))

@@ -11,12 +11,12 @@ from tests.strategies import regions
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.loading.transforms import composed_array
-from treeckpt.loading.transforms.composed_array import Constant, Made
+from treeckpt.loading.transforms.composed_array import ComposedArray, Constant
 
-Pair = tuple[Made, np.ndarray]
+Pair = tuple[ComposedArray, np.ndarray]
 
 
-def evaluate(array: Made, sources: dict[str, np.ndarray]) -> np.ndarray:
+def evaluate(array: ComposedArray, sources: dict[str, np.ndarray]) -> np.ndarray:
     """What parts say, element by element; fails where one is missing or there twice."""
     found = np.full(array.shape, -1, np.int64)
     for part in array.parts:
@@ -35,7 +35,7 @@ def evaluate(array: Made, sources: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @st.composite
-def changed(draw: DrawFn) -> tuple[Made, np.ndarray, dict[str, np.ndarray]]:
+def changed(draw: DrawFn) -> tuple[ComposedArray, np.ndarray, dict[str, np.ndarray]]:
     """An array after some changes, and what it is."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     sources = {name: np.arange(np.prod(shape)).reshape(shape) + 1000 * i for i, name in enumerate("abc")}
@@ -67,7 +67,7 @@ def changed(draw: DrawFn) -> tuple[Made, np.ndarray, dict[str, np.ndarray]]:
 
 
 @given(changed())
-def test_parts_say_where_each_element_comes_from(case: tuple[Made, np.ndarray, dict[str, np.ndarray]]) -> None:
+def test_parts_say_where_each_element_comes_from(case: tuple[ComposedArray, np.ndarray, dict[str, np.ndarray]]) -> None:
     now, array, sources = case
     assert now.shape == array.shape
     assert (evaluate(now, sources) == array).all()
@@ -75,7 +75,7 @@ def test_parts_say_where_each_element_comes_from(case: tuple[Made, np.ndarray, d
 
 @given(changed(), st.data())
 def test_the_parts_of_a_region_are_that_region(
-    case: tuple[Made, np.ndarray, dict[str, np.ndarray]], data: st.DataObject
+    case: tuple[ComposedArray, np.ndarray, dict[str, np.ndarray]], data: st.DataObject
 ) -> None:
     now, array, sources = case
     box = data.draw(regions(array.shape))
@@ -87,7 +87,7 @@ def test_the_parts_of_a_region_are_that_region(
 
 @given(changed(), st.data())
 def test_what_is_cut_and_put_together_again_is_as_it_was(
-    case: tuple[Made, np.ndarray, dict[str, np.ndarray]], data: st.DataObject
+    case: tuple[ComposedArray, np.ndarray, dict[str, np.ndarray]], data: st.DataObject
 ) -> None:
     now, array, sources = case
     if not array.ndim:

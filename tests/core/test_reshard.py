@@ -13,7 +13,7 @@ from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.errors import LayoutError
 from treeckpt.io.storage.store import LocalStore
 from treeckpt.io.timing import Recorder
-from treeckpt.loading.read_batch import Filling, Means
+from treeckpt.loading.read_batch import ReadBatch, ReadOptions
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def read_by_a_load(path, index, layout, rank, glob):
     """Bytes that the loader reads for one rank, verified, of the arrays whose path ends so."""
     import numpy as np
 
-    filling = Filling(LocalStore(path), index, 0, Recorder(0))
+    filling = ReadBatch(LocalStore(path), index, 0, Recorder(0))
     for leaf in index.entries:
         if leaf.spec is None or not leaf.path.endswith(glob):
             continue
@@ -39,7 +39,7 @@ def read_by_a_load(path, index, layout, rank, glob):
             memory = np.empty(held.region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
             spec = ArraySpec(leaf.spec.shape, leaf.spec.dtype)
             filling.want(leaf.path, leaf, Target(spec, memory, [TargetPiece(held.region, HostArray(memory))]))
-    filling.run(True, Means(memory=64 << 20))
+    filling.run(True, ReadOptions(memory=64 << 20))
     return filling.read_nbytes
 
 

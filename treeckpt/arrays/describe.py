@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..core.planning.rank_trees import Inventory, LeafSpec, Plenum, piece_key
+from ..core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, piece_key
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.placements import BoxLayout, MeshLayout, Replicate, among
 from ..core.sharding.region import Region, c_strides
@@ -25,7 +25,7 @@ from .registry import encode, source_of
 from .sharded import Sharded
 from .table_columns import column_source, placed
 
-__all__ = ["SMALL", "Brought", "box_digests", "bring", "content_digests", "piece_digests", "place_tables"]
+__all__ = ["SMALL", "Brought", "box_digests", "content_digests", "describe_tree", "piece_digests", "place_tables"]
 
 SMALL = 64 << 10
 """Replicas of up to this many bytes are compared on every save."""
@@ -42,7 +42,7 @@ class Brought(msgspec.Struct, frozen=True):
     """Values under `PerRank`."""
 
 
-def bring(
+def describe_tree(
     tree: object,
     *,
     rank: int,
@@ -96,7 +96,7 @@ def bring(
     return Brought(inventory, sources, values, own_values)
 
 
-def place_tables(brought: Brought, plenum: Plenum, rank: int) -> None:
+def place_tables(brought: Brought, plenum: GlobalTree, rank: int) -> None:
     """Moves the rows of tables to where they stand among those of all ranks, in place, now that it is known."""
     tables = {spec.path for spec in brought.inventory.leaves if spec.rows is not None}
     starts: dict[str, tuple[int, str]] = {}

@@ -22,7 +22,7 @@ from ..core.tree.row_order import Arranged, Together, arrange, buckets_of
 from ..core.tree.spec import ArraySpec, TableSpec
 from ..errors import TreeError
 from .base import Box, HostArray, HostMemory, Piece, Readable, Source, Writable, raw_dtype
-from .threads import Team
+from .threads import WorkerThreads
 
 __all__ = ["Picked", "check_order", "column_source", "placed", "read_ids"]
 
@@ -156,7 +156,7 @@ def _held(column: Column, path: str, source: Source) -> Held:
     table = column.view.table
     if source.spec.dtype != INT64 or len(source.spec.shape) != 1:
         raise TreeError(path, expected="ids of int64[N]", found=f"{source.spec.dtype} of shape {source.spec.shape}")
-    ids, together = read_ids(source), Team(min(THREADS, os.cpu_count() or 1))
+    ids, together = read_ids(source), WorkerThreads(min(THREADS, os.cpu_count() or 1))
     arranged = arrange(ids, table.spec, table.keep, path, together=together)
     held, starts, (start, stop) = Held(ids, arranged, together), arranged.starts, table.owned
     if starts[stop] - starts[start] != held.count:

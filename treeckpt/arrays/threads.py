@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-__all__ = ["Team"]
+__all__ = ["WorkerThreads"]
 
 
-class Team:
+class WorkerThreads:
     """Some threads, which start with the first work and end when nobody has the team any more.
 
     Args:

@@ -133,7 +133,7 @@ def _usage(text: str) -> int:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not catalog.is_there(run)]:
+    if missing := [run for run in options.runs if not catalog.run_exists(run)]:
         return _usage(f"{missing[0]}: no such directory")
     found = [info for run in options.runs for info in catalog.scan(run)]
     if options.json:
@@ -176,7 +176,7 @@ def _or_dash(number: int | None) -> str:
 def _show(options: argparse.Namespace) -> int:
     import treeckpt as tc
 
-    info = catalog.look(options.checkpoint, follow=True)
+    info = catalog.read_info(options.checkpoint, follow=True)
     if info.status == "partial" and not options.json:
         _print_saving(info)
     index = tc.inspect(options.checkpoint)
@@ -351,7 +351,7 @@ def _rebuild_index(options: argparse.Namespace) -> int:
 
 
 def _dashboard(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not catalog.is_there(run)]:
+    if missing := [run for run in options.runs if not catalog.run_exists(run)]:
         return _usage(f"{missing[0]}: no such directory")
     gc.disable()  # nothing of what is imported is garbage: to look through it takes a tenth of the start
     try:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..arrays.lazy import Lazy
 from ..errors import CorruptError
-from ..io.comm.collective import pool
+from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
 from .files import Addresses, Window
 
@@ -234,6 +234,6 @@ class Storages(Addresses):
         met = {id(entry): entry for path, leaf in leaves if (entry := self.note(path, leaf)) is not None}
         if not self.alone:
             shared = list(met.values())[comm.rank :: comm.size]
-            pool(comm, f"checksums of {topic}", lambda: sum(entry.check() or 1 for entry in shared), int)
+            all_gather(comm, f"checksums of {topic}", lambda: sum(entry.check() or 1 for entry in shared), int)
             for entry in met.values():
                 entry.pass_over()

@@ -26,7 +26,7 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointExists, MismatchError
 from ..io.comm.comm import Comm
-from ..io.comm.failures import Fault, fault_of, ours, raise_faults, silent_faults
+from ..io.comm.failures import Fault, raise_faults, silent_faults, to_fault, wrap_os_error
 from ..io.comm.rounds import Round
 from ..io.storage.local_write import sync_directory
 
@@ -134,8 +134,8 @@ class _Run:
         try:
             act()
         except Exception as error:
-            self.error = ours(error, str(self.destination))
-            return [fault_of(self.error, self.comm.rank)]
+            self.error = wrap_os_error(error, str(self.destination))
+            return [to_fault(self.error, self.comm.rank)]
         return []
 
     def _agree(self, data: bytes, conclude: Callable[[dict[int, bytes]], _Word], *, last: bool) -> _Word:
@@ -164,7 +164,7 @@ class _Run:
                     found=f"another one on rank {', '.join(map(str, other[:8]))}",
                     hint="Call it with the same arguments, on the same files",
                 )
-                return _Word([fault_of(error, 0, common=True)])
+                return _Word([to_fault(error, 0, common=True)])
             faults = self._fault(lambda: made.append(self._make()))
             return _Word([msgspec.structs.replace(f, common=True) for f in faults], made[0][0].name if made else "")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ..arrays.describe import bring
+from ..arrays.describe import describe_tree
 from ..arrays.lazy import Lazy
 from ..core.planning.rank_trees import LeafSpec
 from ..core.tree.spec import StridedView
@@ -27,7 +27,7 @@ def ties_of(contents: Contents) -> dict[str, Tie]:
     """By path, the leaves that share an array with one that stands elsewhere in the tree."""
     arrays = map_leaves(contents, lambda _, leaf: leaf if isinstance(leaf, Lazy) else None)
     found: dict[str, Tie] = {}
-    brought: Any = bring(tree_of(arrays), rank=0)
+    brought: Any = describe_tree(tree_of(arrays), rank=0)
     for spec in brought.inventory.leaves:
         assert isinstance(spec, LeafSpec), "an inventory is made of them"
         if spec.alias_of is not None:

@@ -11,10 +11,10 @@ import msgspec
 
 from ..core.format.timings import Span
 
-__all__ = ["Recorder", "Trail"]
+__all__ = ["Recorder", "RecorderSnapshot"]
 
 
-class Trail(msgspec.Struct, frozen=True, array_like=True):
+class RecorderSnapshot(msgspec.Struct, frozen=True, array_like=True):
     """What a recorder has recorded so far, for another process of the same host to go on with."""
 
     created_ns: int
@@ -47,7 +47,7 @@ class Recorder:
         self._lock = threading.Lock()
 
     @classmethod
-    def resumed(cls, rank: int, trail: Trail) -> Recorder:
+    def resumed(cls, rank: int, trail: RecorderSnapshot) -> Recorder:
         """A recorder that goes on where another one is; what it adds is for that one's `adopt`."""
         recorder = cls(rank)
         recorder.created_ns, recorder._origin = trail.created_ns, trail.origin
@@ -55,10 +55,10 @@ class Recorder:
         return recorder
 
     @property
-    def trail(self) -> Trail:
+    def trail(self) -> RecorderSnapshot:
         """All that another recorder needs to go on."""
         with self._lock:
-            return Trail(self.created_ns, self._origin, tuple(self._spans), tuple(self._open))
+            return RecorderSnapshot(self.created_ns, self._origin, tuple(self._spans), tuple(self._open))
 
     def adopt(self, spans: Sequence[Span]) -> None:
         """Takes over what a resumed recorder has added, while this one added nothing."""

@@ -20,7 +20,7 @@ from ..core.sharding.region import c_strides
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError, TreeckptError
 from .match import Load
-from .read_batch import Filling, Means
+from .read_batch import ReadBatch, ReadOptions
 from .transforms.view import MadeLeaf
 
 __all__ = ["Wanted", "are_equal", "check_ties", "identity_of", "tied_to"]
@@ -100,16 +100,16 @@ def are_equal(first: tuple[Load, str], second: tuple[Load, str], spec: ArraySpec
 
 def _fill(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
     """Reads what is meant for targets into other memory."""
-    fillings: dict[int, tuple[Load, Filling]] = {}
+    fillings: dict[int, tuple[Load, ReadBatch]] = {}
     for number, parts in pieces:
         job, path, target = wanted[number].job, wanted[number].path, wanted[number].target
         if id(job) not in fillings:
-            filling = Filling(job.filling.store, job.index, job.source_rank, job.recorder, whole=job.filling.whole)
+            filling = ReadBatch(job.filling.store, job.index, job.source_rank, job.recorder, whole=job.filling.whole)
             fillings[id(job)] = job, filling
         filling = fillings[id(job)][1]
         filling.want(path, _leaf(wanted[number]), msgspec.structs.replace(target, pieces=parts))
     for job, filling in fillings.values():
-        filling.run(job.options.verify, Means(job.options.memory))
+        filling.run(job.options.verify, ReadOptions(job.options.memory))
         job.filling.read_nbytes += filling.read_nbytes
 
 

@@ -25,7 +25,7 @@ from ..io.storage.metadata_files import read_index
 from ..io.storage.shard_reader import open_shard
 from ..io.storage.store import Store
 from ..io.timing import Recorder
-from .read_batch import Filling, Means
+from .read_batch import ReadBatch, ReadOptions
 
 __all__ = ["Delta", "Side", "ValueChange", "delta_of", "read_box", "value_changes", "verdict_of"]
 
@@ -174,7 +174,7 @@ def read_box(side: Side, leaf: Leaf, region: Region, *, rank: int = 0) -> np.nda
     """
     assert leaf.spec is not None, "values are in the index"
     memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
-    filling = Filling(side.store, side.index, rank, Recorder(0))
+    filling = ReadBatch(side.store, side.index, rank, Recorder(0))
     filling.want(leaf.path, leaf, Target(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
-    filling.run(True, Means(memory=PART))
+    filling.run(True, ReadOptions(memory=PART))
     return memory

@@ -19,7 +19,7 @@ from ..core.sharding.region import Region
 from ..core.tree.spec import TableSpec
 from ..core.tree.structure import TABLE_KEYS
 from ..errors import FormatError, MismatchError
-from .read_batch import Filling, Means
+from .read_batch import ReadBatch, ReadOptions
 from .transforms.composed_array import Constant
 from .transforms.view import MadeLeaf
 
@@ -149,14 +149,14 @@ def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> Non
     run_now(before, job)
 
 
-def filling_of(job: Load) -> Filling:
+def filling_of(job: Load) -> ReadBatch:
     """A filling of its own from the checkpoint of a load."""
-    return Filling(job.filling.store, job.index, job.source_rank, job.recorder, whole=job.filling.whole)
+    return ReadBatch(job.filling.store, job.index, job.source_rank, job.recorder, whole=job.filling.whole)
 
 
-def run_now(filling: Filling, job: Load) -> None:
+def run_now(filling: ReadBatch, job: Load) -> None:
     """Reads what a filling wants, and counts it among what a load reads."""
-    filling.run(job.options.verify is not False, Means(job.options.memory))
+    filling.run(job.options.verify is not False, ReadOptions(job.options.memory))
     job.filling.nbytes += filling.nbytes
     job.filling.read_nbytes += filling.read_nbytes
 

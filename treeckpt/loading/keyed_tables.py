@@ -45,7 +45,7 @@ from .join_slots import (
     read_now,
     run_now,
 )
-from .read_batch import Slot
+from .read_batch import LeafPlaceholder
 
 if TYPE_CHECKING:
     from .match import Load
@@ -92,19 +92,19 @@ def find_column(job: Load, column: Column, path: str) -> Leaf | None:
     )
 
 
-def column_slot(job: Load, column: Column, path: str, leaf: Leaf | None) -> Slot:
+def column_slot(job: Load, column: Column, path: str, leaf: Leaf | None) -> LeafPlaceholder:
     """Wants the rows of a column, or fills them."""
     ids_path = _prefix(column, path) + TABLE_KEYS[0]
     ids = job.find(ids_path) if job.selected(ids_path) else None
     if column.kind == "offsets" or ids is None:
-        return Slot(column)
+        return LeafPlaceholder(column)
     table = column.view.table
     rows = column.view.rows
     if rows is None:
         rows = column.view.rows = _find_rows(job, table.spec, table.owned, ids_path, ids)
     wanted = _wanted(job, column, path)
     if leaf is None:
-        return Slot(_filled(job, table.fill[column.name], wanted, rows.count, path).leaf)
+        return LeafPlaceholder(_filled(job, table.fill[column.name], wanted, rows.count, path).leaf)
     giver = job.options.joined.get(path, job)
     if column.kind == "slot" and (own := ids_to_join(giver, leaf, path, job, ids)) is not None:
         found = column.view.joins.get((giver, own.number))
@@ -192,7 +192,7 @@ def _scan(job: Load, leaf: Leaf, path: str, rows: int, spec: TableSpec, owned: t
     return np.flatnonzero(chosen.mask)
 
 
-def _range(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> Slot:
+def _range(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> LeafPlaceholder:
     """Wants rows that follow each other."""
     if rows.count == rows.saved:
         return job.array(path, leaf, whole, job.new, whole)
@@ -202,7 +202,7 @@ def _range(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> Sl
     return job.array(path, leaf, None, job.new, part)
 
 
-def _picked(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> Slot:
+def _picked(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> LeafPlaceholder:
     """Wants rows from here and there: all are read, and those that are not wanted let go of at once."""
     numbers = rows.picked
     assert numbers is not None, "asked before"
@@ -228,7 +228,7 @@ def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) ->
     return target
 
 
-def _check(job: Load, slot: Slot, rows: Rows, column: Column, path: str) -> None:
+def _check(job: Load, slot: LeafPlaceholder, rows: Rows, column: Column, path: str) -> None:
     """Compares ids that were loaded with the buckets that they were loaded for."""
     if rows.picked is not None or not rows.count:
         return
@@ -244,7 +244,7 @@ def _check(job: Load, slot: Slot, rows: Rows, column: Column, path: str) -> None
 
 
 # slots of another table than the ids ------------------------------------------------------------------------------
-def slot_as_saved(job: Load, leaf: Leaf) -> Slot | None:
+def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
     """Wants a slot for a table whose ids come from another one; None for all other leaves."""
     path, spec = leaf.path, leaf.spec
     ids_path = ids_beside(path)
@@ -274,7 +274,9 @@ def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
         raise no_plain_rows(path, wanted, job.filling.store.url)
 
 
-def _joined(job: Load, giver: Load, leaf: Leaf, path: str, wanted: ArraySpec, found: Join, fill: float | None) -> Slot:
+def _joined(
+    job: Load, giver: Load, leaf: Leaf, path: str, wanted: ArraySpec, found: Join, fill: float | None
+) -> LeafPlaceholder:
     """Wants the rows of a slot where their ids stand in the table of `job`."""
     assert leaf.spec is not None, "slots are arrays"
     missing, count = found.missing, len(found.rows) + len(found.missing)

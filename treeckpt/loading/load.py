@@ -32,8 +32,8 @@ from .aliasing import Wanted, check_ties, tied_to
 from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
 from .match import Load, LoadOptions, Make
 from .partial_fill import add_changed
-from .read_batch import Means, Slot
-from .shared_read import Relay, open_relay, together
+from .read_batch import LeafPlaceholder, ReadOptions
+from .shared_read import SharedRead, open_relay, together
 
 __all__ = ["load_into_from", "load_into_tree", "load_tree", "sequences_of"]
 
@@ -48,10 +48,10 @@ def _as_saved(job: Load) -> Callable[[], object]:
     """
     job.view.check_fills()
     job.options.check_used(lambda: job.view.names)
-    made: dict[int, Slot] = {}
+    made: dict[int, LeafPlaceholder] = {}
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
-    joined: dict[str, Slot] = {}
+    joined: dict[str, LeafPlaceholder] = {}
     if job.index.tables and (job.view.ruled is not None or job.options.joined):
         joined = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
     plain = [leaf for leaf in taken if leaf.path not in joined]
@@ -60,14 +60,14 @@ def _as_saved(job: Load) -> Callable[[], object]:
         if leaf.number in made:
             continue  # a second name for it
         if leaf.spec is None:
-            made[leaf.number] = Slot(job.value(leaf, leaf.path))
+            made[leaf.number] = LeafPlaceholder(job.value(leaf, leaf.path))
         elif not (isinstance(leaf.record, AliasRecord) and leaf.record.of in whole):
             made[leaf.number] = _array_as_saved(job, leaf, leaf.spec)
 
     def build() -> object:
         for leaf in plain:
             if leaf.number not in made:
-                made[leaf.number] = Slot(_alias(leaf, made, job))
+                made[leaf.number] = LeafPlaceholder(_alias(leaf, made, job))
         structure = job.view.structure
         if job.view.ruled is None and any(leaf.ranks is not None for leaf in order):
             structure = run(_own_structure(structure, job))
@@ -78,7 +78,7 @@ def _as_saved(job: Load) -> Callable[[], object]:
     return build
 
 
-def _array_as_saved(job: Load, leaf: Leaf, saved: ArraySpec) -> Slot:
+def _array_as_saved(job: Load, leaf: Leaf, saved: ArraySpec) -> LeafPlaceholder:
     device = job.options.device
     spec = saved if device == "original" else msgspec.structs.replace(saved, device=None) if saved.device else saved
 
@@ -88,7 +88,7 @@ def _array_as_saved(job: Load, leaf: Leaf, saved: ArraySpec) -> Slot:
     return job.array(leaf.path, leaf, spec, job.new, spec)
 
 
-def _alias(leaf: Leaf, made: dict[int, Slot], job: Load) -> Any:
+def _alias(leaf: Leaf, made: dict[int, LeafPlaceholder], job: Load) -> Any:
     record, spec = leaf.record, leaf.spec
     assert isinstance(record, AliasRecord) and spec is not None, "only ties are left"
     base, base_spec = made[record.of].leaf, job.index.entries[record.of].spec
@@ -128,7 +128,7 @@ class _Matched(msgspec.Struct):
     """The leaves of a tree, in its order, and what each becomes."""
 
     leaves: list[tuple[str, object]]
-    slots: list[Slot]
+    slots: list[LeafPlaceholder]
     whole: frozenset[int]
     """The ids of sequences of values that are leaves here, as they take the saved content whole."""
 
@@ -167,11 +167,11 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
     tied = _tied(job, pairs, in_place=not views) if job.missing else {}
     job.missing = [path for path in job.missing if path not in tied]
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
-    ties: dict[tuple[int, int], Slot] = {}
+    ties: dict[tuple[int, int], LeafPlaceholder] = {}
     slots = [
         column_slot(job, wanted, path, leaf)
         if type(wanted) is Column
-        else Slot(_content(job, sequences[path]) if whole and path in sequences else wanted)
+        else LeafPlaceholder(_content(job, sequences[path]) if whole and path in sequences else wanted)
         if leaf is None
         else _slot(job, wanted, path, leaf, make, ties, views)
         for wanted, path, leaf in pairs
@@ -240,14 +240,14 @@ def _slot(
     path: str,
     leaf: Leaf,
     make: Make,
-    ties: dict[tuple[int, int], Slot],
+    ties: dict[tuple[int, int], LeafPlaceholder],
     views: bool,
-) -> Slot:
+) -> LeafPlaceholder:
     if leaf.spec is None:
         value = job.value(leaf, path)
         if isinstance(wanted, ArraySpec) or (_is_array_like(wanted) and make(wanted, path) is not None):
             raise MismatchError(path, expected="an array", found=f"the value {value!r:.60} in the checkpoint")
-        return Slot(value)
+        return LeafPlaceholder(value)
     if job.view.ruled is not None and job.index.tables:
         refuse_plain(job, leaf, path, wanted)
     record = leaf.record
@@ -270,7 +270,7 @@ def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> t
             return like_of(wanted, path, here, options.device, take=job.take)
 
         build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True))
-    job.filling.run(options.verify, Means(options.memory, mapped=options.mmap, relay=relay))
+    job.filling.run(options.verify, ReadOptions(options.memory, mapped=options.mmap, relay=relay))
     return build(), job.report()
 
 
@@ -298,7 +298,7 @@ def load_into_from(sources: Sequence[tuple[Store, LoadOptions]], tree: object, c
             jobs.append(job)
             wanted += more
         check_ties(wanted)
-    means, fillings = Means(options.memory, relay=relay), [job.filling for job in jobs]
+    means, fillings = ReadOptions(options.memory, relay=relay), [job.filling for job in jobs]
     opened = [filling.prepare(options.verify, means, in_place=True) for filling in fillings]
     for filling, shards in zip(fillings, opened, strict=True):
         try:
@@ -346,7 +346,7 @@ def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) 
     return job, new, wanted
 
 
-def _relay(comm: Comm, options: LoadOptions, stores: Sequence[Store]) -> Relay | None:
+def _relay(comm: Comm, options: LoadOptions, stores: Sequence[Store]) -> SharedRead | None:
     return open_relay(comm, stores) if options.read == "once" else None
 
 

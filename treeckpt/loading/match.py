@@ -21,12 +21,12 @@ from ..core.tree.globs import check_used, compile_globs
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
+from ..io.storage.memory import SlabAllocator
 from ..io.storage.metadata_files import read_index
-from ..io.storage.slabs import Slabs
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import LoadReport
-from .read_batch import Filling, Slot, Verify
+from .read_batch import LeafPlaceholder, ReadBatch, Verify
 from .transforms.rules import Rule
 from .transforms.view import MadeLeaf, plain_view, ruled_view
 
@@ -113,10 +113,10 @@ class Load:
             self.view = ruled_view(
                 self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=options.strict
             )
-        self.take = None if options.copy else Slabs().take
+        self.take = None if options.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
-        self.filling = Filling(store, self.index, self.source_rank, self.recorder, whole=options.bad is None)
+        self.filling = ReadBatch(store, self.index, self.source_rank, self.recorder, whole=options.bad is None)
         self.loaded = 0
         self._claimed: set[int] = set()
         self.missing: list[str] = []
@@ -178,7 +178,7 @@ class Load:
         assert isinstance(record, ValueRecord), "arrays are read, not decoded"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
-    def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Make, wanted: object) -> Slot:
+    def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Make, wanted: object) -> LeafPlaceholder:
         """Wants an array: as a view of what is read where that is possible, else in the target that `make` makes."""
         self.loaded += 1
         self.claim(path, leaf)

@@ -15,7 +15,7 @@ from ..core.format.byte_map import extents_in
 from ..core.format.records import AliasRecord, File, Leaf
 from ..core.sharding.region import coalesce
 from ..errors import TreeckptError
-from .read_batch import Filling
+from .read_batch import ReadBatch
 from .transforms.view import MadeLeaf
 
 __all__ = ["add_changed"]
@@ -23,7 +23,7 @@ __all__ = ["add_changed"]
 SHOWN = 5
 
 
-def add_changed(error: Exception, fillings: Sequence[Filling]) -> None:
+def add_changed(error: Exception, fillings: Sequence[ReadBatch]) -> None:
     """Adds to the error of a fill which arrays of the target may have changed."""
     total, changed = sum(len(filling.asked) for filling in fillings), [p for f in fillings for p in changed_in(f)]
     if changed:
@@ -38,7 +38,7 @@ def add_changed(error: Exception, fillings: Sequence[Filling]) -> None:
         error.add_note(text)
 
 
-def changed_in(filling: Filling) -> list[str]:
+def changed_in(filling: ReadBatch) -> list[str]:
     """The paths of a target's arrays that may hold some of what was read."""
     stretches: dict[str, tuple[File, list[tuple[int, int]]]] = {}
     for reading in filling.begun:

@@ -23,36 +23,36 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect, overlapping
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError
-from ..io.storage.page_cache import cache_room
+from ..io.storage.page_cache import available_memory
 from ..io.storage.shard_reader import Shards
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from .check_sizes import Claims
-from .read_tasks import STRETCH, Landed, Reading, list_landings, list_readings, read_limit, run_map, run_readings
-from .scatter import Dealer, Member, deal
-from .shared_read import Part, Relay, together
+from .read_tasks import STRETCH, LoadedRange, ReadTask, list_landings, list_readings, read_limit, run_map, run_readings
+from .scatter import Destination, Scatter, deal
+from .shared_read import Part, SharedRead, together
 from .transforms.assemble import only_chunk, pieces_of
 from .transforms.view import MadeLeaf
 
-__all__ = ["Filling", "Means", "Slot", "Verify"]
+__all__ = ["LeafPlaceholder", "ReadBatch", "ReadOptions", "Verify"]
 
 Verify = bool | Literal["first", "stream"]
 SMALL = 64 << 10
 """Bytes up to which each rank reads an array itself, rather than be handed it by another."""
 
 
-class Means(msgspec.Struct, frozen=True):
+class ReadOptions(msgspec.Struct, frozen=True):
     """How a load reads."""
 
     memory: int
     """Bytes of buffers, at most."""
     mapped: bool = False
     """Whole arrays are mapped, not read."""
-    relay: Relay | None = None
+    relay: SharedRead | None = None
     """Where what several ranks want is read by one of them."""
 
 
-class Slot:
+class LeafPlaceholder:
     """A place for a leaf: known at once, or once its bytes have been read."""
 
     __slots__ = ("leaf",)
@@ -62,7 +62,7 @@ class Slot:
 
 
 class _Landing(msgspec.Struct):
-    slot: Slot
+    slot: LeafPlaceholder
     spec: ArraySpec
     path: str
     rank: int
@@ -80,7 +80,7 @@ class _Casting:
         self.inner.write(box, library_of(self.spec).cast(data, self.saved, self.spec.dtype))
 
 
-class Filling:
+class ReadBatch:
     """What one load wants read."""
 
     def __init__(self, store: Store, index: Index, source_rank: int, recorder: Recorder, *, whole: bool = True) -> None:
@@ -93,17 +93,17 @@ class Filling:
         self._wants: list[Want] = []
         self._pieces: list[TargetPiece] = []
         self._paths: list[str] = []
-        self._members: list[Member] = []
+        self._members: list[Destination] = []
         self._boxes = 0
         self._after: list[Callable[[], None]] = []
         self._targets: list[object] = []
         self.asked: list[tuple[str, Leaf]] = []
         """Paths of the targets, and what was saved for them."""
-        self.begun: list[Reading] = []
+        self.begun: list[ReadTask] = []
         """Whose bytes have reached their targets, or may have."""
-        self._work: list[tuple[Sequence[int], list[Reading]]] = []
+        self._work: list[tuple[Sequence[int], list[ReadTask]]] = []
 
-    def land(self, path: str, leaf: Leaf, spec: ArraySpec) -> Slot | None:
+    def land(self, path: str, leaf: Leaf, spec: ArraySpec) -> LeafPlaceholder | None:
         """Wants a whole array as a view of what is read; None if it does not lie in one chunk."""
         record = leaf.record
         if not math.prod(spec.shape) or (isinstance(record, AliasRecord) and record.view is not None):
@@ -114,7 +114,7 @@ class Filling:
         if chunk is None or chunk.start % (dtype.itemsize // dtype.parts):
             return None
         check_library(spec, path)
-        slot = Slot()
+        slot = LeafPlaceholder()
         nbytes = math.prod(spec.shape) * dtype.itemsize
         self._landings.append(_Landing(slot, spec, path, chunk.rank, chunk.start, nbytes))
         self.nbytes += nbytes
@@ -130,7 +130,7 @@ class Filling:
         chunks = self.index.chunks_of(leaf, rank=self.source_rank)
         return chunks[0] if len(chunks) == 1 else None
 
-    def want(self, path: str, leaf: Leaf, target: Target) -> Slot:
+    def want(self, path: str, leaf: Leaf, target: Target) -> LeafPlaceholder:
         """Wants a target's regions copied to it."""
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
@@ -138,9 +138,9 @@ class Filling:
         self.asked.append((path, leaf))
         if isinstance(leaf, MadeLeaf):
             self._want_made(path, leaf, target)
-            return Slot(target.leaf)
+            return LeafPlaceholder(target.leaf)
         if self._want_whole(path, leaf.record, target, spec):
-            return Slot(target.leaf)
+            return LeafPlaceholder(target.leaf)
         pieces = list(target.pieces)
         if target.spec.dtype != spec.dtype:
             pieces = [TargetPiece(p.region, _Casting(p.data, target.spec, spec.dtype)) for p in pieces]
@@ -152,7 +152,7 @@ class Filling:
         else:
             for piece in pieces:
                 self._want_piece(path, leaf, piece, itemsize)
-        return Slot(target.leaf)
+        return LeafPlaceholder(target.leaf)
 
     def _want_made(self, path: str, leaf: MadeLeaf, target: Target) -> None:
         """Wants the boxes of saved arrays that rules made an array of."""
@@ -179,7 +179,7 @@ class Filling:
         nbytes = math.prod(spec.shape) * memory.itemsize
         self.nbytes += nbytes
         chunk = record.chunks
-        self._members.append(Member(path, chunk.rank, chunk.start, nbytes, memory.address, memory))
+        self._members.append(Destination(path, chunk.rank, chunk.start, nbytes, memory.address, memory))
         return True
 
     def _join_members(self, limit: int, *, apart: bool) -> None:
@@ -199,11 +199,11 @@ class Filling:
             file, _ = self.index.locate(run.rank, run.start, run.stop, inside[0].path)
             self._want_stretch(inside, cuts(run.start, run.stop, file.stream, limit))
 
-    def _want_stretch(self, members: Sequence[Member], parts: Iterable[tuple[int, int]]) -> None:
+    def _want_stretch(self, members: Sequence[Destination], parts: Iterable[tuple[int, int]]) -> None:
         """Wants parts of the stream, which go to members that lie together."""
         rank, start, path = members[0].rank, members[0].start, members[0].path
         stop = max(member.start + member.nbytes for member in members)
-        piece = TargetPiece(Region((0,), (stop - start,)), Dealer(start, members))
+        piece = TargetPiece(Region((0,), (stop - start,)), Scatter(start, members))
         for low, high in parts:
             part = Region((low - start,), (high - low,))
             self._wants.append(Want(part, 1, (Chunk(part, rank, low),)))
@@ -260,11 +260,11 @@ class Filling:
         """Has something done when everything has been read."""
         self._after.append(act)
 
-    def run(self, verify: Verify, means: Means) -> None:
+    def run(self, verify: Verify, means: ReadOptions) -> None:
         """Reads everything, where no target exists before."""
         self.put(self.prepare(verify, means), means)
 
-    def prepare(self, verify: Verify, means: Means, *, in_place: bool = False) -> Shards:
+    def prepare(self, verify: Verify, means: ReadOptions, *, in_place: bool = False) -> Shards:
         """Opens the shards that are needed, and lists what is to be read. No target is written.
 
         Args:
@@ -285,7 +285,7 @@ class Filling:
             self._check(shards, means)
         return shards
 
-    def put(self, shards: Shards, means: Means, *, in_place: bool = False) -> None:
+    def put(self, shards: Shards, means: ReadOptions, *, in_place: bool = False) -> None:
         """Reads what was listed and puts it in place; each block is compared with its checksum on the way.
 
         Args:
@@ -302,7 +302,7 @@ class Filling:
             for action in self._after:
                 action()
 
-    def _parts(self, relay: Relay | None) -> list[Part]:
+    def _parts(self, relay: SharedRead | None) -> list[Part]:
         """Landings, then wants, by number; those that other ranks have too by which ranks that are."""
         if relay is None:
             return [Part((0,), list(range(len(self._landings) + len(self._wants))))]
@@ -311,7 +311,7 @@ class Filling:
             self.index.save_id, [*lands, *((w.region, [(c.rank, c.start) for c in w.chunks]) for w in self._wants)]
         )
 
-    def _readings(self, shards: Shards, numbers: Sequence[int], limit: int) -> list[Reading]:
+    def _readings(self, shards: Shards, numbers: Sequence[int], limit: int) -> list[ReadTask]:
         """What is to be read for some of the landings and wants."""
         first = len(self._landings)
         lands = [self._landings[i] for i in numbers if i < first]
@@ -341,7 +341,7 @@ class Filling:
         runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
         self._show(lands, runs, run_map(shards, runs, lambda i: lands[i].path))
 
-    def _show(self, landings: Sequence[_Landing], runs: Sequence[Run], landed: Sequence[Landed]) -> None:
+    def _show(self, landings: Sequence[_Landing], runs: Sequence[Run], landed: Sequence[LoadedRange]) -> None:
         """Makes arrays of the memory that runs land in."""
         for run, place in zip(runs, landed, strict=True):
             for member in run.members:
@@ -349,14 +349,14 @@ class Filling:
                 wrap = library_of(landing.spec).wrap
                 landing.slot.leaf = wrap(landing.spec, place.memory, landing.start - place.start)
 
-    def _check(self, shards: Shards, means: Means) -> None:
+    def _check(self, shards: Shards, means: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
         total = sum(reading.nbytes for _, readings in self._work for reading in readings)
-        stays = total < cache_room() // 2
+        stays = total < available_memory() // 2
         with together(means.relay):
             for members, readings in self._work:
                 mine = means.relay.owned(readings, members) if means.relay is not None else readings
-                checks = [Reading(reading.stretch, shared=reading.shared or stays) for reading in mine]
+                checks = [ReadTask(reading.stretch, shared=reading.shared or stays) for reading in mine]
                 run_readings(shards, checks, memory=means.memory)
 
 

@@ -2,7 +2,7 @@
 
 Each block of a plan is read, rounded out to the borders of checksums, verified, and its boxes are copied to their
 targets; several are under way at once, in as many buffers. Runs of whole arrays land in page-aligned memory and stay
-there. What is to be read is listed first (`Reading`) and then carried out: by this process alone (`run_readings`),
+there. What is to be read is listed first (`ReadTask`) and then carried out: by this process alone (`run_readings`),
 or shared with other ranks of the host (`loading.shared_read`).
 """
 
@@ -17,17 +17,17 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import Spread, TargetPiece, raw_dtype
-from ..arrays.threads import Team
+from ..arrays.threads import WorkerThreads
 from ..core.format.shard_header import BLOCK
 from ..core.planning.plan import READ_LIMIT, Block, Copy, Run
 from ..core.sharding.region import c_strides
 from ..io.storage.memory import PAGE, aligned_buffer
-from ..io.storage.shard_reader import Shards, Stretch, stretch_of
+from ..io.storage.shard_reader import ByteRange, Shards, stretch_of
 
 __all__ = [
     "STRETCH",
-    "Landed",
-    "Reading",
+    "LoadedRange",
+    "ReadTask",
     "list_landings",
     "list_readings",
     "read_limit",
@@ -45,10 +45,10 @@ SPARSE = 0.75
 """Part of a block that this rank wants, below which it is taken that other ranks of the host want the rest of it."""
 
 
-class Reading(msgspec.Struct, frozen=True):
+class ReadTask(msgspec.Struct, frozen=True):
     """A stretch to be read."""
 
-    stretch: Stretch
+    stretch: ByteRange
     out: memoryview | None = None
     """Where it stays; None for a buffer that is used again."""
     use: Callable[[memoryview], None] | None = None
@@ -70,13 +70,13 @@ def list_readings(
     *,
     itemsize: Callable[[int], int],
     paths: Callable[[int], str],
-) -> list[Reading]:
+) -> list[ReadTask]:
     """What is to be read: a stretch per block, whose boxes are copied to their targets.
 
     Args:
         targets: the piece that want number i fills.
     """
-    readings: list[Reading] = []
+    readings: list[ReadTask] = []
     for block in blocks:
         opened, start = shards.locate(block.rank, block.start, block.stop, paths(block.copies[0].want))
         stretch = stretch_of(opened, start, start + block.stop - block.start, verify=shards.verify)
@@ -84,7 +84,7 @@ def list_readings(
         shared = wanted < SPARSE * (block.stop - block.start)
         skip = start - stretch.low
         straight = _straight(block, skip, stretch.high - stretch.low, targets)
-        readings.append(Reading(stretch, None, _user(block, skip, targets, itemsize), shared, straight))
+        readings.append(ReadTask(stretch, None, _user(block, skip, targets, itemsize), shared, straight))
     return readings
 
 
@@ -141,40 +141,40 @@ def _place(data: np.ndarray, block: Block, copy: Copy, piece: TargetPiece, items
     piece.data.write(where.slices(), source)
 
 
-class Landed(msgspec.Struct, frozen=True):
+class LoadedRange(msgspec.Struct, frozen=True):
     """Memory that holds a run of a rank's stream, the byte at stream offset `start` first."""
 
     start: int
     memory: memoryview
 
 
-def run_map(shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]) -> list[Landed]:
+def run_map(shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]) -> list[LoadedRange]:
     """Maps each run, copy-on-write: bytes are read when they are touched, and never compared with checksums."""
-    landed: list[Landed] = []
+    landed: list[LoadedRange] = []
     for run in runs:
         opened, start = shards.locate(run.rank, run.start, run.stop, paths(run.members[0]))
         stretch = stretch_of(opened, start, start + run.stop - run.start, verify=False)
         position = opened.file.header + stretch.low
         memory = shards.store.map(opened.file.name, position, stretch.high - stretch.low)
-        landed.append(Landed(run.start, memory[start - stretch.low :]))
+        landed.append(LoadedRange(run.start, memory[start - stretch.low :]))
     return landed
 
 
 def list_landings(
     shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]
-) -> tuple[list[Landed], list[Reading]]:
+) -> tuple[list[LoadedRange], list[ReadTask]]:
     """Page-aligned memory for each run, where arrays can stay, and what is to be read into it."""
-    landed: list[Landed] = []
-    readings: list[Reading] = []
+    landed: list[LoadedRange] = []
+    readings: list[ReadTask] = []
     for run in runs:
         opened, start = shards.locate(run.rank, run.start, run.stop, paths(run.members[0]))
         whole = stretch_of(opened, start, start + run.stop - run.start, verify=shards.verify)
         memory = aligned_buffer(whole.high - whole.low, huge=True)
-        landed.append(Landed(run.start, memory[start - whole.low :]))
+        landed.append(LoadedRange(run.start, memory[start - whole.low :]))
         step = max(STRETCH // opened.block, 1) * opened.block
         for low in range(whole.low, whole.high, step):
-            part = Stretch(opened, low, min(low + step, whole.high))
-            readings.append(Reading(part, memory[low - whole.low : part.high - whole.low]))
+            part = ByteRange(opened, low, min(low + step, whole.high))
+            readings.append(ReadTask(part, memory[low - whole.low : part.high - whole.low]))
     return landed, readings
 
 
@@ -183,7 +183,7 @@ def read_limit(memory: int) -> int:
     return min(READ_LIMIT, max(memory // READERS // BLOCK * BLOCK - 2 * BLOCK, BLOCK))
 
 
-def ring_of(readings: Iterable[Reading], count: int) -> queue.Queue[memoryview]:
+def ring_of(readings: Iterable[ReadTask], count: int) -> queue.Queue[memoryview]:
     """`count` buffers, each large enough for those readings that bring no memory of their own."""
     largest = max((reading.nbytes for reading in readings if reading.out is None), default=0)
     ring: queue.Queue[memoryview] = queue.Queue()
@@ -193,7 +193,7 @@ def ring_of(readings: Iterable[Reading], count: int) -> queue.Queue[memoryview]:
 
 
 def run_readings(
-    shards: Shards, readings: Sequence[Reading], *, memory: int, begin: Callable[[Reading], object] | None = None
+    shards: Shards, readings: Sequence[ReadTask], *, memory: int, begin: Callable[[ReadTask], object] | None = None
 ) -> int:
     """Carries out readings, a few at a time.
 
@@ -209,7 +209,7 @@ def run_readings(
     ring = ring_of(readings, readers)
     started = begin or (lambda _: None)
 
-    def job(reading: Reading) -> None:
+    def job(reading: ReadTask) -> None:
         parts = reading.parts() if reading.parts is not None else None
         if parts is not None:
             straight = True
@@ -242,10 +242,10 @@ def run_readings(
     return sum(reading.nbytes for reading in readings)
 
 
-def _in_parallel(job: Callable[[Reading], None], readings: Sequence[Reading], threads: int) -> None:
+def _in_parallel(job: Callable[[ReadTask], None], readings: Sequence[ReadTask], threads: int) -> None:
     """Does jobs on a few threads; the first error stops what has not begun, and is raised."""
     if len(readings) <= 1 or sum(reading.nbytes for reading in readings) < ALONE:
         for reading in readings:
             job(reading)
         return
-    Team(threads)([partial(job, reading) for reading in readings])
+    WorkerThreads(threads)([partial(job, reading) for reading in readings])

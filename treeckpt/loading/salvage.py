@@ -14,7 +14,7 @@ import msgspec
 from ..core.format.check_index import check_there
 from ..core.format.damage import BadBytes
 from ..errors import MismatchError
-from ..io.comm.collective import pool
+from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
 from ..io.storage.metadata_files import read_index
 from ..io.storage.store import Store
@@ -38,7 +38,7 @@ def survey(store: Store, comm: Comm) -> tuple[BadBytes, ...]:
         files = index.file_list[comm.rank :: comm.size]
         return [bad for file in files for bad in survey_shard(store, index, file, sizes.get(file.name))]
 
-    found = [bad for part in pool(comm, f"load {store.url}", own, list[BadBytes]) for bad in part]
+    found = [bad for part in all_gather(comm, f"load {store.url}", own, list[BadBytes]) for bad in part]
     return tuple(sorted(found, key=lambda bad: (bad.file, bad.start)))
 
 

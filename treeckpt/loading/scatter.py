@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays.base import Box, HostMemory
 from ..core.sharding.region import Region, byte_runs
 
-__all__ = ["Dealer", "Member", "deal"]
+__all__ = ["Destination", "Scatter", "deal"]
 
 WRITABLE = 0x200
 """PyBUF_WRITE of CPython's buffers."""
@@ -27,7 +27,7 @@ MOST = 256
 """Members of a stretch above which it is read at once and dealt from a buffer."""
 
 
-class Member(msgspec.Struct, frozen=True, gc=False):
+class Destination(msgspec.Struct, frozen=True, gc=False):
     """A run of bytes: where it lies in `rank`'s stream, and the memory that it is to fill."""
 
     path: str
@@ -39,7 +39,9 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     """Keeps what is at the address where it is."""
 
 
-def deal(path: str, chunk: tuple[Region, int, int], region: Region, memory: HostMemory, box: Region) -> Member | None:
+def deal(
+    path: str, chunk: tuple[Region, int, int], region: Region, memory: HostMemory, box: Region
+) -> Destination | None:
     """The member that fills `box` of a wanted region from a chunk; None where it is not one run of bytes in both.
 
     Args:
@@ -51,17 +53,17 @@ def deal(path: str, chunk: tuple[Region, int, int], region: Region, memory: Host
     target = byte_runs(box, region, memory.itemsize)
     if source.counts or target.counts:
         return None
-    return Member(path, rank, start + source.first, source.length, memory.address + target.first, memory)
+    return Destination(path, rank, start + source.first, source.length, memory.address + target.first, memory)
 
 
-class Dealer:
+class Scatter:
     """The memory of some members as one stretch of bytes, the byte at stream offset `start` first.
 
     Args:
         members: by where they start. They may overlap, and leave gaps.
     """
 
-    def __init__(self, start: int, members: Sequence[Member]) -> None:
+    def __init__(self, start: int, members: Sequence[Destination]) -> None:
         self._starts = [member.start - start for member in members]
         self._longest = max((member.nbytes for member in members), default=0)
         self._members = members

@@ -27,9 +27,9 @@ from ..io.comm.comm import Comm
 from ..io.comm.waiting import log_if_slow
 from ..io.storage.shard_reader import Shards
 from ..io.storage.versions import Replaced, Version
-from .read_tasks import Reading, ring_of, run_readings
+from .read_tasks import ReadTask, ring_of, run_readings
 
-__all__ = ["Part", "Relay", "open_relay", "together"]
+__all__ = ["Part", "SharedRead", "open_relay", "together"]
 
 WINDOW = 4
 """Stretches that are under way at once."""
@@ -45,7 +45,7 @@ class Part(msgspec.Struct, frozen=True):
     """Their numbers on this rank, in the order in which all members have them."""
 
 
-class Relay:
+class SharedRead:
     """The ranks of a world, as one of them reaches the others."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -117,17 +117,17 @@ class Relay:
             raise _others(faults)
         return {rank: word for rank, (word, _, _) in enumerate(heard)}
 
-    def owned(self, readings: Sequence[Reading], members: Sequence[int]) -> list[Reading]:
+    def owned(self, readings: Sequence[ReadTask], members: Sequence[int]) -> list[ReadTask]:
         """Those which this rank reads for all members."""
         return [r for i, r in enumerate(readings) if members[i % len(members)] == self._rank]
 
     def run(
         self,
         shards: Shards,
-        work: Sequence[tuple[Sequence[int], Sequence[Reading]]],
+        work: Sequence[tuple[Sequence[int], Sequence[ReadTask]]],
         *,
         memory: int,
-        begin: Callable[[Reading], object],
+        begin: Callable[[ReadTask], object],
     ) -> int:
         """Carries out lists of readings, each together with its members, who bring equal ones. Every rank has to call.
 
@@ -160,15 +160,15 @@ class Relay:
     def _share(
         self,
         shards: Shards,
-        readings: Sequence[Reading],
+        readings: Sequence[ReadTask],
         members: Sequence[int],
         fault: Exception | None,
-        begin: Callable[[Reading], object],
+        begin: Callable[[ReadTask], object],
     ) -> int:
         """Carries out readings together with the other members; `fault` is why this rank only takes part."""
         ring = ring_of(readings, WINDOW)
         with ThreadPoolExecutor(READERS, "treeckpt-read") as pool:
-            convoy = _Convoy(shards, self._group, self._rank, members, pool, fault, begin)
+            convoy = SharedReadSession(shards, self._group, self._rank, members, pool, fault, begin)
             under_way: collections.deque[tuple[_Turn, memoryview | None]] = collections.deque()
             for number in range(len(readings) + WINDOW):
                 if number >= WINDOW and under_way:
@@ -191,7 +191,7 @@ class _Turn(msgspec.Struct):
     """A stretch under way."""
 
     number: int
-    reading: Reading
+    reading: ReadTask
     memory: memoryview
     owner: int
     read: Future[None] | None
@@ -201,7 +201,7 @@ class _Turn(msgspec.Struct):
     status: Any
 
 
-class _Convoy:
+class SharedReadSession:
     """One list of stretches, as one rank goes through it with the others."""
 
     def __init__(
@@ -212,12 +212,12 @@ class _Convoy:
         members: Sequence[int],
         pool: ThreadPoolExecutor,
         fault: Exception | None,
-        begin: Callable[[Reading], object],
+        begin: Callable[[ReadTask], object],
     ) -> None:
         self.fault, self._begin = fault, begin
         self._shards, self._group, self._rank, self._members, self._pool = shards, group, rank, members, pool
 
-    def start(self, number: int, reading: Reading, memory: memoryview) -> _Turn:
+    def start(self, number: int, reading: ReadTask, memory: memoryview) -> _Turn:
         """Begins to read a stretch, or to receive it."""
         import torch
         import torch.distributed as dist
@@ -315,7 +315,7 @@ def _host() -> str:
 
 
 @contextlib.contextmanager
-def together(relay: Relay | None) -> Iterator[None]:
+def together(relay: SharedRead | None) -> Iterator[None]:
     """What each rank does alone, at whose end all learn whether it went well everywhere.
 
     Raises:
@@ -331,7 +331,7 @@ def together(relay: Relay | None) -> Iterator[None]:
         relay.settle(None)
 
 
-def open_relay(comm: Comm, stores: Sequence[Any] = ()) -> Relay | None:
+def open_relay(comm: Comm, stores: Sequence[Any] = ()) -> SharedRead | None:
     """The relay of a world; None if this process is alone. The first call makes a group, on all ranks.
 
     Args:
@@ -344,8 +344,8 @@ def open_relay(comm: Comm, stores: Sequence[Any] = ()) -> Relay | None:
         return None
     if _MEMORY not in comm.memory:
         with log_if_slow(comm.rank, "load with read='once'"):
-            comm.memory[_MEMORY] = Relay(_new_group(comm), comm.rank, comm.size)
-    relay: Relay = comm.memory[_MEMORY]
+            comm.memory[_MEMORY] = SharedRead(_new_group(comm), comm.rank, comm.size)
+    relay: SharedRead = comm.memory[_MEMORY]
     relay.versions = [store for store in stores if isinstance(store, Version)]
     return relay
 

@@ -44,7 +44,7 @@ def checkpoint_page(path: str | os.PathLike[str]) -> str:
     Raises:
         CheckpointNotFound: there is none.
     """
-    info = catalog.look(path, follow=True)
+    info = catalog.read_info(path, follow=True)
     return _document(info.name, [el("h1", info.name), *_checkpoint(path, info)])
 
 

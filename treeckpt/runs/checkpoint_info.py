@@ -11,7 +11,7 @@ from ..core.format.file_names import is_step_name, step_of
 from ..core.format.lineage import Lineage, Mark, Order, Position
 from .active_saves import SaveUnderWay
 
-__all__ = ["CheckpointInfo", "Status", "arranged", "mark_of"]
+__all__ = ["CheckpointInfo", "Status", "in_listing_order", "mark_of"]
 
 Status = Literal["complete", "partial", "corrupt", "foreign"]
 
@@ -68,7 +68,7 @@ def mark_of(info: CheckpointInfo) -> Mark | None:
     return Mark(step, info.save_id, info.lineage) if is_step_name(info.name) else None
 
 
-def arranged(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     """The directories of one run as they are listed: newest first, then abandoned branches, then other directories."""
     found = [(info, mark_of(info)) for info in infos]
     order = Order(mark for _, mark in found if mark is not None)

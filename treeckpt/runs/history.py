@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 from ..core.format.lineage import Lineage, Mark, lineage_of
-from ..saving.options import following
-from .run import Run
+from .run import RunDirectory
 
-__all__ = ["History"]
+__all__ = ["SaveHistory"]
 
 
-class _Note:
+class _HistoryEntry:
     """A restored checkpoint, or a save that was called for."""
 
     def __init__(self, mark: Mark | None = None, *, restored: bool = False) -> None:
         self.mark, self.restored = mark, restored
 
 
-class History:
+class SaveHistory:
     """What a manager has restored and saved.
 
     Args:
@@ -34,26 +31,27 @@ class History:
         rank: of this process; rank 0 alone decides.
     """
 
-    def __init__(self, run: Run, say: Callable[[str, str], None], rank: int) -> None:
+    def __init__(self, run: RunDirectory, say: Callable[[str, str], None], rank: int) -> None:
         self._run, self._say, self._rank = run, say, rank
-        self._notes: tuple[_Note, ...] = ()
+        self._notes: tuple[_HistoryEntry, ...] = ()
         self._lock = threading.Lock()
 
     def restored(self, mark: Mark) -> None:
         """Notes that the next save follows this checkpoint."""
         with self._lock:
-            self._notes = (_Note(mark, restored=True),)
+            self._notes = (_HistoryEntry(mark, restored=True),)
 
-    def saving(self, step: int) -> AbstractContextManager[None]:
-        """Gives a save that is started in the body its lineage."""
+    def next_save(self, step: int) -> NextSave | None:
+        """Notes a save that is called for; returns what gives its lineage, on rank 0."""
         if self._rank:
-            return nullcontext()
-        note = _Note()
+            return None
+        note = _HistoryEntry()
         with self._lock:
             before, self._notes = self._notes, (*self._notes, note)
-        return following(partial(self._lineage, step, note, before))
+        return NextSave(self, step, note, before)
 
-    def _lineage(self, step: int, note: _Note, before: tuple[_Note, ...], save_id: str) -> Lineage:
+    def lineage(self, step: int, note: _HistoryEntry, before: tuple[_HistoryEntry, ...], save_id: str) -> Lineage:
+        """Returns the lineage of a save, from the notes before it and the state of the run; raises nothing."""
         try:
             marks = self._run.marks()
         except Exception as error:  # the save matters more than its place
@@ -67,3 +65,19 @@ class History:
         with self._lock:
             self._notes = tuple(kept for kept in self._notes if kept not in old)
         return lineage
+
+
+class NextSave:
+    """The `LineageSource` of one save of a manager.
+
+    Args:
+        note: of this save.
+        before: the notes of earlier calls.
+    """
+
+    def __init__(self, history: SaveHistory, step: int, note: _HistoryEntry, before: tuple[_HistoryEntry, ...]) -> None:
+        self._history, self._step, self._note, self._before = history, step, note, before
+
+    def lineage(self, save_id: str) -> Lineage:
+        """Returns the lineage of the save with this id; raises nothing."""
+        return self._history.lineage(self._step, self._note, self._before, save_id)

@@ -25,29 +25,34 @@ from signal import SIGTERM
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import msgspec
+
 from .. import api
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import as_step
 from ..errors import TreeckptError
 from ..io.comm.channel import Channel
-from ..io.comm.collective import ask
+from ..io.comm.collective import from_rank0
 from ..io.comm.comm import as_comm
 from ..io.comm.waiting import LIMIT
 from ..io.storage.reader_leases import hold_lease
 from ..io.storage.run_store import RunStore
 from ..io.storage.store import Store
 from ..reports import SaveReport
+from ..saving.background import save_async_tree
 from ..saving.future import Pending
+from ..saving.options import SaveOptions, shard_limit
+from ..saving.save import save_tree
 from .catalog import METRICS
-from .history import History
+from .history import SaveHistory
 from .notebook import run_html
 from .options import best_policy, check_options, is_maker, numbers_of, policies_of
-from .pending_saves import Flights, Sweeper
-from .registered_state import Registered, Registering
+from .pending_saves import PendingSaves, RetentionRunner
+from .registered_state import RegisteredState, RegistrationMixin
 from .restore import Restorer
-from .run import GRACE, CleanReport, Run, step_info
-from .schedule import Pace
-from .select import Finder
+from .run import GRACE, CleanReport, RunDirectory, step_info
+from .schedule import SaveSchedule
+from .select import CheckpointSelector
 
 __all__ = ["Manager"]
 
@@ -55,7 +60,7 @@ AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 
 
-class Manager(Registering):
+class Manager(RegistrationMixin):
     """Saves, keeps and restores the checkpoints of a run. Make one on every rank.
 
     Args:
@@ -85,19 +90,21 @@ class Manager(Registering):
         **options: Any,
     ) -> None:
         check_options(options, background=background)
-        self._run, self._policies = Run(run), policies_of(keep)
-        self._finder = Finder(self._run)
+        self._run, self._policies = RunDirectory(run), policies_of(keep)
+        self._finder = CheckpointSelector(self._run)
         self._saving_comm = as_comm(comm)
         self._comm = Channel(self._saving_comm, "manager")
-        self._registered = Registered()
-        self._history = History(self._run, self._finder.say, self._comm.rank)
+        self._registered = RegisteredState()
+        self._history = SaveHistory(self._run, self._finder.say, self._comm.rank)
         self._restorer = Restorer(
             self._run, self._finder, self._comm, self._saving_comm, self._registered, self._history
         )
-        self._pace = Pace(self._saving_comm, every=every, seconds=seconds)
-        self._background, self._options = background, {"overwrite": True, **options}
-        self._flights = Flights(self._sweep)
-        self._sweeper = Sweeper(self._run, self._policies, self._finder, self._flights, grace=grace)
+        self._pace = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
+        limit = shard_limit(options.get("max_shard_bytes"))
+        self._background = background
+        self._options = SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit})
+        self._flights = PendingSaves(self._sweep)
+        self._sweeper = RetentionRunner(self._run, self._policies, self._finder, self._flights, grace=grace)
         self._exit: int | None = None
         self._reached: int | None = None
         self.count = 0
@@ -169,7 +176,7 @@ class Manager(Registering):
         metadata = {**(custom_metadata or {}), **(named if self._comm.rank == 0 else {})}
         if self.stopping:
             self._flights.drain()  # the last save is neither skipped nor held up by what went wrong before
-        elif self._options.get("busy", "wait") == "wait":
+        elif self._options.busy == "wait":
             self._flights.settle()
         with self._flights.starting(step):
             result = self._save(step, self._registered.joined(tree), metadata, pin=pin)
@@ -187,7 +194,7 @@ class Manager(Registering):
         return result
 
     def _save(self, step: int, tree: Any, metadata: Mapping[str, Any], *, pin: bool) -> SaveReport | Pending:
-        options = {"step": step, "comm": self._saving_comm, "custom_metadata": metadata, **self._options}
+        options = msgspec.structs.replace(self._options, step=step)
         # before the save, so that no clean-up comes in between
         pinned = pin and self._ask(f"pin step {step}", lambda: self._run.put_pin(step), bool)
 
@@ -196,10 +203,10 @@ class Manager(Registering):
                 with contextlib.suppress(TreeckptError):
                     self._run.take_pin_back(step)
 
-        store, save = self._run.folder(step).store, api.save_async if self._background else api.save
+        store, save = self._run.folder(step).store, save_async_tree if self._background else save_tree
         try:
-            with self._history.saving(step):
-                result = save(store, tree, **options)
+            lineage = self._history.next_save(step)
+            result = save(store, tree, self._saving_comm, options, metadata, lineage)
         except BaseException:
             unpin()
             self._sweep()  # the disk may be full of what would go
@@ -371,4 +378,4 @@ class Manager(Registering):
             self.close()
 
     def _ask(self, what: str, answer: Callable[[], Any], kind: Any) -> Any:
-        return ask(self._comm, f"{self._run.url} {what}", answer, kind)
+        return from_rank0(self._comm, f"{self._run.url} {what}", answer, kind)

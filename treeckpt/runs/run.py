@@ -28,13 +28,13 @@ from ..core.format.index import INDEX_NAME
 from ..core.format.lineage import Mark
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
-from ..io.storage.leftovers import GRACE, committed, file_facts, plan_of, remove_leftovers, times
+from ..io.storage.leftovers import GRACE, committed_save_id, deletion_times, file_facts, plan_removal, remove_leftovers
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, RunStore
-from .catalog import CheckpointInfo, FileCache, Recall, arranged, look, marks_of, survey
+from .catalog import CheckpointInfo, LruStatCache, StatCache, in_listing_order, read_info, read_infos, read_marks
 
-__all__ = ["GRACE", "CleanReport", "Run", "clean_checkpoint", "steady_clock", "step_info"]
+__all__ = ["GRACE", "CleanReport", "RunDirectory", "clean_checkpoint", "steady_clock", "step_info"]
 
 
 class CleanReport(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ def step_info(info: CheckpointInfo) -> StepInfo:
     return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned, info.sequence, info.abandoned)
 
 
-class Run:
+class RunDirectory:
     """The checkpoints of a run.
 
     Args:
@@ -107,18 +107,18 @@ class Run:
         run: str | os.PathLike[str] | RunStore,
         *,
         clock: Callable[[], int] | None = None,
-        cache: Recall | None = None,
+        cache: StatCache | None = None,
     ) -> None:
         self.store = open_run(run)
         self.url = self.store.url
-        self._cache = cache or FileCache()
+        self._cache = cache or LruStatCache()
         self._clock = clock or steady_clock()
 
     def folder(self, step: int) -> Folder:
         """The directory of a step, whether or not it is there."""
         return self.store.folder(step_name(as_step(step)))
 
-    def look(self) -> list[CheckpointInfo]:
+    def checkpoints(self) -> list[CheckpointInfo]:
         """Every directory that is named as a step is, but for links and what holds no files of ours.
 
         The newest comes first: what was saved last. Abandoned branches come behind the lineage of the newest.
@@ -126,14 +126,16 @@ class Run:
         return [info for _, info in self._survey()]
 
     def _survey(self) -> list[tuple[Folder, CheckpointInfo]]:
-        seen = survey(self.store, self._cache)
+        seen = read_infos(self.store, self._cache)
         folders = {folder.name: folder for folder, _ in seen}
-        ours = arranged(_checked(info) for _, info in seen if info.status != "foreign" and is_step_name(info.name))
+        ours = in_listing_order(
+            _checked(info) for _, info in seen if info.status != "foreign" and is_step_name(info.name)
+        )
         return [(folders[info.name], info) for info in ours]
 
     def marks(self) -> list[Mark]:
         """What the lineage of a new checkpoint is decided from."""
-        return marks_of(self.store, self._cache)
+        return read_marks(self.store, self._cache)
 
     def checkpoint(self, step: int) -> CheckpointInfo:
         """The complete checkpoint of a step.
@@ -142,7 +144,7 @@ class Run:
             CheckpointNotFound: there is none.
             CheckpointError: it is corrupt.
         """
-        info = _checked(look(self.folder(step), cache=self._cache))
+        info = _checked(read_info(self.folder(step), cache=self._cache))
         if info.status == "complete":
             return info
         kind = CheckpointError if info.status == "corrupt" else CheckpointNotFound
@@ -230,7 +232,7 @@ class Run:
 
     def _plan(self, policies: Sequence[Policy], grace: float, busy: frozenset[str]) -> Cleaning:
         facts = [self._fact(info, folder) for folder, info in self._survey()]
-        return plan_cleaning(facts, policies, times(self._clock(), grace), busy=busy)
+        return plan_cleaning(facts, policies, deletion_times(self._clock(), grace), busy=busy)
 
     def _fact(self, info: CheckpointInfo, folder: Folder) -> FolderFact:
         step = step_of(info.name)
@@ -274,9 +276,9 @@ class Run:
                 raise
             # a full disk takes no mark: what a crash leaves now looks like a save that never finished
         # what was decided may be old by now: other removals came before this one
-        info = _checked(look(folder, cache=self._cache))
+        info = _checked(read_info(folder, cache=self._cache))
         now = self._plan_one(info, folder, grace)
-        if committed(folder) != removal.save_id or isinstance(now, Left):
+        if committed_save_id(folder) != removal.save_id or isinstance(now, Left):
             folder.store.delete(mark)
             return now.why if isinstance(now, Left) else "another save has been committed there meanwhile"
         folder.store.delete(INDEX_NAME)
@@ -292,7 +294,7 @@ class Run:
         if info.status != "complete":
             return Left(info.name, f"it is {info.status} now")
         newer = FolderFact("newer", 1 << 62, "complete", 0, (), "0" * 16)
-        cleaning = plan_cleaning([self._fact(info, folder), newer], [], times(self._clock(), grace))
+        cleaning = plan_cleaning([self._fact(info, folder), newer], [], deletion_times(self._clock(), grace))
         return next(iter(cleaning.left), None)
 
 
@@ -307,10 +309,10 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
     """Removes what dead saves left beside a checkpoint, or where there is none; the checkpoint itself stays.
 
     Args:
-        grace, dry_run: as for `Run.clean`.
+        grace, dry_run: as for `RunDirectory.clean`.
     """
     folder = open_folder(path)
-    found = plan_of(folder, time.time_ns(), grace)
+    found = plan_removal(folder, time.time_ns(), grace)
     if found is None or isinstance(found, Left):
         return CleanReport(folder.url, {}, (), (found,) if found is not None else (), dry_run=dry_run)
     if dry_run:

@@ -14,10 +14,18 @@ from typing import Any, cast
 import msgspec
 
 from ..arrays.base import Target
-from ..arrays.describe import SMALL, Brought, box_digests, bring, content_digests, piece_digests
+from ..arrays.describe import SMALL, Brought, box_digests, content_digests, describe_tree, piece_digests
 from ..arrays.registry import decode, library_of, new_array, resolve
 from ..arrays.stateful import expanded
-from ..core.planning.rank_trees import LeafSpec, Plenum, RankClass, array_leaves, contested, digest_of, unify
+from ..core.planning.rank_trees import (
+    GlobalTree,
+    LeafSpec,
+    RankClass,
+    array_leaves,
+    contested,
+    digest_of,
+    merge_rank_trees,
+)
 from ..core.sharding.int_runs import decode_runs, encode_runs
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
 from ..core.sharding.region import c_strides
@@ -25,8 +33,17 @@ from ..core.sharding.write_assignment import ArrayLeaf, assign, writes_of
 from ..core.tree.flatten import replace_leaves, unflatten
 from ..core.tree.spec import ArraySpec, Value
 from ..errors import RankError, TreeError
-from ..io.comm.failures import Fault, fault_of, raise_faults
-from ..saving.messages import BoxDigests, Told, clashing_of, compare, compare_boxes, digest, digests_of
+from ..io.comm.failures import Fault, raise_faults, to_fault
+from ..saving.messages import (
+    BoxDigests,
+    RankTree,
+    compare_boxes,
+    compare_contents,
+    conflicting_ranks,
+    digest_groups,
+    json_digest,
+    merge_inventories,
+)
 from .moving import fill
 from .packing import Bucket, Entry, bytes_of, pack, pack_entries, unpack
 from .wire import Wire
@@ -47,7 +64,7 @@ def together(wire: Wire, what: str, act: Callable[[], bytes]) -> list[bytes]:
     try:
         word = _Word(None, act())
     except Exception as error:
-        cause, word = error, _Word(fault_of(error, wire.rank), b"")
+        cause, word = error, _Word(to_fault(error, wire.rank), b"")
     heard = [msgspec.msgpack.decode(data, type=_Word) for data in wire.tell(msgspec.msgpack.encode(word))]
     faults = [other.fault for other in heard if other.fault is not None]
     raise_faults(faults, what, cast(Any, wire), cause=cause, hint="Nothing was sent")
@@ -79,7 +96,7 @@ class _Gather:
         self.brought: Brought
         self.targets: dict[str, Target] = {}
 
-    def agree(self) -> Plenum:
+    def agree(self) -> GlobalTree:
         """What all ranks bring together."""
         contents: dict[str, bytes] = {}
         groups: list[dict[str, bytes]] = []
@@ -87,23 +104,25 @@ class _Gather:
         def brings() -> bytes:
             wire = self.wire
             self.tree = expanded(self.tree, rank=wire.rank, namespace=self.namespace)
-            self.brought = bring(self.tree, rank=wire.rank, members=wire.members, namespace=self.namespace)
+            self.brought = describe_tree(self.tree, rank=wire.rank, members=wire.members, namespace=self.namespace)
             contents.update(content_digests(self.brought, every=False))
             groups.extend(piece_digests(self.brought, world=wire.size, every=False))
-            told = _Brings(digest_of(self.brought.inventory), digest(sorted(contents.items())), digests_of(groups))
+            told = _Brings(
+                digest_of(self.brought.inventory), json_digest(sorted(contents.items())), digest_groups(groups)
+            )
             return msgspec.msgpack.encode(told)
 
         heard = [msgspec.msgpack.decode(data, type=_Brings) for data in together(self.wire, "gather", brings)]
         self.values: dict[str, Value] = self.brought.values
-        clash = bool(clashing_of({rank: one.pieces for rank, one in enumerate(heard)}))
+        clash = bool(conflicting_ranks({rank: one.pieces for rank, one in enumerate(heard)}))
         self.alike = len({(one.inventory, one.contents) for one in heard}) == 1 and not clash
         if self.alike:
             everyone = encode_runs(range(self.wire.size))
-            plenum = unify([RankClass(everyone, self.brought.inventory)], self.wire.size)
+            plenum = merge_rank_trees([RankClass(everyone, self.brought.inventory)], self.wire.size)
         else:
             for group in groups if clash else ():
                 contents.update(group)
-            told = Told(self.brought.inventory, contents, self.brought.values)
+            told = RankTree(self.brought.inventory, contents, self.brought.values)
             words = together(self.wire, "gather", lambda: msgspec.msgpack.encode(told))
             plenum = self._join([one.inventory for one in heard], words)
         boxes = [(path, box) for path, box, nbytes in contested(plenum) if nbytes <= SMALL]
@@ -115,22 +134,15 @@ class _Gather:
             compare_boxes(boxes, dict(enumerate(digests)))
         return plenum
 
-    def _join(self, digests: Sequence[bytes], heard: Sequence[bytes]) -> Plenum:
-        told = [msgspec.msgpack.decode(data, type=Told) for data in heard]
+    def _join(self, digests: Sequence[bytes], heard: Sequence[bytes]) -> GlobalTree:
+        told = [msgspec.msgpack.decode(data, type=RankTree) for data in heard]
         self.values = {path: value for tale in reversed(told) for path, value in tale.values.items()}
-        groups: dict[bytes, list[int]] = {}
-        for rank, inventory in enumerate(digests):
-            groups.setdefault(inventory, []).append(rank)
-        classes: list[RankClass] = []
-        for ranks in groups.values():
-            inventory = told[ranks[0]].inventory
-            assert inventory is not None, "every rank told its own"
-            classes.append(RankClass(encode_runs(ranks), inventory))
-        plenum = unify(classes, self.wire.size)  # shapes before contents
-        compare({rank: tale.contents for rank, tale in enumerate(told)})
+        trees = dict(enumerate(told))
+        plenum = merge_inventories(dict(enumerate(digests)), trees, self.wire.size)  # shapes before contents
+        compare_contents({rank: tree.contents for rank, tree in trees.items()})
         return plenum
 
-    def move(self, plenum: Plenum, limit: int) -> None:
+    def move(self, plenum: GlobalTree, limit: int) -> None:
         """Makes the arrays on the receivers and brings every element there."""
         arrays = [(plenum.leaves[number], leaf) for number, leaf in array_leaves(plenum)]
         shares = assign([leaf for _, leaf in arrays])
@@ -183,7 +195,7 @@ class _Gather:
         if self.receives:
             unpack(data, bucket, lambda entry: self.targets[leaves[entry.number].path].pieces)
 
-    def result(self, plenum: Plenum) -> Any:
+    def result(self, plenum: GlobalTree) -> Any:
         """The tree, of arrays where this rank receives and of their specs elsewhere."""
         made: dict[str, Any] = {}
         for leaf in plenum.leaves:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..arrays.base import Target
-from ..arrays.describe import Brought, bring
+from ..arrays.describe import Brought, describe_tree
 from ..arrays.registry import decode, like_of, new_array, resolve
 from ..arrays.stateful import expanded
 from ..core.planning.rank_trees import Inventory
@@ -44,7 +44,7 @@ def _whole(tree: Any, wire: Wire, namespace: str) -> Brought:
         TreeError: state of each rank's own.
     """
     tree = expanded(tree, rank=wire.rank, namespace=namespace)
-    brought = bring(tree, rank=wire.rank, members=wire.members, namespace=namespace)
+    brought = describe_tree(tree, rank=wire.rank, members=wire.members, namespace=namespace)
     for leaf in brought.inventory.leaves:
         if leaf.per_rank is not None:
             raise TreeError(

@@ -85,13 +85,13 @@ def test_when_all_is_written_the_coordinator_is_waited_for(tmp_path):
 
 def test_a_real_save_under_way_shows(serve, tmp_path):
     """The records are those that the library's own writer keeps."""
-    from treeckpt.io.storage.progress_file import ProgressNote
+    from treeckpt.io.storage.progress_file import ProgressRecorder
     from treeckpt.io.storage.store import LocalStore
 
     store = LocalStore(tmp_path / "run" / "step_00000009")
     store.prepare()
     first = Progress(SAVE, 0, 1, 9, "write", 0, 1 << 20, time.time_ns(), time.time_ns())
-    note = ProgressNote(store, first)
+    note = ProgressRecorder(store, first)
     note._started -= 10
     note._renewed -= 10
     note.add(1 << 19)

@@ -7,7 +7,7 @@ import pytest
 from tests.dashboard.helpers import client_of
 from tests.large import large_index
 from tests.samples import write_run
-from treeckpt.io.storage.run_store import Entry
+from treeckpt.io.storage.run_store import DirectoryEntry
 from treeckpt_dashboard.store.cache import Cache, default_directory, key_of
 from treeckpt_dashboard.store.index_table import build_table
 from treeckpt_dashboard.web.app import create_app
@@ -74,5 +74,5 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 
 def test_another_file_has_another_key():
-    entries = [Entry(1, 2, 3), Entry(2, 2, 3), Entry(1, 3, 3), Entry(1, 2, 4)]
+    entries = [DirectoryEntry(1, 2, 3), DirectoryEntry(2, 2, 3), DirectoryEntry(1, 3, 3), DirectoryEntry(1, 2, 4)]
     assert len({key_of(url, entry) for url in ("a", "b") for entry in entries}) == 8

@@ -9,7 +9,7 @@ from tests.large import hold_readers, write_large_checkpoint
 from tests.samples import gpt_state, write_checkpoint, write_run
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.errors import CorruptError
-from treeckpt.io.storage.run_store import Entry, LocalFolder
+from treeckpt.io.storage.run_store import DirectoryEntry, LocalFolder
 from treeckpt_dashboard.store import index_reader
 from treeckpt_dashboard.store.cache import Cache
 from treeckpt_dashboard.store.library import Library
@@ -106,4 +106,4 @@ def test_what_the_other_process_cannot_read_is_told(tmp_path, capfd):
     assert '"error"' in capfd.readouterr().out and not (tmp_path / "t").exists()
     folder = LocalFolder(tmp_path)
     with pytest.raises(CorruptError, match="at most"):
-        index_reader.IndexReader(Cache(tmp_path / "cache")).outline("", folder, Entry(1 << 40, 0))
+        index_reader.IndexReader(Cache(tmp_path / "cache")).outline("", folder, DirectoryEntry(1 << 40, 0))

@@ -7,7 +7,7 @@ import treeckpt as tc
 from tests.background import until
 from tests.large import write_many
 from treeckpt.core.format.file_names import PIN_NAME
-from treeckpt.io.storage.run_store import LocalFolder, LocalRun, MemoryRun, changes_of
+from treeckpt.io.storage.run_store import LocalFolder, LocalRun, MemoryRun, modified_times
 from treeckpt.runs import catalog
 from treeckpt_dashboard.runs.model import runs_page
 from treeckpt_dashboard.store.library import Library
@@ -114,7 +114,7 @@ def test_changes_of_a_run_are_those_of_its_folders(tmp_path, kind):
     else:
         run = MemoryRun("changes")
         run.folder("a").store.publish("x", b"1", replace=True)
-    assert changes_of(run) == {name: run.folder(name).modified_ns() for name in run.names()} != {}
+    assert modified_times(run) == {name: run.folder(name).modified_ns() for name in run.names()} != {}
 
 
 def test_a_list_never_calls_a_checkpoint_corrupt_that_is_replaced_while_it_is_looked_at(tmp_path, monkeypatch):
@@ -130,4 +130,4 @@ def test_a_list_never_calls_a_checkpoint_corrupt_that_is_replaced_while_it_is_lo
         return found
 
     monkeypatch.setattr(LocalFolder, "entries", replaced)
-    assert catalog.look(path).status == "complete"
+    assert catalog.read_info(path).status == "complete"

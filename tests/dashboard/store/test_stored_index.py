@@ -18,7 +18,7 @@ from treeckpt.core.format.records import AliasRecord, ValueRecord
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt.core.tree.structure import DictNode, ListNode
 from treeckpt.errors import FormatError, MismatchError
-from treeckpt.runs.catalog import read_index, summarize
+from treeckpt.runs.catalog import read_index, summarize_index
 from treeckpt_dashboard.store.index_table import build_table
 from treeckpt_dashboard.store.stored_index import StoredOutline
 
@@ -32,7 +32,7 @@ def both(tmp_path_factory):
     index = write_checkpoint(folder / "c", tree)
     index = read_index(folder / "c")
     summary = build_table(index, folder / "c.sqlite")
-    assert summary == summarize(index)
+    assert summary == summarize_index(index)
     return Outline(index), StoredOutline(folder / "c.sqlite")
 
 
@@ -74,7 +74,7 @@ def test_the_rest_of_the_index_is_the_same(both):
     for field in memory.index.__struct_fields__:
         if field != "leaves":
             assert getattr(stored.index, field) == getattr(memory.index, field)
-    assert stored.summary == summarize(memory.index) and stored.index.nbytes == memory.index.nbytes
+    assert stored.summary == summarize_index(memory.index) and stored.index.nbytes == memory.index.nbytes
 
 
 WORDS = ["model", "layers.1", "QKV", "weight", "exp", "3", "~", "zzz", "line"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from ..planning.plan import Placed, PlacedWhole
-from ..planning.rank_trees import LeafSpec, Plenum
+from ..planning.rank_trees import GlobalTree, LeafSpec
 from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.placements import BoxLayout, Layout
 from ..tree.spec import ArraySpec, Value
@@ -36,7 +36,7 @@ class _Table:
 
 
 def build_index(
-    plenum: Plenum,
+    plenum: GlobalTree,
     placed: Mapping[int, Placed | PlacedWhole] | None,
     files: FileTable,
     *,
@@ -104,7 +104,7 @@ def _value_record(leaf: LeafSpec, values: Mapping[str, Value], own_values: Mappi
     return PerRankValues(tuple(own_values[leaf.path, rank] for rank in ranks))
 
 
-def _base(plenum: Plenum, numbers: Mapping[str, int], number: int, leaf: LeafSpec) -> int:
+def _base(plenum: GlobalTree, numbers: Mapping[str, int], number: int, leaf: LeafSpec) -> int:
     """The number of the array that a leaf shares storage with; under `PerRank` one of the same group of ranks."""
     assert leaf.alias_of is not None, "only asked for aliases"
     if leaf.per_rank is None:

@@ -1,6 +1,7 @@
 """What one rank brings to a save, and what all ranks bring together.
 
-A rank's `Inventory` is its tree without data. Ranks with equal inventories (by digest) form a class; `unify` makes of
+A rank's `Inventory` is its tree without data. Ranks with equal inventories (by digest) form a class;
+`merge_rank_trees` makes of
 the classes the one global tree: mappings joined, replicas and explicit pieces attributed to their ranks, contradictions
 named. Values are not part of an inventory, so that a step counter does not change its digest; they are compared apart.
 """
@@ -27,16 +28,16 @@ from ..tree.structure import Structure, paths_of
 from ..tree.table_rows import Claim, row_starts
 
 __all__ = [
+    "GlobalTree",
     "Inventory",
     "LeafSpec",
-    "Plenum",
     "RankClass",
     "array_leaves",
     "check_apart",
     "contested",
     "digest_of",
+    "merge_rank_trees",
     "piece_key",
-    "unify",
 ]
 
 
@@ -79,7 +80,7 @@ class RankClass(msgspec.Struct, frozen=True, array_like=True):
     inventory: Inventory
 
 
-class Plenum(msgspec.Struct, frozen=True, array_like=True):
+class GlobalTree(msgspec.Struct, frozen=True, array_like=True):
     """The global tree: every leaf once, in the structure's order, each array with its layout."""
 
     world: int
@@ -99,7 +100,7 @@ def digest_of(inventory: Inventory) -> bytes:
     return xxhash.xxh3_128_digest(msgspec.json.encode(inventory))
 
 
-def unify(classes: Sequence[RankClass], world: int) -> Plenum:
+def merge_rank_trees(classes: Sequence[RankClass], world: int) -> GlobalTree:
     """The global tree of all classes of ranks.
 
     Raises:
@@ -123,7 +124,7 @@ def unify(classes: Sequence[RankClass], world: int) -> Plenum:
             checked.add(id(leaf.layout))
             _check_ranks(leaf, world)
     folded = fold(structure)
-    return Plenum(world, folded.top, tuple(leaves), folded.below)
+    return GlobalTree(world, folded.top, tuple(leaves), folded.below)
 
 
 def _by_row(classes: Sequence[RankClass]) -> Sequence[RankClass]:
@@ -291,7 +292,7 @@ def _check_ranks(leaf: LeafSpec, world: int) -> None:
             )
 
 
-def array_leaves(plenum: Plenum) -> list[tuple[int, ArrayLeaf]]:
+def array_leaves(plenum: GlobalTree) -> list[tuple[int, ArrayLeaf]]:
     """The arrays to be written, each with its number among all leaves."""
     found: list[tuple[int, ArrayLeaf]] = []
     for number, leaf in enumerate(plenum.leaves):
@@ -307,7 +308,7 @@ def array_leaves(plenum: Plenum) -> list[tuple[int, ArrayLeaf]]:
     return found
 
 
-def contested(plenum: Plenum) -> list[tuple[str, Region, int]]:
+def contested(plenum: GlobalTree) -> list[tuple[str, Region, int]]:
     """What several pieces of arrays with listed pieces hold: path, box and its bytes."""
     found: list[tuple[str, Region, int]] = []
     for leaf in plenum.leaves:

@@ -1,7 +1,9 @@
 """Rank 0 answers for all ranks, in rounds of their own and without collectives.
 
-Every rank calls `ask` at the same point; rank 0 alone looks at the disk, so ranks cannot disagree about what is there,
-however stale one rank's view of a network file system is. `tally` is the reverse: every rank says how it fared, and
+Every rank calls `from_rank0` at the same point; rank 0 alone looks at the disk, so ranks cannot disagree about what is
+there,
+however stale one rank's view of a network file system is. `gather_errors` is the reverse: every rank says how it
+fared, and
 all learn of every failure. A rank that does not call in time is named in the error that the others raise.
 """
 
@@ -14,17 +16,17 @@ import msgspec
 
 from ...errors import TreeckptError
 from .comm import Comm
-from .failures import Ended, Fault, fault_of, raise_faults, silent_faults
+from .failures import CoordinatorReply, Fault, raise_faults, silent_faults, to_fault
 from .rounds import Round
 
-__all__ = ["ask", "pool", "tally"]
+__all__ = ["all_gather", "from_rank0", "gather_errors"]
 
 T = TypeVar("T")
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 _HINT = "Call it on every rank, in the same order"
 
 
-class _Answer(Ended, array_like=True):
+class _Answer(CoordinatorReply, array_like=True):
     """Rank 0's word: the answer, encoded, unless there are faults."""
 
     data: bytes
@@ -35,7 +37,7 @@ class _Tale(msgspec.Struct, array_like=True):
     data: bytes = b""
 
 
-def ask(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -> T:
+def from_rank0(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -> T:
     """What `answer()` is on rank 0, on every rank.
 
     Args:
@@ -57,7 +59,7 @@ def ask(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -> T:
                 data = _encode(answer())
             except Exception as error:
                 cause.append(error)
-                faults = [fault_of(error, 0, common=isinstance(error, TreeckptError))]
+                faults = [to_fault(error, 0, common=isinstance(error, TreeckptError))]
         return _Answer(tuple(faults), data)
 
     word = _converse(comm, topic, None, judge)
@@ -65,19 +67,19 @@ def ask(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -> T:
     return _decode(word.data, type=kind)
 
 
-def tally(comm: Comm, topic: str, error: Exception | None) -> tuple[Fault, ...]:
+def gather_errors(comm: Comm, topic: str, error: Exception | None) -> tuple[Fault, ...]:
     """Every rank's failure, on every rank.
 
     Args:
         error: this rank's own.
     """
-    fault = fault_of(error, comm.rank) if error is not None else None
+    fault = to_fault(error, comm.rank) if error is not None else None
     if comm.size == 1:
         return (fault,) if fault is not None else ()
     return _converse(comm, topic, fault, lambda faults: _Answer(tuple(faults), b""), met=True).faults
 
 
-def pool(comm: Comm, topic: str, work: Callable[[], T], kind: type[T]) -> list[T]:
+def all_gather(comm: Comm, topic: str, work: Callable[[], T], kind: type[T]) -> list[T]:
     """What `work()` gives on each rank, by rank, on every rank.
 
     Args:
@@ -93,7 +95,7 @@ def pool(comm: Comm, topic: str, work: Callable[[], T], kind: type[T]) -> list[T
     try:
         data = _encode(work())
     except Exception as error:
-        fault, cause = fault_of(error, comm.rank), error
+        fault, cause = to_fault(error, comm.rank), error
     heard: dict[int, bytes] = {}
 
     def judge(faults: list[Fault]) -> _Answer:

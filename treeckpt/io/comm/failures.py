@@ -11,7 +11,7 @@ from ...errors import CheckpointError, RankError, TreeckptError
 from ..os_errors import hint_for
 from .comm import Comm
 
-__all__ = ["Ended", "Fault", "fault_of", "ours", "raise_faults", "silent_faults"]
+__all__ = ["CoordinatorReply", "Fault", "raise_faults", "silent_faults", "to_fault", "wrap_os_error"]
 
 
 _KINDS: dict[str, type[TreeckptError]] = {
@@ -37,13 +37,13 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
     """Found by the coordinator on behalf of all ranks: nobody's failure."""
 
 
-class Ended(msgspec.Struct, array_like=True):
+class CoordinatorReply(msgspec.Struct, array_like=True):
     """What every word of the coordinator begins with: faults, if the save ends here."""
 
     faults: tuple[Fault, ...]
 
 
-def fault_of(error: BaseException, rank: int, *, common: bool = False) -> Fault:
+def to_fault(error: BaseException, rank: int, *, common: bool = False) -> Fault:
     """The message that tells of an error."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, TreeckptError):
@@ -51,7 +51,7 @@ def fault_of(error: BaseException, rank: int, *, common: bool = False) -> Fault:
     return Fault(rank, type(error).__name__, "", "", "", "", text, common)
 
 
-def ours(error: Exception, url: str) -> Exception:
+def wrap_os_error(error: Exception, url: str) -> Exception:
     """An error of the system's as one of ours; any other as it is."""
     if not isinstance(error, OSError):
         return error

@@ -14,12 +14,12 @@ from ...core.format.shard_header import ShardHeader, block_count, decode_header,
 from ...errors import CheckpointError, CorruptError
 from ..timing import Recorder
 from .memory import PAGE, aligned_buffer
-from .store import TEXT, Lending, Store
+from .store import TEXT, Store, SupportsMappedReads
 
 __all__ = [
+    "ByteRange",
     "Opened",
     "Shards",
-    "Stretch",
     "matches",
     "open_shard",
     "read_header",
@@ -187,7 +187,7 @@ def _named(store: Store, index: Index, file: File, first: int, last: int) -> str
     return f"{', '.join(paths[:3])}{more}: {store.url}/{file.name}" if paths else f"{store.url}/{file.name}"
 
 
-class Stretch(msgspec.Struct, frozen=True):
+class ByteRange(msgspec.Struct, frozen=True):
     """Bytes of a shard's data area, rounded out to what is read to have them verified."""
 
     opened: Opened
@@ -195,13 +195,13 @@ class Stretch(msgspec.Struct, frozen=True):
     high: int
 
 
-def stretch_of(opened: Opened, start: int, stop: int, *, verify: bool) -> Stretch:
+def stretch_of(opened: Opened, start: int, stop: int, *, verify: bool) -> ByteRange:
     """The stretch to read for bytes `start:stop` of a data area."""
     step = opened.block if verify else PAGE
-    return Stretch(opened, start // step * step, min(-(-stop // step) * step, opened.file.nbytes))
+    return ByteRange(opened, start // step * step, min(-(-stop // step) * step, opened.file.nbytes))
 
 
-def read_stretch(store: Store, stretch: Stretch, out: memoryview, *, verify: bool, shared: bool = False) -> None:
+def read_stretch(store: Store, stretch: ByteRange, out: memoryview, *, verify: bool, shared: bool = False) -> None:
     """Reads it, verified if asked."""
     file = stretch.opened.file
     store.read_into(file.name, file.header + stretch.low, out, shared=shared)
@@ -218,7 +218,7 @@ class Shards:
 
     def __init__(self, store: Store, index: Index, recorder: Recorder, *, verify: bool, whole: bool = True) -> None:
         self.store, self.index, self.verify, self.recorder, self.whole = store, index, verify, recorder, whole
-        self._lending = store if isinstance(store, Lending) else None
+        self._lending = store if isinstance(store, SupportsMappedReads) else None
         self._opened: dict[str, Opened] = {}
         self._sizes: dict[str, int] | None = None
 
@@ -234,14 +234,14 @@ class Shards:
             self._sizes = self.store.sizes()
         return open_shard(self.store, self.index, file, self._sizes.get(file.name), whole=self.whole)
 
-    def read(self, stretch: Stretch, out: memoryview, *, shared: bool = False) -> None:
+    def read(self, stretch: ByteRange, out: memoryview, *, shared: bool = False) -> None:
         """Reads a stretch, verified if that is asked of these shards, leaving a span."""
         begin = self.recorder.now()
         read_stretch(self.store, stretch, out, verify=self.verify, shared=shared)
         self.recorder.add("read", begin, self.recorder.now(), len(out))
 
     @contextlib.contextmanager
-    def lent(self, stretch: Stretch, *, fetch: bool) -> Iterator[memoryview | None]:
+    def lent(self, stretch: ByteRange, *, fetch: bool) -> Iterator[memoryview | None]:
         """A stretch where it lies, verified like one that is read, while the body runs; None if not at hand."""
         if self._lending is None:
             yield None
@@ -249,14 +249,14 @@ class Shards:
         begin = self.recorder.now()
         file = stretch.opened.file
         start, nbytes = file.header + stretch.low, stretch.high - stretch.low
-        with self._lending.lend(file.name, start, nbytes, fetch=fetch) as memory:
+        with self._lending.mapped(file.name, start, nbytes, fetch=fetch) as memory:
             if memory is not None:
                 if self.verify:
                     _check_blocks(self.store, stretch.opened, stretch.low, memory)
                 self.recorder.add("read", begin, self.recorder.now(), len(memory))
             yield memory
 
-    def read_parts(self, stretch: Stretch, parts: Sequence[memoryview]) -> bool:
+    def read_parts(self, stretch: ByteRange, parts: Sequence[memoryview]) -> bool:
         """Reads a stretch straight to where it belongs, if its bytes are at hand; False if not."""
         begin = self.recorder.now()
         opened = stretch.opened
@@ -280,6 +280,6 @@ def verify_shard(store: Store, opened: Opened, start: int = 0, stop: int | None 
     )
     buffer = aligned_buffer(step, huge=True)
     for low in range(whole.low, whole.high, step):
-        stretch = Stretch(opened, low, min(low + step, whole.high))
+        stretch = ByteRange(opened, low, min(low + step, whole.high))
         read_stretch(store, stretch, buffer[: stretch.high - stretch.low], verify=True)
     return max(whole.high - whole.low, 0)

@@ -18,7 +18,7 @@ from .patterns import Binding, Pattern, compile_pattern, expand, names_in, numbe
 from .reshape_rules import NOWHERE, Array, Shaping
 from .rules import Copy, Drop, Fill, Keep, OneRule, Rename, Renames, Rule
 
-__all__ = ["Item", "State", "Step", "Undone", "chain_of", "items_of", "sources_of"]
+__all__ = ["InverseRules", "LeafState", "RuleContext", "Step", "chain_of", "items_of", "sources_of"]
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
@@ -30,7 +30,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     """What the leaf, or the first of those it is made of, was called."""
 
 
-class Item(msgspec.Struct, frozen=True, gc=False):
+class LeafState(msgspec.Struct, frozen=True, gc=False):
     """What stands at a path, while rules are applied and after."""
 
     of: str
@@ -44,20 +44,20 @@ class Item(msgspec.Struct, frozen=True, gc=False):
     trail: tuple[Step, ...] = ()
 
 
-def items_of(leaves: Mapping[str, ArraySpec | None]) -> dict[str, Item]:
+def items_of(leaves: Mapping[str, ArraySpec | None]) -> dict[str, LeafState]:
     """Saved leaves before any rule."""
     return {
-        path: Item(path, (i,), None if spec is None else Array(spec, saved(path, spec)))
+        path: LeafState(path, (i,), None if spec is None else Array(spec, saved(path, spec)))
         for i, (path, spec) in enumerate(leaves.items())
     }
 
 
-def chain_of(item: Item, path: str) -> str:
+def chain_of(item: LeafState, path: str) -> str:
     """How a leaf came about: `model/h.0.qkv -(1: rename ...)-> model/l.0.qkv -(2: split ...)-> model/l.0.q`."""
     return "".join(f"{step.before} -({step.rule})-> " for step in item.trail) + path
 
 
-class Undone:
+class InverseRules:
     """What undoes one rule."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Undone:
         return [*self.steps, *([Renames(tuple(self.names))] if self.names else [])]
 
 
-class State:
+class RuleContext:
     """The leaves between two rules.
 
     Args:
@@ -80,7 +80,9 @@ class State:
             are shared out, never cut.
     """
 
-    def __init__(self, items: Mapping[str, Item], strict: bool, beside: Mapping[str, tuple[str, ...]] = {}) -> None:
+    def __init__(
+        self, items: Mapping[str, LeafState], strict: bool, beside: Mapping[str, tuple[str, ...]] = {}
+    ) -> None:
         self.items, self.strict, self.beside = dict(items), strict, beside
         self.dropped: dict[str, None] = {}
         self.keeps: list[str] = []
@@ -88,12 +90,12 @@ class State:
         self.label, self.demanding = "", strict
         self.became: dict[str, tuple[str, ...]] = {}
         """What the last rule made of each leaf, if it reshapes."""
-        self.took: dict[str, Item] = {}
+        self.took: dict[str, LeafState] = {}
         """What the last rule was about."""
 
-    def apply(self, rule: OneRule, label: str) -> Undone:
+    def apply(self, rule: OneRule, label: str) -> InverseRules:
         """Applies one rule; gives what undoes it."""
-        self.label, self.became, self.took, undone = label, {}, {}, Undone()
+        self.label, self.became, self.took, undone = label, {}, {}, InverseRules()
         self.demanding = self.strict and not rule.optional
         if isinstance(rule, Shaping):
             found = self._shape(rule, undone)
@@ -138,7 +140,7 @@ class State:
                     found[path] = expand(target, binding)
         return found
 
-    def _rename(self, pairs: Sequence[tuple[str, str]], undone: Undone) -> bool:
+    def _rename(self, pairs: Sequence[tuple[str, str]], undone: InverseRules) -> bool:
         names = self._pairs(pairs)
         self.took = {path: self.items.pop(path) for path in names}
         for path, item in self.took.items():
@@ -146,7 +148,7 @@ class State:
         undone.names = [(new, old) for old, new in names.items()]
         return bool(names)
 
-    def _copy(self, rule: Copy, undone: Undone) -> bool:
+    def _copy(self, rule: Copy, undone: InverseRules) -> bool:
         names = self._pairs(rule.pairs)
         self.took = {path: self.items[path] for path in names}
         for path, name in names.items():
@@ -155,7 +157,7 @@ class State:
         undone.steps = [Drop(name) for name in names.values()]
         return bool(names)
 
-    def _drop(self, rule: Drop | Keep, undone: Undone) -> bool:
+    def _drop(self, rule: Drop | Keep, undone: InverseRules) -> bool:
         names = [path for _, path in self.find(compile_pattern(rule.source), below=True)]
         self.took = {path: self.items.pop(path) for path in names}
         for item in self.took.values():
@@ -165,18 +167,18 @@ class State:
             self.keeps.append(rule.source)
         return bool(names) or isinstance(rule, Keep)
 
-    def _fill(self, rule: Fill, undone: Undone) -> bool:
+    def _fill(self, rule: Fill, undone: InverseRules) -> bool:
         if rule.shape is None or "*" in rule.target or "$" in rule.target:
             self.fills.append(rule)
             return True
         spec = ArraySpec(rule.shape, rule.dtype)
         made = constant(rule.shape, rule.dtype, rule.value)
-        self.put(rule.target, self.stepped(Item("", (1 << 61,), Array(spec, made)), "nothing"))
+        self.put(rule.target, self.stepped(LeafState("", (1 << 61,), Array(spec, made)), "nothing"))
         undone.steps = [Drop(rule.target)]
         return True
 
     # shapes ---------------------------------------------------------------------------------------------------------
-    def _shape(self, rule: Shaping, undone: Undone) -> bool:
+    def _shape(self, rule: Shaping, undone: InverseRules) -> bool:
         jobs = _gather(self, rule)
         given = self.took = {path: self.items[path] for _, paths in jobs for path in paths}
         done = [(paths, *self._made(rule, binding, paths)) for binding, paths in jobs]
@@ -200,7 +202,7 @@ class State:
                 undone.steps.extend(undo)
         return bool(jobs)
 
-    def _made(self, rule: Shaping, binding: Binding, paths: Sequence[str]) -> tuple[list[str], list[Item]]:
+    def _made(self, rule: Shaping, binding: Binding, paths: Sequence[str]) -> tuple[list[str], list[LeafState]]:
         given = [self.items[path] for path in paths]
         if len(given) > 1 and not rule.joins:
             raise self.fault(paths[0], f"one array for {expand(rule.targets[0], binding)}", f"{len(given)}")
@@ -218,7 +220,7 @@ class State:
             raise self.fault(paths[0], error.expected, error.found, error.hint) from error
         return names, [msgspec.structs.replace(given[0], array=array) for array in made]
 
-    def _shared(self, rule: Shaping, paths: Sequence[str]) -> tuple[list[str], list[Item]]:
+    def _shared(self, rule: Shaping, paths: Sequence[str]) -> tuple[list[str], list[LeafState]]:
         """What a parameter has one of goes to all that it becomes."""
         given = [self.items[path] for path in paths]
         for path, item in zip(paths, given, strict=True):
@@ -235,7 +237,7 @@ class State:
         return names, [given[0]] * len(names)
 
     # leaves ---------------------------------------------------------------------------------------------------------
-    def put(self, path: str, item: Item) -> None:
+    def put(self, path: str, item: LeafState) -> None:
         """Puts a leaf under a name.
 
         Raises:
@@ -257,11 +259,11 @@ class State:
             )
         self.items[path] = item
 
-    def discard(self, item: Item) -> None:
+    def discard(self, item: LeafState) -> None:
         """Takes note of what is not kept."""
         self.dropped.update(dict.fromkeys(sources_of(item)))
 
-    def stepped(self, item: Item, before: str, others: int = 0) -> Item:
+    def stepped(self, item: LeafState, before: str, others: int = 0) -> LeafState:
         """A leaf that has come one rule further."""
         if others:
             before += f" and {others} more"
@@ -274,14 +276,14 @@ class State:
         return MismatchError(path, expected=expected, found=f"{found}, for rule {self.label} on {chain}", hint=hint)
 
 
-def sources_of(item: Item) -> list[str]:
+def sources_of(item: LeafState) -> list[str]:
     """The saved leaves that an item is, or is made of; a tie is itself, not what it is tied to."""
     parts = () if item.array is None else item.array.made.parts
     sources = dict.fromkeys(part.source for part in parts if isinstance(part, Part))
     return [item.of] if len(sources) < 2 and item.of else list(sources)
 
 
-def _gather(state: State, rule: Shaping) -> list[tuple[Binding, list[str]]]:
+def _gather(state: RuleContext, rule: Shaping) -> list[tuple[Binding, list[str]]]:
     """The leaves that a rule takes, those that become one together, in order."""
     kept = set[str]().union(*(numbers_of(target) for target in rule.targets))
     patterns = [compile_pattern(text) for text in rule.patterns]
@@ -295,7 +297,9 @@ def _gather(state: State, rule: Shaping) -> list[tuple[Binding, list[str]]]:
     return [(shared, _in_order(state, shared, found, patterns)) for shared, found in groups.items()]
 
 
-def _in_order(state: State, shared: Binding, found: list[dict[Binding, str]], patterns: Sequence[Pattern]) -> list[str]:
+def _in_order(
+    state: RuleContext, shared: Binding, found: list[dict[Binding, str]], patterns: Sequence[Pattern]
+) -> list[str]:
     """One group: number by number, within that pattern by pattern.
 
     Raises:

@@ -13,8 +13,8 @@ import msgspec
 from ...core.tree.spec import ArraySpec
 from ...core.tree.structure import key_text
 from ...errors import MismatchError
-from .apply_rule import Item, State, Step, Undone, items_of, sources_of
-from .composed_array import Made, constant
+from .apply_rule import InverseRules, LeafState, RuleContext, Step, items_of, sources_of
+from .composed_array import ComposedArray, constant
 from .patterns import compile_pattern
 from .reshape_rules import Cast
 from .rules import Carried, Fill, OneRule, Rule, label_of
@@ -25,7 +25,7 @@ __all__ = ["Ruled", "apply_rules", "inverse"]
 class Ruled(msgspec.Struct, frozen=True):
     """What rules made of saved leaves."""
 
-    items: dict[str, Item]
+    items: dict[str, LeafState]
     """By path, in order."""
     dropped: tuple[str, ...]
     """Saved leaves that rules have dropped, as they are called in the checkpoint."""
@@ -38,7 +38,7 @@ class Ruled(msgspec.Struct, frozen=True):
         """Whether what is wanted at a path stays as it is."""
         return any(compile_pattern(text).match(path, below=True) is not None for text in self.keeps)
 
-    def fill_at(self, path: str, wanted: ArraySpec) -> Made | None:
+    def fill_at(self, path: str, wanted: ArraySpec) -> ComposedArray | None:
         """The array of one value that rules put at a path, of the shape and dtype that are wanted there."""
         for fill in self.fills:
             if compile_pattern(fill.target).match(path) is not None:
@@ -46,7 +46,7 @@ class Ruled(msgspec.Struct, frozen=True):
         return None
 
 
-def apply_rules(items: Mapping[str, Item], rules: Iterable[Rule], *, strict: bool = True) -> Ruled:
+def apply_rules(items: Mapping[str, LeafState], rules: Iterable[Rule], *, strict: bool = True) -> Ruled:
     """What is there after rules.
 
     Args:
@@ -55,7 +55,7 @@ def apply_rules(items: Mapping[str, Item], rules: Iterable[Rule], *, strict: boo
     Raises:
         MismatchError: with the rule, and the chain of those before it that led to the leaf.
     """
-    state = State(items, strict)
+    state = RuleContext(items, strict)
     for number, rule in enumerate(rules, 1):
         _apply(state, rule, number)
     return _ruled(state)
@@ -67,7 +67,7 @@ def inverse(rules: Iterable[Rule], leaves: Mapping[str, ArraySpec | None]) -> tu
     Raises:
         MismatchError: a rule that loses something (drop, slice, a cast to less).
     """
-    state = State(items_of(leaves), strict=False)
+    state = RuleContext(items_of(leaves), strict=False)
     back: list[Rule] = []
     for number, rule in enumerate(rules, 1):
         undone = _apply(state, rule, number)
@@ -75,12 +75,12 @@ def inverse(rules: Iterable[Rule], leaves: Mapping[str, ArraySpec | None]) -> tu
     return tuple(reversed(back))
 
 
-def _apply(state: State, rule: Rule, number: int) -> Undone:
+def _apply(state: RuleContext, rule: Rule, number: int) -> InverseRules:
     label = f"{number}: {label_of(rule)}"
     return _apply_carried(state, rule, label) if isinstance(rule, Carried) else state.apply(rule, label)
 
 
-def _ruled(state: State) -> Ruled:
+def _ruled(state: RuleContext) -> Ruled:
     order = sorted(state.items.items(), key=lambda pair: pair[1].place)
     used = {path for item in state.items.values() for path in sources_of(item)}
     dropped = tuple(path for path in state.dropped if path not in used)
@@ -140,12 +140,12 @@ def _moment(steps: list[str], parameters: Container[str]) -> tuple[Family, str] 
     return None
 
 
-def _apply_carried(state: State, carried: Carried, label: str) -> Undone:
+def _apply_carried(state: RuleContext, carried: Carried, label: str) -> InverseRules:
     """Applies rules to parameters, which are all that they see, and to what follows them."""
-    undone, back = Undone(), list[Rule]()
+    undone, back = InverseRules(), list[Rule]()
     followers = _followers(state.items)
     parameters = {path: state.items.pop(path) for path in list(state.items) if path.startswith(MODEL)}
-    inner = State(parameters, state.strict)
+    inner = RuleContext(parameters, state.strict)
     for number, rule in enumerate(_flat(carried), 1):
         one = inner.apply(rule, f"{label.partition(':')[0]}.{number}: {label_of(rule)}")
         undone.lost = undone.lost or one.lost
@@ -188,7 +188,12 @@ def _name_of(path: str, label: str) -> str:
 
 
 def _follow(
-    state: State, inner: State, rule: OneRule, family: Family, paths: Mapping[str, str], followers: Followers
+    state: RuleContext,
+    inner: RuleContext,
+    rule: OneRule,
+    family: Family,
+    paths: Mapping[str, str],
+    followers: Followers,
 ) -> None:
     """Does with one moment what a rule did with the parameters that it took.
 
@@ -197,7 +202,7 @@ def _follow(
     """
     own = {path: state.items[follower] for path, follower in paths.items()}
     beside = {path: inner.became.get(path, ()) for path, item in own.items() if _is_one(item, inner.took[path], family)}
-    moments = State(own, strict=False, beside=beside)
+    moments = RuleContext(own, strict=False, beside=beside)
     moments.apply(rule, inner.label)
     for path, item in own.items():
         if moments.items.get(path) is not item:
@@ -214,7 +219,7 @@ def _follow(
     state.dropped.update(moments.dropped)
 
 
-def _is_one(moment: Item, parameter: Item, family: Family) -> bool:
+def _is_one(moment: LeafState, parameter: LeafState, family: Family) -> bool:
     """Whether a parameter has one of these, whatever its shape, and not one for each element."""
     if moment.array is None or parameter.array is None or family.after.removeprefix("/") in _ONCE:
         return True

@@ -26,7 +26,7 @@ from .view import MadeLeaf
 __all__ = ["only_chunk", "pieces_of"]
 
 
-class _Turned:
+class PermutedWriter:
     """A box of a target, written box by box of a saved array."""
 
     def __init__(self, piece: TargetPiece, part: Part, spec: ArraySpec) -> None:
@@ -68,7 +68,7 @@ def pieces_of(leaf: MadeLeaf, target: Target) -> Iterator[tuple[Leaf, TargetPiec
             if isinstance(part, Constant):
                 yield _filler(part, piece, target.spec)
             elif part.region.size:
-                yield leaf.sources[part.source], TargetPiece(part.box, _Turned(piece, part, target.spec))
+                yield leaf.sources[part.source], TargetPiece(part.box, PermutedWriter(piece, part, target.spec))
 
 
 def _filler(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[], None]:

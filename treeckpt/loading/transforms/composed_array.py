@@ -16,8 +16,8 @@ from ...core.sharding.region import Region, intersect
 from ...core.tree.spec import ArraySpec
 
 __all__ = [
+    "ComposedArray",
     "Constant",
-    "Made",
     "Part",
     "cast",
     "constant",
@@ -57,30 +57,30 @@ class Constant(msgspec.Struct, frozen=True, gc=False):
     dtypes: tuple[str, ...]
 
 
-class Made(msgspec.Struct, frozen=True):
+class ComposedArray(msgspec.Struct, frozen=True):
     """An array: its parts cover it, and each element once."""
 
     shape: tuple[int, ...]
     parts: tuple[Part | Constant, ...]
 
 
-def saved(path: str, spec: ArraySpec) -> Made:
+def saved(path: str, spec: ArraySpec) -> ComposedArray:
     """A saved array as it is."""
     whole = Region.whole(spec.shape)
-    return Made(spec.shape, (Part(whole, path, whole, tuple(range(len(spec.shape))), (spec.dtype,)),))
+    return ComposedArray(spec.shape, (Part(whole, path, whole, tuple(range(len(spec.shape))), (spec.dtype,)),))
 
 
-def is_saved(made: Made, path: str, spec: ArraySpec) -> bool:
+def is_saved(made: ComposedArray, path: str, spec: ArraySpec) -> bool:
     """Whether a made array is a saved one, untouched."""
     return made == saved(path, spec)
 
 
-def constant(shape: tuple[int, ...], dtype: str, value: bool | int | float) -> Made:
+def constant(shape: tuple[int, ...], dtype: str, value: bool | int | float) -> ComposedArray:
     """An array of one value."""
-    return Made(shape, (Constant(Region.whole(shape), value, (dtype,)),))
+    return ComposedArray(shape, (Constant(Region.whole(shape), value, (dtype,)),))
 
 
-def parts_in(made: Made, region: Region) -> list[Part | Constant]:
+def parts_in(made: ComposedArray, region: Region) -> list[Part | Constant]:
     """What makes up a region of the array."""
     if region.is_whole(made.shape):
         return list(made.parts)
@@ -99,10 +99,12 @@ def _cut(part: Part | Constant, to: Region) -> Part | Constant:
     return Part(to, part.source, Region(tuple(offset), tuple(shape)), part.axes, part.dtypes)
 
 
-def narrow(made: Made, region: Region) -> Made:
+def narrow(made: ComposedArray, region: Region) -> ComposedArray:
     """A region of the array, as one of its own."""
     back = tuple(-o for o in region.offset)
-    return Made(region.shape, tuple(_moved(part, part.region.shifted(back)) for part in parts_in(made, region)))
+    return ComposedArray(
+        region.shape, tuple(_moved(part, part.region.shifted(back)) for part in parts_in(made, region))
+    )
 
 
 def _moved(part: Part | Constant, region: Region) -> Part | Constant:
@@ -111,7 +113,7 @@ def _moved(part: Part | Constant, region: Region) -> Part | Constant:
     return Part(region, part.source, part.box, part.axes, part.dtypes)
 
 
-def permute(made: Made, axes: Sequence[int]) -> Made:
+def permute(made: ComposedArray, axes: Sequence[int]) -> ComposedArray:
     """The array with its dimensions in this order."""
 
     def turned(part: Part | Constant) -> Part | Constant:
@@ -120,19 +122,19 @@ def permute(made: Made, axes: Sequence[int]) -> Made:
             return Constant(region, part.value, part.dtypes)
         return Part(region, part.source, part.box, tuple(part.axes[a] for a in axes), part.dtypes)
 
-    return Made(tuple(made.shape[a] for a in axes), tuple(turned(part) for part in made.parts))
+    return ComposedArray(tuple(made.shape[a] for a in axes), tuple(turned(part) for part in made.parts))
 
 
-def cast(made: Made, dtype: str) -> Made:
+def cast(made: ComposedArray, dtype: str) -> ComposedArray:
     """The array in another dtype."""
     parts = (
         part if part.dtypes[-1] == dtype else msgspec.structs.replace(part, dtypes=(*part.dtypes, dtype))
         for part in made.parts
     )
-    return Made(made.shape, tuple(parts))
+    return ComposedArray(made.shape, tuple(parts))
 
 
-def interleave(arrays: Sequence[Made], axis: int, groups: int = 1) -> Made:
+def interleave(arrays: Sequence[ComposedArray], axis: int, groups: int = 1) -> ComposedArray:
     """Arrays one after the other along an axis; with several groups, a share of each after the other, again and again.
 
     All have equal shapes but along the axis, where each can be divided by the number of groups.
@@ -147,13 +149,13 @@ def interleave(arrays: Sequence[Made], axis: int, groups: int = 1) -> Made:
             parts += [_moved(part, part.region.shifted(by)) for part in piece.parts]
             at += length
     shape = arrays[0].shape
-    return Made((*shape[:axis], at, *shape[axis + 1 :]), _joined(parts))
+    return ComposedArray((*shape[:axis], at, *shape[axis + 1 :]), _joined(parts))
 
 
-def uninterleave(made: Made, axis: int, lengths: Sequence[int], groups: int = 1) -> list[Made]:
+def uninterleave(made: ComposedArray, axis: int, lengths: Sequence[int], groups: int = 1) -> list[ComposedArray]:
     """The inverse of `interleave`: arrays with `lengths` of each group along the axis."""
     stride, starts = sum(lengths), list(itertools.accumulate(lengths, initial=0))
-    found: list[Made] = []
+    found: list[ComposedArray] = []
     for start, length in zip(starts, lengths, strict=False):
         pieces = [narrow(made, _slab(made.shape, axis, group * stride + start, length)) for group in range(groups)]
         found.append(pieces[0] if groups == 1 else interleave(pieces, axis))
@@ -165,12 +167,12 @@ def _slab(shape: tuple[int, ...], axis: int, start: int, length: int) -> Region:
     return Region(offset, (*shape[:axis], length, *shape[axis + 1 :]))
 
 
-def stack(arrays: Sequence[Made], axis: int) -> Made:
+def stack(arrays: Sequence[ComposedArray], axis: int) -> ComposedArray:
     """Arrays of one shape along a new axis."""
     return interleave([_with_axis(array, axis) for array in arrays], axis)
 
 
-def _with_axis(made: Made, axis: int) -> Made:
+def _with_axis(made: ComposedArray, axis: int) -> ComposedArray:
     def wider(part: Part | Constant) -> Part | Constant:
         offset, shape = part.region.offset, part.region.shape
         region = Region((*offset[:axis], 0, *offset[axis:]), (*shape[:axis], 1, *shape[axis:]))
@@ -179,10 +181,10 @@ def _with_axis(made: Made, axis: int) -> Made:
         return Part(region, part.source, part.box, (*part.axes[:axis], -1, *part.axes[axis:]), part.dtypes)
 
     shape = (*made.shape[:axis], 1, *made.shape[axis:])
-    return Made(shape, tuple(wider(part) for part in made.parts))
+    return ComposedArray(shape, tuple(wider(part) for part in made.parts))
 
 
-def take(made: Made, axis: int, index: int) -> Made:
+def take(made: ComposedArray, axis: int, index: int) -> ComposedArray:
     """One element along an axis, which is then no more."""
 
     def narrower(part: Part | Constant) -> Part | Constant:
@@ -193,7 +195,7 @@ def take(made: Made, axis: int, index: int) -> Made:
         return Part(region, part.source, part.box, (*part.axes[:axis], *part.axes[axis + 1 :]), part.dtypes)
 
     row = narrow(made, _slab(made.shape, axis, index, 1))
-    return Made((*made.shape[:axis], *made.shape[axis + 1 :]), tuple(narrower(part) for part in row.parts))
+    return ComposedArray((*made.shape[:axis], *made.shape[axis + 1 :]), tuple(narrower(part) for part in row.parts))
 
 
 # joining what fits ------------------------------------------------------------------------------------------------

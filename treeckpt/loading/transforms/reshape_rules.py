@@ -15,7 +15,7 @@ from ...core.sharding.dtypes import dtype_of, name_of
 from ...core.tree.spec import ArraySpec
 from ...errors import MismatchError
 from . import composed_array as arrays
-from .composed_array import Made
+from .composed_array import ComposedArray
 from .patterns import Binding, expand, numbers_of
 
 __all__ = [
@@ -41,7 +41,7 @@ class Array(msgspec.Struct, frozen=True):
     """An array as rules see it."""
 
     spec: ArraySpec
-    made: Made
+    made: ComposedArray
 
 
 class BaseRule(
@@ -114,7 +114,7 @@ def _axis(axis: int, shape: tuple[int, ...], more: int = 0) -> int:
     return axis % ndim
 
 
-def _of(like: Array, shape: tuple[int, ...], made: Made) -> Array:
+def _of(like: Array, shape: tuple[int, ...], made: ComposedArray) -> Array:
     return Array(msgspec.structs.replace(like.spec, shape=shape), made)
 
 

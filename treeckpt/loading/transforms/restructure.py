@@ -43,11 +43,11 @@ _FIELDS = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TableN
 Steps = tuple[str, ...]
 
 
-class _Twig:
+class NodeBuilder:
     """A node of the new tree while it grows."""
 
     def __init__(self) -> None:
-        self.children: dict[str, _Twig | None] = {}
+        self.children: dict[str, NodeBuilder | None] = {}
         self.was: Steps | None = None
         """Where a container stood whose kind it may take."""
 
@@ -103,7 +103,7 @@ def regrow(structure: Structure, names: Iterable[tuple[str, str]], *, source_ran
     Raises:
         MismatchError: a leaf stands where others lie below.
     """
-    nodes, root = _nodes(structure, source_rank), _Twig()
+    nodes, root = _nodes(structure, source_rank), NodeBuilder()
     pairs = list(names)
     for now, before in pairs:
         if not now:
@@ -116,7 +116,7 @@ def regrow(structure: Structure, names: Iterable[tuple[str, str]], *, source_ran
     return run(_grown(root, (), nodes, rank))
 
 
-def _add(root: _Twig, steps: Steps, old: Steps, nodes: dict[Steps, Node], *, is_node: bool) -> None:
+def _add(root: NodeBuilder, steps: Steps, old: Steps, nodes: dict[Steps, Node], *, is_node: bool) -> None:
     twig = root
     for depth, step in enumerate(steps):
         last = depth == len(steps) - 1 and not is_node
@@ -127,7 +127,7 @@ def _add(root: _Twig, steps: Steps, old: Steps, nodes: dict[Steps, Node], *, is_
             twig.children[step] = None
             return
         if child is None:
-            child = twig.children[step] = _Twig()
+            child = twig.children[step] = NodeBuilder()
         if child.was is None:
             child.was = _origin(steps, old, depth + 1, nodes)
         twig = child
@@ -148,7 +148,7 @@ def _origin(steps: Steps, old: Steps, depth: int, nodes: dict[Steps, Node]) -> S
     return old[:above] if moved else None
 
 
-def _grown(twig: _Twig, steps: Steps, nodes: dict[Steps, Node], rank: int) -> Walk[Node]:
+def _grown(twig: NodeBuilder, steps: Steps, nodes: dict[Steps, Node], rank: int) -> Walk[Node]:
     was = nodes.get(twig.was) if twig.was is not None else None
     texts = list(twig.children)
     if isinstance(was, (ListNode, TupleNode, DequeNode)):

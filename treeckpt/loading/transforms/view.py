@@ -17,9 +17,9 @@ from ...core.sharding.int_runs import Runs, decode_runs
 from ...core.tree.spec import ArraySpec
 from ...core.tree.structure import Structure, empty_places, paths_of
 from ...errors import MismatchError
-from .apply_rule import Item, chain_of
+from .apply_rule import LeafState, chain_of
 from .apply_rules import Ruled, apply_rules
-from .composed_array import Made, Part, is_saved, saved
+from .composed_array import ComposedArray, Part, is_saved, saved
 from .reshape_rules import Array
 from .restructure import empty_nodes, regrow
 from .rules import Rule
@@ -30,7 +30,7 @@ __all__ = ["MadeLeaf", "View", "plain_view", "ruled_view"]
 class MadeLeaf(Leaf, frozen=True, gc=False):
     """An array that rules made. Its record has no chunks: these are those of the leaves it is made of."""
 
-    made: Made
+    made: ComposedArray
     sources: dict[str, Leaf]
     """The saved leaves, by their paths."""
 
@@ -137,7 +137,7 @@ def ruled_view(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: i
     items = {path: _item(index, leaf) for path, leaf in own.items()}
     empty = empty_nodes(index.structure)
     # an empty container stands behind the leaf before it, and all that rules make of that
-    items.update((path, Item(path, (before - 1, 1 << 60, i))) for i, (path, before) in enumerate(empty))
+    items.update((path, LeafState(path, (before - 1, 1 << 60, i))) for i, (path, before) in enumerate(empty))
     ruled = apply_rules(items, rules, strict=strict)
     numbers: dict[object, int] = {}
     by_path: dict[str, tuple[Leaf, ...]] = {}
@@ -161,15 +161,15 @@ def _source(index: Index, leaf: Leaf) -> str:
     return index.entries[record.of].path if isinstance(record, AliasRecord) and record.view is None else leaf.path
 
 
-def _item(index: Index, leaf: Leaf) -> Item:
+def _item(index: Index, leaf: Leaf) -> LeafState:
     value = leaf.record.value if isinstance(leaf.record, ValueRecord) else None
     spec = leaf.spec
     if not isinstance(spec, ArraySpec):
-        return Item(leaf.path, (leaf.number,), value=value)
-    return Item(leaf.path, (leaf.number,), Array(spec, saved(_source(index, leaf), spec)))
+        return LeafState(leaf.path, (leaf.number,), value=value)
+    return LeafState(leaf.path, (leaf.number,), Array(spec, saved(_source(index, leaf), spec)))
 
 
-def _leaf(index: Index, own: Mapping[str, Leaf], path: str, item: Item, numbers: dict[object, int]) -> Leaf:
+def _leaf(index: Index, own: Mapping[str, Leaf], path: str, item: LeafState, numbers: dict[object, int]) -> Leaf:
     """The leaf of an item; what is made of the same parts has the same number, and so is one array."""
     leaf, array = own.get(item.of), item.array
     if leaf is not None and (array is None or _is_untouched(index, leaf, array)):
