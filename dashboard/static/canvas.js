@@ -1,5 +1,5 @@
 // @ts-check
-/** Drawing: sharp canvases that follow the window and the colour scheme, colours of data, patterns, legends. */
+/** Canvases that follow the width of the window and the colour scheme, colours of data, patterns, and legends. */
 import { make } from "./dom.js";
 
 const probe = document.createElement("i");
@@ -46,7 +46,7 @@ export function fillBox(g, number, x, y, w, h) {
 }
 
 /**
- * Diagonal lines inside a box.
+ * Draws diagonal lines inside a box.
  * @param {CanvasRenderingContext2D} g @param {number} x @param {number} y @param {number} w @param {number} h
  * @param {string} stroke @param {number} step @param {number} alpha
  */
@@ -104,7 +104,7 @@ export function follow(canvas, picture) {
 }
 
 /**
- * A legend; every swatch is drawn as the picture draws its boxes.
+ * Fills a list with a legend; each swatch is drawn by the function that draws the boxes of the picture.
  * @param {HTMLElement} list
  * @param {{ text: string, draw: (g: CanvasRenderingContext2D) => void }[]} entries
  */
@@ -118,7 +118,7 @@ export function legend(list, entries) {
 }
 
 /**
- * Text in a box where it fits, else nothing.
+ * Writes text into a box, if it fits.
  * @param {CanvasRenderingContext2D} g @param {string} text
  * @param {number} x @param {number} y @param {number} w @param {number} h @param {string} fill
  */

@@ -1,8 +1,8 @@
 // @ts-check
-/** What every page needs: elements, text that cannot deceive, numbers in words, and requests to the API. */
+/** What every page needs: elements, text without hidden characters, formatted numbers, and requests to the API. */
 
 /**
- * Text with every character that has no glyph of its own, or that reorders others, written as an escape.
+ * Writes characters without a glyph of their own, and characters that reorder others, as escapes.
  * @param {unknown} text
  */
 export function visible(text) {
@@ -18,7 +18,7 @@ export function visible(text) {
 }
 
 /**
- * An element with attributes and children; text only ever as text.
+ * Creates an element with attributes and children; a string becomes a text node, never HTML.
  * @param {string} name
  * @param {Record<string, string | number | boolean | null | undefined>} [attributes]
  * @param {(Node | string | null)[]} children
@@ -46,11 +46,11 @@ export function find(selector) {
   return /** @type {T} */ (/** @type {unknown} */ (element));
 }
 
-/** The way to the dashboard's root, as the server wrote it. */
+/** The relative link to the dashboard's root, as the server wrote it. */
 export const base = document.body.dataset.base ?? "./";
 
 /**
- * The JSON of one API address.
+ * Requests the JSON of one API address.
  * @param {string} path
  * @param {Record<string, string | number | null | undefined>} [query]
  * @param {AbortSignal} [signal]
@@ -97,7 +97,7 @@ export const numberText = (n) => n.toLocaleString("en");
 export const recalled = (name) => new URLSearchParams(location.search).get(name);
 
 /**
- * Puts the view's state into the address, so that it can be sent to somebody.
+ * Writes the state of the view into the address, so that it can be sent to somebody.
  * @param {Record<string, string | number | null | undefined>} state empty values are left out
  */
 export function remember(state) {
@@ -113,7 +113,7 @@ export function remember(state) {
 export const reason = (error) => (error instanceof Error ? error.message : String(error));
 
 /**
- * Puts text on the clipboard, and says so on the button.
+ * Copies text to the clipboard, and shows that on the button.
  * @param {HTMLElement} button @param {string | Promise<string>} text
  */
 export async function copy(button, text) {
@@ -147,7 +147,7 @@ export function copiers(part, checkpoint, path) {
 }
 
 /**
- * A table.
+ * Creates a table.
  * @param {string} kind its class @param {HTMLElement[]} head @param {HTMLElement[][]} rows cells of each row
  */
 export const tableOf = (kind, head, rows) =>

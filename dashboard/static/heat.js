@@ -1,5 +1,5 @@
 // @ts-check
-/** Colour for numbers: a ramp that keeps its order without hue, and a matrix painted number by number as an image. */
+/** Colours of numbers: a ramp whose lightness keeps the order, and a matrix as an image of one pixel per number. */
 import { colour } from "./canvas.js";
 
 const STEPS = 256;
@@ -30,7 +30,7 @@ export function ramp() {
 }
 
 /**
- * The largest of each few rows, where there are more rows than lines: one slow rank of thousands stays visible.
+ * Reduces rows to lines by their maximum, if there are more rows than lines: one slow rank of thousands stays visible.
  * @param {ArrayLike<number>[]} columns all of one length @param {number} lines
  * @returns {Float64Array[]}
  */
@@ -49,7 +49,7 @@ export function pooled(columns, lines) {
 }
 
 /**
- * A matrix as an image, a point for each number.
+ * Paints a matrix as an image with one pixel for each number.
  * @param {ArrayLike<number>[]} columns
  * @param {(number: number, column: number) => number} share from 0 to 1, below 0 for none
  */

@@ -1,13 +1,15 @@
 // @ts-check
-/** The heat map of a save: who took how long in which phase. */
+/** The heat map of a save: the time of each rank, or group of ranks, in each phase. */
 import { api, find, secondsText } from "./dom.js";
 import { colour, follow } from "./canvas.js";
 import { imageOf, pooled, ramp } from "./heat.js";
 import { noter } from "./tip.js";
 
 /**
- * @typedef {{ by: string, phases: string[], waiting: boolean[], unit: number, labels: string[], medians: number[],
- *   times: number[][], slowest: number[][] }} Heat
+ * @typedef {{
+ *   by: string, phases: string[], waiting: boolean[], unit: number, labels: string[], medians: number[],
+ *   times: number[][], slowest: number[][],
+ * }} Heat
  */
 
 const LEFT = 78;
@@ -36,7 +38,7 @@ export async function heatMap(at) {
     (most, times, c) => (data.waiting[c] ? most : times.reduce((m, n) => Math.max(m, n), most)),
     1,
   );
-  // within a phase: from the median rank's time to three times that
+  // within a phase, colours go from the median rank's time to three times that
   const share = (/** @type {number} */ n, /** @type {number} */ c) =>
     of === "save" ? n / top : (n / Math.max(1, data.medians[c]) - 1) / 2;
   let of = new URL(location.href).searchParams.get("scale") === "save" ? "save" : "phase";

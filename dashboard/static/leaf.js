@@ -10,9 +10,11 @@ const readout = find("#map-text");
 const EDGE = { left: 54, top: 22, right: 10, bottom: 6 };
 
 /**
- * @type {{ dims: string[], sizes: number[], y: number | null, x: number | null, at: number[], rows: number,
- *   columns: number, boxes: number[][], files: Record<string, string>, more: number, missing: number, overlaps:
- *   number[][] } | null}
+ * @type {{
+ *   dims: string[], sizes: number[], y: number | null, x: number | null, at: number[], rows: number,
+ *   columns: number, boxes: number[][], files: Record<string, string>, more: number, missing: number,
+ *   overlaps: number[][],
+ * } | null}
  */
 let map = null;
 let by = recalled("by") === "file" ? "file" : "rank";
@@ -20,7 +22,7 @@ let chosen = -1;
 /** The region that was asked for: an offset, then a size per dimension. @type {number[]} */
 const asked = JSON.parse(holder.dataset.found ?? "[]");
 
-/** That region on the plane, as [top, left, bottom, right]; null where it does not meet it. */
+/** The requested region on the plane as [top, left, bottom, right]; null if it does not intersect the plane. */
 function wanted() {
   if (!map || !asked.length || asked.length !== 2 * map.sizes.length) return null;
   const n = map.sizes.length;
@@ -66,7 +68,7 @@ function draw(g, width, height) {
   if (!map) return;
   const s = scale(width, height);
   const [w, h] = [map.columns * s.x, map.rows * s.y];
-  // what no region covers stays as this: a gap
+  // what no region covers stays visible: a gap
   g.fillStyle = colour("--card");
   g.fillRect(EDGE.left, EDGE.top, w, h);
   if (!map.more) hatch(g, EDGE.left, EDGE.top, w, h, colour("--gap"), 5, 0.9);
@@ -113,7 +115,7 @@ function draw(g, width, height) {
 }
 
 /**
- * Who holds a box, written in it where there is room.
+ * Writes into a box which rank or file holds it, if there is room.
  * @param {CanvasRenderingContext2D} g @param {number[]} box @param {number[]} at
  * @param {number[] | null} bright what is not pale, null if nothing is
  */
@@ -127,7 +129,7 @@ function name(g, box, [x, y, w, h], bright) {
 }
 
 /**
- * Where regions begin and end, written along both edges as far as there is room.
+ * Writes along both edges where regions begin and end, as far as there is room.
  * @param {CanvasRenderingContext2D} g
  * @param {{x: number, y: number}} s
  * @param {number} w @param {number} h
@@ -265,7 +267,7 @@ async function load() {
   redraw();
 }
 
-/** The axes as the address has them, before the first map is asked for. */
+/** Sets the axis pickers from the address, before the first map is requested. */
 function restore() {
   for (const name of ["y", "x"]) {
     const select = /** @type {HTMLSelectElement} */ (form.elements.namedItem(name));
@@ -295,7 +297,7 @@ form.addEventListener("input", async () => {
 });
 form.addEventListener("submit", (event) => event.preventDefault());
 document.querySelector("#who")?.addEventListener("submit", (event) => {
-  // as the form does it, but with the rest of the view's state
+  // as the form would do, but the address keeps the rest of the view's state
   event.preventDefault();
   remember({ region: /** @type {HTMLInputElement} */ (find("#region")).value.trim(), start: null });
   location.reload();

@@ -1,7 +1,6 @@
 // @ts-check
 /**
- * The page of a large index that is read for the first time: shows how far that is, and opens the page when it is
- * done.
+ * The page of a large index that is read for the first time: shows the progress, and opens the page at the end.
  */
 
 import { base, find, numberText, secondsText } from "./dom.js";

@@ -1,16 +1,20 @@
 // @ts-check
-/** A look at values: a slice is read when a person asks; its numbers, histogram and first values are shown. */
+/** Values of an array: a slice is read on demand; its statistics, histogram and first values are shown. */
 import { api, bytesText, find, make, numberText, reason, recalled, remember, tableOf } from "./dom.js";
 import { barChart } from "./plots.js";
 
 /**
- * @typedef {{ nan: number, infinite: number, zero: number, minimum: string | null, maximum: string | null, mean:
- *   string | null, deviation: string | null, norm: string | null, edges: number[], bins: number[] }} Statistics
+ * @typedef {{
+ *   nan: number, infinite: number, zero: number, minimum: string | null, maximum: string | null,
+ *   mean: string | null, deviation: string | null, norm: string | null, edges: number[], bins: number[],
+ * }} Statistics
  */
 /**
- * @typedef {{ region: string, rank: number | null, top: number, left: number, rows: number, columns: number,
- *   elements: number, nbytes: number, read: number, verified: boolean, statistics: Statistics | null, values:
- *   string[][], limit: number }} Found
+ * @typedef {{
+ *   region: string, rank: number | null, top: number, left: number, rows: number, columns: number,
+ *   elements: number, nbytes: number, read: number, verified: boolean, statistics: Statistics | null,
+ *   values: string[][], limit: number,
+ * }} Found
  */
 
 const map = find("#map");

@@ -1,6 +1,6 @@
 // @ts-check
 /**
- * The matrix of a reshard: a row for each rank of the target, a column for each file, the darker the more is read.
+ * The matrix of a reshard: one row per rank of the target, one column per file; a darker cell means more bytes read.
  */
 import { bytesText, find, numberText } from "./dom.js";
 import { colour, follow, ink, label, legend, selectable } from "./canvas.js";

@@ -1,6 +1,6 @@
 // @ts-check
 /**
- * The strips of shards: what part of the tree lies where in each file. Only strips that come into view are fetched.
+ * The strips of shards: which part of the tree is where in each file. A strip is fetched when it comes into view.
  */
 import { api, bytesText, find, reason } from "./dom.js";
 import { colour, fillBox, follow, hatch, legend } from "./canvas.js";
@@ -11,7 +11,7 @@ const holder = find("#strips");
 const known = find("#strip-legend");
 
 /**
- * The header, the parts with the most bytes in colour, other parts, and padding, which is hatched.
+ * Draws a segment: the header, a part with many bytes in its colour, other parts, or padding, which is hatched.
  * @param {CanvasRenderingContext2D} g @param {number} group @param {number} last @param {number} x
  * @param {number} w @param {number} h
  */

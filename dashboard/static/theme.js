@@ -1,6 +1,6 @@
 // @ts-check
 /**
- * Light or dark: the system's choice until a person makes another one, which this browser then keeps. Runs before the
+ * The light or dark scheme: that of the system until a person chooses one, which the browser stores. Runs before the
  * page is drawn.
  */
 (() => {
@@ -11,7 +11,7 @@
   try {
     kept = localStorage.getItem(KEY);
   } catch {
-    /* storage may be forbidden: then nothing is remembered */
+    /* storage may be forbidden: then the choice is not stored */
   }
   if (kept === "light" || kept === "dark") root.dataset.theme = kept;
   const system = window.matchMedia("(prefers-color-scheme: dark)");

@@ -77,7 +77,7 @@ function render() {
   const from = holder.scrollTop * scale;
   const first = Math.max(0, Math.floor(from / height) - 4);
   const last = Math.min(root.total, Math.ceil((from + view) / height) + 4);
-  // rows that stay the same stay in place: one that is replaced under the pointer would never get its click
+  // rows that do not change stay in place: a row that is replaced under the pointer would lose its click
   const before = lines;
   lines = new Map();
   for (let number = first; number < last; number += 1) {

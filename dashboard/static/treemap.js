@@ -1,16 +1,19 @@
 // @ts-check
-/** The treemap: an area for each leaf, as large as its bytes, inside its part of the tree, rank, file or dtype. */
+/** The treemap: one area per leaf, in proportion to its bytes, inside its part of the tree, rank, file or dtype. */
 import { api, base, bytesText, find, make, numberText, reason, recalled, remember, tableOf, visible } from "./dom.js";
 import { colour, fillOf, follow, ink, selectable } from "./canvas.js";
 import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
 
 /**
- * @typedef {{ by: string, node: string, path: string, total: number, above: string[][], parents: number[], names:
- *   string[], nbytes: number[], leaves: number[], nodes: string[], more: number[] }} Page
+ * @typedef {{
+ *   by: string, node: string, path: string, total: number, above: string[][], parents: number[], names: string[],
+ *   nbytes: number[], leaves: number[], nodes: string[], more: number[],
+ * }} Page
  */
 /**
- * @typedef {{ x0: number, y0: number, x1: number, y1: number, box: number, part: number, depth: number, shade:
- *   number }} Area
+ * @typedef {{
+ *   x0: number, y0: number, x1: number, y1: number, box: number, part: number, depth: number, shade: number,
+ * }} Area
  */
 
 const holder = find("#treemap");
@@ -87,8 +90,8 @@ function write(g, text, x, y, room) {
   let shown = visible(text);
   if (g.measureText(shown).width > room) {
     const keep = Math.floor((shown.length * (room - 14)) / g.measureText(shown).width);
-    if (keep < 7) return; // "…eight" tells nothing
-    shown = `…${shown.slice(-keep)}`; // the end of a name tells leaves apart
+    if (keep < 7) return; // the end of a word says nothing
+    shown = `…${shown.slice(-keep)}`; // leaves differ in the end of their names
   }
   g.fillText(shown, x, y);
 }
@@ -97,7 +100,7 @@ function write(g, text, x, y, room) {
 function paint(g) {
   g.textBaseline = "middle";
   g.textAlign = "left";
-  // one colour after the other: to change it costs more than to fill a box
+  // boxes of one colour together: to change the colour costs more than to fill a box
   for (const shade of [0, 1]) {
     let last = -1;
     g.globalAlpha = shade ? 0.82 : 1;
@@ -186,7 +189,7 @@ selectable(canvas, {
 });
 
 /**
- * Opens what an area stands for: a leaf's page, or the part of the tree that its smaller ones are in.
+ * Opens what an area stands for: the page of a leaf, or the part of the tree whose smaller leaves it combines.
  * @param {number} item
  */
 function open(item) {
@@ -215,7 +218,7 @@ canvas.addEventListener("keydown", (event) => {
   }
 });
 
-/** The way back to the root. */
+/** Shows links to the nodes above. */
 function crumbs() {
   if (!page) return;
   const steps = page.above.map(([node, name]) => {

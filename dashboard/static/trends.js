@@ -5,8 +5,10 @@ import { colour, legend } from "./canvas.js";
 import { axisStyle, keepFitted } from "./plots.js";
 
 /**
- * @typedef {{ ids: string[], step: number[], seconds: (number | null)[], blocked: (number | null)[], nbytes:
- *   number[], rate: (number | null)[], dedupe: (number | null)[] }} Trends
+ * @typedef {{
+ *   ids: string[], step: number[], seconds: (number | null)[], blocked: (number | null)[], nbytes: number[],
+ *   rate: (number | null)[], dedupe: (number | null)[],
+ * }} Trends
  */
 const readout = find("#trends-text");
 const percent = (/** @type {number} */ n) => `${Math.round(n * 100)} %`;

@@ -1,13 +1,14 @@
 // @ts-check
 /**
- * The columns of a save's spans, and how a part of them is laid out: few ranks with their lanes, or many as one line
- * each.
+ * The columns of a save's spans, and their layout: few ranks with all lanes, or many ranks with one line each.
  */
 
 /**
- * @typedef {{ unit: number, total: number, phases: string[], waiting: boolean[], ranks: number[], counts:
- *   number[], busy: number[], blocked: (number | null)[], phase: number[], start: number[], length: number[],
- *   lane: number[], nbytes: number[], critical: number[][], stragglers: number[] }} Columns
+ * @typedef {{
+ *   unit: number, total: number, phases: string[], waiting: boolean[], ranks: number[], counts: number[],
+ *   busy: number[], blocked: (number | null)[], phase: number[], start: number[], length: number[],
+ *   lane: number[], nbytes: number[], critical: number[][], stragglers: number[],
+ * }} Columns
  */
 /** @typedef {{ t0: number, t1: number, r0: number, r1: number }} View in units of time and positions of rows */
 /**
@@ -18,11 +19,11 @@
 export const LANE = 17,
   GAP = 9,
   TOP = 26;
-/** Ranks that are drawn with all their lanes; more become a line each. */
+/** Ranks that are drawn with all lanes; of more ranks each gets one line. */
 export const DETAIL = 40;
 const OVERVIEW = 460;
 
-/** Where each rank's spans begin, with the end of all. @param {Columns} data */
+/** The position of the first span of each rank, and at last the number of spans. @param {Columns} data */
 export function edgesOf(data) {
   const edges = new Int32Array(data.counts.length + 1);
   data.counts.forEach((count, at) => {
@@ -31,14 +32,14 @@ export function edgesOf(data) {
   return edges;
 }
 
-/** Ranks' positions in the order in which they are drawn. @param {Columns} data @param {string} order */
+/** The positions of ranks in drawing order. @param {Columns} data @param {string} order */
 export function orderOf(data, order) {
   const rows = Int32Array.from(data.ranks, (_, at) => at);
   return order === "slow" ? rows.sort((a, b) => data.busy[b] - data.busy[a] || a - b) : rows;
 }
 
 /**
- * The bands of a view, from top to bottom. With more rows than lines, a line shows the slowest of its ranks.
+ * Computes the bands of a view, from top to bottom. With more rows than lines, a line shows the slowest of its ranks.
  * @param {Columns} data @param {Int32Array} edges @param {Int32Array} rows @param {View} view
  * @returns {{ bands: Band[], height: number, detail: boolean }}
  */
@@ -76,7 +77,7 @@ export function bandsOf(data, edges, rows, view) {
 }
 
 /**
- * The span at a moment of a band, the innermost, or -1.
+ * The innermost span of a band at a time, or -1.
  * @param {Columns} data @param {Int32Array} edges @param {Band} band @param {number} time
  * @param {number} lane -1 for any
  * @param {number} near

@@ -1,4 +1,4 @@
-"""A real Chromium on a real server. Every page is watched: what it must never do fails the test at its end."""
+"""A real Chromium on a real server. A page that logs an error or leaves its origin fails the test at its end."""
 
 import shutil
 import socket

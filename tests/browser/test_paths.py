@@ -1,4 +1,4 @@
-"""Can a person find what they came for, with the pointer, with keys alone, on a phone, and in a hostile checkpoint?"""
+"""Paths through the pages, with the pointer, with keys alone, on a phone, and in a hostile checkpoint."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Can a person keep an eye on runs: see a save appear, watch one, filter and sort, and wait for a large index?"""
+"""The pages of runs: a save appears and is followed, rows are filtered and sorted, a large index loads."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""Can a person find the slow rank, zoom into many ranks, compare two steps, and follow a run over its steps?"""
+"""The charts of timing: the slow rank is found, many ranks are zoomed into, steps are compared and followed."""
 
 import re
 

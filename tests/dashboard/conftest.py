@@ -1,4 +1,4 @@
-"""A real application over real checkpoints, asked through httpx."""
+"""The application over real checkpoints, requested through httpx."""
 
 import numpy as np
 import pytest

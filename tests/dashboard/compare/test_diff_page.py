@@ -1,4 +1,4 @@
-"""Does the diff page name what differs, by the index, by checksums, and number by number on demand?"""
+"""The page of the difference of two checkpoints: by index, by checksums, and element by element on demand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Are questions checked by their types, and is what is wrong with one said?"""
+"""Parameters are validated by their types, and an error names the parameter."""
 
 import pytest
 

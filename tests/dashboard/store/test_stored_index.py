@@ -1,4 +1,4 @@
-"""Does an index in SQLite answer as the index itself does, node by node and leaf by leaf?"""
+"""An index in SQLite answers as the index itself does, node by node and leaf by leaf."""
 
 import shutil
 import sqlite3

@@ -1,4 +1,4 @@
-"""Do clients that send half a request, or take nothing of an answer, keep others out? A real server, real sockets."""
+"""Clients that send half a request, or read nothing of an answer, keep nobody out: a real server and real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the benchmark of the dashboard still measure every bar?"""
+"""The benchmark of the dashboard measures every bar."""
 
 import subprocess
 import sys

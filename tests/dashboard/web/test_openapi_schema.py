@@ -1,4 +1,4 @@
-"""Does every address of the API answer as its schema says, whatever it is asked, with real ids and made-up ones?"""
+"""Every address of the API answers as its schema says, for random parameters with real ids and invented ones."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Is a client kept from all but reading what the dashboard was given, and a hostile checkpoint from its reader?"""
+"""Clients can only read what the dashboard was given, and a hostile checkpoint cannot harm its reader."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Is each file of others in the dashboard the one that was committed, small, and under a licence beside it?"""
+"""Vendored files are those of the list, with versions and licences; pages fetch few bytes."""
 
 import gzip
 import hashlib
