@@ -22,8 +22,8 @@ _HELP = {
     "newest_bytes": "Bytes of the newest complete checkpoint.",
     "newest_save_seconds": "Seconds that the newest complete save took.",
     "saves_under_way": "Saves that have not ended.",
-    "save_written_bytes": "Bytes that saves under way have written.",
-    "save_planned_bytes": "Bytes that saves under way come to.",
+    "save_written_bytes": "Bytes that saves in progress have written.",
+    "save_planned_bytes": "Bytes that saves in progress have planned.",
     "disk_free_bytes": "Free bytes of the file system that holds the run.",
     "scan_complete": "1 once every directory of the run was looked at.",
 }

@@ -17,7 +17,7 @@ import { api } from "./dom.js";
 const PAGE = 100;
 
 /**
- * The nodes of one checkpoint. Returns what gives the children of a node.
+ * The nodes of one checkpoint. Returns the function that fetches the children of a node.
  * @param {string} checkpoint @param {() => void} fetched is called when a page has arrived
  * @param {(error: unknown) => void} failed @param {(dtypes: string[]) => void} offer gets all dtypes
  */
