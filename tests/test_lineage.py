@@ -463,9 +463,9 @@ def test_a_rebuilt_index_has_its_lineage(tmp_path: Path) -> None:
 def test_what_is_no_lineage_under_its_key_stays_metadata(tmp_path: Path) -> None:
     for step, odd in enumerate(["text", '{"sequence": -1}', '{"sequence": 1, "abandoned": [[5, 1]]}', 7]):
         path = tmp_path / step_name(step)
-        tc.save(path, {"n": 1}, step=step, custom_metadata={index_module.LINEAGE: odd})
+        tc.save(path, {"n": 1}, step=step, custom_metadata={index_module.LINEAGE_KEY: odd})
         index = tc.inspect(path)
-        assert index.lineage is None and index.metadata[index_module.LINEAGE] == odd
+        assert index.lineage is None and index.metadata[index_module.LINEAGE_KEY] == odd
     assert manager(tmp_path).latest() == 3
 
 

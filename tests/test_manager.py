@@ -15,7 +15,7 @@ import treeckpt as tc
 from tests.background import until
 from tests.world import assert_equal, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
 from treeckpt.core.analysis.retention_policy import Best, EverySteps, Last
-from treeckpt.core.format.file_names import PIN_NAME, deleted_name, kind_of, step_name
+from treeckpt.core.format.file_names import PIN_NAME, deleted_name, parse_file_name, step_name
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.shard_header import shard_name
 from treeckpt.io.comm.comm import thread_comms
@@ -284,7 +284,7 @@ def test_what_crashed_saves_left_goes_after_the_grace_period(tmp_path):
     assert {(r.name, r.what) for r in report.removed} == {(step_name(3), "leftovers"), (step_name(2), "leftovers")}
     assert not (tmp_path / step_name(3)).exists()
     after = {path.name for path in (tmp_path / step_name(2)).iterdir()}
-    assert all(kind_of(name).save_id == "c" * 16 for name in before - after) and len(before - after) == 2
+    assert all(parse_file_name(name).save_id == "c" * 16 for name in before - after) and len(before - after) == 2
     assert made.restore() == {"step": 2} and tc.verify(tmp_path / step_name(2)).ok
 
 
@@ -350,7 +350,7 @@ def test_a_reader_that_comes_between_decision_and_deletion_keeps_the_shards(run,
     monkeypatch.setattr(store, "delete", delete)
     report = keeper.clean([Last(1)])
     assert "reader is done" in report.left[0].why
-    assert any(kind_of(name).kind == "shard" for name in folder.entries()), "it can go on reading"
+    assert any(parse_file_name(name).kind == "shard" for name in folder.entries()), "it can go on reading"
     assert made.steps() == [2]
     held[0].__exit__(None, None, None)
     assert "cut short" in keeper.clean([Last(1)]).removed[0].reason

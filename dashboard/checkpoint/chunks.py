@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from treeckpt.core.format.byte_map import Located, chunk_count, holders_of, layout_of, locate_chunks
+from treeckpt.core.format.byte_map import ChunkLocation, chunk_count, holders_of, layout_of, locate_chunks
 from treeckpt.core.format.records import AliasRecord, Index, Leaf
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.text import region_text
@@ -73,7 +73,7 @@ def stored_leaf(index: Index, leaf: Leaf) -> Leaf:
     return index.entries[leaf.record.of] if isinstance(leaf.record, AliasRecord) else leaf
 
 
-def locate(index: Index, leaf: Leaf, region: Region | None = None) -> list[Located]:
+def locate(index: Index, leaf: Leaf, region: Region | None = None) -> list[ChunkLocation]:
     """Returns the chunks of a leaf, or those with elements of a region, with their place in a shard.
 
     Raises:

@@ -7,8 +7,8 @@ from collections.abc import Hashable
 import msgspec
 
 from treeckpt.core.analysis.diff import leaf_text
-from treeckpt.core.analysis.outline import Outline, Row
-from treeckpt.core.analysis.repeated_blocks import Fold, folds_of
+from treeckpt.core.analysis.outline import Outline, OutlineRow
+from treeckpt.core.analysis.repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
 __all__ = ["FoldsPage", "folds_page"]
 
@@ -55,11 +55,11 @@ def folds_page(outline: Outline, name: str) -> FoldsPage:
     if children > MAX_CHILDREN:
         return FoldsPage(name, children, dtypes, [])
     rows = outline.children(name, count=MAX_CHILDREN)
-    folds = folds_of([row.key for row in rows], [_content_key(outline, row) for row in rows])
+    folds = find_repeated_blocks([row.key for row in rows], [_content_key(outline, row) for row in rows])
     return FoldsPage(name, children, dtypes, [_fold_row(fold, rows) for fold in folds])
 
 
-def _content_key(outline: Outline, row: Row, depth: int = 0) -> Hashable:
+def _content_key(outline: Outline, row: OutlineRow, depth: int = 0) -> Hashable:
     """Returns a key that is equal for nodes that differ by name only."""
     if row.kind == "leaf":
         return leaf_text(outline.index, outline.index.entries[row.first])
@@ -69,7 +69,7 @@ def _content_key(outline: Outline, row: Row, depth: int = 0) -> Hashable:
     return row.kind, row.cls, tuple((child.key, _content_key(outline, child, depth + 1)) for child in inner)
 
 
-def _fold_row(fold: Fold, rows: list[Row]) -> FoldRow:
+def _fold_row(fold: RepeatedBlocks, rows: list[OutlineRow]) -> FoldRow:
     inside = rows[fold.start : fold.stop]
     return FoldRow(
         start=fold.start,

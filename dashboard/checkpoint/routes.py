@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.treemap import By
+from treeckpt.core.analysis.treemap import TreemapKey
 from treeckpt.errors import CheckpointError
 from treeckpt.io.storage.store import Store
 
@@ -103,7 +103,7 @@ def get_folds(request: Request, checkpoint_id: str, node: Node = "") -> folds.Fo
 
 @api.json("/checkpoints/{checkpoint_id}/treemap")
 def get_treemap(
-    request: Request, checkpoint_id: str, by: By = "tree", node: Node = "", count: Count = 20_000
+    request: Request, checkpoint_id: str, by: TreemapKey = "tree", node: Node = "", count: Count = 20_000
 ) -> TreemapPage:
     """Bytes as nested boxes."""
     return treemap_page(_outline(request, checkpoint_id), by, node, count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from treeckpt.core.format.byte_map import Located, chunk_count, locate_chunks
+from treeckpt.core.format.byte_map import ChunkLocation, chunk_count, locate_chunks
 from treeckpt.core.format.records import Index, Leaf, PerRankArrays
 from treeckpt.core.sharding.region import Region
 
@@ -107,7 +107,7 @@ def overlaps_of(boxes: list[list[int]]) -> tuple[list[list[int]], int]:
 
 def _on_plane(
     index: Index, base: Leaf, sizes: list[int], y: int | None, x: int | None, where: list[int]
-) -> list[tuple[Region, Located]]:
+) -> list[tuple[Region, ChunkLocation]]:
     """Returns the chunks that intersect the plane, each with its region in the dimensions of the map."""
     offset = tuple(0 if d in (x, y) else where[d] for d in range(len(sizes)))
     shape = tuple(n if d in (x, y) else 1 for d, n in enumerate(sizes))

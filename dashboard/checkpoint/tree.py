@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from treeckpt.core.analysis.diff import leaf_text
-from treeckpt.core.analysis.outline import Outline, Row, leaf_nbytes
+from treeckpt.core.analysis.outline import Outline, OutlineRow, leaf_nbytes
 from treeckpt.core.format.records import Index, Leaf
 from treeckpt.core.text import value_text, value_type
 
@@ -107,7 +107,7 @@ class SnippetPage(msgspec.Struct, frozen=True):
     snippet: str
 
 
-def node_row(index: Index, row: Row) -> NodeRow:
+def node_row(index: Index, row: OutlineRow) -> NodeRow:
     """Returns the row of one node."""
     leaf = index.entries[row.first] if row.kind == "leaf" else None
     return NodeRow(
@@ -125,7 +125,7 @@ def node_row(index: Index, row: Row) -> NodeRow:
     )
 
 
-def _container_text(row: Row) -> str:
+def _container_text(row: OutlineRow) -> str:
     kind = {"per_rank": "per rank"}.get(row.kind, row.kind)
     return f"{kind} {row.cls.rpartition(':')[2]}" if row.cls else kind
 

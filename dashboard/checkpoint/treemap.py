@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.treemap import By, treemap_of
+from treeckpt.core.analysis.treemap import TreemapKey, treemap_of
 
 __all__ = ["TreemapPage", "treemap_page"]
 
@@ -13,7 +13,7 @@ __all__ = ["TreemapPage", "treemap_page"]
 class TreemapPage(msgspec.Struct, frozen=True):
     """Nested boxes, each after its parent; the first one contains all others."""
 
-    by: By
+    by: TreemapKey
     node: str
     path: str
     total: int
@@ -30,7 +30,7 @@ class TreemapPage(msgspec.Struct, frozen=True):
     """Number of smaller boxes that a box combines."""
 
 
-def treemap_page(outline: Outline, by: By, node: str, count: int) -> TreemapPage:
+def treemap_page(outline: Outline, by: TreemapKey, node: str, count: int) -> TreemapPage:
     """Returns the treemap of a checkpoint, or of one node.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from treeckpt.core.analysis.diff import Added, Change, Differs, Moved, Removed, comparable, diff
+from treeckpt.core.analysis.diff import Added, Change, Changed, Moved, Removed, comparable, diff
 from treeckpt.core.analysis.outline import leaf_nbytes
 from treeckpt.core.format.byte_map import chunk_count
 from treeckpt.core.format.records import Index, Leaf
@@ -323,7 +323,7 @@ def _contains(path: str, words: list[str]) -> bool:
 
 
 def _kind_of(change: Change) -> str:
-    return change.aspect if isinstance(change, Differs) else str(change.__struct_config__.tag)
+    return change.aspect if isinstance(change, Changed) else str(change.__struct_config__.tag)
 
 
 def _change_row(comparison: Comparison, change: Change) -> DiffRow:

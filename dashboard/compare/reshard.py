@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.reshard_preview import RankReads, Reshard, parse_mesh, parse_rules, plan_reshard
+from treeckpt.core.analysis.reshard_preview import RankReads, ReshardPlan, parse_mesh, parse_rules, plan_reshard
 from treeckpt.core.format.records import Index
 from treeckpt.core.sharding.placements import Mesh, MeshLayout
 from treeckpt.errors import TreeckptError
@@ -133,7 +133,7 @@ def _sharded_first(dims: int) -> str:
     return "*: " + ", ".join(["Shard(0)", *["Replicate"] * (dims - 1)])
 
 
-def _row(mesh: Mesh, rank: RankReads, plan: Reshard) -> ReaderRow:
+def _row(mesh: Mesh, rank: RankReads, plan: ReshardPlan) -> ReaderRow:
     most = max(other.read for other in plan.ranks)
     return ReaderRow(
         rank.rank,
@@ -153,7 +153,7 @@ def _coordinates(mesh: Mesh, rank: int) -> str:
     return ", ".join(f"{name} {at}" for name, at in zip(names, position, strict=True))
 
 
-def _cells(plan: Reshard) -> tuple[list[list[int]], list[int]]:
+def _cells(plan: ReshardPlan) -> tuple[list[list[int]], list[int]]:
     cells: list[list[int]] = []
     ranks: list[int] = []
     for position, rank in enumerate(plan.ranks):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from treeckpt.core.analysis.deletion import Left, Removal
+from treeckpt.core.analysis.deletion import Removal, RetainedDirectory
 from treeckpt.core.analysis.retention_policy import All, Policy
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
@@ -150,8 +150,8 @@ def _dry_run(library: Library, run: Run, policies: Sequence[Policy]) -> tuple[Cl
         return None, visible(str(error))
 
 
-def _removal_row(one: Removal | Left) -> RemovalRow:
-    if isinstance(one, Left):
+def _removal_row(one: Removal | RetainedDirectory) -> RemovalRow:
+    if isinstance(one, RetainedDirectory):
         return RemovalRow(visible(one.name), "left", visible(one.why), 0)
     return RemovalRow(visible(one.name), one.what, visible(one.reason), one.nbytes)
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from treeckpt.core.analysis.node_table import flat_nodes
+from treeckpt.core.analysis.node_table import node_records
 from treeckpt.core.format.records import Index, LeafRecord
 from treeckpt.core.sharding.int_runs import Runs
 from treeckpt.core.tree.nesting import fold
@@ -83,7 +83,7 @@ def build_table(index: Index, target: Path, report: Callable[[int, int], None] =
 def _fill(connection: sqlite3.Connection, index: Index, report: Callable[[int, int], None]) -> Summary:
     summary = summarize_index(index)
     nodes = msgspec.msgpack.Encoder()
-    for done, block in _blocks(flat_nodes(index), NODES):
+    for done, block in _blocks(node_records(index), NODES):
         connection.execute("INSERT INTO node VALUES (?, ?)", (done, nodes.encode(block)))
         if done % REPORTED == 0:
             report(min(done * NODES, len(index.leaves)), len(index.leaves))

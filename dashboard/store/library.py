@@ -18,7 +18,7 @@ import msgspec
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.retention_policy import Policy
-from treeckpt.core.analysis.timing_report import Study
+from treeckpt.core.analysis.timing_report import TimingReport
 from treeckpt.core.format.file_names import step_of
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.timings import timings_name
@@ -218,7 +218,7 @@ class Library:
         found: Any = self._reader.outline(run.url if run else "", folder, entry)
         return found
 
-    def study(self, info: CheckpointInfo) -> Study:
+    def study(self, info: CheckpointInfo) -> TimingReport:
         """Returns the timings of a checkpoint, with what is computed from them.
 
         Raises:
@@ -226,10 +226,12 @@ class Library:
         """
         _, folder = self._folder_of(info)
         if info.save_id is None or info.leaves is None:
-            return Study(catalog.read_timings(folder))
+            return TimingReport(catalog.read_timings(folder))
         entry = folder.entries().get(timings_name(info.save_id), DirectoryEntry(-1, 0))
         key = (folder.url, info.save_id)
-        return self._studies.get_or_read(key, entry, lambda: Study(catalog.read_timings(folder, save_id=info.save_id)))
+        return self._studies.get_or_read(
+            key, entry, lambda: TimingReport(catalog.read_timings(folder, save_id=info.save_id))
+        )
 
     @staticmethod
     def is_run(run: Run) -> bool:

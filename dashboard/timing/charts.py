@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 
 from treeckpt.core.analysis.perfetto import encode_trace
-from treeckpt.core.analysis.profile import WAITING
-from treeckpt.core.analysis.timing_report import Study
+from treeckpt.core.analysis.profile import WAITING_PHASES
+from treeckpt.core.analysis.timing_report import TimingReport
 from treeckpt.runs.catalog import CheckpointInfo
 
 from ..store.library import Library, NotFound
@@ -75,7 +75,7 @@ def waterfall_data(library: Library, checkpoint_id: str) -> WaterfallData:
         unit=unit / 1e9,
         total=(profile.stop_ns - origin) // unit,
         phases=list(spans.names),
-        waiting=[name in WAITING for name in spans.names],
+        waiting=[name in WAITING_PHASES for name in spans.names],
         ranks=ranks,
         counts=np.diff(study.edges).tolist(),
         busy=[rank.busy_ns // unit for rank in profile.ranks],
@@ -106,7 +106,7 @@ def heat_data(library: Library, checkpoint_id: str, by: str) -> HeatData:
     return HeatData(
         by=by,
         phases=list(matrix.phases),
-        waiting=[name in WAITING for name in matrix.phases],
+        waiting=[name in WAITING_PHASES for name in matrix.phases],
         unit=unit / 1e9,
         labels=list(labels),
         medians=[medians[name] // unit for name in matrix.phases],
@@ -126,7 +126,7 @@ def trace_of(library: Library, checkpoint_id: str) -> tuple[str, bytes]:
     return f"trace.{study.timings.save_id}.json", encode_trace(study.timings)
 
 
-def _studied(library: Library, checkpoint_id: str) -> tuple[CheckpointInfo, Study]:
+def _studied(library: Library, checkpoint_id: str) -> tuple[CheckpointInfo, TimingReport]:
     """Returns a checkpoint and its timings.
 
     Raises:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from treeckpt.core.analysis.critical_path import Stretch
-from treeckpt.core.analysis.profile import WAITING, Phase, Profile, RankTime
-from treeckpt.core.analysis.stragglers import Grouping, Matrix, Straggler, groupings_of, pooled
-from treeckpt.core.analysis.timing_report import Study
+from treeckpt.core.analysis.critical_path import CriticalSegment
+from treeckpt.core.analysis.profile import WAITING_PHASES, PhaseTime, RankTime, SaveProfile
+from treeckpt.core.analysis.stragglers import PhaseMatrix, RankGrouping, Straggler, group_phase_matrix, rank_groupings
+from treeckpt.core.analysis.timing_report import TimingReport
 from treeckpt.core.format.records import Index
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
@@ -158,24 +158,26 @@ def timing_page(library: Library, checkpoint_id: str, start: int, by: str) -> Ti
     return _timing_page(row, study, groupings(library, info, study), start, by)
 
 
-def groupings(library: Library, info: CheckpointInfo, study: Study) -> tuple[Grouping, ...]:
+def groupings(library: Library, info: CheckpointInfo, study: TimingReport) -> tuple[RankGrouping, ...]:
     """Returns the groupings of ranks of a save: by host, and by mesh dimension if its index is still there."""
     index: Index | None = None
     if info.leaves is not None:
         index = library.outline(info).index
         index = index if index.save_id == study.timings.save_id else None
-    return groupings_of(study.timings.world, study.timings.hosts, index)
+    return rank_groupings(study.timings.world, study.timings.hosts, index)
 
 
-def group_rows(study: Study, groups: Sequence[Grouping], by: str) -> tuple[str, Matrix, Sequence[str]]:
+def group_rows(study: TimingReport, groups: Sequence[RankGrouping], by: str) -> tuple[str, PhaseMatrix, Sequence[str]]:
     """Returns the grouping of the heat map, its rows and their labels; an unknown grouping falls back to ranks."""
     for group in groups:
         if group.name == by:
-            return by, *pooled(study.matrix, group)
+            return by, *group_phase_matrix(study.matrix, group)
     return "rank", study.matrix, [f"rank {rank}" for rank in study.matrix.ranks.tolist()]
 
 
-def _timing_page(row: CheckpointRow, study: Study, groups: Sequence[Grouping], start: int, by: str) -> TimingPage:
+def _timing_page(
+    row: CheckpointRow, study: TimingReport, groups: Sequence[RankGrouping], start: int, by: str
+) -> TimingPage:
     profile = study.profile
     picked = profile.ranks[start : start + RANKS]
     by, matrix, labels = group_rows(study, groups, by)
@@ -207,10 +209,10 @@ def _timing_page(row: CheckpointRow, study: Study, groups: Sequence[Grouping], s
     )
 
 
-def _phase_row(phase: Phase) -> PhaseRow:
+def _phase_row(phase: PhaseTime) -> PhaseRow:
     seconds = phase.longest_ns / 1e9
     rate = phase.nbytes / phase.ranks / seconds if phase.nbytes and seconds > 0 else None
-    median, waiting = phase.median_ns / 1e9, phase.name in WAITING
+    median, waiting = phase.median_ns / 1e9, phase.name in WAITING_PHASES
     return PhaseRow(phase.name, phase.ranks, median, seconds, phase.slowest, phase.nbytes, rate, waiting)
 
 
@@ -220,7 +222,7 @@ def _rank_row(rank: RankTime, median: int, origin: int) -> RankRow:
     return RankRow(rank.rank, (rank.stop_ns - rank.start_ns) / 1e9, rank.busy_ns / 1e9, rank.nbytes, slowdown, blocked)
 
 
-def _straggler_row(straggler: Straggler, profile: Profile) -> StragglerRow:
+def _straggler_row(straggler: Straggler, profile: SaveProfile) -> StragglerRow:
     times, score = straggler.times, straggler.score
     return StragglerRow(
         straggler.rank,
@@ -233,13 +235,13 @@ def _straggler_row(straggler: Straggler, profile: Profile) -> StragglerRow:
     )
 
 
-def _critical_row(stretch: Stretch, origin: int, total: float) -> CriticalRow:
+def _critical_row(stretch: CriticalSegment, origin: int, total: float) -> CriticalRow:
     seconds = (stretch.stop_ns - stretch.start_ns) / 1e9
     start = (stretch.start_ns - origin) / 1e9
     return CriticalRow(stretch.rank, stretch.phase, start, seconds, seconds / total if total else 0.0)
 
 
-def _heat_rows(matrix: Matrix, labels: Sequence[str], shown: slice) -> list[HeatRow]:
+def _heat_rows(matrix: PhaseMatrix, labels: Sequence[str], shown: slice) -> list[HeatRow]:
     return [
         HeatRow(label, [None if ns < 0 else ns / 1e9 for ns in times], slowest)
         for label, times, slowest in zip(
@@ -248,7 +250,7 @@ def _heat_rows(matrix: Matrix, labels: Sequence[str], shown: slice) -> list[Heat
     ]
 
 
-def _span_rows(study: Study, first: int, last: int) -> list[SpanRow]:
+def _span_rows(study: TimingReport, first: int, last: int) -> list[SpanRow]:
     """Returns the spans of the ranks at positions `first` to `last` of the profile."""
     if first >= last:
         return []

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from ..core.format.save_progress import Phase, Progress, fraction_of, progress_name
+from ..core.format.save_progress import Progress, SavePhase, fraction_of, progress_name
 from ..core.text import bytes_text, seconds_text
 from ..io.storage.progress_file import is_alive, read_progress
 from ..io.storage.run_store import DirectoryEntry, Folder
@@ -31,7 +31,7 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
     world: int
     ranks: int
     """That have a record: those that are still busy."""
-    phase: Phase
+    phase: SavePhase
     """write, as long as any of them writes."""
     written: int
     planned: int

@@ -22,9 +22,9 @@ import msgspec
 
 from ..core.analysis.outline import held_nbytes
 from ..core.analysis.profile import profile_of
-from ..core.format.file_names import PIN_NAME, is_step_name, kind_of, step_of
+from ..core.format.file_names import PIN_NAME, is_step_name, parse_file_name, step_of
 from ..core.format.index import INDEX_NAME
-from ..core.format.lineage import Lineage, Mark
+from ..core.format.lineage import Lineage, SavedCheckpoint
 from ..core.format.records import Index
 from ..core.format.shard_header import parse_shard_name
 from ..core.format.timings import Timings
@@ -114,7 +114,7 @@ def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None =
 
 
 def _timings_file(folder: Folder, files: Files, save_id: str | None) -> str:
-    names = [n for n in files if (k := kind_of(n)) and k.kind == "timings" and save_id in (None, k.save_id)]
+    names = [n for n in files if (k := parse_file_name(n)) and k.kind == "timings" and save_id in (None, k.save_id)]
     if not names:
         label, expected = visible(folder.url), "the timings of a save"
         if not any(map(_is_ours, files)):
@@ -168,7 +168,7 @@ def run_exists(run: str) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    return kind_of(name) is not None
+    return parse_file_name(name) is not None
 
 
 def scan(run: str | os.PathLike[str] | RunStore, *, cache: StatCache | None = None) -> list[CheckpointInfo]:
@@ -206,19 +206,19 @@ def _each_folder(run: RunStore, one: Callable[[Folder], T]) -> list[tuple[Folder
         return list(zip(folders, pool.map(one, folders), strict=True))
 
 
-def read_marks(run: RunStore, cache: StatCache) -> list[Mark]:
+def read_marks(run: RunStore, cache: StatCache) -> list[SavedCheckpoint]:
     """What the lineage of a run's checkpoints is decided from: their indexes alone, of which those known are not read.
 
     Raises:
         StoreError: the run cannot be reached.
     """
 
-    def one(folder: Folder) -> Mark | None:
+    def one(folder: Folder) -> SavedCheckpoint | None:
         index = folder.entry(INDEX_NAME) if is_step_name(folder.name) and not folder.is_link else None
         with contextlib.suppress(TreeckptError):
             summary = _recall_summary(folder, index, cache) if index is not None else None
             if summary is not None and summary.step in (None, step_of(folder.name)):
-                return Mark(step_of(folder.name) or 0, summary.save_id, summary.lineage)
+                return SavedCheckpoint(step_of(folder.name) or 0, summary.save_id, summary.lineage)
         return None
 
     return [mark for _, mark in _each_folder(run, one) if mark is not None]
@@ -376,7 +376,7 @@ def _without_index(folder: Folder, files: Files, cache: StatCache) -> Checkpoint
         took = _recall_took(folder, files, None, cache)
         seconds = took.seconds
         text = f"no index: the save failed: {took.error}" if took.error else text
-    if any((kind := kind_of(name)) and kind.kind == "deleted" for name in files):
+    if any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in files):
         text = "no index: it is being deleted, or that was cut short and the next clean-up will finish it"
     return CheckpointInfo(
         name=folder.name,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ..core.format.lineage import Lineage, Mark, lineage_of
+from ..core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from .run import RunDirectory
 
 __all__ = ["SaveHistory"]
@@ -19,7 +19,7 @@ __all__ = ["SaveHistory"]
 class _HistoryEntry:
     """A restored checkpoint, or a save that was called for."""
 
-    def __init__(self, mark: Mark | None = None, *, restored: bool = False) -> None:
+    def __init__(self, mark: SavedCheckpoint | None = None, *, restored: bool = False) -> None:
         self.mark, self.restored = mark, restored
 
 
@@ -36,7 +36,7 @@ class SaveHistory:
         self._notes: tuple[_HistoryEntry, ...] = ()
         self._lock = threading.Lock()
 
-    def restored(self, mark: Mark) -> None:
+    def restored(self, mark: SavedCheckpoint) -> None:
         """Notes that the next save follows this checkpoint."""
         with self._lock:
             self._notes = (_HistoryEntry(mark, restored=True),)
@@ -59,8 +59,8 @@ class SaveHistory:
             self._say(self._run.url, f"could not be looked at for the lineage of step {step}: {error}")
         there = {mark.save_id for mark in marks}
         sure = [n for n in before if n.mark is not None and (n.restored or n.mark.save_id in there)]
-        lineage = lineage_of(marks, sure[-1].mark if sure else None, step)
-        note.mark = Mark(step, save_id, lineage)
+        lineage = next_lineage(marks, sure[-1].mark if sure else None, step)
+        note.mark = SavedCheckpoint(step, save_id, lineage)
         old = before[: before.index(sure[-1])] if sure else ()
         with self._lock:
             self._notes = tuple(kept for kept in self._notes if kept not in old)

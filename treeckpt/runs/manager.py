@@ -29,7 +29,7 @@ import msgspec
 
 from .. import api
 from ..core.analysis.retention_policy import Policy
-from ..core.format.file_names import as_step
+from ..core.format.file_names import check_step
 from ..errors import TreeckptError
 from ..io.comm.channel import Channel
 from ..io.comm.collective import from_rank0
@@ -126,7 +126,7 @@ class Manager(RegistrationMixin):
 
     def should_save(self, step: int) -> bool:
         """Whether this step is to be saved. Call it once a step, on every rank; it is the same on all of them."""
-        step = as_step(step)
+        step = check_step(step)
         self._flights.collect()
         return self._pace.due(step) and (step != self._reached or self.stopping)
 
@@ -171,7 +171,7 @@ class Manager(RegistrationMixin):
             As `treeckpt.save`; with `background` also what the save before came to.
             SystemExit: after a signal, if `save_on_signal` was told to exit.
         """
-        step = as_step(step)
+        step = check_step(step)
         named = {} if metrics is None else {METRICS: numbers_of(metrics)}
         metadata = {**(custom_metadata or {}), **(named if self._comm.rank == 0 else {})}
         if self.stopping:
@@ -315,7 +315,7 @@ class Manager(RegistrationMixin):
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
-        step = as_step(step)
+        step = check_step(step)
         self._ask(f"pin step {step}", lambda: self._run.pin(step), type(None))
 
     def unpin(self, step: int) -> None:
@@ -324,7 +324,7 @@ class Manager(RegistrationMixin):
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
-        step = as_step(step)
+        step = check_step(step)
         self._ask(f"unpin step {step}", lambda: self._run.unpin(step), type(None))
 
     def clean(self, *, dry_run: bool = False) -> CleanReport:

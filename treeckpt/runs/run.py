@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
-from ..core.analysis.deletion import Cleaning, FolderFact, Left, Removal, plan_cleaning
+from ..core.analysis.deletion import CleanupPlan, Removal, RetainedDirectory, StepDirectory, plan_cleanup
 from ..core.analysis.retention_policy import Policy, StepInfo
-from ..core.format.file_names import PIN_NAME, as_step, deleted_name, is_step_name, step_name, step_of
+from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
-from ..core.format.lineage import Mark
+from ..core.format.lineage import SavedCheckpoint
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
 from ..io.storage.leftovers import GRACE, committed_save_id, deletion_times, file_facts, plan_removal, remove_leftovers
@@ -44,9 +44,9 @@ class CleanReport(msgspec.Struct, frozen=True):
     kept: dict[int, tuple[str, ...]]
     """Steps that stay, with the reasons."""
     removed: tuple[Removal, ...]
-    left: tuple[Left, ...]
+    left: tuple[RetainedDirectory, ...]
     """What stays for now, and why."""
-    failed: tuple[Left, ...] = ()
+    failed: tuple[RetainedDirectory, ...] = ()
     """What could not be removed, and why."""
     warnings: tuple[str, ...] = ()
     """What a person should know of the policies: a metric that no checkpoint has."""
@@ -116,7 +116,7 @@ class RunDirectory:
 
     def folder(self, step: int) -> Folder:
         """The directory of a step, whether or not it is there."""
-        return self.store.folder(step_name(as_step(step)))
+        return self.store.folder(step_name(check_step(step)))
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Every directory that is named as a step is, but for links and what holds no files of ours.
@@ -133,7 +133,7 @@ class RunDirectory:
         )
         return [(folders[info.name], info) for info in ours]
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[SavedCheckpoint]:
         """What the lineage of a new checkpoint is decided from."""
         return read_marks(self.store, self._cache)
 
@@ -214,7 +214,7 @@ class RunDirectory:
         if dry_run:
             return _report(self.url, cleaning, cleaning.removals, cleaning.left, dry_run=True)
         removed: list[Removal] = []
-        left, failed = list(cleaning.left), list[Left]()
+        left, failed = list(cleaning.left), list[RetainedDirectory]()
         for removal in cleaning.removals:
             try:
                 with claim(removal.name) as free:
@@ -222,23 +222,23 @@ class RunDirectory:
             except FileNotFoundError:  # another process was faster
                 continue
             except (OSError, TreeckptError) as error:
-                failed.append(Left(removal.name, f"{type(error).__name__}: {error}"))
+                failed.append(RetainedDirectory(removal.name, f"{type(error).__name__}: {error}"))
                 continue
             if why:
-                left.append(Left(removal.name, why))
+                left.append(RetainedDirectory(removal.name, why))
             else:
                 removed.append(removal)
         return _report(self.url, cleaning, tuple(removed), tuple(left), failed=tuple(failed))
 
-    def _plan(self, policies: Sequence[Policy], grace: float, busy: frozenset[str]) -> Cleaning:
+    def _plan(self, policies: Sequence[Policy], grace: float, busy: frozenset[str]) -> CleanupPlan:
         facts = [self._fact(info, folder) for folder, info in self._survey()]
-        return plan_cleaning(facts, policies, deletion_times(self._clock(), grace), busy=busy)
+        return plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=busy)
 
-    def _fact(self, info: CheckpointInfo, folder: Folder) -> FolderFact:
+    def _fact(self, info: CheckpointInfo, folder: Folder) -> StepDirectory:
         step = step_of(info.name)
         assert step is not None and info.status != "foreign", "look gives only these"
         save_id = info.save_id if info.status != "partial" else None
-        return FolderFact(
+        return StepDirectory(
             name=info.name,
             step=step,
             status=info.status,
@@ -278,28 +278,28 @@ class RunDirectory:
         # what was decided may be old by now: other removals came before this one
         info = _checked(read_info(folder, cache=self._cache))
         now = self._plan_one(info, folder, grace)
-        if committed_save_id(folder) != removal.save_id or isinstance(now, Left):
+        if committed_save_id(folder) != removal.save_id or isinstance(now, RetainedDirectory):
             folder.store.delete(mark)
-            return now.why if isinstance(now, Left) else "another save has been committed there meanwhile"
+            return now.why if isinstance(now, RetainedDirectory) else "another save has been committed there meanwhile"
         folder.store.delete(INDEX_NAME)
         folder.sync()
         if has_readers(folder, self._clock()):
             return "its index is gone; the rest goes when its reader is done"
         return ""
 
-    def _plan_one(self, info: CheckpointInfo, folder: Folder, grace: float) -> Left | None:
+    def _plan_one(self, info: CheckpointInfo, folder: Folder, grace: float) -> RetainedDirectory | None:
         """Why a checkpoint must stay after all: it was pinned, or is being read or written."""
         if info.pinned:
-            return Left(info.name, "it has been pinned meanwhile")
+            return RetainedDirectory(info.name, "it has been pinned meanwhile")
         if info.status != "complete":
-            return Left(info.name, f"it is {info.status} now")
-        newer = FolderFact("newer", 1 << 62, "complete", 0, (), "0" * 16)
-        cleaning = plan_cleaning([self._fact(info, folder), newer], [], deletion_times(self._clock(), grace))
+            return RetainedDirectory(info.name, f"it is {info.status} now")
+        newer = StepDirectory("newer", 1 << 62, "complete", 0, (), "0" * 16)
+        cleaning = plan_cleanup([self._fact(info, folder), newer], [], deletion_times(self._clock(), grace))
         return next(iter(cleaning.left), None)
 
 
 def _report(
-    url: str, cleaning: Cleaning, removed: tuple[Removal, ...], left: tuple[Left, ...], **more: Any
+    url: str, cleaning: CleanupPlan, removed: tuple[Removal, ...], left: tuple[RetainedDirectory, ...], **more: Any
 ) -> CleanReport:
     warnings, abandoned = cleaning.warnings, cleaning.abandoned
     return CleanReport(url, cleaning.kept, removed, left, warnings=warnings, abandoned=abandoned, **more)
@@ -313,15 +313,15 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
     """
     folder = open_folder(path)
     found = plan_removal(folder, time.time_ns(), grace)
-    if found is None or isinstance(found, Left):
+    if found is None or isinstance(found, RetainedDirectory):
         return CleanReport(folder.url, {}, (), (found,) if found is not None else (), dry_run=dry_run)
     if dry_run:
         return CleanReport(folder.url, {}, (found,), (), dry_run=True)
     try:
         why = remove_leftovers(folder, found)
     except (OSError, TreeckptError) as error:
-        return CleanReport(folder.url, {}, (), (), (Left(found.name, f"{type(error).__name__}: {error}"),))
-    return CleanReport(folder.url, {}, () if why else (found,), (Left(found.name, why),) if why else ())
+        return CleanReport(folder.url, {}, (), (), (RetainedDirectory(found.name, f"{type(error).__name__}: {error}"),))
+    return CleanReport(folder.url, {}, () if why else (found,), (RetainedDirectory(found.name, why),) if why else ())
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:

@@ -16,7 +16,7 @@ from ..core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_mani
 from ..core.format.lineage import Lineage
 from ..core.format.records import FileTable, Index, file_table
 from ..core.format.save_progress import parse_progress_name
-from ..core.format.shard_header import Entry, ShardHeader, block_count, parse_shard_name, shard_name
+from ..core.format.shard_header import ShardEntry, ShardHeader, block_count, parse_shard_name, shard_name
 from ..core.format.timings import Host, Timings, encode_timings, timings_name
 from ..core.planning.plan import FilePlan, Placed, PlacedWhole, place
 from ..core.sharding.int_runs import encode_runs
@@ -89,12 +89,12 @@ def manifest_of(info: SaveInfo, plan: GlobalPlan) -> str | None:
 
 def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str | None) -> ShardHeader:
     """Returns the header of a shard, with zeros in the place of the checksums."""
-    entries: list[Entry] = []
+    entries: list[ShardEntry] = []
     for write in file.writes:
         leaf = plan.leaf(write.leaf)
         assert leaf.spec is not None, "arrays only are written"
         path = leaf.path.replace("~rank*", f"~rank{info.rank}")
-        entries.append(Entry(path, leaf.spec.dtype, leaf.spec.shape, write.region, write.start, write.nbytes))
+        entries.append(ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, write.region, write.start, write.nbytes))
     return ShardHeader(
         info.save_id,
         info.rank,

@@ -21,7 +21,14 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import HostArray, HostMemory, Piece
-from ..core.format.shard_header import BLOCK, ShardHeader, block_count, encode_header, hash_block, with_hashes
+from ..core.format.shard_header import (
+    BLOCK,
+    ShardHeader,
+    block_count,
+    encode_header,
+    hash_block,
+    with_hashes,
+)
 from ..core.planning.plan import FilePlan, Write
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointError

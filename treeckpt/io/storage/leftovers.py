@@ -15,8 +15,16 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ...core.analysis.deletion import FileFact, FolderFact, Left, Removal, Times, leftovers_of, plan_leftovers
-from ...core.format.file_names import kind_of, writing_tag, written_name
+from ...core.analysis.deletion import (
+    CleanupTimes,
+    FileInfo,
+    Removal,
+    RetainedDirectory,
+    StepDirectory,
+    leftovers_of,
+    plan_leftovers,
+)
+from ...core.format.file_names import final_name, parse_file_name, writer_tag
 from ...core.format.save_progress import MAX_PROGRESS, Owner, decode_progress, parse_progress_name
 from ...errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
@@ -44,12 +52,12 @@ GRACE = 3600.0
 """Seconds after which files of an unfinished save are removed, where nothing shows whether the save is alive."""
 
 
-def deletion_times(now_ns: int, grace: float = GRACE) -> Times:
+def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
     """Returns the current time and the grace periods, as `core.analysis.deletion` takes them."""
-    return Times(now_ns, int(grace * 1e9), int(LEASE * 1e9))
+    return CleanupTimes(now_ns, int(grace * 1e9), int(LEASE * 1e9))
 
 
-def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileFact, ...]:
+def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
     """Returns the files of a directory, each with whether the process that owns it is alive, where that is known.
 
     Args:
@@ -59,40 +67,40 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()
     for name in entries:
-        owned = kind_of(name)
-        if owned is None or not (owned.kind == "lease" or parse_progress_name(written_name(name))):
+        owned = parse_file_name(name)
+        if owned is None or not (owned.kind == "lease" or parse_progress_name(final_name(name))):
             continue
         owner, alive[name] = _owner_state(folder.store, name, entries[name], now_ns)
         if owner is not None and is_running(owner) is False:
             ended.add(owner.tag)
     for name in entries:
-        if writing_tag(name) in ended:
+        if writer_tag(name) in ended:
             alive.setdefault(name, False)
     for name in _timings_without_record(entries, committed):
         with contextlib.suppress(TreeckptError, OSError):
             timings = read_timings(folder.store, name.split(".")[1])
             alive[name] = False if timings is not None and timings.error is not None else None
-    return tuple(FileFact(name, e.nbytes, e.modified_ns, alive.get(name)) for name, e in entries.items())
+    return tuple(FileInfo(name, e.nbytes, e.modified_ns, alive.get(name)) for name, e in entries.items())
 
 
 def _owner_state(store: Store, name: str, entry: DirectoryEntry, now_ns: int) -> tuple[Owner | None, bool | None]:
     """Returns the owner of a progress record or lease, and whether that process may still run; None if not known."""
-    if (parsed := parse_progress_name(written_name(name))) is None:
+    if (parsed := parse_progress_name(final_name(name))) is None:
         owner = lease_owner(store, name)
         return owner, is_running(owner) if owner is not None else None
     with contextlib.suppress(TreeckptError, OSError):
         record = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
         if (record.rank, record.save_id) == parsed:
             renewed = msgspec.structs.replace(record, alive_ns=max(record.alive_ns, entry.modified_ns))
-            return record.owner, is_alive(written_name(name), renewed, now_ns)
+            return record.owner, is_alive(final_name(name), renewed, now_ns)
     return None, None
 
 
 def _timings_without_record(names: Iterable[str], committed: str | None) -> list[str]:
     """Returns the timings files of saves that have shards there, and no progress record of their coordinator."""
-    kinds = {name: kind for name in names if (kind := kind_of(name)) is not None}
+    kinds = {name: kind for name in names if (kind := parse_file_name(name)) is not None}
     shards = {kind.save_id for kind in kinds.values() if kind.kind == "shard"}
-    recorded = {parsed[1] for name in kinds if (parsed := parse_progress_name(written_name(name))) and not parsed[0]}
+    recorded = {parsed[1] for name in kinds if (parsed := parse_progress_name(final_name(name))) and not parsed[0]}
     unrecorded = shards - recorded - {committed}
     return [name for name, kind in kinds.items() if kind.kind == "timings" and kind.save_id in unrecorded]
 
@@ -105,7 +113,7 @@ def committed_save_id(folder: Folder) -> str | None:
         return None
 
 
-def _folder_fact(folder: Folder, now_ns: int) -> FolderFact:
+def _folder_fact(folder: Folder, now_ns: int) -> StepDirectory:
     """Returns the files and state of a directory that is not part of a run."""
     files = file_facts(folder, now_ns, committed=None)
     status, save_id, problem = "complete", None, ""
@@ -115,17 +123,17 @@ def _folder_fact(folder: Folder, now_ns: int) -> FolderFact:
         status = "partial"
     except CheckpointError as error:
         status, problem = "corrupt", str(error)
-    return FolderFact(folder.name, 0, status, folder.modified_ns() or 0, files, save_id, problem=problem)
+    return StepDirectory(folder.name, 0, status, folder.modified_ns() or 0, files, save_id, problem=problem)
 
 
-def plan_removal(folder: Folder, now_ns: int, grace: float = GRACE) -> Removal | Left | None:
+def plan_removal(folder: Folder, now_ns: int, grace: float = GRACE) -> Removal | RetainedDirectory | None:
     """Returns the leftovers to remove from a directory, or why they stay; None if there are none."""
     return plan_leftovers(_folder_fact(folder, now_ns), deletion_times(now_ns, grace))
 
 
 def _has_other_saves(names: Iterable[str], known: str) -> bool:
     """Whether files of other saves than `known` are among these names."""
-    kinds = [kind for name in names if (kind := kind_of(name)) is not None]
+    kinds = [kind for name in names if (kind := parse_file_name(name)) is not None]
     return any(kind.kind not in ("index", "pin", "lease") and (not known or kind.save_id != known) for kind in kinds)
 
 
@@ -146,7 +154,9 @@ def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[L
 
 def remove_leftovers(folder: Folder, removal: Removal) -> str:
     """Removes leftovers; returns why not, if something has changed since the removal was planned."""
-    saves = {kind.save_id for name in removal.files if (kind := kind_of(name)) and kind.kind in ("shard", "timings")}
+    saves = {
+        kind.save_id for name in removal.files if (kind := parse_file_name(name)) and kind.kind in ("shard", "timings")
+    }
     if saves and committed_save_id(folder) in saves:
         return "it has been committed meanwhile"
     for name in removal.files:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ...core.format.file_names import kind_of, lease_name
+from ...core.format.file_names import lease_name, parse_file_name
 from ...core.format.save_progress import Owner
 from ...errors import StoreError, TreeckptError
 from .process_owner import is_running, this_process
@@ -69,7 +69,7 @@ def hold_lease(folder: Folder, *, renew: float = RENEW) -> Iterator[bool]:
 def has_readers(folder: Folder, now_ns: int) -> bool:
     """Whether a reader holds a valid lease."""
     entries = folder.entries().items()
-    leases = [(name, entry) for name, entry in entries if (kind := kind_of(name)) and kind.kind == "lease"]
+    leases = [(name, entry) for name, entry in entries if (kind := parse_file_name(name)) and kind.kind == "lease"]
     recent = [name for name, entry in leases if now_ns - entry.modified_ns < LEASE * 1e9]
     return any((owner := lease_owner(folder.store, name)) is None or is_running(owner) is not False for name in recent)
 

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ...core.format.seals import check_text
+from ...core.format.seals import check_no_zeros
 from ...errors import CheckpointExists, CorruptError
 from .local_read import LocalReader, ReaderCache, open_regular
 from .local_write import LocalWriter, make_directory, sync_directory
@@ -205,7 +205,7 @@ class LocalStore:
             # read(n) allocates n bytes at once, and a sparse file takes none
             parts, at = [file.read(min(size, TEXT) + 1)], 0
             while size > TEXT and parts[-1]:
-                check_text(parts[-1], at, f"{self.url}/{name}")
+                check_no_zeros(parts[-1], at, f"{self.url}/{name}")
                 at += len(parts[-1])
                 parts.append(file.read(TEXT))
         return b"".join(parts)
