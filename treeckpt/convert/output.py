@@ -31,7 +31,7 @@ from ..io.comm.comm import Comm
 from ..io.comm.failures import wrap_os_error
 from ..io.storage.local_write import sync_directory
 
-__all__ = ["Output", "OutputFile", "Part", "check_free", "run_output"]
+__all__ = ["Output", "OutputFile", "OutputPart", "check_free", "run_output"]
 
 WORKERS = 2
 """Threads that read and write; each holds a tile, and what casting makes of it."""
@@ -49,7 +49,7 @@ class OutputFile(msgspec.Struct, frozen=True):
     """Bytes that are known, and where they go."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class OutputPart(msgspec.Struct, frozen=True):
     """A region of an array, and where in which file it goes, in C order."""
 
     file: int
@@ -74,7 +74,7 @@ class Output(msgspec.Struct, frozen=True):
     """All that is to be written."""
 
     files: tuple[OutputFile, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[OutputPart, ...]
     directory: bool
     """Whether the destination is a directory of the files, or the one file itself."""
 
@@ -111,12 +111,12 @@ def run_output(output: Output, destination: Path, comm: Comm, *, memory: int, ov
     """
     hint = "Nothing was written; look at the cause"
     with Exchange(comm, f"convert {destination}", path=str(destination), hint=hint) as exchange:
-        run = _Run(output, destination, comm, exchange, memory, overwrite)
+        run = _OutputRun(output, destination, comm, exchange, memory, overwrite)
         with run.prepared() as place:
             return run.write(place)
 
 
-class _Run:
+class _OutputRun:
     """One rank's part of the writing."""
 
     def __init__(
@@ -205,7 +205,7 @@ class _Run:
         self.exchange.step(partial(self._write_share, place, mine), partial(self._publish, place))
         return sum(part.nbytes for part in mine)
 
-    def _write_share(self, place: Path, parts: Sequence[Part]) -> bytes:
+    def _write_share(self, place: Path, parts: Sequence[OutputPart]) -> bytes:
         """Writes this rank's parts; rank 0 opens, and so makes durable, files without parts too."""
         tile = max(4096, min(TILE, self.memory // (6 * WORKERS)))
         with (
@@ -247,7 +247,7 @@ class _Run:
         return b""
 
 
-def _write_part(fd: int, part: Part, tile: int) -> None:
+def _write_part(fd: int, part: OutputPart, tile: int) -> None:
     at, crc = part.start, 0
     for region in tiles(part.region, tile // max(part.itemsize, WIDEST)):
         data = np.ascontiguousarray(part.lazy.read(region)).reshape(-1).view(np.uint8).data
@@ -265,9 +265,9 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(fd, data[done:], offset + done)
 
 
-def _shares(parts: Sequence[Part], world: int) -> list[list[Part]]:
+def _shares(parts: Sequence[OutputPart], world: int) -> list[list[OutputPart]]:
     """The parts of each rank: the largest first, each to whom has the fewest bytes."""
-    found: list[list[Part]] = [[] for _ in range(world)]
+    found: list[list[OutputPart]] = [[] for _ in range(world)]
     loads = [0] * world
     for part in sorted(parts, key=lambda part: -part.nbytes) if world > 1 else parts:
         rank = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""Which arrays of a tree are one: found as a save finds them, for formats that can say so, or cannot."""
+"""Ties and views among the arrays of a tree, found as a save finds them."""
 
 from __future__ import annotations
 

@@ -271,20 +271,24 @@ def _wrap_optimizers(
     ]
     if not optimizers or options.get("on_corrupt") == "skip":
         return things
-    from ..training.resuming import with_resumed
-    from ..training.sources import CheckpointSource, Options
+    from ..training.resume import with_resumed_optimizers
+    from ..training.sources import CheckpointSource, SourceOptions
 
     rules = as_rules(options.get("rename"), options.get("transforms"))
-    source = CheckpointSource(checkpoint, comm, Options(allow_pickle=options.get("allow_pickle", False), rules=rules))
-    found = {name: with_resumed(things[name], (OBJECTS, name), source, selection.selects) for name in optimizers}
+    source = CheckpointSource(
+        checkpoint, comm, SourceOptions(allow_pickle=options.get("allow_pickle", False), rules=rules)
+    )
+    found = {
+        name: with_resumed_optimizers(things[name], (OBJECTS, name), source, selection.selects) for name in optimizers
+    }
     return {**things, **found}
 
 
 def _copy_back(thing: Any, filled: Any) -> None:
     """Copies the values of a tree with wrapped optimizers back into the registered tree."""
-    from ..training.resuming import without_resumed
+    from ..training.resume import without_resumed_optimizers
 
-    graft(thing, without_resumed(filled), is_value=is_value)
+    graft(thing, without_resumed_optimizers(filled), is_value=is_value)
 
 
 def _fill(

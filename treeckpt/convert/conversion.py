@@ -1,0 +1,357 @@
+"""Conversion of a checkpoint to another format: opens, selects, checks and streams. See `convert`."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .. import api
+from ..arrays.lazy import LazyArray
+from ..core.format.file_names import step_of
+from ..errors import CheckpointError, MismatchError
+from ..io.comm.comm import Comm, as_comm
+from ..io.storage.bucket import check_path
+from ..io.storage.store import Store
+from . import contents as choosing
+from .cast import cast_floats
+from .checksums import ArchiveStorages
+from .contents import NODES, Contents, Finding, lower_containers, matches_globs, tree_of
+from .format_fit import NOTHING, FittedContents, fit_dcp, fit_safetensors, fit_torch, refuse_losses
+from .layout import lay_out_safetensors, lay_out_torch
+from .output import Output, check_free, run_output
+from .size_limit import check_growth, own_nbytes
+from .sources import SOURCES, detect, open_source
+
+__all__ = [
+    "FORMATS",
+    "SOURCES",
+    "ConvertReport",
+    "convert",
+    "detect",
+    "to_dcp",
+    "to_safetensors",
+    "to_torch_file",
+    "to_treeckpt",
+]
+
+FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
+"""Formats that can be written."""
+MEMORY = 64 << 20
+LEAST = 4 << 20
+SAVING = 56 << 20
+"""Bytes that a save of ours takes: its own buffers, and what is read into them."""
+SHARD = 5_000_000_000
+"""Bytes of a file, unless told otherwise; as Hugging Face has it."""
+_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20,
+          "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+AnyPath = str | os.PathLike[str]
+
+
+class ConvertReport(msgspec.Struct, frozen=True):
+    """The result of a conversion, or of a dry run."""
+
+    source: str
+    destination: str
+    source_format: str
+    format: str
+    leaves: int
+    """Number of leaves that are written; in a dry run, that would be."""
+    arrays: int
+    nbytes: int
+    """Bytes of all arrays, each as often as it stands in the tree."""
+    files: tuple[str, ...]
+    written_nbytes: int
+    """Bytes of array data that this rank wrote."""
+    notes: tuple[Finding, ...]
+    """Changes of form without loss."""
+    losses: tuple[Finding, ...]
+    """Leaves that are left out or changed: only with `lossy`, and in a dry run."""
+    dry_run: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        did = "would convert" if self.dry_run else "converted"
+        rows = [
+            f"{did} {self.source} ({self.source_format}) to {self.destination} ({self.format}): "
+            f"{self.leaves} leaves, {self.nbytes} bytes, {len(self.files)} files"
+        ]
+        rows += [f"  lost  {finding}" for finding in self.losses]
+        return "\n".join(rows + [f"  note  {finding}" for finding in self.notes])
+
+
+class _Options(msgspec.Struct, frozen=True):
+    to: str
+    directory: bool
+    dtype: Any
+    max_shard_size: int | None
+    memory: int
+    select: tuple[str, ...]
+    exclude: tuple[str, ...]
+    subtree: str
+    lossy: bool
+
+
+def convert(
+    source: AnyPath | Store,
+    destination: AnyPath,
+    *,
+    to: str | None = None,
+    dtype: Any = None,
+    max_shard_size: int | str | None = None,
+    memory: int | str = MEMORY,
+    select: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    subtree: str = "",
+    lossy: bool = False,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    step: int | None = None,
+    comm: Any = None,
+) -> ConvertReport:
+    """Writes a checkpoint in another format. Call it on every rank: they share the bytes.
+
+    What is read is compared with the checksums that stand beside it: our own, and the CRC-32s in files of torch.save
+    and DCP. Those of safetensors and Paddle have none, nor has what was saved after
+    `torch.serialization.set_crc32_options(False)`.
+
+    Args:
+        source: a checkpoint of any of `SOURCES`; the format is found by looking.
+        destination: a local path; for our own format any path that `save` takes. It appears when it is whole.
+        to: one of `FORMATS`; by default what the destination's suffix says, and our own without one.
+        dtype: casts arrays of floating point while they are streamed: "bfloat16", say, or torch's or numpy's own.
+        max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
+            then, and an index.
+        memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
+        select: globs over paths; a path under a named one counts.
+        exclude: globs over paths that are left out. What cannot be read, or not without running code, is no error then;
+            as an element of a list or tuple it becomes None, so that the others stay where they are.
+        subtree: a path: what is below it is the tree, and its names begin there.
+        lossy: goes without what the format cannot hold, instead of refusing it.
+        dry_run: writes nothing; the report says what would be lost, and what changes its form.
+        overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
+        step: of training, kept in a checkpoint of ours; by default that of the destination's name in a run, or what
+            the source says.
+        comm: as in `save`; "alone" writes in this process without talking.
+
+    Raises:
+        CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it that would be written as
+            far more bytes than it has.
+        TreeError: what cannot be read without running code, or what the format cannot hold.
+        MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
+        CheckpointExists: there is something at the destination.
+    """
+    options = _options(destination, to, dtype, max_shard_size, memory, select, exclude, subtree, lossy)
+    return _convert(source, destination, options, dry_run, overwrite, step, as_comm(comm))
+
+
+def _convert(
+    source: AnyPath | Store,
+    destination: AnyPath,
+    options: _Options,
+    dry_run: bool,
+    overwrite: bool,
+    step: int | None,
+    comm: Comm,
+) -> ConvertReport:
+    """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
+    begin = time.perf_counter()
+    kind, storages = detect(source), ArchiveStorages(alone=comm.size == 1)
+    with open_source(source, kind, storages, lambda at: matches_globs(at, options.exclude)) as found:
+        chosen = _chosen(found, options)
+        cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
+        held, plan = _PLANS[options.to](cast, options)
+        if not (dry_run or options.lossy):
+            refuse_losses(held.contents, options.to)
+        output = plan() if options.to != "treeckpt" else None
+        check_growth(chosen, own_nbytes(held.contents) if output is None else output.nbytes)
+        if not dry_run:
+            storages.check(_read_of(chosen, held, options), comm, os.fspath(destination))
+        if output is None:
+            names, written = ((), 0) if dry_run else _save(held, destination, options, overwrite, step, comm)
+        else:
+            names, written = _write(output, destination, options, overwrite, comm, dry_run=dry_run)
+        assert dry_run or not storages.owing(), "all bytes of a source are read"
+    ways = chosen.label, os.fspath(destination), kind, options.to
+    return _report(ways, held.contents, names, written, dry_run, time.perf_counter() - begin)
+
+
+def _write(
+    output: Output, destination: AnyPath, options: _Options, overwrite: bool, comm: Comm, *, dry_run: bool
+) -> tuple[tuple[str, ...], int]:
+    """The names of the files of a format that is not ours, and the bytes that this rank wrote."""
+    place, written = _local(destination), 0
+    if dry_run:
+        check_free(place, output, overwrite=overwrite)
+    else:
+        written = run_output(output, place, comm, memory=options.memory, overwrite=overwrite)
+    return tuple(file.name or Path(destination).name for file in output.files), written
+
+
+def _report(
+    ways: tuple[str, str, str, str],
+    contents: Contents,
+    names: tuple[str, ...],
+    written: int,
+    dry_run: bool,
+    seconds: float,
+) -> ConvertReport:
+    arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
+    nbytes = sum(leaf.nbytes for leaf in arrays)
+    notes, losses = (tuple(f for f in contents.findings if f.lost == lost) for lost in (False, True))
+    gone = sum(finding.becomes == NOTHING for finding in losses)
+    counts = len(contents.leaves) - gone, len(arrays), nbytes
+    return ConvertReport(*ways, *counts, names, written, notes, losses, dry_run, seconds)
+
+
+def _options(
+    destination: AnyPath, to: str | None, dtype: Any, max_shard_size: Any, memory: Any, selected: Any,
+    excluded: Any, below: str, lossy: bool,
+) -> _Options:  # fmt: skip
+    suffix = Path(os.fspath(destination)).suffix
+    kind = to or _SUFFIXES.get(suffix, "treeckpt")
+    if kind not in FORMATS:
+        raise MismatchError("to", expected=f"one of {', '.join(FORMATS)}", found=f"{kind}")
+    budget = _bytes(memory, "memory")
+    least = SAVING if kind == "treeckpt" else LEAST
+    if budget < least:
+        raise MismatchError("memory", expected=f"at least {least} bytes, for {kind}", found=f"{budget}")
+    directory = kind == "dcp" or (kind == "safetensors" and suffix != ".safetensors")
+    if max_shard_size is not None and not directory and kind != "treeckpt":
+        raise MismatchError(
+            "max_shard_size",
+            expected="a destination that can have several files",
+            found=f"one {kind} file",
+            hint="Leave the suffix away to get a directory" if kind == "safetensors" else "Leave it out",
+        )
+    size = _bytes(max_shard_size, "max_shard_size") if max_shard_size is not None else None
+    return _Options(kind, directory, dtype, size, budget, _globs(selected), _globs(excluded), below, lossy)
+
+
+def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def _bytes(size: int | str, name: str) -> int:
+    """A number of bytes, which may be given with a unit: "5GB", "64MiB"."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or not (number := int(float(match[1]) * unit)):
+        raise MismatchError(name, expected="bytes, as 5000000 or 5GB", found=f"{size!r}")
+    return number
+
+
+def _local(destination: AnyPath) -> Path:
+    text = os.fspath(destination)
+    check_path(text)
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme != "file":
+        raise CheckpointError(
+            text, expected="a local path", found=f"{scheme}://", hint="Convert to a local path, and copy it there"
+        )
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise CheckpointError("destination", expected="a path that is text", found=f"{text!r:.200}", hint="Rename it")
+    return Path(rest if separator else text).absolute()
+
+
+def _chosen(contents: Contents, options: _Options) -> Contents:
+    if options.exclude:
+        contents = choosing.exclude(contents, options.exclude)
+    if options.select:
+        contents = choosing.select(contents, options.select)
+    return choosing.subtree(contents, options.subtree)
+
+
+def _read_of(chosen: Contents, held: FittedContents, options: _Options) -> list[choosing.ContentsLeaf]:
+    """What will be read: the leaves that are not lost, by their paths in the source."""
+    lost = {finding.path for finding in held.contents.findings if finding.lost}
+    above = f"{options.subtree}/" if options.subtree else ""
+    return [(above + path, leaf) for path, leaf in chosen.leaves if path not in lost]
+
+
+_Plan = tuple[FittedContents, Callable[[], Output]]
+
+
+def _plan_torch(contents: Contents, options: _Options) -> _Plan:
+    held = fit_torch(contents)
+    return held, lambda: lay_out_torch(held)
+
+
+def _plan_dcp(contents: Contents, options: _Options) -> _Plan:
+    held = fit_dcp(contents)
+
+    def plan() -> Output:
+        from .dcp_write import lay_out_dcp
+
+        return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD)
+
+    return held, plan
+
+
+def _plan_safetensors(contents: Contents, options: _Options) -> _Plan:
+    held = fit_safetensors(contents)
+    limit = options.max_shard_size or SHARD
+    return held, lambda: lay_out_safetensors(held, directory=options.directory, max_shard_size=limit)
+
+
+def _plan_native(contents: Contents, options: _Options) -> _Plan:
+    return FittedContents(lower_containers(contents, NODES), {}), _no_output
+
+
+def _no_output() -> Output:
+    raise AssertionError("a save of ours has a protocol of its own")
+
+
+_PLANS: dict[str, Callable[[Contents, _Options], _Plan]] = {
+    "torch": _plan_torch,
+    "dcp": _plan_dcp,
+    "safetensors": _plan_safetensors,
+    "treeckpt": _plan_native,
+}
+
+
+def _save(
+    held: FittedContents, destination: AnyPath, options: _Options, overwrite: bool, step: int | None, comm: Comm
+) -> tuple[tuple[str, ...], int]:
+    """The names of the files of a checkpoint of ours, and the bytes that this rank wrote."""
+    contents = held.contents
+    said = step_of(os.fspath(destination).rstrip("/").rpartition("/")[2])
+    report = api.save(
+        destination,
+        tree_of(contents),
+        step=step if step is not None else contents.step if said is None else said,
+        comm=comm,
+        custom_metadata=contents.metadata,
+        overwrite=overwrite,
+        max_shard_bytes=options.max_shard_size,
+    )
+    return report.files, report.nbytes
+
+
+def to_safetensors(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+    """Writes safetensors: one file where the destination ends so, else a directory as Hugging Face has it.
+
+    See `convert` for the options and errors.
+    """
+    return convert(source, destination, to="safetensors", **options)
+
+
+def to_torch_file(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+    """Writes a file that `torch.load` takes with `weights_only=True`. See `convert` for the options and errors."""
+    return convert(source, destination, to="torch", **options)
+
+
+def to_dcp(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+    """Writes a directory that torch.distributed.checkpoint loads. See `convert` for the options and errors."""
+    return convert(source, destination, to="dcp", **options)
+
+
+def to_treeckpt(source: AnyPath | Store, destination: AnyPath, **options: Any) -> ConvertReport:
+    """Writes a checkpoint of ours. See `convert` for the options and errors."""
+    return convert(source, destination, to="treeckpt", **options)

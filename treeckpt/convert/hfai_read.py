@@ -1,0 +1,161 @@
+"""Directories of hfai.checkpoint.save: `PART_000.pt` ..., one file of torch.save for each rank.
+
+Each part has some of the tensors whole, and its share of every large one: `view(-1).chunk(n)[rank]`, with the shape
+beside it. What comes out is what hfai.checkpoint.load gives, but for `__version__` and `__nshards__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays.lazy import LazyArray
+from ..core.sharding.dtypes import dtype_of
+from ..core.sharding.region import Region
+from ..core.tree.spec import ArraySpec
+from ..errors import CheckpointNotFound, CorruptError, FormatError
+from ..io.storage.foreign_formats import HFAI_PART
+from ..io.storage.store import Store
+from .checksums import ArchiveStorages
+from .files import FlatReader, store_window
+from .pickle_reader import brief
+from .pickle_values import RefusedLeaf
+from .piecewise import from_ranges
+from .torch_read import read_torch
+
+__all__ = ["PART", "read_hfai"]
+
+PART = HFAI_PART
+VERSION = "2.0.0"
+
+
+class HfaiParts:
+    """The parts of one checkpoint, in order."""
+
+    def __init__(self, store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf] | None) -> None:
+        self.store = store
+        files = store.sizes()
+        names = sorted((int(match[1]), name) for name in files if (match := PART.fullmatch(name)))
+        if not names:
+            raise CheckpointNotFound(store.url, expected="PART_000.pt", found="none", hint="Check the path")
+        if [number for number, _ in names] != list(range(len(names))):
+            raise self._wrong(f"PART_000.pt to PART_{len(names) - 1:03d}.pt", f"{[name for _, name in names][:8]}")
+        self.states: list[Any] = []
+        for _, name in names:
+            refusals: list[RefusedLeaf] | None = None if refused is None else []
+            self.states.append(read_torch(store_window(store, name, files), storages, refusals))
+            if refused is not None and refusals:
+                refused += [one for one in refusals if one not in refused]
+        self._check()
+
+    def _wrong(self, expected: str, found: str) -> CorruptError:
+        return CorruptError(
+            self.store.url,
+            expected=expected,
+            found=found,
+            hint="Parts of another save may lie here, or some are missing; hfai writes no record that could tell",
+        )
+
+    def _check(self) -> None:
+        for number, state in enumerate(self.states):
+            label = f"{self.store.url}/PART_{number:03d}.pt"
+            if not isinstance(state, dict) or not {"model", "optimizer"} <= state.keys():
+                raise FormatError(label, expected="a part of hfai.checkpoint.save", found=f"{type(state).__name__}")
+            if (version := state.get("__version__", "1.0.0")) != VERSION:
+                raise FormatError(label, expected=f"version {VERSION}", found=brief(version))
+            if state.get("__nshards__") != len(self.states):
+                raise self._wrong(f"{len(self.states)} parts in part {number}", f"{brief(state.get('__nshards__'))}")
+            for key in ("model", "optimizer"):
+                if not isinstance(state[key], list) or len(state[key]) != len(self.states[0][key]):
+                    raise self._wrong(f"{len(self.states[0][key])} entries of {key} in each part", f"part {number}")
+                if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in state[key]):
+                    raise FormatError(label, expected="pairs of whole and large tensors", found=f"{key}")
+
+    def pairs(self, key: str, number: int) -> list[tuple[Any, Any]]:
+        """By part, the whole and the large tensors of model or optimizer number `number`."""
+        return [state[key][number] for state in self.states]
+
+    def large(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, LazyArray]:
+        """The tensors that are split over all parts, put together."""
+        found: dict[Any, list[tuple[Any, Any]]] = {}
+        for _, large in pairs:
+            if not isinstance(large, dict) or any(not isinstance(v, tuple) or len(v) != 2 for v in large.values()):
+                raise FormatError(self.store.url, expected="shapes and shares of large tensors", found=brief(large))
+            for name, share in large.items():
+                found.setdefault(name, []).append(share)
+        return {name: self._joined(name, shares) for name, shares in found.items()}
+
+    def _joined(self, name: Any, shares: Sequence[tuple[Any, Any]]) -> LazyArray:
+        shapes = {tuple(shape) for shape, _ in shares}
+        arrays = [array for _, array in shares]
+        kinds = {array.spec.dtype for array in arrays if isinstance(array, LazyArray) and len(array.spec.shape) == 1}
+        if len(shapes) != 1 or len(kinds) != 1 or not all(isinstance(array, LazyArray) for array in arrays):
+            raise self._wrong(f"shares of one shape and dtype of {brief(name)}", f"{brief(sorted(shapes))}, {kinds}")
+        spec = ArraySpec(shapes.pop(), kinds.pop())
+        dtype_of(spec.dtype)
+        return from_ranges(spec, [(a.spec.shape[0], _flat(a)) for a in arrays], f"{brief(name)}: {self.store.url}")
+
+
+def _flat(array: LazyArray) -> FlatReader:
+    def read(start: int, count: int) -> np.ndarray:
+        return array.read(Region((start,), (count,)))
+
+    return read
+
+
+def _model(parts: HfaiParts, number: int) -> dict[Any, Any]:
+    pairs = parts.pairs("model", number)
+    found: dict[Any, Any] = {}
+    for params, _ in pairs:
+        found |= params
+    return _together(found, parts.large(pairs), parts)
+
+
+def _together(whole: dict[Any, Any], large: dict[Any, Any], parts: HfaiParts) -> dict[Any, Any]:
+    if twice := whole.keys() & large.keys():
+        raise CorruptError(parts.store.url, expected="each tensor once", found=f"{sorted(map(str, twice))[:3]} twice")
+    return whole | large
+
+
+def _optimizer(parts: HfaiParts, number: int) -> dict[Any, Any]:
+    """As torch's own state dict; param groups stand in every part."""
+    pairs = parts.pairs("optimizer", number)
+    first = pairs[0][0]
+    if not isinstance(first, dict) or any(
+        not isinstance(o, dict) or not isinstance(o.get("state"), dict) for o, _ in pairs
+    ):
+        raise FormatError(parts.store.url, expected="state dicts of optimizers", found=f"{type(first).__name__}")
+    state: dict[Any, Any] = {}
+    for opt, _ in pairs:
+        state |= opt["state"]
+    for key, tensor in parts.large(pairs).items():
+        if not isinstance(key, tuple) or len(key) != 2 or not isinstance(state.get(key[0]), dict):
+            raise FormatError(parts.store.url, expected="the parameter and name of a moment", found=brief(key))
+        state[key[0]] = _together(state[key[0]], {key[1]: tensor}, parts)
+    return first | {"state": {key: state[key] for key in sorted(state, key=_order)}}
+
+
+def _order(key: Any) -> tuple[bool, Any]:
+    return (False, key) if type(key) is int else (True, str(key))
+
+
+def read_hfai(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf] | None = None) -> dict[str, Any]:
+    """The state in a directory of hfai.checkpoint.save, with its tensors left in the files.
+
+    Raises:
+        CheckpointNotFound, FormatError, CorruptError: there is none, or its parts do not fit together.
+    """
+    parts = HfaiParts(store, storages, refused)
+    first = parts.states[0]
+    found: dict[str, Any] = {}
+    makers: dict[str, Callable[[HfaiParts, int], Any]] = {"model": _model, "optimizer": _optimizer}
+    for key, make in makers.items():
+        made = [make(parts, number) for number in range(len(first[key]))]
+        if made or key == "model":
+            found[key] = made[0] if len(made) == 1 else made
+    rest = {
+        key: value for key, value in first.items() if key not in ("model", "optimizer", "__version__", "__nshards__")
+    }
+    return found | rest

@@ -1,0 +1,320 @@
+"""Builds a tree from a pickle read as data: plain values, numpy arrays and scalars, torch dtypes and devices.
+
+`PLAIN` has constructors for the objects of the standard library, numpy and torch that state dicts contain; each checks
+its arguments. `build_tree` replaces the remaining records by values; an object that only foreign code could build is
+reported with its path, and refused or left out.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..arrays.lazy import LazyArray
+from ..arrays.numpy import dtype_name
+from ..arrays.registry import encodable
+from ..core.sharding.dtypes import dtype_of, numpy_dtype
+from ..core.tree.containers import FACTORIES
+from ..core.tree.recursion import Walk, run
+from ..core.tree.spec import ArraySpec
+from ..core.tree.structure import MAX_DEPTH, key_text
+from ..errors import CorruptError, FormatError, TreeckptError, TreeError
+from .files import flat_array
+from .pickle_reader import Constructors, DeferredValue, FileBytes, Symbol, UnbuiltObject, Unpickled, brief
+
+__all__ = ["PLAIN", "RefusedLeaf", "build_tree", "dtype_named"]
+
+_CODE, _HELD = "Making it would run its code", "It is none of what checkpoints hold"
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
+NODES = 100_000
+"""Nodes that a tree may have in any case; more only where the pickle is as long."""
+
+
+class _NumpyDtype(DeferredValue, eq=False):
+    """numpy's dtype as it is pickled: a code, then a state with the byte order."""
+
+    code: Any = ""
+
+    def make(self) -> np.dtype[Any]:
+        order = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "|"
+        if isinstance(self.code, Symbol) and self.code.text.startswith("ml_dtypes ") and order in ("<", "|", "="):
+            return numpy_dtype(self.code.text.removeprefix("ml_dtypes "))
+        if not isinstance(self.code, str) or order not in ("<", ">", "|", "=") or "O" in self.code:
+            raise ValueError(f"a numpy dtype {brief(self.code)}")
+        _, _, inner, names, *rest = (*self.state, None, None, None, None)[: max(4, len(self.state))]
+        dtype = np.dtype(self.code + self._unit(rest))
+        if dtype.hasobject or dtype.fields is not None or inner is not None or names is not None:
+            raise ValueError(f"a numpy dtype {brief(self.code)}{' with fields' if names is not None else ''}")
+        return dtype if order == "|" else dtype.newbyteorder(order)
+
+    def _unit(self, rest: Sequence[Any]) -> str:
+        """Of a time, `[25us]` say: the last part of the state has it, as (name, how many, ...)."""
+        if self.code[:1] not in ("M", "m") or len(rest) < 5:
+            return ""
+        name, count, *_ = rest[4][1]
+        name = name.decode() if isinstance(name, bytes) else name
+        return "" if name == "generic" else f"[{int(count)}{name}]"
+
+
+class _NumpyArray(DeferredValue, eq=False):
+    """numpy's array as it is pickled: empty, then a state with all there is."""
+
+    def make(self) -> np.ndarray | LazyArray:
+        _, shape, dtype, fortran, data = self.state
+        return _array(data, dtype, shape, "F" if fortran else "C")
+
+
+def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray | LazyArray:
+    element = dtype.make()
+    if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape) or order not in "CF":
+        raise ValueError(f"an array of shape {brief(shape)}")
+    if isinstance(data, FileBytes):
+        plain = element.newbyteorder("<") == element or element.itemsize == 1
+        if not plain or (order == "F" and sum(n != 1 for n in shape) > 1):
+            data = data.bytes()
+        else:
+            return flat_array(ArraySpec(shape, dtype_name(element, ""), kind="numpy"), data.window)
+    if not isinstance(data, (bytes, bytearray)) or len(data) != math.prod(shape) * element.itemsize:
+        raise ValueError("an array whose bytes do not make up its shape")
+    return np.frombuffer(bytearray(data), element).reshape(shape, order=order)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+class _NumpyBuffer(DeferredValue, eq=False):
+    """numpy's array as protocol 5 has it."""
+
+    args: tuple[Any, ...] = ()
+
+    def make(self) -> np.ndarray | LazyArray:
+        data, dtype, shape, order = self.args
+        return _array(data, dtype, shape, order)
+
+
+class _NumpyScalar(DeferredValue, eq=False):
+    dtype: Any = None
+    data: Any = None
+
+    def make(self) -> Any:
+        element = self.dtype.make()
+        if not isinstance(self.data, bytes) or len(self.data) != element.itemsize:
+            raise ValueError("a numpy scalar of the wrong size")
+        return np.frombuffer(self.data, element)[0]
+
+
+def _encode(text: Any, codec: Any) -> bytes:
+    """How protocol 2 writes bytes."""
+    if not isinstance(text, str) or codec not in ("latin1", "latin-1"):
+        raise ValueError(f"text in {brief(codec)}")
+    return text.encode("latin-1")
+
+
+def _size(items: Any) -> Any:
+    import torch
+
+    return torch.Size(tuple(int(n) for n in items))
+
+
+def _device(*args: Any) -> Any:
+    import torch
+
+    return torch.device(*(a if type(a) in (str, int) else str(a) for a in args))
+
+
+def _layout(name: Any) -> Symbol:
+    return Symbol(str(name).replace(".", " ", 1))
+
+
+_PYTHON_2 = {"long": "int", "unicode": "str"}
+"""What Python 2, whose names protocol 2 has, called builtins."""
+
+
+def _default(*args: Any) -> Any:
+    factory = args[0] if args else None
+    if factory is None:
+        return collections.defaultdict()
+    module, _, name = factory.text.partition(" ") if isinstance(factory, Symbol) else ("", "", "")
+    name = _PYTHON_2.get(name, name) if module == "__builtin__" else name
+    made: Any = FACTORIES.get(name)
+    if made is None or module not in ("__builtin__", made.__module__):
+        raise ValueError(f"a defaultdict of {brief(factory)}")
+    return collections.defaultdict(made)
+
+
+def _both(name: str, make: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """A builtin, as Python 2 and 3 call its module."""
+    return {f"__builtin__ {name}": make, f"builtins {name}": make}
+
+
+def _numpy(name: str, make: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """A function of numpy's, as its versions call its module."""
+    module, name = name.split(" ")
+    return {f"numpy.{core}.{module} {name}": make for core in ("core", "_core")}
+
+
+PLAIN: Constructors = {
+    "collections OrderedDict": lambda items=(): collections.OrderedDict(_held(items)),
+    "collections Counter": lambda items=(): collections.Counter(_held(items)),
+    "collections defaultdict": _default,
+    "collections deque": lambda items=(), *most: collections.deque(_held(items), *most),
+    "_codecs encode": _encode,
+    **_both("set", lambda items=(): set(_held(items))),
+    **_both("frozenset", lambda items=(): frozenset(_held(items))),
+    **_both("bytearray", lambda data=b"", *codec: bytearray(_encode(data, *codec) if codec else _held(data))),
+    **_both("bytes", lambda items=(): bytes(_held(items))),
+    **_both("complex", lambda real, imag: complex(float(real), float(imag))),
+    **_both("slice", lambda *args: slice(*args)),
+    **_both("range", lambda *args: range(*args)),
+    "__builtin__ xrange": lambda *args: range(*args),
+    "torch Size": _size,
+    "torch device": _device,
+    "torch.serialization _get_layout": _layout,
+    "numpy dtype": lambda code, *_: _NumpyDtype(code=code),
+    **_numpy("multiarray _reconstruct", lambda *_: _NumpyArray()),
+    **_numpy("multiarray scalar", lambda dtype, data: _NumpyScalar(dtype=dtype, data=data)),
+    **_numpy("numeric _frombuffer", lambda *args: _NumpyBuffer(args=args)),
+}
+"""Constructors by name. None of them runs what it is given, and none makes more than the pickle holds."""
+
+
+def _held(items: Any) -> Any:
+    """What a container is to be made of, if the pickle holds it: of a number or a range, much would be made."""
+    if not isinstance(items, (list, tuple, dict, set, frozenset, bytes, bytearray)):
+        raise ValueError(f"a container of a {type(items).__name__}")
+    return items
+
+
+def dtype_named(symbol: Any) -> str:
+    """Our name of the torch dtype that a symbol names.
+
+    Raises:
+        FormatError: it names none.
+    """
+    module, _, name = symbol.text.partition(" ") if isinstance(symbol, Symbol) else ("", "", "")
+    if module != "torch":
+        raise FormatError("dtype", expected="a dtype of torch", found=brief(symbol))
+    return dtype_of(name).name
+
+
+class RefusedLeaf(msgspec.Struct, frozen=True):
+    """What could not be made."""
+
+    path: str
+    what: str
+    why: str = _CODE
+
+
+def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = None) -> Any:
+    """The tree that a pickle describes.
+
+    Args:
+        refused: takes note of what cannot be made, which `...` stands for; without it, it is an error.
+
+    Raises:
+        TreeError: naming the path of what cannot be made.
+        FormatError: more nodes than the pickle has parts: containers that hold one another over and over.
+    """
+    return run(_TreeBuilder(label, max(NODES, 2 * read.steps), refused).build(read.value, "", 0))
+
+
+class _TreeBuilder:
+    def __init__(self, label: str, limit: int, refused: list[RefusedLeaf] | None) -> None:
+        self.label, self.left, self.refused = label, limit, refused
+        self.made: dict[int, tuple[Any, Any]] = {}
+
+    def build(self, node: Any, path: str, depth: int) -> Walk[Any]:
+        self.left -= 1
+        if self.left < 0 or depth > MAX_DEPTH:
+            raise FormatError(
+                self.label,
+                expected="a tree",
+                found="containers that hold each other over and over",
+                hint="This is no honest checkpoint",
+            )
+        kind = type(node)
+        if kind in (dict, collections.OrderedDict, collections.defaultdict):
+            return (yield self._mapping(node, path, depth))
+        if kind in (list, collections.deque):
+            for i, child in enumerate(node):
+                node[i] = yield self.build(child, self._below(path, i), depth + 1)
+            return node
+        if kind in (tuple, set, frozenset):
+            items: list[Any] = []
+            for i, child in enumerate(node):
+                items.append((yield self.build(child, self._below(path, i) if kind is tuple else path, depth + 1)))
+            return kind(items)
+        if isinstance(node, (Symbol, UnbuiltObject, FileBytes, DeferredValue)):
+            return self._once(node, path)
+        return node if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) else self._value_of_type(node, path)
+
+    def _mapping(self, node: Any, path: str, depth: int) -> Walk[Any]:
+        try:
+            steps = [(key, self._below(path, key)) for key in node]
+        except TreeError as error:
+            return self._refuse(path, f"a {type(node).__name__} with {error.found}", _HELD)
+        for key, below in steps:
+            node[key] = yield self.build(node[key], below, depth + 1)
+        return node
+
+    def _below(self, path: str, key: object) -> str:
+        return f"{path}/{key_text(key, path)}" if path else key_text(key, path)
+
+    def _value_of_type(self, node: Any, path: str) -> Any:
+        return node if encodable(node) else self._refuse(path, brief(node), _HELD)
+
+    def _once(self, node: Any, path: str) -> Any:
+        """The value of what stands for one; the same where it is met again, so that ties stay."""
+        if id(node) not in self.made:
+            self.made[id(node)] = node, self._value(node, path)
+        return self.made[id(node)][1]
+
+    def _value(self, node: Any, path: str) -> Any:
+        if isinstance(node, FileBytes):
+            return node.bytes()
+        if isinstance(node, Symbol):
+            return self._named(node, path)
+        if isinstance(node, UnbuiltObject):
+            what = f"an object made by {node.symbol.replace(' ', '.')}"
+            return self._refuse(path, f"{what} ({node.why})", _HELD) if node.why else self._refuse(path, what)
+        try:
+            made = node.make()
+            if isinstance(made, np.ndarray):
+                dtype_name(made.dtype, path)
+            return made
+        except CorruptError:
+            raise
+        except TreeckptError as error:
+            return self._refuse(path, error.found, _HELD)
+        except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+            return self._refuse(path, f"{error}"[:200], _HELD)
+
+    def _named(self, node: Symbol, path: str) -> Any:
+        module, _, name = node.text.partition(" ")
+        if module == "torch":
+            import torch
+
+            found = vars(torch).get(name)
+            if isinstance(found, (torch.dtype, torch.layout)):
+                return found
+        return self._refuse(path, f"the class or function {node.text.replace(' ', '.')}")
+
+    def _refuse(self, path: str, what: str, why: str = _CODE) -> Any:
+        if self.refused is None:
+            raise refusal(RefusedLeaf(path, what, why), self.label)
+        self.refused.append(RefusedLeaf(path, what, why))
+        return ...
+
+
+def refusal(found: RefusedLeaf, label: str) -> TreeError:
+    """The error for what cannot be made."""
+    leave = f"Leave it out (exclude={found.path!r}, --exclude {found.path!r}), or have" if found.path else "Have"
+    return TreeError(
+        f"{found.path}: {label}",
+        expected="tensors, arrays, containers and plain values",
+        found=found.what[:200],
+        hint=f"{found.why}. {leave} the program that wrote it save plain values; of a module or optimizer, "
+        "its state_dict()",
+    )

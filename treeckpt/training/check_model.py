@@ -1,0 +1,99 @@
+"""Checks that saved arrays fit a model's tensors: in kind, shape and dtype, and where several names are one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch.nn.parameter import is_lazy
+
+from ..arrays.plain_tensor import dtype_name
+from ..core.tree.spec import ArraySpec
+from ..errors import MismatchError
+from .modules import StateDictEntry, has_load_hook
+from .names import key_path
+from .sources import RestoreSource
+
+__all__ = ["check_entry", "resolve_ties", "without_ties"]
+
+
+def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cast: bool) -> None:
+    """Compares a tensor of the model with the saved spec; a spec of None is a value.
+
+    Raises:
+        MismatchError: kind, shape or dtype differ.
+    """
+    live = entry.value
+    if is_lazy(live):
+        raise MismatchError(
+            path,
+            expected="a tensor with a shape",
+            found="a lazy one, which the first forward pass makes",
+            hint="Run the model once before",
+        )
+    if not entry.live and not has_load_hook(entry):
+        raise MismatchError(
+            path,
+            expected="a parameter or buffer of the model",
+            found="a tensor that a hook of state_dict made",
+            hint="Give the module a hook that takes it back (register_load_state_dict_pre_hook), "
+            "or load it with treeckpt.load",
+        )
+    if spec is None:
+        raise MismatchError(path, expected="a tensor", found="a value in the checkpoint")
+    if spec.shape != tuple(live.shape):
+        raise MismatchError(
+            path,
+            expected=f"shape {tuple(live.shape)}, as the model has it",
+            found=f"{spec.shape} in the checkpoint",
+            hint="Build the model with the sizes that were saved, or rename what is another parameter",
+        )
+    if spec.dtype != dtype_name(live.dtype) and not cast:
+        raise MismatchError(
+            path,
+            expected=f"{dtype_name(live.dtype)}, as the model has it",
+            found=f"{spec.dtype} in the checkpoint",
+            hint="Pass cast=True to convert",
+        )
+
+
+def without_ties(
+    missing: Sequence[str], entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]
+) -> list[str]:
+    """Returns the missing paths without those of tensors that are filled under another name."""
+    there = {id(entry.value) for entry in filled}
+    tied = {f"model/{key_path(entry.key)}" for entry in entries if entry.kind != "extra" and id(entry.value) in there}
+    return [path for path in missing if path not in tied]
+
+
+def resolve_ties(
+    entries: Sequence[StateDictEntry],
+    paths: Mapping[int, str],
+    source: RestoreSource,
+    *,
+    strict: bool,
+) -> tuple[list[StateDictEntry], list[str]]:
+    """Returns the entries to fill, and the paths of those whose tensor is filled under another name.
+
+    Args:
+        paths: the saved path of each entry, by identity.
+        strict: whether different saved arrays for one tensor are an error; otherwise the last name is filled.
+
+    Raises:
+        MismatchError: the saved arrays of the names of one tensor differ.
+    """
+    tied: dict[int, list[StateDictEntry]] = {}
+    left: list[str] = []
+    for entry in entries:
+        others, path = tied.setdefault(id(entry.value), []), paths[id(entry)]
+        if others and not source.are_equal((paths[id(others[0])], path), entry.value):
+            if strict:
+                raise MismatchError(
+                    path,
+                    expected=f"the bytes of {paths[id(others[0])]}, which is the same tensor in the model",
+                    found="others in the checkpoint",
+                    hint="Untie the two, or pass strict=False to take the last of them",
+                )
+            left += [paths[id(other)] for other in others]
+            others.clear()
+        others.append(entry)
+    return [entry for others in tied.values() for entry in others], left

@@ -1,0 +1,48 @@
+"""Comparison of hyper-parameters, and assignment of a saved one to a live param group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ..arrays.registry import encode
+from ..core.tree.flatten import flatten
+from ..core.tree.nesting import fold
+from ..errors import TreeError
+
+__all__ = ["assign_value", "is_same"]
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two values are equal, type included; Python's == also holds for 1, 1.0 and True."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        both = isinstance(a, Tensor) and isinstance(b, Tensor)
+        return both and a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu()))
+    if type(a) is not type(b):
+        return False
+    try:
+        (first, left), (second, right) = flatten(a), flatten(b)
+        if not left or left[0][1] is not a:  # containers
+            pairs = zip(left, right, strict=False)
+            return fold(first) == fold(second) and all(is_same(x, y) for (_, x), (_, y) in pairs)
+        return msgspec.json.encode(encode(a, "", allow_pickle=False)) == msgspec.json.encode(
+            encode(b, "", allow_pickle=False)
+        )
+    except TreeError:
+        return bool(a == b)
+
+
+def assign_value(live: Any, saved: Any) -> Any:
+    """Returns the new value of a group; a live tensor is filled and stays the object that compiled code holds."""
+    if not isinstance(live, Tensor) or isinstance(saved, bool) or not isinstance(saved, (Tensor, int, float)):
+        return saved
+    if isinstance(saved, Tensor) and saved.shape != live.shape:
+        return saved
+    with torch.no_grad():
+        live.copy_(torch.as_tensor(saved))
+    return live

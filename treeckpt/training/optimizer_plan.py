@@ -1,0 +1,364 @@
+"""The saved state that each live optimizer takes, and the differences between both.
+
+Parameters are matched by name, through any of the names that a tied one has. A parameter that trains here must be
+known to the checkpoint; one that is frozen here need not. Nothing is changed before `apply_optimizers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from ..arrays.plain_tensor import dtype_name
+from ..arrays.stateful import load_exact_state
+from ..core.tree.flatten import flatten
+from ..core.tree.recursion import Walk, run
+from ..core.tree.structure import DictNode, Structure, key_text, paths_of
+from ..errors import MismatchError
+from .groups import (
+    Labels,
+    ParamGroup,
+    common_value,
+    empty_label,
+    labels_by_member,
+    match_empty_groups,
+    match_groups,
+    saved_labels,
+)
+from .hyperparameters import assign_value, is_same
+from .moments import MomentPlacement, build_state, expected_moments
+from .names import Key, get_in, key_path, parse_key
+from .optimizers import NamedOptimizer, groups_of, is_lbfgs, optimizer_names
+from .sources import RestoreSource, children_of, descend
+from .state_dicts import BY_GROUP, STATE_DICT_KEY, join, shared_of, split, standard_form
+
+__all__ = ["Differences", "OptimizerPlan", "apply_optimizers", "plan_optimizers"]
+
+
+class Differences(msgspec.Struct):
+    """Paths that only the optimizers have, that only the checkpoint has, and of state without use here."""
+
+    missing: list[str] = []
+    unexpected: list[str] = []
+    ignored: list[str] = []
+
+
+class OptimizerPlan(msgspec.Struct):
+    """The saved state that one live optimizer, or one part of it, takes."""
+
+    prefix: Key
+    live: NamedOptimizer
+    of: Labels
+    """As saved, under the names that the parameters have here."""
+    values: list[dict[str, Any]]
+    """The values that each live group takes."""
+    saved: dict[Key, tuple[str, Structure]]
+    """By live parameter: the path and the structure of its saved state."""
+    places: dict[Key, MomentPlacement]
+    """By live parameter: how it was saved."""
+    form: Any
+    """As saved: what `state_dict` is to have beside the state of parameters."""
+    keep: tuple[str, ...]
+    """Hyper-parameters that stay as they are."""
+    moments: dict[Key, dict[Any, Any]] = {}
+    """Once built: the state of each live parameter, to be filled."""
+
+    def build_moments(self, source: RestoreSource) -> dict[Key, dict[Any, Any]]:
+        """By saved key, the tensors to be filled; those that a fresh optimizer lacks are made."""
+        found: dict[Key, dict[Any, Any]] = {}
+        flags = {m: v for g, v in zip(self.live.groups, self.values, strict=True) for m in g.members}
+        for key, (path, structure) in self.saved.items():
+            parameter = self.live.parameters[key]
+            group = flags.get(key, {})
+            counts = bool(group.get("capturable") or group.get("fused"))
+            whole, _ = self.live.shards.get(id(parameter), ((), ()))
+            place = msgspec.structs.replace(self.places[key], counts_on_device=counts, whole_shape=whole)
+            built = build_state(
+                parameter,
+                structure,
+                self.live.own[key],
+                source,
+                path=path,
+                place=place,
+            )
+            self.moments[key] = built
+            found[parse_key(path)[1:]] = self.live.spread(key, built)
+        return found
+
+
+def plan_optimizers(
+    lives: Sequence[NamedOptimizer],
+    ties: Mapping[int, tuple[Key, ...]],
+    source: RestoreSource,
+    *,
+    keep: tuple[str, ...],
+    frozen: frozenset[str],
+) -> tuple[list[OptimizerPlan], Differences]:
+    """Returns the plan of each optimizer, and what does not match.
+
+    Args:
+        keep: hyper-parameters that stay as they are here.
+        frozen: names of parameters that do not train here: their saved state is of no use, if no optimizer has them.
+
+    Raises:
+        MismatchError: parameters that share a group here and had different hyper-parameters, or a state that depends
+            on the order of parameters when that changed.
+    """
+    groups_tree, differences = source.part("param_groups"), Differences([], [], [])
+    plans: list[OptimizerPlan] = []
+    used: set[str] = set()
+    for prefix in optimizer_names(lives):
+        saved_groups = get_in(groups_tree, prefix, {})
+        if "members" not in saved_groups or "values" not in saved_groups:
+            raise MismatchError(
+                key_path(("param_groups", *prefix)),
+                expected="the groups of an optimizer",
+                found=f"those of optimizers named {', '.join(map(repr, saved_groups))}" if saved_groups else "none",
+                hint="Give as many optimizers, under the same names, as when this was saved; or, for what "
+                "training.save has written, use training.load",
+            )
+        matcher = _Matcher(source, prefix, ties, saved_groups, differences, groups_of(lives, prefix))
+        plans += [matcher.plan(live, keep) for live in lives if live.prefix == prefix]
+        matcher.compare(groups_of(lives, prefix), frozen)
+        used |= matcher.used
+    saved = (path for path in source.leaves if path.startswith("optimizer/"))
+    differences.unexpected += [path for path in saved if path not in used]
+    return plans, differences
+
+
+class _Matcher:
+    """Matches the parameters of one optimizer with what was saved."""
+
+    def __init__(
+        self,
+        source: RestoreSource,
+        prefix: Key,
+        ties: Mapping[int, tuple[Key, ...]],
+        saved_groups: Mapping[str, Any],
+        differences: Differences,
+        groups: Sequence[ParamGroup],
+    ) -> None:
+        self.source, self.prefix, self.differences = source, prefix, differences
+        self.tied = {keys[0]: [key_path(key) for key in keys] for keys in ties.values()}
+        self.saved_of = labels_by_member(saved_groups["members"])
+        self.values: dict[str, dict[str, Any]] = saved_groups["values"]
+        self.members, self.order = saved_groups["members"], saved_groups.get("order")
+        self.shared, self.forms = saved_groups.get("shared", {}), saved_groups.get(STATE_DICT_KEY, {})
+        self.empty = match_empty_groups(groups, self.members)
+        self.position = 0
+        """Of the next live group among those of all parts."""
+        self.path = key_path(("param_groups", *prefix))
+        self.saved_keys = _keys_in(descend(source.structure, ("optimizer", *prefix)), self.saved_of)
+        self.used: set[str] = set()
+        """Saved leaves that are wanted, or known to be of no use."""
+
+    def plan(self, live: NamedOptimizer, keep: tuple[str, ...]) -> OptimizerPlan:
+        """Returns the plan of one optimizer."""
+        of: dict[str, list[str]] = {}
+        for key in (member for group in live.groups for member in group.members):
+            if (name := self._saved_name(key)) is not None:
+                of[key_path(key)] = self.saved_of[name]
+        for here in range(len(live.groups)):
+            if (label := self.empty.get(self.position + here)) is not None:
+                of[empty_label(here)] = [label]
+        self.position += len(live.groups)
+        values = match_groups(live.groups, of, self.values, path=self.path, same=is_same, keep=keep)
+        for position, (group, found) in enumerate(zip(live.groups, values, strict=True)):
+            if saved_labels(group, position, of):
+                self._compare_values(group, found, keep)
+        plan = OptimizerPlan(self.prefix, live, of, values, {}, {}, self._form_of(live, of), keep)
+        for key, parameter in live.parameters.items():
+            self._plan_parameter(plan, key, parameter)
+        self._check_order(live)
+        return plan
+
+    def _form_of(self, live: NamedOptimizer, of: Labels) -> Any:
+        """What the live optimizer's state dict is to have beside the state of parameters.
+
+        Raises:
+            MismatchError: its parameters were trained by several optimizers, of which it differed.
+        """
+        named = dict.fromkeys(label for labels in of.values() for label in labels if label in self.forms)
+        labels = list(named or self.forms)
+        path = f"{self.path}/{STATE_DICT_KEY}"
+        found = [self.forms[label] for label in labels] or [standard_form(self.shared)]
+        form = common_value([(label,) for label in labels] or [("",)], found, path, is_same)
+        if not isinstance(form, dict) or not isinstance(live.form, dict | None):
+            return form
+        if live.form is None:
+            more = [key for key in form if key not in standard_form()]
+            self.differences.unexpected += [f"{path}/{key_text(key)}" for key in more]
+            return form
+        lacking = [key for key in live.form if key not in form]
+        self.differences.missing += [f"{path}/{key_text(key)}" for key in lacking]
+        return {**{key: live.form[key] for key in lacking}, **form}
+
+    def _saved_name(self, key: Key) -> str | None:
+        """The name, of all that a parameter has here, under which the checkpoint's optimizer knew it."""
+        known = [name for name in self.tied[key] if name in self.saved_of]
+        if len(known) > 1:
+            raise MismatchError(
+                self._state_path(known[1]),
+                expected=f"one parameter with {known[0]}, as in the model",
+                found="two in the checkpoint, each with state of its own",
+                hint="Untie the parameters",
+            )
+        return known[0] if known else None
+
+    def _state_path(self, name: str) -> str:
+        return f"{key_path(('optimizer', *self.prefix))}/{name}"
+
+    def _compare_values(self, group: ParamGroup, found: Mapping[str, Any], keep: tuple[str, ...]) -> None:
+        """Notes hyper-parameters that the checkpoint lacks."""
+        lacking = [name for name in group.values if name not in found and name not in (*keep, "name")]
+        self.differences.missing += [f"{self.path}/values/{name}" for name in lacking]
+
+    def _plan_parameter(self, plan: OptimizerPlan, key: Key, parameter: Tensor) -> None:
+        here = plan.live.own[key]
+        name = self._saved_name(key)
+        path = self._state_path(name or key_path(key))
+        if name is None or name not in self.saved_keys:
+            if parameter.requires_grad or here:
+                self.differences.missing.append(path)
+            return
+        structure = self.saved_keys[name]
+        if plan.live.form is None:  # what another kind of optimizer kept has no place here
+            structure = _without(structure, STATE_DICT_KEY)
+        self.used.update(_leaves_below(path, structure))
+        plan.saved[key] = (path, structure)
+        plan.places[key] = self._place_of(f"model/{name}", parameter)
+        saved = set(children_of(structure))
+        wanted = here if here or not saved else self._expected(plan, key, parameter)
+        lacking = sorted((moment for moment in wanted if moment not in saved), key=str)
+        self.differences.missing += [f"{path}/{key_text(moment)}" for moment in lacking]
+
+    def _place_of(self, path: str, parameter: Tensor) -> MomentPlacement:
+        spec = self.source.leaves.get(path)
+        if spec is None:
+            return MomentPlacement()
+        dtypes = spec.dtype, dtype_name(parameter.dtype)
+        return MomentPlacement(spec.device is not None, was_spread=self.source.is_spread(path), dtypes=dtypes)
+
+    def _expected(self, plan: OptimizerPlan, key: Key, parameter: Tensor) -> frozenset[Any]:
+        optimizer = plan.live.innermost
+        for group, found in zip(plan.live.groups, plan.values, strict=True):
+            if optimizer is not None and key in group.members:
+                return expected_moments(optimizer, {**group.values, **found}, parameter)
+        return frozenset()
+
+    def _check_order(self, live: NamedOptimizer) -> None:
+        order = [self._saved_name(key) for key in live.parameters]
+        if is_lbfgs(live.stateful) and self.order is not None and order != list(self.order):
+            raise MismatchError(
+                f"{self.path}/order",
+                expected="the parameters in the order in which they were saved, which is part of what LBFGS keeps",
+                found=f"{', '.join(map(str, order))[:200]}",
+                hint=f"Give the optimizer {', '.join(map(str, self.order))[:200]}",
+            )
+
+    def compare(self, groups: Sequence[ParamGroup], frozen: frozenset[str]) -> None:
+        """Notes the parameters and the groups without any that only the checkpoint's optimizer has."""
+        left = [label for label, names in self.members.items() if not names and label not in self.empty.values()]
+        self.differences.ignored += [f"{self.path}/values/{key_text(label)}" for label in left]
+        known = {name for group in groups for member in group.members for name in self.tied[member]}
+        for name in sorted(self.saved_of):
+            path, structure = self._state_path(name), self.saved_keys.get(name)
+            below = set(_leaves_below(path, structure))
+            if name in known:  # its state may be another rank's
+                self.used |= below
+            elif name in frozen:
+                self.differences.ignored.append(path)
+                self.used |= below
+            elif not below:
+                self.differences.unexpected.append(path)
+
+
+def _without(node: Structure, key: str) -> Structure:
+    """A structure without one of its children."""
+    if not isinstance(node, DictNode):
+        return node
+    kept = [number for number, name in enumerate(children_of(node)) if name != key]
+    return DictNode(tuple(node.keys[n] for n in kept), tuple(node.children[n] for n in kept))
+
+
+def _leaves_below(path: str, structure: Structure) -> list[str]:
+    return [f"{path}/{below}" if below else path for below, _ in paths_of(structure)] if structure is not None else []
+
+
+def _keys_in(node: Structure, names: Labels) -> dict[str, Structure]:
+    """The saved state of each parameter, by the path of its name."""
+    found: dict[str, Structure] = {}
+
+    def walk(node: Structure, prefix: Key) -> Walk[None]:
+        for key, child in children_of(node).items():
+            here = (*prefix, str(key))
+            if key_path(here) in names:
+                found[key_path(here)] = child
+            else:
+                yield walk(child, here)
+
+    run(walk(node, ()))
+    return found
+
+
+def apply_optimizers(plans: Sequence[OptimizerPlan]) -> list[str]:
+    """Gives the optimizers their state and their groups the saved hyper-parameters; returns what they did not take."""
+    left: list[str] = []
+    for plan in plans:
+        if plan.live.form is None:
+            _apply_plain(plan)
+        else:
+            _hand_over(plan)
+            left += [key_path(("param_groups", *plan.prefix, STATE_DICT_KEY)) + f"/{path}" for path in _not_taken(plan)]
+    return left
+
+
+def _not_taken(plan: OptimizerPlan) -> list[str]:
+    """What the state dict of an optimizer does not have as it was given."""
+    live = plan.live
+    here = dict(flatten(split(live.stateful.state_dict(), live.numbering).form)[1])
+    given = [(path, leaf) for path, leaf in flatten(plan.form)[1] if f"/{BY_GROUP}/" not in path]
+    return [path for path, leaf in given if path not in here or not is_same(leaf, here[path])]
+
+
+def _apply_plain(plan: OptimizerPlan) -> None:
+    optimizer = plan.live.stateful
+    for key, moments in plan.moments.items():
+        parameter = plan.live.parameters[key]
+        if moments or parameter in optimizer.state:
+            optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **moments}
+    optimizer.state.update(shared_of(plan.form, plan.live.numbering, plan.live.shared))
+    for group, values in zip(plan.live.optimizer.param_groups, plan.values, strict=True):
+        for name, value in values.items():
+            group[name] = assign_value(group.get(name), value)
+    if not type(optimizer).__setstate__.__module__.startswith("torch.optim."):
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def _hand_over(plan: OptimizerPlan) -> None:
+    """Loads an optimizer's state by its own `load_state_dict`."""
+    live = plan.live
+    own = {key: {**here, **plan.moments.get(key, {})} for key, here in live.own.items()}
+    ours = [{**group.values, **values} for group, values in zip(live.groups, plan.values, strict=True)]
+
+    def grouped(values: Mapping[str, Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+        if values is None:
+            return ours
+        path = key_path(("param_groups", *plan.prefix))
+        found = match_groups(live.groups, plan.of, values, path=path, same=is_same, keep=plan.keep)
+        return [{**group.values, **mine} for group, mine in zip(live.groups, found, strict=True)]
+
+    before = [dict(group) for group in live.stateful.param_groups]
+    load_exact_state(live.stateful, join(plan.form, live.numbering, own, grouped, live.form))
+    for group, held in zip(live.stateful.param_groups, before, strict=True):
+        group.update(
+            {name: assign_value(value, group[name]) for name, value in held.items() if _is_held(name, value, group)}
+        )
+
+
+def _is_held(name: str, value: object, group: Mapping[str, Any]) -> bool:
+    """Whether compiled code may hold a tensor of a group, which is to stay the object that it is."""
+    return isinstance(value, Tensor) and name in group

@@ -1,0 +1,381 @@
+"""Restore of a saved training state into live objects.
+
+First everything is compared and every small part is loaded, without any change: names, shapes, param groups, scheduler
+state, per-rank state. Then meta tensors get memory, arrays are filled in place, and the optimizers, extra states,
+loader, schedulers and random number generators load their states. Ranks exchange no messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from ..arrays.stateful import is_stateful
+from ..core.tree.flatten import PerRank
+from ..core.tree.structure import PerRankNode
+from ..errors import MismatchError
+from ..io.comm.comm import Comm, as_comm
+from ..io.storage.checkpoint import Checkpoint
+from ..loading.consistent_reads import on_versions
+from ..loading.overlay import Bank, CheckpointOverlay, globs_of
+from ..loading.read_batch import Verify
+from ..loading.shared_read import open_relay, together
+from ..loading.transforms import Renaming, Transforms, as_rules, carried
+from ..trees.per_rank_state import Policy, policy_of
+from .capture import optimizer_of, ties_of
+from .check_model import check_entry, resolve_ties, without_ties
+from .hyperparameters import is_same
+from .modules import (
+    Modules,
+    StateDictEntry,
+    allocate_meta_tensors,
+    collect_entries,
+    hidden_parameters,
+    load_hook_tensors,
+    on_meta,
+    reset_fsdp_shards,
+    shards_of,
+)
+from .names import Key, key_path, put_in
+from .open_source import is_stored, open_source
+from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
+from .optimizers import NamedOptimizer, Optimizers, name_optimizers
+from .report import RestoreReport
+from .rng import check_rng, set_rng
+from .schedules import from_groups
+from .sources import RestoreSource, SourceOptions, children_of, descend
+from .user_state import compare_extra, loader_actions
+
+__all__ = ["restore"]
+
+_log = logging.getLogger("treeckpt")
+
+
+def restore(
+    source: Any,
+    model: Modules,
+    optimizer: Optimizers | None = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    rng: bool = True,
+    extra: Any = None,
+    select: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Renaming = None,
+    transforms: Transforms = None,
+    strict: bool = True,
+    partial: bool = False,
+    cast: bool = False,
+    keep: Sequence[str] = (),
+    verify: Verify = True,
+    read: Literal["each", "once"] = "each",
+    world_changed: Policy | Mapping[str, Policy] = "error",
+    device: str | torch.device | None = None,
+    allow_pickle: bool = False,
+    comm: Any = None,
+) -> RestoreReport:
+    """Puts a saved training state into live objects, in place; parameters stay the same objects with the same memory.
+
+    What was saved under one parallelism is restored into any other. Names, shapes and groups are compared before the
+    first change, checksums as for `treeckpt.load_into`.
+
+    Args:
+        source: a path or store; a `Bank` or list of several; or a tree, `state(..., buffers="per_rank")` of this rank.
+        model, optimizer, scheduler, loader, rng, extra: as for `state`; the optimizer may be fresh. A part that is None
+            or False is left alone; an `extra` that is not given comes back in the report. Modules on the meta device
+            get memory for this rank's share; what no checkpoint has stays there, see `RestoreReport.on_meta`.
+        select, exclude: globs over `model/...`: what is not selected stays, as does the optimizers' state of it.
+        rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
+        strict: all that is here must be in the checkpoint, and the reverse for the parts that are asked for.
+        partial: this rank's model is a part of what was saved (a pipeline stage): the rest is not unexpected.
+        keep: hyper-parameters of param groups that stay as they are here, e.g. ("lr",).
+        cast, verify, read, allow_pickle, comm: as for `treeckpt.load_into`; fresh moments are cast as parameters are.
+        world_changed: what becomes of each rank's own state in a world of another size: "error", "take" (modulo the
+            old world), `merge(states, rank, world)`; or one each for "rng", "loader", "buffers", "extra" (no merge).
+        device: where plain tensors on the meta device go, by default torch's default device.
+
+    Raises:
+        As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
+    """
+    comm, rules = as_comm(comm, sends_messages=False), as_rules(rename, transforms)
+    rules = (carried(*rules),) if rules else ()
+    options = SourceOptions(cast, verify, allow_pickle, read, rules, globs_of(select), globs_of(exclude), strict)
+    targets = RestoreTargets(
+        model, optimizer, scheduler, loader, rng, extra, partial, tuple(keep), world_changed, device
+    )
+    run = functools.partial(_restore, comm=comm, targets=targets, options=options)
+    return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
+
+
+class RestoreTargets(msgspec.Struct, frozen=True):
+    """The live objects that a restore fills, and how it treats them; the fields are the arguments of `restore`."""
+
+    model: Modules
+    optimizer: Optimizers | None
+    scheduler: Any
+    loader: Any
+    rng: bool
+    extra: Any
+    partial: bool
+    keep: tuple[str, ...]
+    world_changed: Policy | Mapping[str, Policy]
+    device: str | torch.device | None
+
+
+def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: SourceOptions) -> RestoreReport:
+    """Restores one version of a source: compares everything first, then changes the targets."""
+    opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
+    with together(open_relay(comm, opened) if options.read == "once" else None):
+        source = open_source(given, comm, options)
+        job = _Restore(source, comm, targets, options)
+        paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
+        options.chosen.check_used(lambda: [*source.names, *paths])
+        job.plan_model()
+        job.plan_optimizer()
+        job.plan_schedulers()
+        job.plan_rest()
+        job.check_keys()
+    return job.run()
+
+
+class _Restore:
+    """One restore on one rank."""
+
+    def __init__(self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: SourceOptions) -> None:
+        self.began = time.perf_counter()
+        self.source, self.comm, self.targets, self.options = source, comm, targets, options
+        self.entries: list[StateDictEntry] = collect_entries(targets.model)
+        self.hidden: list[StateDictEntry] = hidden_parameters(targets.model, self.entries)
+        self.ties: dict[int, tuple[Key, ...]] = ties_of(self.entries, targets.model)
+        shards = shards_of(self.entries, self.hidden)
+        self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.ties, shards)
+        self.plans: list[OptimizerPlan] = []
+        self.parts = children_of(source.structure)
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.ignored: list[str] = []
+        self.left: set[str] = set()
+        """Names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
+        self.wanted: list[StateDictEntry] = []
+        """Entries of the model that are filled in place."""
+        self.last: list[Callable[[], None]] = []
+        """Actions to run after all arrays are in place."""
+        self.loader: Any = None
+        self.extra: Any = None
+        self.rng_state: Any = None
+
+    # compare, and load the small parts --------------------------------------------------------------------------------
+
+    def plan_model(self) -> None:
+        """Compares the model with the source, and chooses the entries to fill."""
+        leaves, asked = self.source.leaves, set[str]()
+        saved_extra: Any = None
+        paths: dict[int, str] = {}
+        for entry in self.entries:
+            path = f"model/{key_path(entry.key)}"
+            node = descend(self.source.structure, ("model", *entry.key))
+            if self.source.is_left(path):
+                self.left.add(key_path(entry.key))
+                continue
+            if entry.kind == "extra":
+                if entry.key[-1] not in children_of(descend(self.source.structure, ("model", *entry.key[:-1]))):
+                    self.missing.append(path)
+                    continue
+                saved_extra = self.source.part("model") if saved_extra is None else saved_extra
+                asked.update(p for p in leaves if p == path or p.startswith(path + "/"))
+                state = functools.reduce(operator.getitem, entry.key, saved_extra)
+                self.last.append(functools.partial(entry.module.set_extra_state, state))
+                continue
+            if isinstance(node, PerRankNode):
+                self._refuse_changed_world("buffers", path)
+                path += "/~rank*"
+            asked.add(path)
+            if path not in leaves:
+                self.missing.append(path)
+                continue
+            check_entry(entry, leaves[path], path, cast=self.options.cast)
+            self.wanted.append(entry)
+            paths[id(entry)] = path
+        self.missing = without_ties(self.missing, self.entries, self.wanted)
+        self.wanted, left = resolve_ties(self.wanted, paths, self.source, strict=self.options.strict)
+        self.ignored += left
+        self.unexpected += [path for path in leaves if path.startswith("model/") and path not in asked]
+
+    def _refuse_changed_world(self, part: str, path: str) -> None:
+        """Raises for per-rank state of a world of another size, unless `world_changed` says "take"."""
+        policy = policy_of(self.targets.world_changed, part)
+        if self.comm.size != self.source.world and policy != "take":
+            raise MismatchError(
+                path,
+                expected=f"state of one rank of {self.comm.size}",
+                found=f"state saved by a world of {self.source.world}",
+                hint=f"The world size changed: pass world_changed={{{part!r}: 'take'}}",
+            )
+
+    def plan_optimizer(self) -> None:
+        """Compares the optimizers with the source."""
+        keep = self.targets.keep
+        if not self.optimizers:
+            return
+        if "optimizer" not in self.parts or "param_groups" not in self.parts:
+            self._missing_part("optimizer", "training.state(model, optimizer)")
+        known = sorted({name for live in self.optimizers for group in live.groups for name in group.values})
+        if unknown := [name for name in keep if name not in known]:
+            raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=unknown[0])
+        parameters = (entry for entry in (*self.entries, *self.hidden) if entry.kind == "parameter")
+        frozen = (entry for entry in parameters if not entry.value.requires_grad)
+        names = frozenset(key_path(entry.key) for entry in frozen)
+        self.plans, differences = plan_optimizers(self.optimizers, self.ties, self.source, keep=keep, frozen=names)
+        left = tuple(
+            f"{key_path(('optimizer', *live.prefix))}/{name}/" for live in self.optimizers for name in self.left
+        )
+        self.missing += [path for path in differences.missing if not f"{path}/".startswith(left)]
+        self.unexpected += differences.unexpected
+        self.ignored += differences.ignored
+
+    def plan_rest(self) -> None:
+        """Loads the state of the loader and the generators, and compares or loads `extra`."""
+        loader, extra = self.targets.loader, self.targets.extra
+        if loader is not None and self._has("loader", "loader=..."):
+            self.loader = self.source.own("loader", policy_of(self.targets.world_changed, "loader"))
+            self.last += loader_actions(loader, self.loader, "loader")
+        if extra is not None and self._has("extra", "extra=..."):
+            self.extra = extra
+            found = compare_extra(extra, self.source, rank=self.comm.rank)
+            self.missing, self.unexpected = self.missing + found[0], self.unexpected + found[1]
+        elif "extra" in self.parts:
+            if any("~rank*" in path for path in self.source.leaves if path.startswith("extra")):
+                self._refuse_changed_world("extra", "extra")
+            self.extra = self.source.part("extra")
+        if self.targets.rng and self._has("rng", "rng=True"):
+            self.rng_state = self.source.own("rng", policy_of(self.targets.world_changed, "rng"))
+            check_rng(self.rng_state)
+
+    def _has(self, part: str, how: str) -> bool:
+        """Whether the source has a part; under `strict` it raises if not."""
+        if part in self.parts:
+            return True
+        if self.options.strict:
+            self._missing_part(part, f"training.state(model, ..., {how})")
+        self.missing.append(part)
+        return False
+
+    def _missing_part(self, part: str, how: str) -> None:
+        raise MismatchError(
+            part,
+            expected=f"a state saved with {how}",
+            found=f"one of {', '.join(map(str, self.parts))}",
+            hint=f"Leave it out: {part}={False if part == 'rng' else None}",
+        )
+
+    def plan_schedulers(self) -> None:
+        """Loads the states of the schedulers, for the param groups of the live optimizers.
+
+        Raises:
+            MismatchError: other schedulers were saved.
+        """
+        scheduler = self.targets.scheduler
+        if scheduler is None or not self._has("scheduler", "scheduler=..."):
+            return
+        saved = self.source.part("scheduler")
+        if is_stateful(scheduler) or not isinstance(scheduler, (Mapping, list, tuple)):
+            self._plan_scheduler(scheduler, saved, "scheduler")
+            return
+        keys = list(scheduler) if isinstance(scheduler, Mapping) else list(range(len(scheduler)))
+        saved_keys = list(saved) if isinstance(saved, Mapping) else list(range(len(saved)))
+        if set(keys) != set(saved_keys):
+            raise MismatchError("scheduler", expected=f"schedulers {keys}", found=f"{saved_keys} in the checkpoint")
+        for key in keys:
+            self._plan_scheduler(scheduler[key], saved[key], f"scheduler/{key}")
+
+    def _plan_scheduler(self, scheduler: Any, state: Any, path: str) -> None:
+        optimizer = optimizer_of(scheduler, self.optimizers)
+        if optimizer is not None:
+            of = next((plan.of for plan in reversed(self.plans) if plan.prefix == optimizer.prefix), {})
+            state = from_groups(state, optimizer.groups, of, path=path, same=is_same)
+        self.last.append(functools.partial(scheduler.load_state_dict, state))
+
+    def check_keys(self) -> None:
+        """Checks that the targets and the source have the same leaves.
+
+        Raises:
+            MismatchError: they have not, under `strict`.
+        """
+        bad = self.missing + ([] if self.targets.partial else self.unexpected)
+        if not self.options.strict or not bad:
+            return
+        texts = [
+            f"{len(paths)} {what}: {', '.join(paths[:5])}{f' and {len(paths) - 5} more' if len(paths) > 5 else ''}"
+            for what, paths in (("missing in the checkpoint", self.missing), ("not here", self.unexpected))
+            if paths and (what != "not here" or not self.targets.partial)
+        ]
+        raise MismatchError(
+            bad[0],
+            expected="the same parameters and moments here as in the checkpoint",
+            found="; ".join(texts),
+            hint="Pass strict=False to restore what both have, or partial=True if this rank's model is a part of it",
+        )
+
+    # change ---------------------------------------------------------------------------------------------------------
+
+    def run(self) -> RestoreReport:
+        """Fills the targets."""
+        roots = {id(entry.root) for entry in self.wanted if not entry.live}
+        made = allocate_meta_tensors(
+            [*self.wanted, *(one for one in self.hidden if id(one.root) in roots)], self.targets.device
+        )
+        if made:
+            reset_fsdp_shards(self.targets.model)
+        filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
+        load_hook_tensors(self.entries, self.wanted)
+        self.ignored += apply_optimizers(self.plans)
+        for action in self.last:
+            action()
+        if self.rng_state is not None:
+            self.ignored += set_rng(self.rng_state)
+        left = on_meta(self.targets.model)
+        if left:
+            _log.warning(
+                "%s: still on the meta device, as not saved: %s. Set before the model runs", self.source.url, left
+            )
+        return RestoreReport(
+            self.source.url,
+            self.source.step,
+            filled.loaded,
+            filled.nbytes,
+            filled.read_nbytes,
+            time.perf_counter() - self.began,
+            tuple(self.missing),
+            tuple(self.unexpected),
+            tuple(made),
+            tuple(left),
+            tuple(self.ignored),
+            self.loader,
+            self.extra,
+            *self.source.ruled,
+        )
+
+    def _target(self) -> dict[str, Any]:
+        """Returns the tree to fill: live tensors and new moments where the checkpoint has them, `...` for all else."""
+        target: dict[str, Any] = dict.fromkeys(self.parts, ...)
+        tensors: dict[str, Any] = {}
+        for entry in self.wanted:
+            node = descend(self.source.structure, ("model", *entry.key))
+            put_in(tensors, entry.key, PerRank(entry.value) if isinstance(node, PerRankNode) else entry.value)
+        target["model"] = tensors
+        if self.plans:
+            target["optimizer"] = {}
+            for plan in self.plans:
+                for key, moments in plan.build_moments(self.source).items():
+                    put_in(target["optimizer"], key, moments)
+        if self.targets.extra is not None and "extra" in self.parts:
+            target["extra"] = self.extra
+        return target

@@ -1,0 +1,166 @@
+"""Restore of registered optimizers, which may have no state yet.
+
+`Optimizer.state_dict` names parameters by their numbers. Moments that the live optimizer lacks are created as `restore`
+creates them: of the saved dtype, with the layout of their parameter. The optimizer itself changes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from ..arrays.registry import new_array, resolve
+from ..arrays.stateful import is_optimizer, load_exact_state
+from ..core.tree.flatten import flatten, replace_leaves, unflatten
+from ..core.tree.structure import DictNode, Structure, key_text, paths_of
+from ..errors import MismatchError
+from .moments import MomentPlacement, build_state
+from .sources import RestoreSource, children_of, descend
+
+__all__ = ["ResumedOptimizer", "with_resumed_optimizers", "without_resumed_optimizers"]
+
+
+class ResumedOptimizer:
+    """An optimizer, with a state to be filled that has all leaves of the saved one."""
+
+    def __init__(self, optimizer: Any, state: Any) -> None:
+        self.optimizer, self._state = optimizer, state
+
+    def state_dict(self) -> Any:
+        """The state to be filled."""
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Loads the state into the optimizer; moments keep the dtype that was saved."""
+        load_exact_state(self.optimizer, state)
+
+
+def with_resumed_optimizers(
+    thing: Any, keys: tuple[Any, ...], source: RestoreSource, selects: Callable[[str], bool]
+) -> Any:
+    """A registered thing; its optimizers that do not have the same arrays as the saved ones are `ResumedOptimizer`s.
+
+    Args:
+        keys: the keys that lead to where it was saved.
+        selects: whether a saved path is asked for.
+
+    Raises:
+        MismatchError: an optimizer of other groups, or one of which only a part is asked for.
+    """
+    path = "/".join(map(key_text, keys))
+    found: list[Any] = []
+    for below, leaf in flatten(thing)[1]:
+        at = f"{path}/{below}" if below else path
+        node = _node_at(source.structure, at)
+        found.append(_resumed(leaf, at, node, source, selects) if is_optimizer(leaf) else leaf)
+    return replace_leaves(thing, iter(found)) if any(isinstance(leaf, ResumedOptimizer) for leaf in found) else thing
+
+
+def without_resumed_optimizers(filled: Any) -> Any:
+    """A tree with the optimizers themselves in the places of those that are `ResumedOptimizer`."""
+    leaves = (leaf.optimizer if isinstance(leaf, ResumedOptimizer) else leaf for _, leaf in flatten(filled)[1])
+    return replace_leaves(filled, leaves)
+
+
+def _node_at(node: Structure, path: str) -> Structure:
+    for step in path.split("/"):
+        node = next((child for key, child in children_of(node).items() if key_text(key) == step), None)
+    return node
+
+
+def _resumed(optimizer: Any, path: str, saved: Structure, source: RestoreSource, selects: Callable[[str], bool]) -> Any:
+    live = optimizer.state_dict()
+    below = {p: f"{path}/{p}" for p, _ in paths_of(saved)} if saved is not None else {}
+    arrays = {p for p, at in below.items() if source.leaves.get(at) is not None}
+    here = {p for p, leaf in flatten(live)[1] if isinstance(leaf, Tensor)}
+    if saved is None or arrays == here or not all(at in source.leaves for at in below.values()):
+        return optimizer
+    if not all(map(selects, below.values())):
+        raise MismatchError(
+            path,
+            expected="all of an optimizer's state to be asked for, as it has none of its own here",
+            found="a part",
+            hint="Select the whole optimizer, or exclude it",
+        )
+    return ResumedOptimizer(optimizer, _StateDictBuilder(optimizer, source).state(saved, live, path))
+
+
+class _StateDictBuilder:
+    """Builds the state dict of one optimizer, to be filled."""
+
+    def __init__(self, optimizer: Any, source: RestoreSource) -> None:
+        groups: list[Any] = [group["params"] for group in optimizer.param_groups]
+        self._source = source
+        self._numbered: dict[Any, Tensor] = dict(enumerate(parameter for group in groups for parameter in group))
+        self._placed = {(i, j): parameter for i, group in enumerate(groups) for j, parameter in enumerate(group)}
+        counts = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+        self._place = MomentPlacement(counts_on_device=counts)
+
+    def state(self, node: Structure, live: Any, at: str) -> Any:
+        """What `state_dict` gives, or a part of it: that of an optimizer that is wrapped may stand inside another.
+
+        Raises:
+            MismatchError: it is of other groups.
+        """
+        children = children_of(node)
+        if not isinstance(node, DictNode):
+            return self._as_saved(node, at)
+        if {"state", "param_groups"} <= children.keys() and _is_of_optimizer(live):
+            _check_groups(live, at, node)
+            own = self._moments(children["state"], live["state"], f"{at}/state", self._numbered)
+            return {
+                key: own if key == "state" else self._below(key, child, live, at) for key, child in children.items()
+            }
+        if children and all(type(key) is tuple and key in self._placed for key in children):
+            return self._moments(node, live, at, self._placed)
+        return {key: self._below(key, child, live, at) for key, child in children.items()}
+
+    def _below(self, key: Any, node: Structure, live: Any, at: str) -> Any:
+        return self.state(node, live.get(key) if isinstance(live, Mapping) else None, f"{at}/{key_text(key)}")
+
+    def _moments(self, node: Structure, live: Any, at: str, parameters: Mapping[Any, Tensor]) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for key, child in children_of(node).items():
+            path = f"{at}/{key_text(key)}"
+            if key in parameters and isinstance(child, DictNode):
+                mine = live.get(key) if isinstance(live, Mapping) else None
+                arrays = (p for below, _ in paths_of(child) if self._source.leaves[p := f"{path}/{below}"] is not None)
+                place = msgspec.structs.replace(self._place, was_spread=any(map(self._source.is_spread, arrays)))
+                found[key] = build_state(
+                    parameters[key], child, mine or {}, self._source, path=path, place=place
+                )  # fmt: skip
+            else:
+                found[key] = self._as_saved(child, path)
+        return found
+
+    def _as_saved(self, node: Structure, at: str) -> Any:
+        paths = [f"{at}/{p}" if p else at for p, _ in paths_of(node)]
+        specs = ((p, self._source.leaves[p]) for p in paths)
+        leaves = (self._source.value(p) if spec is None else new_array(spec, p, None).leaf for p, spec in specs)
+        return unflatten(node, leaves, resolve=resolve)
+
+
+def _is_of_optimizer(live: Any) -> bool:
+    """Whether something is a state dict as torch's optimizers give it."""
+    return isinstance(live, Mapping) and isinstance(live.get("state"), Mapping) and "param_groups" in live
+
+
+def _check_groups(live: Any, path: str, saved: Structure) -> None:
+    """Refuses a state of other groups, before anything changes.
+
+    Raises:
+        MismatchError: of another number of groups, or of parameters in one.
+    """
+    groups = children_of(descend(saved, ("param_groups",)))
+    counts = [len(children_of(descend(group, ("params",)))) for group in groups.values()]
+    wanted = [len(group["params"]) for group in live["param_groups"]]
+    if counts != wanted:
+        raise MismatchError(
+            f"{path}/param_groups",
+            expected=f"groups of {', '.join(map(str, wanted))} parameters, as the optimizer has",
+            found=f"groups of {', '.join(map(str, counts))} in the checkpoint",
+            hint="Make the optimizer with the groups that were saved; treeckpt.training matches parameters by name",
+        )
