@@ -10,17 +10,7 @@ from fastapi.responses import HTMLResponse
 from . import arrays, queries, saves
 from .answers import Answers
 from .library import Library
-from .pages import (
-    CheckpointPage,
-    ChunksPage,
-    FilePage,
-    FilesPage,
-    LeafPage,
-    MapPage,
-    SearchPage,
-    StripPage,
-    TreePage,
-)
+from .pages import CheckpointPage, ChunksPage, FilePage, FilesPage, LeafPage, MapPage, SearchPage, StripPage, TreePage
 from .render import render
 
 __all__ = ["Start", "api", "pages"]

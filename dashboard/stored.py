@@ -19,7 +19,7 @@ import msgspec
 from treeckpt.core.analysis.node_table import FlatNode
 from treeckpt.core.analysis.outline import Row
 from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
-from treeckpt.core.tree.nesting import Folded
+from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure
 from treeckpt.errors import MismatchError
 from treeckpt.runs.catalog import Summary
@@ -146,7 +146,7 @@ class StoredIndex(Index, frozen=True, dict=True):
     @cached_property
     def structure(self) -> Structure:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tree's structure, decoded as a whole."""
-        return msgspec.json.decode(vars(self)["reader"].part("structure"), type=Folded).whole()
+        return msgspec.json.decode(vars(self)["reader"].part("structure"), type=SplitStructure).whole()
 
 
 class StoredOutline:

@@ -21,7 +21,7 @@ import msgspec
 from treeckpt.core.analysis.node_table import flat_nodes
 from treeckpt.core.format.records import Index, LeafRecord
 from treeckpt.core.sharding.int_runs import Runs
-from treeckpt.core.tree.nesting import fold
+from treeckpt.core.tree.nesting import split_structure
 from treeckpt.core.tree.structure import Structure
 from treeckpt.runs.catalog import Summary, summarize
 
@@ -106,7 +106,7 @@ def _fill(connection: sqlite3.Connection, index: Index, tell: Callable[[int, int
 
 
 def _structure(structure: Structure) -> bytes:
-    return msgspec.json.encode(fold(structure))
+    return msgspec.json.encode(split_structure(structure))
 
 
 def _blocks(items: Iterable[T], size: int) -> Iterator[tuple[int, list[T]]]:

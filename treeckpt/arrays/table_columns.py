@@ -18,7 +18,7 @@ import numpy as np
 from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region
 from ..core.tree.keyed_table import Column
-from ..core.tree.row_order import Arranged, Together, arrange, buckets_of
+from ..core.tree.row_order import Executor, RowOrder, buckets_of, sort_rows
 from ..core.tree.spec import ArraySpec, TableSpec
 from ..errors import TreeError
 from .base import Box, HostArray, HostMemory, Piece, Readable, Source, Writable, raw_dtype
@@ -40,8 +40,8 @@ class Held(msgspec.Struct, frozen=True):
 
     ids: np.ndarray
     """In host memory, as they stand in the table, int64[N]."""
-    arranged: Arranged
-    together: Together
+    arranged: RowOrder
+    together: Executor
 
     @property
     def count(self) -> int:
@@ -51,7 +51,7 @@ class Held(msgspec.Struct, frozen=True):
 class _Gathered:
     """Rows of an array in host memory, in another order."""
 
-    def __init__(self, rows: np.ndarray, order: np.ndarray, together: Together) -> None:
+    def __init__(self, rows: np.ndarray, order: np.ndarray, together: Executor) -> None:
         self._array, self._order, self._together = rows, order, together
         # numpy copies a row as one element: several times faster than number by number
         self._rows = rows.reshape(len(rows), -1).view(f"V{rows[:1].nbytes}")[:, 0]
@@ -157,7 +157,7 @@ def _held(column: Column, path: str, source: Source) -> Held:
     if source.spec.dtype != INT64 or len(source.spec.shape) != 1:
         raise TreeError(path, expected="ids of int64[N]", found=f"{source.spec.dtype} of shape {source.spec.shape}")
     ids, together = read_ids(source), WorkerThreads(min(THREADS, os.cpu_count() or 1))
-    arranged = arrange(ids, table.spec, table.keep, path, together=together)
+    arranged = sort_rows(ids, table.spec, table.keep, path, execute=together)
     held, starts, (start, stop) = Held(ids, arranged, together), arranged.starts, table.owned
     if starts[stop] - starts[start] != held.count:
         stray = np.delete(arranged.of(ids), slice(starts[start], starts[stop]))

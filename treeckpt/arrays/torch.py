@@ -18,7 +18,8 @@ from torch.nn import Buffer, Parameter, UninitializedBuffer, UninitializedParame
 
 from ..core.sharding.placements import MeshLayout, held_by, local_shape
 from ..core.sharding.region import Region
-from ..core.tree.spec import ArraySpec, Typed
+from ..core.tree.spec import ArraySpec
+from ..core.tree.value_codec import Typed
 from ..errors import FormatError, MismatchError, TreeError
 from .base import Box, Piece, Source, Storage, Take, Target, TargetPiece, local_pieces, local_shape_of, overlaps_itself
 from .dtensor import is_dtensor, layout_of, local_of

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays.lazy import Lazy
 from ..arrays.registry import encodable
-from ..core.tree.recursion import Walk, run
+from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, key_text, keys_of
 from ..errors import TreeError
 from ..trees.names import flatten_names
@@ -138,7 +138,7 @@ def hold_dcp(contents: Contents) -> Held:
         )  # fmt: skip
     contents = lower(contents, frozenset((DictNode, ListNode, TupleNode)))
     check = _Check(f"{_WRITTEN}, {_TREE}, in dicts with text as keys")
-    run(_check_keys(contents.structure, "", check))
+    trampoline(_check_keys(contents.structure, "", check))
     contents = _leaves(contents, check, kinds=False)
     ties = ties_of(contents)
     told = [Finding(path, "each array by itself", f"a tie of {tie.of}", "a copy") for path, tie in ties.items()]
@@ -146,7 +146,7 @@ def hold_dcp(contents: Contents) -> Held:
     return Held(msgspec.structs.replace(contents, findings=(*contents.findings, *told)), {})
 
 
-def _check_keys(node: Structure, path: str, check: _Check) -> Walk[None]:
+def _check_keys(node: Structure, path: str, check: _Check) -> Recursive[None]:
     if node is None:
         return
     for key, child in zip(keys_of(node, path), node.children, strict=True):

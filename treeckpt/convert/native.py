@@ -14,10 +14,10 @@ from ..arrays.registry import decode
 from ..core.format.check_index import check_there
 from ..core.format.chunks import BoxChunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankValues, ValueRecord
-from ..core.planning.plan import READ_LIMIT, Want, plan_load
+from ..core.planning.load_plan import READ_LIMIT, WantedRegion, plan_load
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
-from ..core.sharding.region import Region, flat_regions, intersect, overlapping
+from ..core.sharding.region import Region, any_overlap, flat_regions, intersect
 from ..errors import FormatError, TreeckptError
 from ..io.storage.metadata_files import read_index
 from ..io.storage.shard_reader import Shards
@@ -113,14 +113,14 @@ class _Checkpoint:
         chunks = self.index.chunks_of(leaf, region, rank=rank)
         covered = sum(common.size for c in chunks if (common := intersect(c.region, region)) is not None)
         listed = isinstance(leaf.record, ArrayRecord) and isinstance(leaf.record.chunks, BoxChunks)
-        if covered != region.size or (listed and overlapping([c.region for c in chunks])):
+        if covered != region.size or (listed and any_overlap([c.region for c in chunks])):
             raise FormatError(
                 leaf.path,
                 expected=f"chunks that hold each of {region.size} elements once",
                 found=f"{covered} elements" if covered != region.size else "chunks that overlap",
                 hint="The index does not describe the whole array; try treeckpt rebuild-index",
             )
-        plan = plan_load([Want(region, itemsize, chunks)], borders=self.borders)
+        plan = plan_load([WantedRegion(region, itemsize, chunks)], borders=self.borders)
         piece = TargetPiece(region, HostArray(out))
         readings = list_readings(
             self.shards, plan.blocks, lambda i: piece, itemsize=lambda i: itemsize, paths=lambda i: leaf.path

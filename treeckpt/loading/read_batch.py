@@ -18,9 +18,18 @@ from ..arrays.base import HostArray, HostMemory, Target, TargetPiece, raw_dtype
 from ..arrays.registry import check_library, library_of, mark_written
 from ..core.format.chunks import BoxChunks, WholeChunk
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, LeafRecord
-from ..core.planning.plan import Block, Chunk, Copy, Run, Want, cuts, plan_load, plan_runs
+from ..core.planning.load_plan import (
+    BoxCopy,
+    Chunk,
+    ContiguousRead,
+    ReadBlock,
+    WantedRegion,
+    plan_contiguous_reads,
+    plan_load,
+    split_at_multiples,
+)
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region, intersect, overlapping
+from ..core.sharding.region import Region, any_overlap, intersect
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError
 from ..io.storage.page_cache import cache_room
@@ -90,7 +99,7 @@ class ReadBatch:
         self.nbytes = self.read_nbytes = 0
         self.claims = Claims(store, index, whole=whole)
         self._landings: list[_Landing] = []
-        self._wants: list[Want] = []
+        self._wants: list[WantedRegion] = []
         self._pieces: list[TargetPiece] = []
         self._paths: list[str] = []
         self._members: list[Destination] = []
@@ -194,10 +203,10 @@ class ReadBatch:
             if member.nbytes > SMALL:
                 self._want_stretch([member], [(member.start, member.start + member.nbytes)])
         self._boxes = len(self._wants)
-        for run in plan_runs([(m.rank, m.start, m.nbytes) for m in close], borders=self.index.borders):
+        for run in plan_contiguous_reads([(m.rank, m.start, m.nbytes) for m in close], borders=self.index.borders):
             inside = [close[i] for i in run.members]
             file, _ = self.index.locate(run.rank, run.start, run.stop, inside[0].path)
-            self._want_stretch(inside, cuts(run.start, run.stop, file.stream, limit))
+            self._want_stretch(inside, split_at_multiples(run.start, run.stop, file.stream, limit))
 
     def _want_stretch(self, members: Sequence[Destination], parts: Iterable[tuple[int, int]]) -> None:
         """Wants parts of the stream, which go to members that lie together."""
@@ -206,7 +215,7 @@ class ReadBatch:
         piece = TargetPiece(Region((0,), (stop - start,)), Scatter(start, members))
         for low, high in parts:
             part = Region((low - start,), (high - low,))
-            self._wants.append(Want(part, 1, (Chunk(part, rank, low),)))
+            self._wants.append(WantedRegion(part, 1, (Chunk(part, rank, low),)))
             self._pieces.append(piece)
             self._paths.append(path)
 
@@ -216,7 +225,7 @@ class ReadBatch:
         chunks = self.index.chunks_of(leaf, piece.region, rank=self.source_rank)
         covered = sum(_overlap(chunk.region, piece.region) for chunk in chunks)
         listed = isinstance(leaf.record, ArrayRecord) and isinstance(leaf.record.chunks, BoxChunks)
-        if covered != piece.region.size or (listed and overlapping([chunk.region for chunk in chunks])):
+        if covered != piece.region.size or (listed and any_overlap([chunk.region for chunk in chunks])):
             raise FormatError(
                 path,
                 expected=f"chunks that hold each of {piece.region.size} elements once",
@@ -225,7 +234,7 @@ class ReadBatch:
             )
         left = [chunk for chunk in chunks if not self._want_run(path, chunk, piece)]
         if left:
-            self._wants.append(Want(piece.region, itemsize, left))
+            self._wants.append(WantedRegion(piece.region, itemsize, left))
             self._pieces.append(piece)
             self._paths.append(path)
 
@@ -316,7 +325,7 @@ class ReadBatch:
         first = len(self._landings)
         lands = [self._landings[i] for i in numbers if i < first]
         wants = [i - first for i in numbers if i >= first]
-        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
+        runs = plan_contiguous_reads([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
         landed, readings = list_landings(shards, runs, lambda i: lands[i].path)
         self._show(lands, runs, landed)
         boxes = [i for i in wants if i < self._boxes]
@@ -330,18 +339,20 @@ class ReadBatch:
             paths=lambda i: self._paths[wants[i]],
         )
 
-    def _stretch(self, number: int, want: int) -> Block:
+    def _stretch(self, number: int, want: int) -> ReadBlock:
         """The block that holds a stretch of members, and nothing else."""
         region, [chunk] = self._wants[want].region, self._wants[want].chunks
         stop = chunk.start + region.size
-        return Block(chunk.rank, chunk.start, stop, (Copy(number, region, region, chunk.start, stop),))
+        return ReadBlock(chunk.rank, chunk.start, stop, (BoxCopy(number, region, region, chunk.start, stop),))
 
     def _map(self, shards: Shards) -> None:
         lands, self._landings = self._landings, []
-        runs = plan_runs([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
+        runs = plan_contiguous_reads([(x.rank, x.start, x.nbytes) for x in lands], borders=self.index.borders)
         self._show(lands, runs, run_map(shards, runs, lambda i: lands[i].path))
 
-    def _show(self, landings: Sequence[_Landing], runs: Sequence[Run], landed: Sequence[LoadedRange]) -> None:
+    def _show(
+        self, landings: Sequence[_Landing], runs: Sequence[ContiguousRead], landed: Sequence[LoadedRange]
+    ) -> None:
         """Makes arrays of the memory that runs land in."""
         for run, place in zip(runs, landed, strict=True):
             for member in run.members:

@@ -19,7 +19,7 @@ import numpy as np
 from ..arrays.base import Spread, TargetPiece, raw_dtype
 from ..arrays.threads import WorkerThreads
 from ..core.format.shard_header import BLOCK
-from ..core.planning.plan import READ_LIMIT, Block, Copy, Run
+from ..core.planning.load_plan import READ_LIMIT, BoxCopy, ContiguousRead, ReadBlock
 from ..core.sharding.region import c_strides
 from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.shard_reader import ByteRange, Shards, stretch_of
@@ -65,7 +65,7 @@ class ReadTask(msgspec.Struct, frozen=True):
 
 def list_readings(
     shards: Shards,
-    blocks: Iterable[Block],
+    blocks: Iterable[ReadBlock],
     targets: Callable[[int], TargetPiece],
     *,
     itemsize: Callable[[int], int],
@@ -89,7 +89,7 @@ def list_readings(
 
 
 def _straight(
-    block: Block, skip: int, nbytes: int, targets: Callable[[int], TargetPiece]
+    block: ReadBlock, skip: int, nbytes: int, targets: Callable[[int], TargetPiece]
 ) -> Callable[[], list[memoryview] | None] | None:
     """The memory of a block's one copy, with some to spare for what is read only to be verified."""
     if len(block.copies) != 1:
@@ -118,7 +118,7 @@ def _is_spread(data: object) -> TypeGuard[Spread]:
 
 
 def _user(
-    block: Block, skip: int, targets: Callable[[int], TargetPiece], itemsize: Callable[[int], int]
+    block: ReadBlock, skip: int, targets: Callable[[int], TargetPiece], itemsize: Callable[[int], int]
 ) -> Callable[[memoryview], None]:
     def use(memory: memoryview) -> None:
         data = np.frombuffer(memory, np.uint8)[skip:]
@@ -128,7 +128,7 @@ def _user(
     return use
 
 
-def _place(data: np.ndarray, block: Block, copy: Copy, piece: TargetPiece, itemsize: int) -> None:
+def _place(data: np.ndarray, block: ReadBlock, copy: BoxCopy, piece: TargetPiece, itemsize: int) -> None:
     raw = raw_dtype(itemsize)
     first = copy.start - block.start
     box, outer = copy.box, copy.chunk
@@ -148,7 +148,7 @@ class LoadedRange(msgspec.Struct, frozen=True):
     memory: memoryview
 
 
-def run_map(shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]) -> list[LoadedRange]:
+def run_map(shards: Shards, runs: Sequence[ContiguousRead], paths: Callable[[int], str]) -> list[LoadedRange]:
     """Maps each run, copy-on-write: bytes are read when they are touched, and never compared with checksums."""
     landed: list[LoadedRange] = []
     for run in runs:
@@ -161,7 +161,7 @@ def run_map(shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]) ->
 
 
 def list_landings(
-    shards: Shards, runs: Sequence[Run], paths: Callable[[int], str]
+    shards: Shards, runs: Sequence[ContiguousRead], paths: Callable[[int], str]
 ) -> tuple[list[LoadedRange], list[ReadTask]]:
     """Page-aligned memory for each run, where arrays can stay, and what is to be read into it."""
     landed: list[LoadedRange] = []

@@ -10,8 +10,9 @@ from .. import api
 from ..arrays.registry import abstract_of, is_value
 from ..arrays.stateful import is_stateful
 from ..core.analysis.retention_policy import All, Best, Last, Policy, check_policies
-from ..core.tree.containers import take
-from ..core.tree.flatten import flatten, graft, replace_leaves
+from ..core.tree.containers import flatten_one_level
+from ..core.tree.flatten import flatten, replace_leaves
+from ..core.tree.in_place import update_in_place
 from ..errors import TreeckptError, TreeError
 from ..saving.options import shard_limit
 
@@ -52,7 +53,7 @@ def best_policy(policies: Sequence[Policy], metric: str | None, mode: Literal["m
 
 def is_maker(tree: Any) -> bool:
     """Whether it gives the tree when it is called. Models can be called too, but are trees themselves."""
-    return callable(tree) and not is_stateful(tree) and take(tree, "", "", 0) is None
+    return callable(tree) and not is_stateful(tree) and flatten_one_level(tree, "", "", 0) is None
 
 
 def check_options(options: dict[str, Any], *, background: bool) -> None:
@@ -103,7 +104,7 @@ def check_thing(path: str, name: str, thing: Any, namespace: str) -> None:
     ]
     marks = iter([leaf if keep else object() for keep, (_, leaf) in zip(kept, leaves, strict=True)])
     marked = replace_leaves(thing, marks, namespace=namespace)
-    stuck = graft(thing, marked, is_value=is_value, namespace=namespace, dry=True)
+    stuck = update_in_place(thing, marked, is_value=is_value, namespace=namespace, dry=True)
     if stuck or (isinstance(thing, tuple) and not leaves):
         path = f"{path}/{stuck[0][0]}" if stuck and stuck[0][0] else path
         value = dict(leaves).get(stuck[0][0], thing) if stuck else thing

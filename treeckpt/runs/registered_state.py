@@ -18,9 +18,10 @@ from .. import api
 from ..arrays.registry import is_value
 from ..arrays.stateful import AsSaved, is_optimizer
 from ..core.format.records import Index
-from ..core.tree.flatten import PerRank, flatten, graft
+from ..core.tree.flatten import PerRank, flatten
 from ..core.tree.globs import compile_globs
-from ..core.tree.structure import empty_places, key_text, keys_of
+from ..core.tree.in_place import update_in_place
+from ..core.tree.structure import empty_containers, key_text, keys_of
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm
 from ..io.storage.store import Store
@@ -201,7 +202,7 @@ class _Selection:
 
     def __init__(self, index: Index, options: Mapping[str, Any]) -> None:
         self.index, self._options, self._strict = index, options, options.get("strict", True)
-        self._saved = [*index.by_path, *empty_places(index.structure)]
+        self._saved = [*index.by_path, *empty_containers(index.structure)]
         self._chosen = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude")))
 
     def beside(self, registered: Mapping[str, Iterable[str]]) -> dict[str, Any]:
@@ -211,7 +212,7 @@ class _Selection:
         for key, globs in (("select", self._chosen.select), ("exclude", self._chosen.exclude)):
             if globs:
                 known = compile_globs(globs)
-                ours = set(known.idle(saved)) - set(known.idle(saved + names))
+                ours = set(known.unused(saved)) - set(known.unused(saved + names))
                 options[key] = [glob for glob in globs if glob not in ours]
         return options
 
@@ -271,7 +272,7 @@ def _take_back(thing: Any, filled: Any) -> None:
     """Puts the values of a tree with resumed optimizers into the one that is registered."""
     from ..training.resuming import without_resumed
 
-    graft(thing, without_resumed(filled), is_value=is_value)
+    update_in_place(thing, without_resumed(filled), is_value=is_value)
 
 
 def _fill(store: Store, into: dict[str, Any], parts: dict[str, Any], comm: Comm, options: Mapping[str, Any]) -> Any:

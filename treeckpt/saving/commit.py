@@ -21,9 +21,10 @@ from ..core.format.records import FileTable, Index, file_table
 from ..core.format.save_progress import parse_progress_name
 from ..core.format.shard_header import ShardHeader, block_count, parse_shard_name, shard_name
 from ..core.format.timings import Host, Timings, encode_timings, timings_name
-from ..core.planning.plan import FilePlan, place
+from ..core.planning.save_plan import FilePlan
+from ..core.planning.stream_order import assign_offsets
 from ..core.sharding.int_runs import encode_runs
-from ..core.tree.spec import Value
+from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound
 from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
 from ..io.storage.metadata_files import read_index
@@ -220,7 +221,7 @@ def _publish(store: Store, data: bytes, facts: SaveInfo) -> None:
 
 def _placed(facts: SaveInfo, plans: Plans, reports: Mapping[int, WriteReport]) -> Index:
     rows = [row for report in reports.values() for row in report.files]
-    placed, totals = place([leaf for _, leaf in plans.arrays], plans.shares, facts.world)
+    placed, totals = assign_offsets([leaf for _, leaf in plans.arrays], plans.shares, facts.world)
     for rank, report in reports.items():
         written = sum(row[3] for row in report.files)
         if written != int(totals[rank]):

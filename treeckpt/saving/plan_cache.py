@@ -6,20 +6,20 @@ from typing import Any
 
 import msgspec
 
-from ..core.planning.plan import SavePlan, plan_save
 from ..core.planning.rank_trees import (
     GlobalTree,
     Inventory,
     LeafSpec,
     RankClass,
     array_leaves,
-    contested,
     merge_rank_trees,
+    overlapping_pieces,
 )
+from ..core.planning.save_plan import SavePlan, plan_save
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region
-from ..core.sharding.write_assignment import ArrayLeaf, assign
+from ..core.sharding.write_assignment import ArrayLeaf, assign_writers
 from ..io.comm.comm import Comm
 
 __all__ = ["Plans", "boxes_of", "kept_plans", "make_plans", "plans_of"]
@@ -73,7 +73,7 @@ def make_plans(comm: Comm, key: str, joined: GlobalTree | None, inventory: Inven
 
 
 def boxes_of(comm: Comm, key: str, joined: GlobalTree | None, inventory: Inventory) -> list[tuple[str, Region, int]]:
-    """What listed pieces of inventories with this key hold in common, as `contested` says; kept as plans are.
+    """What listed pieces of inventories with this key hold in common, as `overlapping_pieces` says; kept as plans are.
 
     Args:
         joined: the global tree, where it was just joined; None if it is kept, or all ranks bring the same.
@@ -87,7 +87,7 @@ def boxes_of(comm: Comm, key: str, joined: GlobalTree | None, inventory: Invento
         joined = kept.plenum
     if joined is None and any(isinstance(leaf.layout, BoxLayout) for leaf in inventory.leaves):
         joined = merge_rank_trees([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
-    found = contested(joined) if joined is not None else []
+    found = overlapping_pieces(joined) if joined is not None else []
     comm.memory[_BOXES] = key, found
     return found
 
@@ -100,6 +100,6 @@ def plans_of(key: str, plenum: GlobalTree, rank: int, *, max_shard_bytes: int) -
     """
     arrays = array_leaves(plenum)
     leaves = [leaf for _, leaf in arrays]
-    shares = assign(leaves)
+    shares = assign_writers(leaves)
     own = plan_save(leaves, shares, rank, max_shard_bytes=max_shard_bytes)
     return Plans(key, max_shard_bytes, plenum, arrays, shares, own)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..arrays.base import HostArray, HostMemory, Piece, Readable
 from ..core.format.shard_header import BLOCK, Entry, ShardHeader, block_count, encode_header, hash_block, with_hashes
-from ..core.planning.plan import FilePlan, Write
+from ..core.planning.save_plan import FilePlan, ShardEntry
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointError
 from ..io.storage.memory import PAGE, aligned_buffer
@@ -297,7 +297,7 @@ def _changed(path: str) -> CheckpointError:
     )
 
 
-def feed(pipe: Sink, write: Write, pieces: Sequence[Piece]) -> None:
+def feed(pipe: Sink, write: ShardEntry, pieces: Sequence[Piece]) -> None:
     """Gives a sink the bytes of an entry, from the piece that holds it."""
     region = write.region
     piece = pieces[0] if len(pieces) == 1 else _holder(region, pieces)

@@ -18,7 +18,7 @@ import numpy as np
 from ..arrays.base import HostArray, Piece
 from ..core.format.save_progress import Progress
 from ..core.format.timings import timings_name
-from ..core.planning.plan import FilePlan, SavePlan, Write
+from ..core.planning.save_plan import FilePlan, SavePlan, ShardEntry
 from ..core.sharding.region import Region
 from ..io.comm.failures import Fault, to_fault, wrap_os_error
 from ..io.storage.leftovers import clear_leftovers
@@ -60,7 +60,7 @@ def staged_stream(plan: SavePlan, memory: np.ndarray) -> Stream:
     offsets, _ = area_offsets([file.nbytes for file in plan.files])
     whole = [Region((0,), (file.nbytes,)) for file in plan.files]
     files = [
-        FilePlan(file.part, file.stream, file.nbytes, (Write(n, region, 0, file.nbytes),))
+        FilePlan(file.part, file.stream, file.nbytes, (ShardEntry(n, region, 0, file.nbytes),))
         for n, (file, region) in enumerate(zip(plan.files, whole, strict=True))
     ]
 

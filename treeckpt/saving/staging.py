@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays.base import HostArray, HostMemory, Piece
 from ..arrays.threads import WorkerThreads
-from ..core.planning.plan import FilePlan, SavePlan, Write
+from ..core.planning.save_plan import FilePlan, SavePlan, ShardEntry
 from .shard_stream import feed
 from .staging_memory import area_offsets
 
@@ -128,7 +128,7 @@ def _stage_file(
 
 
 def _stage_one(
-    write: Write,
+    write: ShardEntry,
     pieces: Sequence[Piece],
     target: np.ndarray,
     later: list[Stretch],

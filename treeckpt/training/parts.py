@@ -12,8 +12,8 @@ from typing import Any
 from ..arrays.registry import is_value
 from ..arrays.stateful import expand, holds_stateful, is_stateful
 from ..core.tree.flatten import flatten
-from ..core.tree.sequences import differing
-from ..core.tree.structure import any_rank, key_text
+from ..core.tree.sequences import differing_sequences
+from ..core.tree.structure import index_path, key_text
 from ..errors import MismatchError
 from .sources import Source
 
@@ -55,7 +55,7 @@ def compare_extra(extra: Any, source: Source, *, rank: int) -> tuple[list[str], 
     found = expand(tree, rank=rank, mappings=True)
     tree = tree if found is None else found.target()
     _, leaves = flatten(tree, rank=rank)
-    sequences = differing(
+    sequences = differing_sequences(
         tree,
         source.structure,
         is_value=is_value,
@@ -63,7 +63,7 @@ def compare_extra(extra: Any, source: Source, *, rank: int) -> tuple[list[str], 
         rank=rank,
         source_rank=rank % source.world,
     )
-    asked = {any_rank(path, rank): leaf for path, leaf in leaves}
+    asked = {index_path(path, rank): leaf for path, leaf in leaves}
     free = (*(f"{path}/" for path, leaf in asked.items() if leaf is ...), *(f"{path}/" for path in sequences))
     there = [path for path in source.leaves if path == "extra" or path.startswith("extra/")]
     missing = [

@@ -22,16 +22,17 @@ from ..core.planning.rank_trees import (
     LeafSpec,
     RankClass,
     array_leaves,
-    contested,
     digest_of,
     merge_rank_trees,
+    overlapping_pieces,
 )
 from ..core.sharding.int_runs import decode_runs, encode_runs
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
 from ..core.sharding.region import c_strides
-from ..core.sharding.write_assignment import ArrayLeaf, assign, writes_of
+from ..core.sharding.write_assignment import ArrayLeaf, assign_writers, writes_of
 from ..core.tree.flatten import replace_leaves, unflatten
-from ..core.tree.spec import ArraySpec, Value
+from ..core.tree.spec import ArraySpec
+from ..core.tree.value_codec import Value
 from ..errors import RankError, TreeError
 from ..io.comm.failures import Fault, raise_faults, to_fault
 from ..saving.messages import BoxDigests, RankTree, clashing_of, compare, compare_boxes, digest, digests_of
@@ -114,7 +115,7 @@ class _Gather:
             told = RankTree(self.brought.inventory, contents, self.brought.values)
             words = together(self.wire, "gather", lambda: msgspec.msgpack.encode(told))
             plenum = self._join([one.inventory for one in heard], words)
-        boxes = [(path, box) for path, box, nbytes in contested(plenum) if nbytes <= SMALL]
+        boxes = [(path, box) for path, box, nbytes in overlapping_pieces(plenum) if nbytes <= SMALL]
         if boxes:
             messages = together(
                 self.wire, "gather", lambda: msgspec.msgpack.encode(BoxDigests(None, box_digests(self.brought, boxes)))
@@ -141,7 +142,7 @@ class _Gather:
     def move(self, plenum: GlobalTree, limit: int) -> None:
         """Makes the arrays on the receivers and brings every element there."""
         arrays = [(plenum.leaves[number], leaf) for number, leaf in array_leaves(plenum)]
-        shares = assign([leaf for _, leaf in arrays])
+        shares = assign_writers([leaf for _, leaf in arrays])
         moving: list[tuple[ArrayLeaf, Any]] = []
         for (spec, leaf), share in zip(arrays, shares, strict=True):
             own = spec.per_rank is not None

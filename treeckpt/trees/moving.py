@@ -29,9 +29,10 @@ from ..arrays.registry import (
 from ..arrays.stateful import expand, expanded
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect, subtract
-from ..core.tree.flatten import flatten, graft, replace_leaves
+from ..core.tree.flatten import flatten, replace_leaves
+from ..core.tree.in_place import update_in_place
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import any_rank
+from ..core.tree.structure import index_path
 from ..errors import LayoutError, MismatchError
 from .matching import Matched, matched
 
@@ -185,7 +186,7 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
     """See `treeckpt.trees.copy_into`."""
     tree = expanded(tree, rank=rank, namespace=namespace)
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
-    given = {any_rank(path, rank): leaf for path, leaf in leaves}
+    given = {index_path(path, rank): leaf for path, leaf in leaves}
 
     def fill(target: Any) -> int:
         found = matched(target, structure, given, copied_value, rank=rank, namespace=namespace)
@@ -257,7 +258,7 @@ def put_leaves(
 
 def _put(into: Any, found: Matched, new: list[object], copies: list[_Copy], namespace: str) -> None:
     filled = replace_leaves(into, iter(new), namespace=namespace, whole=found.whole)
-    stuck = graft(into, filled, is_value=is_value, namespace=namespace, dry=True)
+    stuck = update_in_place(into, filled, is_value=is_value, namespace=namespace, dry=True)
     if stuck:
         raise MismatchError(
             stuck[0][0],
@@ -268,12 +269,12 @@ def _put(into: Any, found: Matched, new: list[object], copies: list[_Copy], name
     mark_written(copy.target.leaf for copy in copies)
     for copy in _apart(copies):
         copy.put(copy.target.pieces)
-    graft(into, filled, is_value=is_value, namespace=namespace)
+    update_in_place(into, filled, is_value=is_value, namespace=namespace)
 
 
 def _check_paths(found: Matched, given: Mapping[str, object], rank: int) -> None:
-    left = tuple(f"{any_rank(path, rank)}/" if path else "" for path, leaf in found.before if leaf is ...)
-    asked = {any_rank(path, rank) for path, _ in found.before} | found.taken
+    left = tuple(f"{index_path(path, rank)}/" if path else "" for path, leaf in found.before if leaf is ...)
+    asked = {index_path(path, rank) for path, _ in found.before} | found.taken
     missing = [path for path, leaf in found.before if leaf is not ... and path not in found.given]
     unexpected = sorted(path for path in given.keys() - asked if not path.startswith(left))
     if missing or unexpected:

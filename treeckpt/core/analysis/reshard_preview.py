@@ -18,10 +18,19 @@ import msgspec
 from ...errors import LayoutError
 from ..format.records import ArrayRecord, Index, Leaf
 from ..format.shard_header import BLOCK
-from ..planning.plan import READ_GAP, Want, plan_load
+from ..planning.load_plan import READ_GAP, WantedRegion, plan_load
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import encode_runs
-from ..sharding.placements import Mesh, MeshLayout, Placement, Replicate, Shard, StridedShard, held_by, replicated
+from ..sharding.placements import (
+    Mesh,
+    MeshLayout,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    held_by,
+    replicated_layout,
+)
 from ..sharding.region import Region, byte_runs, intersect
 
 __all__ = ["MAX_RANKS", "RankReads", "Reshard", "Rule", "parse_mesh", "parse_rules", "plan_reshard"]
@@ -210,7 +219,7 @@ def spread(count: int) -> Iterator[int]:
 
 def _wanted(index: Index, mesh: Mesh, rules: Sequence[Rule]) -> tuple[list[_Wanted], int, int, int]:
     matchers = [(re.compile(fnmatch.translate(rule.glob)), MeshLayout(mesh, rule.placements)) for rule in rules]
-    everywhere = replicated(mesh.ranks)
+    everywhere = replicated_layout(mesh.ranks)
     found: list[_Wanted] = []
     whole = unmatched = left_out = 0
     for leaf in index.entries:
@@ -230,9 +239,9 @@ def _wanted(index: Index, mesh: Mesh, rules: Sequence[Rule]) -> tuple[list[_Want
     return found, whole, unmatched, left_out
 
 
-def _wants(index: Index, wanted: Sequence[_Wanted], rank: int, budget: int) -> tuple[list[Want] | None, int]:
+def _wants(index: Index, wanted: Sequence[_Wanted], rank: int, budget: int) -> tuple[list[WantedRegion] | None, int]:
     """What a rank wants, and how many chunks that is; None where they are more than the budget."""
-    wants: list[Want] = []
+    wants: list[WantedRegion] = []
     used = 0
     for want in wanted:
         for held in held_by(want.layout, want.shape, rank):
@@ -240,7 +249,7 @@ def _wants(index: Index, wanted: Sequence[_Wanted], rank: int, budget: int) -> t
             used += 1 + sum(_pieces(held.region, chunk.region, want.itemsize) for chunk in found)
             if used > budget:
                 return None, used
-            wants.append(Want(held.region, want.itemsize, found))
+            wants.append(WantedRegion(held.region, want.itemsize, found))
     return wants, used
 
 
@@ -254,7 +263,7 @@ def _pieces(wanted: Region, chunk: Region, itemsize: int) -> int:
     return 1 + min(runs.count, (last - first) // READ_GAP)
 
 
-def _reads(index: Index, rank: int, wants: Sequence[Want], numbers: dict[str, int]) -> RankReads:
+def _reads(index: Index, rank: int, wants: Sequence[WantedRegion], numbers: dict[str, int]) -> RankReads:
     by_file: dict[int, int] = {}
     blocks = plan_load(wants, borders=index.borders).blocks
     for block in blocks:
