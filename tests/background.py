@@ -19,7 +19,7 @@ import msgspec
 import treeckpt as tc
 from treeckpt.io.comm.comm import Comm
 from treeckpt.io.storage.store import Writer
-from treeckpt.saving.background import Session, session_of
+from treeckpt.saving.session import Session, session_of
 
 __all__ = [
     "Hooked",
@@ -135,9 +135,9 @@ def session(comm: Comm | None = None) -> Session:
 
 
 def writer_pid(comm: Comm | None = None) -> int:
-    process = session(comm).writer.process
-    assert process is not None, "it runs"
-    return process.pid
+    pid = session(comm).writer.pid
+    assert pid is not None, "it runs"
+    return pid
 
 
 def gone(pid: int) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from treeckpt.io.storage.memory import PAGE
 from treeckpt.saving import staging_memory as arena_module
-from treeckpt.saving.process_channel import Channel, WriterGone
+from treeckpt.saving.process_channel import ProcessChannel, WriterGone
 from treeckpt.saving.staging_memory import Arena, ArenaPool, area_offsets, map_arena
 
 
@@ -42,7 +42,7 @@ def test_an_arena_is_aligned_and_the_same_memory_everywhere() -> None:
 @pytest.mark.parametrize("populates", [True, False])
 def test_touching_puts_memory_behind_it(monkeypatch: pytest.MonkeyPatch, populates: bool) -> None:
     if not populates:
-        monkeypatch.setattr(arena_module, "_populate", lambda address, nbytes: False)
+        monkeypatch.setattr(arena_module, "_madvise_populate", lambda address, nbytes: False)
     arena = Arena(20 << 20)
     arena.memory[5] = 1
 
@@ -50,9 +50,9 @@ def test_touching_puts_memory_behind_it(monkeypatch: pytest.MonkeyPatch, populat
         return os.fstat(arena.fd).st_blocks * 512
 
     assert there() < 1 << 20
-    arena.touch(10 << 20)
+    arena.populate(10 << 20)
     assert 10 << 20 <= there() < 12 << 20
-    arena.touch(20 << 20)
+    arena.populate(20 << 20)
     assert there() >= 20 << 20 and arena.memory[5] == 1, "what is in it stays"
     arena.close()
 
@@ -90,7 +90,7 @@ def test_the_smallest_that_is_large_enough_is_taken() -> None:
 
 def test_what_is_too_small_makes_room_for_what_is_large_enough() -> None:
     closed: list[int] = []
-    pool = ArenaPool(closed=closed.append)
+    pool = ArenaPool(on_close=closed.append)
     small = pool.lease(1000)
     number = small.arena.number
     small.release()
@@ -106,7 +106,7 @@ def test_what_is_too_small_makes_room_for_what_is_large_enough() -> None:
 def test_an_arena_that_stays_too_large_is_given_back() -> None:
     pool = ArenaPool()
     pool.lease(40 << 20).release()
-    for _ in range(arena_module.PATIENCE - 1):
+    for _ in range(arena_module.UNDERUSED_LEASES - 1):
         pool.lease(1000).release()
     assert pool.nbytes == 40 << 20, "not at once"
     pool.lease(1000).release()
@@ -135,7 +135,7 @@ def test_messages_and_descriptors_cross_a_channel(tmp_path: Path) -> None:
     import socket
     import threading
 
-    left, right = map(Channel, socket.socketpair())
+    left, right = map(ProcessChannel, socket.socketpair())
     arena = Arena(1000)
     arena.memory[:5] = np.frombuffer(b"hello", np.uint8)
     big = os.urandom(3_000_000)
@@ -155,7 +155,7 @@ def test_messages_and_descriptors_cross_a_channel(tmp_path: Path) -> None:
 def test_silence_at_the_other_end_has_a_limit() -> None:
     import socket
 
-    left, right = map(Channel, socket.socketpair())
+    left, right = map(ProcessChannel, socket.socketpair())
     with pytest.raises(WriterGone, match=r"silent for 0\.05 s"):
         left.receive(timeout=0.05)
     with pytest.raises(WriterGone):

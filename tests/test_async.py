@@ -33,7 +33,6 @@ from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.shard_header import parse_shard_name
 from treeckpt.io.comm.comm import Comm, SoloComm, thread_comms
 from treeckpt.saving.staging_memory import ArenaPool
-from treeckpt.saving.writer_process import modules_of
 from treeckpt.training.guard import guard
 
 WRITERS = ["process", "thread"]
@@ -59,7 +58,7 @@ def comm(writer_of_all: Any) -> Any:
     """A comm, session and arenas of the test's own, with a writer process that the test before may have started."""
     made = SoloComm()
     own = session(made)
-    own.writer, own.pool = writer_of_all, ArenaPool(closed=writer_of_all.detach)
+    own.writer, own.pool = writer_of_all, ArenaPool(on_close=writer_of_all.detach)
     return made
 
 
@@ -334,7 +333,7 @@ def test_a_step_waits_only_while_it_is_guarded() -> None:
     thread = threading.Thread(target=step, daemon=True)
     thread.start()
     assert not stepped.wait(0.2) and parameter.tolist() == [1, 1]
-    pending.staged()
+    pending.set_staged()
     assert stepped.wait(60) and parameter.tolist() == [0, 0]
     guard(optimizer, Pending("never staged"))
     held.remove()
@@ -598,14 +597,12 @@ def test_a_rank_that_never_reports_is_named(tmp_path: Path) -> None:
 def test_the_writer_imports_no_torch_and_gives_way(tmp_path: Path, fresh: Comm) -> None:
     comm = fresh
     tc.save_async(tmp_path / "c", {"w": torch.ones(5)}, comm=comm).result(60)
-    process = session(comm).writer.process
-    assert process is not None
-    modules = modules_of(process)
+    modules = session(comm).writer.modules()
     assert "treeckpt.saving.writer_server" in modules and not {"torch", "optree", "treeckpt.api", "tests"} & set(
         modules
     )
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) >= os.getpriority(os.PRIO_PROCESS, 0) + 5
-    pid = process.pid
+    pid = writer_pid(comm)
+    assert os.getpriority(os.PRIO_PROCESS, pid) >= os.getpriority(os.PRIO_PROCESS, 0) + 5
     tc.save_async(tmp_path / "d", {"w": torch.ones(5)}, comm=comm).result(60)
     assert writer_pid(comm) == pid, "one for all saves"
 

@@ -8,6 +8,7 @@ from tests.background import run_program
 
 HELD = """
 import os, sys, threading
+import msgspec
 import numpy as np
 import treeckpt as tc
 from treeckpt.io.comm.comm import SoloComm
@@ -74,7 +75,7 @@ manager.save(1, {"w": np.ones(5)})
 manager.wait()
 real = manager._run.folder
 manager._run.folder = lambda step: type("F", (), {"store": Held(real(step).url), "url": real(step).url})()
-manager._options["writer"] = "thread"
+manager._options = msgspec.structs.replace(manager._options, writer="thread")
 held = manager.save(2, {"w": np.ones(5)})
 manager._run.folder = real
 

@@ -19,7 +19,6 @@ from treeckpt.core.format.file_names import step_name
 from treeckpt.io.comm.comm import SoloComm
 from treeckpt.io.storage.object_store import open_bucket
 from treeckpt.runs.run import Run
-from treeckpt.saving.writer_process import modules_of
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -49,9 +48,8 @@ def test_the_writer_process_uploads_without_torch(s3: S3, monkeypatch: pytest.Mo
     store = url if given == "environment" else s3.store(url, **QUICK)
     try:
         report = tc.save_async(store, tree, comm=comm).result(60)
-        process = session(comm).writer.process
-        assert process is not None and process.alive
-        modules = modules_of(process)
+        assert session(comm).writer.alive
+        modules = session(comm).writer.modules()
         assert "obstore" in modules and not {"torch", "fsspec"} & set(modules)
     finally:
         session(comm).writer.end()
@@ -62,7 +60,7 @@ def test_the_writer_process_uploads_without_torch(s3: S3, monkeypatch: pytest.Mo
 def test_a_store_that_no_other_process_can_open_is_written_by_a_thread() -> None:
     comm, url = SoloComm(), "memory://of/this/process"
     tc.save_async(url, {"n": 1}, comm=comm).result(60)
-    assert session(comm).writer.process is None and tc.load(url) == {"n": 1}
+    assert session(comm).writer.pid is None and tc.load(url) == {"n": 1}
     assert pickle.loads(pickle.dumps(tc.ObjectStore(url))).url == url
 
 

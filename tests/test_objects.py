@@ -25,7 +25,7 @@ from treeckpt.io.storage.bucket import Found, Listing
 from treeckpt.io.storage.memory import aligned_buffer
 from treeckpt.runs import catalog
 from treeckpt.runs.run import Run
-from treeckpt.saving import commit
+from treeckpt.saving import shard_writer
 
 
 @pytest.fixture
@@ -224,15 +224,15 @@ def test_a_network_that_fails_sends_nobody_back_to_an_older_checkpoint(s3: S3) -
 
 
 def test_of_saves_that_replace_the_same_checkpoint_exactly_one_wins(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, real = s3.store(), commit._publish
+    store, real = s3.store(), shard_writer.publish_index
     tc.save(store, {"by": "first"})
 
     def outrun(*arguments: Any) -> None:
-        monkeypatch.setattr(commit, "_publish", real)
+        monkeypatch.setattr(shard_writer, "publish_index", real)
         tc.save(store, {"by": "the faster"}, overwrite=True)
         real(*arguments)
 
-    monkeypatch.setattr(commit, "_publish", outrun)
+    monkeypatch.setattr(shard_writer, "publish_index", outrun)
     with pytest.raises(tc.CheckpointExists, match="written meanwhile by another save"):
         tc.save(store, {"by": "the slower"}, overwrite=True)
     assert tc.load(store) == {"by": "the faster"} and tc.verify(store).ok

@@ -16,7 +16,7 @@ from tests.background import arenas_open, files_open
 from tests.world import errors_of, on_ranks
 from treeckpt.io.comm.comm import SoloComm
 from treeckpt.saving import background
-from treeckpt.saving.background import session_of
+from treeckpt.saving.session import session_of
 from treeckpt.saving.staging_memory import Arena
 
 TREE = {"a": np.arange(1000)}
@@ -44,7 +44,7 @@ def test_an_interrupted_save_keeps_nothing_and_the_next_one_works(
             with pytest.raises(KeyboardInterrupt):
                 save()
     pool = session_of(comm).pool
-    assert [arena.leased for arena in pool._arenas] == [False]
+    assert pool.leased == [False]
     assert save().result(60) is not None
 
 

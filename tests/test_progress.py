@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.background import Hooked, session, until
+from tests.background import Hooked, session, until, writer_pid
 from treeckpt.core.format.save_progress import Progress, encode_progress, parse_progress_name, progress_name
 from treeckpt.core.format.shard_header import parse_shard_name
 from treeckpt.io.comm.comm import SoloComm
@@ -109,9 +109,7 @@ def test_the_record_of_a_killed_writer_goes_with_its_save(tmp_path: Path) -> Non
     comm = SoloComm()
     pending = tc.save_async(Slow(tmp_path), TREE, comm=comm)
     assert until(lambda: bool(records_in(tmp_path)))
-    process = session(comm).writer.process
-    assert process is not None
-    os.kill(process.pid, 9)
+    os.kill(writer_pid(comm), 9)
     with pytest.raises(tc.CheckpointError, match="SIGKILL"):
         pending.result(60)
     assert not [name for name in os.listdir(tmp_path) if parse_progress_name(name) or parse_shard_name(name)]

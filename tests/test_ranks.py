@@ -277,14 +277,14 @@ def test_an_array_that_cannot_be_read_is_named_before_anything_is_written() -> N
 def test_a_rank_that_fails_to_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from treeckpt.saving import agree
 
-    store, real = MemoryStore(), agree.make_plans
+    store, real = MemoryStore(), agree.get_plan
 
-    def make_plans(comm: Comm, *args: Any, **options: Any) -> Any:
+    def get_plan(comm: Comm, *args: Any, **options: Any) -> Any:
         if comm.rank == 2:
             raise MemoryError("no memory for a plan")
         return real(comm, *args, **options)
 
-    monkeypatch.setattr(agree, "make_plans", make_plans)
+    monkeypatch.setattr(agree, "get_plan", get_plan)
     for error in errors_of(on_ranks(WORLD, lambda c: save(store, c, 1))):
         assert isinstance(error, tc.RankError) and error.ranks == {2: "MemoryError: no memory for a plan"}
     assert not shards(store)

@@ -6,6 +6,17 @@
     state = tc.load("run/step_00000100")
 
 Importing it, reading an index and the command line import no torch.
+
+The package, from top to bottom; imports only go down, and each package says in its first lines where to start:
+
+    cli  bench  demo  report  convert   tools: commands, benchmark, example job, HTML reports, other formats
+    runs  training  trees               Manager and retention; models and optimizers as trees; operations on trees
+    api                                 save, save_async, load, load_into, inspect, verify
+    saving | loading                    tree to committed checkpoint | bytes to tree, verify, repair, load rules
+    arrays | io                         an adapter for each array library | comm (ranks), storage (files, objects)
+    reports                             what calls return
+    core                                pure data: tree, sharding, planning, format, analysis
+    errors                              all exceptions
 """
 
 import importlib

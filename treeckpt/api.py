@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from .core.format.file_names import as_step
 from .core.format.records import Index
 from .core.tree.flatten import flatten, replace_leaves
 from .io.comm.comm import Comm, as_comm, global_rank
+from .io.gc_pause import gc_paused
 from .io.os_errors import unreadable
 from .io.storage.metadata_files import read_index
 from .io.storage.open import open_store
@@ -30,9 +30,9 @@ from .loading.salvage import salvaging
 from .loading.transforms import Renaming, Transforms, as_rules
 from .loading.verify import publish_rebuilt, verify_store
 from .reports import LoadReport, SaveReport, VerifyReport
-from .saving.background import Staging, WriterKind, prewarm_tree, save_async_tree, standing_of
+from .saving.background import prewarm_tree, save_async_tree
 from .saving.future import Pending
-from .saving.options import Busy, SaveOptions, shard_limit
+from .saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
 from .saving.save import save_tree
 
 __all__ = ["abstract", "inspect", "load", "load_into", "prewarm", "rebuild_index", "save", "save_async", "verify"]
@@ -41,25 +41,9 @@ Path = str | os.PathLike[str] | Store
 AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for the default one
 
 
-@contextlib.contextmanager
-def _without_cycles() -> Iterator[None]:
-    """Pauses the cyclic garbage collector: a tree of 20,000 leaves makes many small objects, none of them cyclic."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _step(step: int | None) -> int | None:
-    return None if step is None else as_step(step)
-
-
 def save(
     path: Path,
-    tree: Any,
+    tree: object,
     *,
     step: int | None = None,
     comm: AnyComm = None,
@@ -73,20 +57,20 @@ def save(
     """Saves a tree; returns when it is durable and committed. Call it on every rank.
 
     Args:
-        path: a directory, made if need be; its name is the checkpoint's. Or a URL (`s3://bucket/run/step_00000100`,
+        path: a directory, created if needed; its name is the checkpoint's. Or a URL (`s3://bucket/run/step_00000100`,
             `gs://`, `az://`, what fsspec knows), or a store, as everywhere.
         tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
-            `PerRank`, and pieces of one array with `Sharded`; a DTensor knows its place itself. An object with
-            `state_dict` and `load_state_dict` stands for what the first gives.
+            `PerRank`, and pieces of one array with `Sharded`; the pieces of a DTensor are known. An object with
+            `state_dict` and `load_state_dict` stands for the result of `state_dict`.
         step: of training, 0 or more, kept in the index.
         comm: which ranks save: a process group of torch.distributed (they talk over its Store, without a collective),
             or a `Comm`; by default the default group, if that is up. "alone" saves in this process without talking.
         custom_metadata: values kept in the index: rank 0's, to which what other ranks give must be equal.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         verify_replicas: compares all that several ranks hold, not only values, and arrays and pieces of up to 64 KiB.
-        allow_pickle: stores values of unknown kinds as pickles; load needs the same word to read them.
-        max_shard_bytes: starts another file past this many bytes of data, 1 or more; None never does.
+        allow_pickle: stores values of unknown kinds as pickles; load reads them with `allow_pickle=True` only.
+        max_shard_bytes: a rank starts another file after this many bytes of data, 1 or more; None writes one file.
         namespace: of optree's registry of node classes.
 
     Raises:
@@ -97,16 +81,20 @@ def save(
         RankError: ranks failed or fell silent; raised on every rank.
         StoreError: an object store cannot be reached, or refuses.
     """
-    shard_bytes = shard_limit(max_shard_bytes)
-    options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, shard_bytes, namespace)
-    comm = as_comm(comm)
-    with _without_cycles():
-        return save_tree(open_store(path), tree, comm, options, custom_metadata or {}, standing_of(comm))
+    options = SaveOptions(
+        step=None if step is None else as_step(step),
+        overwrite=overwrite,
+        verify_replicas=verify_replicas,
+        allow_pickle=allow_pickle,
+        max_shard_bytes=shard_limit(max_shard_bytes),
+        namespace=namespace,
+    )
+    return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {})
 
 
 def save_async(
     path: Path,
-    tree: Any,
+    tree: object,
     *,
     step: int | None = None,
     comm: AnyComm = None,
@@ -116,26 +104,26 @@ def save_async(
     allow_pickle: bool = False,
     max_shard_bytes: int | None = None,
     namespace: str = "",
-    staging: Staging = "copy",
+    staging: StagingMode = "copy",
     writer: WriterKind = "process",
-    busy: Busy = "wait",
+    busy: BusyPolicy = "wait",
     timeout: float | None = None,
 ) -> Pending:
     """Saves a tree in the background. Call it on every rank.
 
     It returns when the ranks have agreed and the bytes that this rank writes are copied into memory that is kept for
-    the next save; after that the tree may be changed. They are written and committed behind it. What is wrong with the
-    call (there is a checkpoint already, ranks contradict each other) is raised here; what goes wrong later by
-    `Pending.result`, or, if nobody asks, by the next save.
+    the next save; after that the tree may be changed. They are written and committed in the background. An error in the
+    call (there is a checkpoint already, ranks contradict each other) is raised here; a later one by `Pending.result`,
+    or, if that is not called, by the next save.
 
     Args:
         staging: "copy" copies before it returns. "lazy" returns at once and copies beside the next forward and
             backward, which must not change the tree: let `training.guard` hold the optimizer's step until it is
-            copied, or call `Pending.wait_staged` before anything changes. It pays where a step's computing before the
-            optimizer takes longer than the copy and leaves memory bandwidth free, as on a GPU; on a CPU that trains on
+            copied, or call `Pending.wait_staged` before anything changes. It saves time where a step's forward and
+            backward take longer than the copy and leave memory bandwidth free, as on a GPU; on a CPU that trains on
             all its cores it only moves the time.
         writer: "process" writes from a process of its own, started once and kept, so that the training's interpreter
-            is left alone; "thread" from this one. A store that lives in this process's memory takes the thread.
+            is not slowed down; "thread" from this one. A store in this process's memory is written by the thread.
         busy: what to do where an earlier save is still under way on any rank: "wait" for it; "skip" this one; or raise
             an "error".
         timeout: seconds to wait for another rank, for the writer to write some more, and for an earlier save; by
@@ -144,36 +132,33 @@ def save_async(
     See `save` for the other arguments and errors.
 
     Raises:
-        CheckpointError: an earlier save in the background failed, and nobody has asked for its result; or one is still
-            under way, and `busy` is "error".
+        CheckpointError: an earlier background save failed, and its result was not requested; or one is still running,
+            and `busy` is "error".
     """
-    shard_bytes = shard_limit(max_shard_bytes)
-    options = SaveOptions(_step(step), overwrite, verify_replicas, allow_pickle, shard_bytes, namespace, busy)
-    comm = as_comm(comm)
-    with _without_cycles():
-        return save_async_tree(
-            open_store(path),
-            tree,
-            comm,
-            options,
-            custom_metadata or {},
-            staging=staging,
-            writer=writer,
-            timeout=timeout,
-        )
+    options = SaveOptions(
+        step=None if step is None else as_step(step),
+        overwrite=overwrite,
+        verify_replicas=verify_replicas,
+        allow_pickle=allow_pickle,
+        max_shard_bytes=shard_limit(max_shard_bytes),
+        namespace=namespace,
+        busy=busy,
+        staging=staging,
+        writer=writer,
+        timeout=timeout,
+    )
+    return save_async_tree(open_store(path), tree, as_comm(comm), options, custom_metadata or {})
 
 
-def prewarm(tree: Any, *, writer: WriterKind = "process", comm: AnyComm = None) -> None:
-    """Makes ready for saving trees like this one in the background, so that the first save takes no longer than others.
+def prewarm(tree: object, *, writer: WriterKind = "process", comm: AnyComm = None) -> None:
+    """Prepares for background saves of trees like this one, so that the first save takes no longer than others.
 
-    Starts the writer, makes the plans, and has the system provide the memory for staging. Call it on every rank.
+    Starts the writer, computes the plan, and allocates the memory for staging. Call it on every rank.
 
     Raises:
         TreeckptError: the tree cannot be saved.
     """
-    comm = as_comm(comm)
-    with _without_cycles():
-        prewarm_tree(tree, comm, writer=writer)
+    prewarm_tree(tree, as_comm(comm), writer)
 
 
 def load(
@@ -243,7 +228,7 @@ def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: An
         like = expanded(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
 
     def load_version(version: Any) -> tuple[Any, LoadReport]:
-        with _origin(version) as (new_tree, _, stores), _without_cycles():
+        with _origin(version) as (new_tree, _, stores), gc_paused():
             return new_tree(like, comm, salvaging(stores, comm, options, on_corrupt))
 
     return on_one_version(path, load_version, together=options.read == "once", doubt=lambda found: found[1].damaged)
@@ -298,7 +283,7 @@ def load_into(
 
 
 def _load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> LoadReport:
-    with _origin(path) as (new_tree, into_tree, stores), _without_cycles():
+    with _origin(path) as (new_tree, into_tree, stores), gc_paused():
         options = salvaging(stores, comm, options, on_corrupt)
         found = expand(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
         if found is None:

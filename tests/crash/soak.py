@@ -92,8 +92,8 @@ class Training:
 
     def held(self) -> dict[str, int]:
         """Memory and descriptors of this process and its writers."""
-        writers = [session(comm).writer.process for comms in self.worlds.values() for comm in comms]
-        pids = [writer.pid for writer in writers if writer is not None and writer.alive]
+        writers = [session(comm).writer for comms in self.worlds.values() for comm in comms]
+        pids = [writer.pid for writer in writers if writer.pid is not None and writer.alive]
         return {
             "step": self.step,
             "lost": self.lost,

@@ -162,9 +162,9 @@ def test_the_writer_ends_with_its_parent(tmp_path: Path, number: signal.Signals)
     end = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in a background job
-from treeckpt.saving.background import session_of
+from treeckpt.saving.session import session_of
 from treeckpt.io.comm.comm import default_comm
-writer = session_of(default_comm()).writer.process.pid
+writer = session_of(default_comm()).writer.pid
 if os.fork() == 0:
     for stream in (0, 1, 2):
         os.close(stream)

@@ -28,7 +28,7 @@ from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.io.storage import local_write
 from treeckpt.io.storage import store as store_module
-from treeckpt.saving.commit import IN_PLACE
+from treeckpt.saving.commit import PUBLISHED_HINT
 
 ROOT = Path(__file__).parents[2]
 SYSTEM_CALLS = ("open", "pwrite", "ftruncate", "fsync", "link", "replace", "posix_fallocate")
@@ -50,7 +50,7 @@ def outcome(act: Callable[[], Any], path: Path, before: int | None) -> tc.Treeck
         act()
     except tc.TreeckptError as error:
         assert str(path) in str(error)
-        committed = IN_PLACE in error.hint
+        committed = PUBLISHED_HINT in error.hint
         assert seed_of(path) == (2 if committed else before), str(error)
         return error
     assert seed_of(path) == 2
@@ -89,7 +89,7 @@ def test_an_error_at_any_system_call_fails_the_save_and_nothing_else(tmp_path: P
     for at in range(len(counted.calls)):
         path = tmp_path / f"{at}"
         error = attempt(path, Switch(at, act=act))
-        in_place = error is not None and IN_PLACE in error.hint
+        in_place = error is not None and PUBLISHED_HINT in error.hint
         if error is not None:
             failed += 1
             assert os.strerror(code) in str(error)
@@ -144,12 +144,12 @@ else:
     if "(INJECTED)" not in (tmp_path / "trace").read_text():
         pytest.skip("calls are counted for each thread, and none of them made so many")
     told = done.stdout.strip()
-    harmless = told == "saved" or IN_PLACE in told
+    harmless = told == "saved" or PUBLISHED_HINT in told
     assert harmless or told.split()[0] == str(getattr(errno, error)), told
     assert seed_of(path) == (2 if harmless else 1)
     assert when > 2 or call.startswith("rename") or not harmless
     save(path, 3)
-    if IN_PLACE not in told:  # else the shards before are kept as long as it may be lost
+    if PUBLISHED_HINT not in told:  # else the shards before are kept as long as it may be lost
         check_left(path)
 
 

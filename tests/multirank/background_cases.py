@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import treeckpt as tc
-from tests.background import Hooked, session
+from tests.background import Hooked, writer_pid
 from treeckpt.io.comm.comm import default_comm
 from treeckpt.training.guard import guard
 
@@ -82,10 +82,10 @@ def training_goes_on_with_collectives_of_its_own(here: Rank) -> None:
 @case("background")
 def each_rank_has_a_writer_of_its_own(here: Rank) -> None:
     tc.save_async(here.directory / "own writers", _tree(here, 1)).result(100)
-    process = session(default_comm()).writer.process
-    assert process is not None and os.getpgid(process.pid) != os.getpgid(0)
+    pid = writer_pid(default_comm())
+    assert os.getpgid(pid) != os.getpgid(0)
     pids: list[Any] = [None] * here.world
-    dist.all_gather_object(pids, process.pid)
+    dist.all_gather_object(pids, pid)
     assert len(set(pids)) == here.world
 
 

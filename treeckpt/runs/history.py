@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 from ..core.format.lineage import Lineage, Mark, lineage_of
-from ..saving.options import following
 from .run import Run
 
 __all__ = ["History"]
@@ -44,16 +41,17 @@ class History:
         with self._lock:
             self._notes = (_Note(mark, restored=True),)
 
-    def saving(self, step: int) -> AbstractContextManager[None]:
-        """Gives a save that is started in the body its lineage."""
+    def next_save(self, step: int) -> NextSave | None:
+        """Notes a save that is called for; returns what gives its lineage, on rank 0."""
         if self._rank:
-            return nullcontext()
+            return None
         note = _Note()
         with self._lock:
             before, self._notes = self._notes, (*self._notes, note)
-        return following(partial(self._lineage, step, note, before))
+        return NextSave(self, step, note, before)
 
-    def _lineage(self, step: int, note: _Note, before: tuple[_Note, ...], save_id: str) -> Lineage:
+    def lineage(self, step: int, note: _Note, before: tuple[_Note, ...], save_id: str) -> Lineage:
+        """Returns the lineage of a save, from the notes before it and the state of the run; raises nothing."""
         try:
             marks = self._run.marks()
         except Exception as error:  # the save matters more than its place
@@ -67,3 +65,19 @@ class History:
         with self._lock:
             self._notes = tuple(kept for kept in self._notes if kept not in old)
         return lineage
+
+
+class NextSave:
+    """The `LineageSource` of one save of a manager.
+
+    Args:
+        note: of this save.
+        before: the notes of earlier calls.
+    """
+
+    def __init__(self, history: History, step: int, note: _Note, before: tuple[_Note, ...]) -> None:
+        self._history, self._step, self._note, self._before = history, step, note, before
+
+    def lineage(self, save_id: str) -> Lineage:
+        """Returns the lineage of the save with this id; raises nothing."""
+        return self._history.lineage(self._step, self._note, self._before, save_id)

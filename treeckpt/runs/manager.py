@@ -25,6 +25,8 @@ from signal import SIGTERM
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import msgspec
+
 from .. import api
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import as_step
@@ -37,7 +39,10 @@ from ..io.storage.reader_leases import hold_lease
 from ..io.storage.run_store import RunStore
 from ..io.storage.store import Store
 from ..reports import SaveReport
+from ..saving.background import save_async_tree
 from ..saving.future import Pending
+from ..saving.options import SaveOptions, shard_limit
+from ..saving.save import save_tree
 from .catalog import METRICS
 from .history import History
 from .notebook import run_html
@@ -95,7 +100,9 @@ class Manager(Registering):
             self._run, self._finder, self._comm, self._saving_comm, self._registered, self._history
         )
         self._pace = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
-        self._background, self._options = background, {"overwrite": True, **options}
+        limit = shard_limit(options.get("max_shard_bytes"))
+        self._background = background
+        self._options = SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit})
         self._flights = PendingSaves(self._sweep)
         self._sweeper = RetentionRunner(self._run, self._policies, self._finder, self._flights, grace=grace)
         self._exit: int | None = None
@@ -169,7 +176,7 @@ class Manager(Registering):
         metadata = {**(custom_metadata or {}), **(named if self._comm.rank == 0 else {})}
         if self.stopping:
             self._flights.drain()  # the last save is neither skipped nor held up by what went wrong before
-        elif self._options.get("busy", "wait") == "wait":
+        elif self._options.busy == "wait":
             self._flights.settle()
         with self._flights.starting(step):
             result = self._save(step, self._registered.joined(tree), metadata, pin=pin)
@@ -187,7 +194,7 @@ class Manager(Registering):
         return result
 
     def _save(self, step: int, tree: Any, metadata: Mapping[str, Any], *, pin: bool) -> SaveReport | Pending:
-        options = {"step": step, "comm": self._saving_comm, "custom_metadata": metadata, **self._options}
+        options = msgspec.structs.replace(self._options, step=step)
         # before the save, so that no clean-up comes in between
         pinned = pin and self._ask(f"pin step {step}", lambda: self._run.put_pin(step), bool)
 
@@ -196,10 +203,10 @@ class Manager(Registering):
                 with contextlib.suppress(TreeckptError):
                     self._run.take_pin_back(step)
 
-        store, save = self._run.folder(step).store, api.save_async if self._background else api.save
+        store, save = self._run.folder(step).store, save_async_tree if self._background else save_tree
         try:
-            with self._history.saving(step):
-                result = save(store, tree, **options)
+            lineage = self._history.next_save(step)
+            result = save(store, tree, self._saving_comm, options, metadata, lineage)
         except BaseException:
             unpin()
             self._sweep()  # the disk may be full of what would go

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import step_name
 from ..errors import CheckpointError
-from ..saving.at_exit import unwatch, watch_session
+from ..saving.at_exit import forget_at_exit, reset_after_fork
 from ..saving.future import Pending
 from .run import CleanReport, Run
 from .select import Finder
@@ -41,9 +41,9 @@ class PendingSaves:
         self._starting: set[str] = set()
         self._claimed = ""
         self._lock = threading.Condition()
-        watch_session(self)
+        reset_after_fork(self)
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         """In a forked child: the saves are its parent's."""
         self._pending, self._undo, self._failed = [], {}, []
         self._starting, self._claimed, self._lock = set(), "", threading.Condition()
@@ -110,7 +110,7 @@ class PendingSaves:
         """Lets go of what has not ended: nothing waits for it any more, the end of the interpreter neither."""
         lost = {step: pending for step, pending in self._pending if not pending.done()}
         for pending in lost.values():
-            unwatch(pending)
+            forget_at_exit(pending)
         with self._lock:
             self._pending.clear()
             self._undo.clear()
@@ -139,12 +139,12 @@ class PendingSaves:
         Failures stay for `settle`, or for the next save: both tell all ranks alike, whenever each noticed.
         """
         for position, (_, pending) in reversed(list(enumerate(self._pending))):
-            if pending.done() and pending.unheard is None:
+            if pending.done() and pending.unreported_error is None:
                 self._take(position)
 
     def _take(self, position: int) -> None:
         step, pending = self._pending[position]
-        told = pending.done() and pending.unheard is None
+        told = pending.done() and pending.unreported_error is None
         try:
             pending.result()
         except Exception as error:
@@ -171,9 +171,9 @@ class RetentionRunner:
         self._run, self._policies, self._finder, self._flights, self._grace = run, policies, finder, flights, grace
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
-        watch_session(self)
+        reset_after_fork(self)
 
-    def forget(self) -> None:
+    def after_fork(self) -> None:
         """In a forked child: the thread is its parent's."""
         self._pool = self._last = None
 

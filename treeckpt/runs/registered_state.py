@@ -28,6 +28,7 @@ from ..io.storage.store import Store
 from ..loading.match import LoadOptions
 from ..loading.overlay import globs_of
 from ..loading.transforms import as_rules
+from ..saving.options import SaveOptions
 from ..trees.per_rank_state import Policy, policy_of, states_of_all_ranks
 from .options import check_thing
 
@@ -332,7 +333,7 @@ class Registering:
     """The part of a manager that registers what to save with every step."""
 
     _registered: Registered
-    _options: dict[str, Any]
+    _options: SaveOptions
 
     def register(self, name: str, thing: Any) -> None:
         """Has something saved with every step, under `registered/<name>`, and restored by every `restore`, in place.
@@ -346,7 +347,7 @@ class Registering:
             ValueError: the name is taken.
             TreeError: it is or holds a value that cannot be changed in place; `register_value` takes those.
         """
-        self._registered.add(name, thing, self._options.get("namespace", ""))
+        self._registered.add(name, thing, self._options.namespace)
 
     def register_value(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
         """Has a value saved with every step, under `registered/<name>`, and given back by every `restore`.

@@ -1,26 +1,31 @@
-"""What is to be saved, and who writes which part of it: the first half of a save, in the caller's thread.
+"""The agreement of all ranks on what is saved and who writes which part: the first half of a save.
 
-Every rank says hello with digests: of its inventory (what it brings), of the contents that replicas must share, and of
-pieces that other ranks hold too. Equal inventories need no further talk: every rank computes the same global plan.
-Otherwise one rank of each kind sends its inventory, the coordinator joins them, and all get the result, which is kept
-for the next save. Where listed pieces hold the same elements, ranks then exchange digests of these. A rank that is
-still saving in the background says so too, so that all ranks skip or refuse the new save, or none does.
+It runs in the caller's thread, in up to three exchanges. In each, every rank sends one message, rank 0 concludes, and
+every rank gets its reply, or raises its faults:
 
-What comes of it is `Agreed`: facts, plans and the name of a conversation of this save's own, in which it is completed.
+1. Proposals: digests of the inventory (what the rank has to save), of the contents that replicas must share, and of
+   pieces that other ranks hold too. Equal inventories need no second exchange: every rank computes the same global
+   plan. A rank that is still saving in the background says so here, so that all ranks skip or refuse the new save, or
+   none does.
+2. Otherwise one rank of each kind sends its inventory, the coordinator merges them, and all get the global tree, which
+   is kept for the next save.
+3. Where listed pieces hold the same elements, ranks send digests of these.
+
+The result is `AgreedSave`: the plan, and a conversation (`Round.branch`) of this save's own, in which it is completed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
 
 from ..arrays.base import Source
 from ..arrays.describe import SMALL, Brought, box_digests, content_digests, describe_tree, piece_digests, place_tables
-from ..arrays.stateful import expand
+from ..arrays.stateful import expanded
 from ..core.format.index import INDEX_NAME
 from ..core.planning.rank_trees import GlobalTree, digest_of
 from ..core.sharding.region import Region
@@ -35,68 +40,61 @@ from ..io.storage.leftovers import clear_leftovers
 from ..io.storage.metadata_files import read_index
 from ..io.storage.store import Store
 from ..io.timing import Recorder
-from .commit import SaveInfo
+from .commit import IndexContent, SaveInfo
+from .future import PreviousSave
 from .messages import (
-    Arguments,
+    AgreementReply,
     BoxDigests,
     Decision,
     MergedTree,
     RankProposal,
     RankTree,
-    check_hellos,
+    check_arguments,
     check_idle,
-    clashing_of,
-    compare,
     compare_boxes,
+    compare_contents,
+    conflicting_ranks,
     decode_each,
-    digest,
-    digests_of,
-    is_known,
-    join,
-    key_of,
-    tellers_of,
+    digest_groups,
+    json_digest,
+    merge_inventories,
+    plan_key,
+    representatives,
 )
-from .options import Follow, SaveOptions, follow_of
-from .plan_cache import Plans, boxes_of, kept_plans, make_plans
+from .options import LineageSource, SaveOptions
+from .plan_cache import GlobalPlan, cached_plan, contested_boxes, get_plan
 
-__all__ = ["Agreed", "PreviousSave", "agree"]
-
-
-class PreviousSave(msgspec.Struct, frozen=True):
-    """How it stands with this rank's saves before."""
-
-    lost: Exception | None = None
-    """The error of one that nobody has heard of yet: it ends the next."""
-    running: str = ""
-    """Where one is still going to."""
+__all__ = ["AgreedSave", "agree"]
 
 
-class Agreed(msgspec.Struct, frozen=True):
-    """A save that all ranks have agreed to."""
+class AgreedSave(msgspec.Struct, frozen=True):
+    """A save that all ranks have agreed on."""
 
-    facts: SaveInfo
+    store: Store
+    comm: Comm
+    recorder: Recorder
+    info: SaveInfo
     sources: dict[str, Source]
-    """What this rank brings, by path; to be emptied once it is copied."""
-    plans: Plans | None
-    """None where this rank could not make them: the others have to be told."""
+    """This rank's arrays, by path; emptied once they are copied."""
+    plan: GlobalPlan | None
+    """None where this rank could not compute it: the others learn that from its report."""
     error: Exception | None
     """Why it could not."""
-    talk: Round
-    """Where the save is completed."""
-    follow: Follow | None = None
-    """On rank 0: gives the lineage."""
+    round: Round
+    """The conversation in which the save is completed."""
+    lineage: LineageSource | None = None
 
-    def with_lineage(self) -> Agreed:
-        """The same with its lineage: rank 0 reads the run after the agreement, so that no rank waits for that."""
-        if self.follow is None or self.plans is None:
+    def with_lineage(self) -> AgreedSave:
+        """Returns the save with its lineage: rank 0 reads the run after the agreement, so no rank waits for that."""
+        if self.lineage is None or self.plan is None or self.info.content is None:
             return self
-        facts = msgspec.structs.replace(self.facts, lineage=self.follow(self.facts.save_id))
-        return msgspec.structs.replace(self, facts=facts)
+        content = msgspec.structs.replace(self.info.content, lineage=self.lineage.lineage(self.info.save_id))
+        return msgspec.structs.replace(self, info=msgspec.structs.replace(self.info, content=content))
 
 
-_Word = TypeVar("_Word", bound=CoordinatorReply)
+_Reply = TypeVar("_Reply", bound=AgreementReply)
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
-_Boxes = tuple[tuple[str, Region], ...]
+_BoxList = tuple[tuple[str, Region], ...]
 
 
 def agree(
@@ -106,193 +104,169 @@ def agree(
     options: SaveOptions,
     metadata: Mapping[str, object],
     recorder: Recorder,
-    standing: PreviousSave,
-) -> Agreed | None:
-    """Agrees with all ranks on a save; None if it is to be skipped.
+    previous: PreviousSave,
+    lineage: LineageSource | None = None,
+) -> AgreedSave | None:
+    """Agrees with all ranks on a save; returns None if it is to be skipped.
 
     Raises:
-        TreeckptError: there is nothing to agree on; on every rank.
+        TreeckptError: the ranks cannot agree; on every rank.
     """
-    return _Agreement(store, comm, options, recorder, standing).reach(tree, metadata)
+    agreement = _Agreement(store, comm, options, recorder, previous)
+    missed = agreement.round.join()
+    if missed is not None:
+        raise_faults(_decode(missed, type=CoordinatorReply).faults, store.url, comm)
+    with agreement.round.heartbeats():
+        return agreement.run(tree, metadata, lineage)
 
 
 class _Agreement:
-    """One rank's way to an agreement. The attributes are filled in the order of the protocol."""
+    """One rank's part in an agreement. `run` is the procedure; it fills the attributes in the order of the protocol."""
 
-    def __init__(self, store: Store, comm: Comm, options: SaveOptions, recorder: Recorder, standing: PreviousSave):
+    def __init__(
+        self, store: Store, comm: Comm, options: SaveOptions, recorder: Recorder, previous: PreviousSave
+    ) -> None:
         self.store, self.comm, self.options = store, comm, options
-        self.recorder, self.standing = recorder, standing
+        self.recorder, self.previous = recorder, previous
         self.round = Round(comm, f"{store.url} step {options.step}")
+        self.error: Exception | None = None
+        """This rank's own failure."""
         self.metadata: dict[str, Value] = {}
-        self.brought: Brought | None = None
+        self.described: Brought | None = None
         self.contents: dict[str, bytes] = {}
         self.pieces: list[dict[str, bytes]] = []
-        self.error: Exception | None = None
-        self.previous = ""
-        self.own_values: list[tuple[str, int, Value]] = []
+        # on rank 0
+        self.proposals: dict[int, RankProposal] = {}
+        self.replaced = ""
+        """The id of the save that is overwritten."""
         self.values: dict[str, Value] = {}
 
-    def reach(self, tree: object, metadata: Mapping[str, object]) -> Agreed | None:
-        missed = self.round.join()
-        if missed is not None:
-            raise_faults(_decode(missed, type=CoordinatorReply).faults, self.store.url, self.comm)
-        with self.round.heartbeats():
-            return self._reach(tree, metadata)
-
-    def _reach(self, tree: object, metadata: Mapping[str, object]) -> Agreed | None:
+    def run(self, tree: object, metadata: Mapping[str, object], lineage: LineageSource | None) -> AgreedSave | None:
+        # 1. Describe this rank's tree
         with self.recorder.span("flatten"):
-            fault = self._bring(tree, metadata)
+            fault = self._describe(tree, metadata)
         with self.recorder.span("agree"):
-            heard = self.round.gather(_encode(self._hello(fault)))
-            terms = self._terms(decode_each(heard, RankProposal)) if heard is not None else None
-            ends = self.options.rehearsal or (terms is not None and terms.skipped)
-            last = terms is not None and not terms.tellers and not terms.boxes
-            self.terms = self._share(terms, Decision, last=last, ends=ends)
-            raise_faults(self.terms.faults, self.store.url, self.comm, cause=self.error)
-            if self.terms.skipped:
+            # 2. Propose; rank 0 decides
+            self.decision = self._exchange(_encode(self._proposal(fault)), self._decide, Decision)
+            if self.decision.skipped:
                 return None
-            joined = self._tell() if self.terms.tellers else MergedTree((), None, self.terms.boxes)
-            if joined.boxes:
-                self._compare(joined.boxes)
-        return self._agreed(joined.plenum)
+            # 3. Merge the trees of all ranks, where they differ
+            merged = MergedTree((), None, self.decision.boxes)
+            if self.decision.representatives:
+                merged = self._exchange(self._rank_tree(), self._merge, MergedTree)
+            # 4. Compare the contents of listed pieces that overlap
+            self.boxes = merged.boxes
+            if self.boxes:
+                self._exchange(_encode(self._box_digests()), self._compare_boxes, AgreementReply)
+        # 5. Compute the plan
+        return self._agreed(merged.global_tree, lineage)
 
     def _fault(self, error: Exception, *, common: bool = False) -> Fault:
-        """This rank's failure; those of the system become errors of ours."""
+        """Keeps this rank's failure, an OSError as one of our errors, and returns it as a message."""
         self.error = wrap_os_error(error, self.store.url)
         return to_fault(self.error, self.comm.rank, common=common)
 
-    def _share(self, message: _Word | None, kind: type[_Word], *, last: bool, ends: bool) -> _Word:
-        """The coordinator's word, on every rank.
+    def _exchange(
+        self, message: bytes, conclude: Callable[[dict[int, bytes]], _Reply], reply_type: type[_Reply]
+    ) -> _Reply:
+        """Sends this rank's message, and returns what rank 0 concludes from the messages of all ranks.
 
-        Args:
-            last: of the agreement.
-            ends: with it, all has been said; so it has in any case where there are faults.
+        Raises:
+            TreeckptError: the reply holds faults; on every rank.
         """
-        data = _encode(message) if message is not None else None
-        failed = message is not None and bool(message.faults)
-        return _decode(self.round.share(data, last=last or failed, settle=ends or failed), type=kind)
+        received = self.round.gather(message)
+        if received is None:
+            reply = _decode(self.round.share(None), type=reply_type)
+        else:
+            reply = conclude(received)
+            failed = bool(reply.faults)
+            settle = failed or self.options.plan_only or (isinstance(reply, Decision) and reply.skipped)
+            self.round.share(_encode(reply), last=failed or reply.is_last, settle=settle)
+        raise_faults(reply.faults, self.store.url, self.comm, cause=self.error)
+        return reply
 
-    def _bring(self, tree: object, metadata: Mapping[str, object]) -> Fault | None:
-        if self.standing.lost is not None:
-            return self._fault(self.standing.lost)
-        if self.standing.running:
+    # exchange 1: proposals --------------------------------------------------------------------------------------------
+    def _describe(self, tree: object, metadata: Mapping[str, object]) -> Fault | None:
+        if self.previous.error is not None:
+            return self._fault(self.previous.error)
+        if self.previous.running:
             return None
         try:
             for key in metadata:
                 check_unicode(key, "custom_metadata")
             self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
-            expanded = expand(tree, rank=self.comm.rank, namespace=self.options.namespace)
-            self.brought = describe_tree(
-                tree if expanded is None else expanded.tree,
+            self.described = describe_tree(
+                expanded(tree, rank=self.comm.rank, namespace=self.options.namespace),
                 rank=self.comm.rank,
                 members=members_of(self.comm),
                 allow_pickle=self.options.allow_pickle,
                 namespace=self.options.namespace,
                 tables=True,
             )
-            self.values = self.brought.values
+            self.values = self.described.values
         except Exception as error:
             return self._fault(error)
         return None
 
-    def _hello(self, fault: Fault | None) -> RankProposal:
+    def _proposal(self, fault: Fault | None) -> RankProposal:
         inventory = b""
-        if self.brought is not None:
+        if self.described is not None:
             try:
-                inventory = digest_of(self.brought.inventory)
+                inventory = digest_of(self.described.inventory)
                 every = self.options.verify_replicas
                 if self.comm.size > 1:
-                    self.contents = content_digests(self.brought, every=every)
-                    self.pieces = piece_digests(self.brought, world=self.comm.size, every=every)
+                    self.contents = content_digests(self.described, every=every)
+                    self.pieces = piece_digests(self.described, world=self.comm.size, every=every)
             except Exception as error:
                 fault = self._fault(error)
-        kept, options = kept_plans(self.comm), self.options
-        arguments = Arguments(
-            self.store.url,
-            options.step,
-            options.overwrite,
-            options.verify_replicas,
-            options.max_shard_bytes,
-            options.busy,
-            options.rehearsal,
-        )
+        cached = cached_plan(self.comm)
         return RankProposal(
             fault,
-            arguments,
+            self.store.url,
+            self.options.common,
             inventory,
-            digest(sorted(self.contents.items())),
-            kept.key if kept is not None else "",
-            self.brought.own_values if self.brought is not None else {},
-            self.standing.running,
-            digests_of(self.pieces),
-            {key: digest(value) for key, value in self.metadata.items()},
+            json_digest(sorted(self.contents.items())),
+            cached.key if cached is not None else "",
+            self.described.own_values if self.described is not None else {},
+            self.previous.running,
+            digest_groups(self.pieces),
+            {key: json_digest(value) for key, value in self.metadata.items()},
         )
 
-    def _terms(self, hellos: dict[int, RankProposal]) -> Decision:
-        self.hellos = hellos
-        faults = [hello.fault for hello in hellos.values() if hello.fault is not None]
+    def _decide(self, received: dict[int, bytes]) -> Decision:
+        """Rank 0's reply to the proposals: refuses, skips, or names the ranks that send more."""
+        self.proposals = proposals = decode_each(received, RankProposal)
+        faults = [proposal.fault for proposal in proposals.values() if proposal.fault is not None]
         faults += silent_faults(self.round.lost)
-        key = key_of(hellos)
-        skipped, tellers, boxes = False, (), ()
+        decision = Decision((), secrets.token_hex(8), self.recorder.created_ns, plan_key(proposals))
         if not faults:
             try:
-                check_hellos(hellos)
-                skipped = self.options.busy == "skip" and any(hello.running for hello in hellos.values())
-                if not skipped:
-                    check_idle(hellos)
-                    tellers = tellers_of(hellos)
-                    boxes = self._boxes(None) if not tellers else ()
-                    self._prepare()
-            except OSError as error:
-                faults.append(self._fault(error))
+                check_arguments(proposals)
+                if self.options.busy == "skip" and any(proposal.running for proposal in proposals.values()):
+                    decision.skipped = True
+                    return decision
+                check_idle(proposals)
+                decision.representatives = representatives(proposals)
+                if not decision.representatives:
+                    decision.boxes = self._boxes_to_compare(decision.key, None)
+                decision.plan_is_cached = all(each.cached_plan == decision.key for each in proposals.values())
+                decision.conflict = bool(conflicting_ranks({rank: each.pieces for rank, each in proposals.items()}))
+                self._prepare_directory()
             except Exception as error:
-                faults.append(self._fault(error, common=True))
-        self.own_values = [(path, r, v) for r, hello in hellos.items() for path, v in hello.own_values.items()]
-        return Decision(
-            tuple(faults),
-            save_id=secrets.token_hex(8),
-            created_ns=self.recorder.created_ns,
-            key=key,
-            tellers=tellers,
-            known=is_known(hellos, key),
-            skipped=skipped,
-            clash=bool(tellers) and bool(clashing_of({rank: hello.pieces for rank, hello in hellos.items()})),
-            boxes=boxes,
-        )
+                faults.append(self._fault(error, common=not isinstance(error, OSError)))
+        decision.faults = tuple(faults)
+        return decision
 
-    def _boxes(self, joined: GlobalTree | None) -> _Boxes:
-        """On rank 0: what listed pieces hold in common, as far as it is to be compared."""
-        assert self.brought is not None, "faults were raised before"
-        found = boxes_of(self.comm, key_of(self.hellos), joined, self.brought.inventory)
+    def _boxes_to_compare(self, key: str, merged: GlobalTree | None) -> _BoxList:
+        """On rank 0: what listed pieces have in common, small boxes only unless all replicas are to be compared."""
+        assert self.described is not None, "faults were raised before"
+        boxes = contested_boxes(self.comm, key, merged, self.described.inventory)
         every = self.options.verify_replicas
-        return tuple((path, box) for path, box, nbytes in found if every or nbytes <= SMALL)
+        return tuple((path, box) for path, box, nbytes in boxes if every or nbytes <= SMALL)
 
-    def _compare(self, boxes: _Boxes) -> None:
-        """Compares what listed pieces have in common, by digests from every rank."""
-        assert self.brought is not None, "faults were raised before"
-        own = BoxDigests(None, [])
-        try:
-            own.digests = box_digests(self.brought, boxes)
-        except Exception as error:
-            own.fault = self._fault(error)
-        messages = self.round.gather(_encode(own))
-        result = self._compared(boxes, messages) if messages is not None else None
-        result = self._share(result, CoordinatorReply, last=True, ends=self.options.rehearsal)
-        raise_faults(result.faults, self.store.url, self.comm, cause=self.error)
-
-    def _compared(self, boxes: _Boxes, messages: dict[int, bytes]) -> CoordinatorReply:
-        found = decode_each(messages, BoxDigests)
-        faults = [one.fault for one in found.values() if one.fault is not None] + silent_faults(self.round.lost)
-        if not faults:
-            try:
-                compare_boxes(boxes, found)
-            except Exception as error:
-                faults = [self._fault(error, common=True)]
-        return CoordinatorReply(tuple(faults))
-
-    def _prepare(self) -> None:
-        """The coordinator makes the directory, and looks for what stands there."""
-        if self.options.rehearsal:
+    def _prepare_directory(self) -> None:
+        """On rank 0: makes the directory, refuses or notes a checkpoint that is there, and removes leftovers."""
+        if self.options.plan_only:
             return
         try:
             names = self.store.sizes()
@@ -306,9 +280,9 @@ class _Agreement:
                     )
                 with contextlib.suppress(CheckpointError):
                     # what cannot be read can be overwritten; its shards stay for rebuild-index until then
-                    self.previous = read_index(self.store).save_id
+                    self.replaced = read_index(self.store).save_id
             self.store.prepare()
-            clear_leftovers(self.store, names, known=self.previous)
+            clear_leftovers(self.store, names, known=self.replaced)
         except OSError as error:
             raise CheckpointError(
                 self.store.url,
@@ -317,59 +291,80 @@ class _Agreement:
                 hint=hint_for(error),
             ) from error
 
-    def _tell(self) -> MergedTree:
-        message = b""
-        if self.comm.rank in self.terms.tellers:
-            assert self.brought is not None, "faults were raised before"
-            inventory = None if self.terms.known else self.brought.inventory
-            pieces = (
-                {key: content for group in self.pieces for key, content in group.items()} if self.terms.clash else {}
-            )
-            message = _encode(RankTree(inventory, self.contents | pieces, self.brought.values))
-        heard = self.round.gather(message)
-        joined = self._join(heard) if heard is not None else None
-        last = joined is not None and not joined.boxes
-        joined = self._share(joined, MergedTree, last=last, ends=self.options.rehearsal)
-        raise_faults(joined.faults, self.store.url, self.comm, cause=self.error)
-        return joined
+    # exchange 2: trees ------------------------------------------------------------------------------------------------
+    def _rank_tree(self) -> bytes:
+        """This rank's tree, if it is a representative; else nothing."""
+        if self.comm.rank not in self.decision.representatives:
+            return b""
+        assert self.described is not None, "faults were raised before"
+        contents = dict(self.contents)
+        for group in self.pieces if self.decision.conflict else ():
+            contents |= group
+        inventory = None if self.decision.plan_is_cached else self.described.inventory
+        return _encode(RankTree(inventory, contents, self.described.values))
 
-    def _join(self, heard: dict[int, bytes]) -> MergedTree:
+    def _merge(self, received: dict[int, bytes]) -> MergedTree:
+        """Rank 0's reply to the trees: merges them, and compares what replicas must share."""
         if self.round.lost:
             return MergedTree(tuple(silent_faults(self.round.lost)), None)
         try:
-            told = {rank: _decode(message, type=RankTree) for rank, message in heard.items() if message}
-            self.values = {path: value for tale in reversed(told.values()) for path, value in tale.values.items()}
-            joined = None if self.terms.known else join(self.hellos, told, self.comm.size)  # shapes before contents
-            compare({rank: tale.contents for rank, tale in told.items()})
-            return MergedTree((), joined, self._boxes(joined))
+            trees = {rank: _decode(message, type=RankTree) for rank, message in received.items() if message}
+            self.values = {path: value for each in reversed(trees.values()) for path, value in each.values.items()}
+            merged = None
+            if not self.decision.plan_is_cached:  # shapes are compared before contents
+                digests = {rank: proposal.inventory for rank, proposal in self.proposals.items()}
+                merged = merge_inventories(digests, trees, self.comm.size)
+            compare_contents({rank: each.contents for rank, each in trees.items()})
+            return MergedTree((), merged, self._boxes_to_compare(self.decision.key, merged))
         except Exception as error:
             return MergedTree((self._fault(error, common=True),), None)
 
-    def _agreed(self, joined: GlobalTree | None) -> Agreed:
-        assert self.brought is not None, "faults were raised before"
-        options, terms, first = self.options, self.terms, self.comm.rank == 0
-        plans: Plans | None = None
+    # exchange 3: overlapping pieces -----------------------------------------------------------------------------------
+    def _box_digests(self) -> BoxDigests:
+        assert self.described is not None, "faults were raised before"
+        try:
+            return BoxDigests(None, box_digests(self.described, self.boxes))
+        except Exception as error:
+            return BoxDigests(self._fault(error), [])
+
+    def _compare_boxes(self, received: dict[int, bytes]) -> AgreementReply:
+        """Rank 0's reply to the digests of boxes."""
+        found = decode_each(received, BoxDigests)
+        faults = [each.fault for each in found.values() if each.fault is not None]
+        faults += silent_faults(self.round.lost)
+        if not faults:
+            try:
+                compare_boxes(self.boxes, found)
+            except Exception as error:
+                faults = [self._fault(error, common=True)]
+        return AgreementReply(tuple(faults))
+
+    # the result -------------------------------------------------------------------------------------------------------
+    def _agreed(self, merged: GlobalTree | None, lineage: LineageSource | None) -> AgreedSave:
+        assert self.described is not None, "faults were raised before"
+        rank, plan = self.comm.rank, None
         try:
             with self.recorder.span("plan"):
-                plans = make_plans(
-                    self.comm, terms.key, joined, self.brought.inventory, max_shard_bytes=options.max_shard_bytes
-                )
-                place_tables(self.brought, plans.plenum, self.comm.rank)
+                inventory, limit = self.described.inventory, self.options.max_shard_bytes
+                plan = get_plan(self.comm, self.decision.key, merged, inventory, limit)
+                place_tables(self.described, plan.global_tree, rank)
         except Exception as error:
             self._fault(error)
-        facts = SaveInfo(
-            self.comm.rank,
-            self.comm.size,
-            terms.save_id,
-            terms.created_ns,
-            options.step,
-            options.overwrite,
-            terms.key,
-            options.max_shard_bytes,
-            self.previous,
-            self.metadata if first else {},
-            self.values if first else {},
-            tuple(self.own_values) if first else (),
+        content = None
+        if rank == 0:
+            own_values = [(path, r, v) for r, each in self.proposals.items() for path, v in each.own_values.items()]
+            content = IndexContent(self.metadata, self.values, tuple(own_values), self.replaced)
+        info = SaveInfo(
+            rank, self.comm.size, self.decision.save_id, self.decision.created_ns, self.options.common, content
         )
-        talk, follow = self.round.branch(terms.save_id), follow_of() if first else None
-        return Agreed(facts, self.brought.sources, plans, self.error, talk, follow)
+        return AgreedSave(
+            self.store,
+            self.comm,
+            self.recorder,
+            info,
+            self.described.sources,
+            plan,
+            self.error,
+            self.round.branch(self.decision.save_id),
+            lineage if rank == 0 else None,
+        )

@@ -1,10 +1,11 @@
-"""What becomes of saves in the background when the interpreter ends, or forks.
+"""Handlers for the end of the interpreter and for forks, of a process with background saves.
 
-A normal end waits for them, for as long as their own time limits allow, and says so once that takes a second. A save
-that is lost then, or failed before without anybody asking, is named on stderr, and the exit code is not 0. Nothing can
-be done when a process is killed: an uncommitted save is then no checkpoint, and the writer ends by itself.
+A normal end waits for the saves, as long as their own time limits allow, and prints a line once that takes a second. A
+save that is lost then, or failed before without reporting it to a caller, is named on stderr, and the exit code is not
+0. A process that is killed cannot do this: an uncommitted save is then no checkpoint, and the writer process ends by
+itself.
 
-Forks inherit memory but no threads: in a child there are no saves under way, and its first save starts anew.
+Forks inherit memory but no threads: in a child no save is running, and its first save starts with empty state.
 """
 
 from __future__ import annotations
@@ -19,51 +20,53 @@ from typing import Protocol
 
 from .future import Pending
 
-__all__ = ["unwatch", "watch", "watch_session"]
+__all__ = ["forget_at_exit", "reset_after_fork", "wait_at_exit"]
 
-PATIENCE = 1.0
-"""Seconds of waiting before it is mentioned."""
-GRACE = 60.0
-"""Seconds beyond a save's own time limits."""
-
-
-class Forkable(Protocol):
-    """What a forked child has to let go of."""
-
-    def forget(self) -> None: ...
+QUIET_SECONDS = 1.0
+"""Seconds of waiting before a line is printed."""
+EXIT_GRACE = 60.0
+"""Seconds to wait beyond a save's own time limits."""
 
 
-class _State:
-    """Of this process: there is one interpreter that ends."""
+class ForkAware(Protocol):
+    """An object with state that a forked child must not use."""
+
+    def after_fork(self) -> None:
+        """Replaces the state, in the child."""
+        ...
+
+
+class _ExitState:
+    """The saves and sessions of this process."""
 
     def __init__(self) -> None:
         self.pending: set[Pending] = set()
-        self.sessions: weakref.WeakSet[Forkable] = weakref.WeakSet()
+        self.fork_aware: weakref.WeakSet[ForkAware] = weakref.WeakSet()
         self.lock = threading.Lock()
         self.registered = False
 
 
-_STATE = _State()
+_STATE = _ExitState()
 
 
-def watch(pending: Pending) -> None:
-    """Has the end of the interpreter wait for a save."""
+def wait_at_exit(pending: Pending) -> None:
+    """Registers a save that the end of the interpreter waits for."""
     with _STATE.lock:
-        _STATE.pending = {other for other in _STATE.pending if not other.done() or other.unheard is not None}
+        _STATE.pending = {save for save in _STATE.pending if not save.done() or save.unreported_error is not None}
         _STATE.pending.add(pending)
         _register()
 
 
-def unwatch(pending: Pending) -> None:
-    """Keeps the end of the interpreter from waiting for a save: its loss has been reported."""
+def forget_at_exit(pending: Pending) -> None:
+    """Removes a save: its loss has been reported, so the end of the interpreter does not wait for it."""
     with _STATE.lock:
         _STATE.pending.discard(pending)
 
 
-def watch_session(session: Forkable) -> None:
-    """Has forks let go of what belongs to their parent."""
+def reset_after_fork(fork_aware: ForkAware) -> None:
+    """Has `after_fork` called in forked children, as long as the object lives."""
     with _STATE.lock:
-        _STATE.sessions.add(session)
+        _STATE.fork_aware.add(fork_aware)
         _register()
 
 
@@ -73,7 +76,7 @@ def _register() -> None:
     _STATE.registered = True
     atexit.register(_finish)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget)
+        os.register_at_fork(after_in_child=_after_fork)
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:
         from multiprocessing import util
@@ -82,47 +85,47 @@ def _register() -> None:
         util.Finalize(None, _finish, exitpriority=100)
 
 
-def _forget() -> None:
-    sessions = list(_STATE.sessions)
+def _after_fork() -> None:
+    fork_aware = list(_STATE.fork_aware)
     _STATE.pending, _STATE.lock = set(), threading.Lock()
-    for session in sessions:
-        session.forget()
+    for each in fork_aware:
+        each.after_fork()
 
 
 def _finish() -> None:
-    """Waits for what is under way, and lets no lost save pass for a success."""
+    """Waits for the saves that run, and ends the process with an error if one is lost."""
     pending, _STATE.pending = _STATE.pending, set()
     try:
-        for one in pending:
-            _wait(one)
+        for save in pending:
+            _wait(save)
     except KeyboardInterrupt:
-        _say("interrupted while waiting for saves in the background")
-    lost = [one for one in pending if not one.done() or one.unheard is not None]
-    for one in lost:
-        error = one.unheard
-        _say(f"the save to {one.path} was lost: {f'{type(error).__name__}: {error}' if error else 'it did not end'}")
+        _print("interrupted while waiting for saves in the background")
+    lost = [save for save in pending if not save.done() or save.unreported_error is not None]
+    for save in lost:
+        error = save.unreported_error
+        reason = f"{type(error).__name__}: {error}" if error else "it did not end"
+        _print(f"the save to {save.path} was lost: {reason}")
     if lost:
-        _exit_badly()
+        _exit_with_error()
 
 
 def _wait(pending: Pending) -> None:
     begin = time.monotonic()
-    if pending.wait(PATIENCE):
+    if pending.wait(QUIET_SECONDS):
         return
-    limit = 2 * pending.limit + GRACE
-    _say(f"waiting for the save to {pending.path} to be committed, for at most {limit:.0f} s")
-    if pending.wait(limit) and pending.unheard is None:
-        _say(f"it is committed, {time.monotonic() - begin:.1f} s later")
+    limit = 2 * pending.limit + EXIT_GRACE
+    _print(f"waiting for the save to {pending.path} to be committed, for at most {limit:.0f} s")
+    if pending.wait(limit) and pending.unreported_error is None:
+        _print(f"it is committed, {time.monotonic() - begin:.1f} s later")
 
 
-def _say(text: str) -> None:
-    stream = sys.stderr
-    if stream is not None:
-        print(f"treeckpt: {text}", file=stream, flush=True)
+def _print(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"treeckpt: {text}", file=sys.stderr, flush=True)
 
 
-def _exit_badly() -> None:
-    """Ends with exit code 1, after the other handlers; one that is not 0 already is replaced too.
+def _exit_with_error() -> None:
+    """Ends with exit code 1, after the other handlers; an exit code other than 0 is replaced too.
 
     A handler cannot change the code with which the interpreter is about to end, nor see it.
     """

@@ -1,22 +1,34 @@
-"""A save that goes on in the background, as its caller sees it."""
+"""`Pending`, the future of a background save, and what it leaves for the next save."""
 
 from __future__ import annotations
 
 import os
 import threading
 
+import msgspec
+
 from ..errors import CheckpointError, TreeckptError
 from ..reports import SaveReport
 
-__all__ = ["Pending"]
+__all__ = ["Pending", "PreviousSave"]
+
+
+class PreviousSave(msgspec.Struct, frozen=True):
+    """State of this rank's previous background save."""
+
+    error: Exception | None = None
+    """Why it failed, if that was not reported to anyone yet: the next save fails with it."""
+    running: str = ""
+    """The path of one that has not ended; empty if none is running."""
 
 
 class Pending:
-    """A save under way. Made by `treeckpt.save_async`.
+    """A background save, returned by `treeckpt.save_async`.
 
     Attributes:
-        path: where it goes.
-        skipped: an earlier save was still under way and `busy="skip"` was given: nothing was, or will be, done.
+        path: where the save goes.
+        skipped: an earlier save was still running and `busy="skip"` was given: this save does nothing.
+        limit: seconds that the save waits for another rank.
     """
 
     def __init__(self, path: str, *, skipped: bool = False, limit: float = 0.0) -> None:
@@ -26,7 +38,7 @@ class Pending:
         self._staged, self._finished = threading.Event(), threading.Event()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
-        self._heard = False
+        self._error_reported = False
         if skipped:
             self._staged.set()
             self._finished.set()
@@ -48,25 +60,25 @@ class Pending:
             raise self.staging_error
 
     def result(self, timeout: float | None = None) -> SaveReport | None:
-        """Waits for the end of the save; its report, or None if it was skipped.
+        """Waits for the end of the save and returns its report, or None if it was skipped.
 
         Args:
             timeout: seconds to wait at most.
 
         Raises:
-            TimeoutError: it is still under way, and goes on.
-            TreeckptError: it failed, for the reason that this error says. Or this process was forked meanwhile.
+            TimeoutError: it has not ended, and goes on.
+            TreeckptError: it failed, for the reason that this error gives. Or this process was forked meanwhile.
         """
         self._check_owner(self._finished)
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.path}: still being saved after {timeout} s")
-        self._heard = True
+        self._error_reported = True
         if self._error is not None:
             raise self._error
         return self._report
 
     def done(self) -> bool:
-        """Whether it has ended, well or not.
+        """Whether the save has ended, with or without an error.
 
         Raises:
             TreeckptError: this process was forked meanwhile, so it cannot know.
@@ -81,7 +93,7 @@ class Pending:
                 self.path,
                 expected=f"a call in process {self._owner}, which saves",
                 found=f"one in process {os.getpid()}, forked from it while the save was under way",
-                hint="Ask in the process that began the save; a forked child may begin a save of its own",
+                hint="Call it in the process that began the save; a forked child may begin a save of its own",
             )
 
     def __repr__(self) -> str:
@@ -93,39 +105,39 @@ class Pending:
             state = "failed" if self._error is not None else "saved"
         return f"<Pending {state} {self.path}>"
 
-    # for the one that saves -------------------------------------------------------------------------------------------
-    def staged(self, error: Exception | None = None) -> None:
-        """The tree is copied, or could not be."""
+    # for the code that saves ------------------------------------------------------------------------------------------
+    def set_staged(self, error: Exception | None = None) -> None:
+        """Marks the tree as copied, or as impossible to copy."""
         self.staging_error = error
         self._staged.set()
 
-    def finish(self, report: SaveReport | None, error: BaseException | None) -> None:
-        """The save has ended."""
+    def set_finished(self, report: SaveReport | None, error: BaseException | None) -> None:
+        """Marks the save as ended."""
         self._report, self._error = report, error
         self._staged.set()
         self._finished.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end, whatever it is; False if it did not come in time."""
+        """Waits for the end, with or without an error; returns False if it did not come in time."""
         self._check_owner(self._finished)
         return self._finished.wait(timeout)
 
     @property
-    def unheard(self) -> BaseException | None:
-        """The error that nobody has been told."""
-        return None if self._heard or not self._finished.is_set() else self._error
+    def unreported_error(self) -> BaseException | None:
+        """The error of the save, if no caller has received it yet."""
+        return None if self._error_reported or not self._finished.is_set() else self._error
 
-    def take_lost(self) -> TreeckptError | None:
-        """The error of a save that nobody asked for, as one to be raised elsewhere; once."""
-        error = self.unheard
+    def take_unreported_error(self) -> TreeckptError | None:
+        """Returns the unreported error once, as an error to be raised by another call."""
+        error = self.unreported_error
         if error is None:
             return None
-        self._heard = True
-        lost = CheckpointError(
+        self._error_reported = True
+        failed = CheckpointError(
             self.path,
             expected="the save to this path, in the background, to be committed",
             found=f"{type(error).__name__}: {error}",
-            hint="What is asked for now was not begun: ask again. Pending.result() tells of a failure earlier",
+            hint="This call started nothing: ask again. Pending.result() reports such a failure earlier",
         )
-        lost.__cause__ = error
-        return lost
+        failed.__cause__ = error
+        return failed

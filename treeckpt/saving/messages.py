@@ -1,8 +1,11 @@
-"""What ranks tell each other in a save, and what the coordinator makes of it. Nothing here waits or opens a file."""
+"""The messages that ranks exchange in a save, and what the coordinator concludes from them.
+
+Everything here is pure: nothing waits or opens a file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -15,9 +18,10 @@ from ..core.sharding.region import Region
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, MismatchError
 from ..io.comm.failures import CoordinatorReply, Fault
+from .options import CommonOptions
 
 __all__ = [
-    "Arguments",
+    "AgreementReply",
     "BoxDigests",
     "CommitResult",
     "Decision",
@@ -26,18 +30,17 @@ __all__ = [
     "RankProposal",
     "RankTree",
     "WriteReport",
-    "check_hellos",
+    "check_arguments",
     "check_idle",
-    "clashing_of",
-    "compare",
     "compare_boxes",
+    "compare_contents",
+    "conflicting_ranks",
     "decode_each",
-    "digest",
-    "digests_of",
-    "is_known",
-    "join",
-    "key_of",
-    "tellers_of",
+    "digest_groups",
+    "json_digest",
+    "merge_inventories",
+    "plan_key",
+    "representatives",
 ]
 
 T = TypeVar("T")
@@ -45,83 +48,89 @@ FileRow = tuple[int, int, int, int, int]
 """(rank, part, stream, nbytes, header) of a shard."""
 
 
-class Arguments(msgspec.Struct, frozen=True, array_like=True):
-    """What must be the same in the call of every rank."""
-
-    path: str
-    step: int | None
-    overwrite: bool
-    verify_replicas: bool
-    max_shard_bytes: int
-    busy: str
-    """What to do where a save is still under way: wait, skip or error."""
-    rehearsal: bool
-    """Nothing is to be written: ranks only agree on the plan."""
-
-
 class RankProposal(msgspec.Struct, array_like=True):
-    """A rank is here, and this is what it brings, as digests."""
+    """A rank's call of save: its arguments, and its tree as digests."""
 
     fault: Fault | None
-    arguments: Arguments
-    digest: bytes
+    path: str
+    options: CommonOptions
+    inventory: bytes
+    """Digest of the rank's inventory."""
     contents: bytes
-    remembered: str
+    """Digest of the contents that replicas must share."""
+    cached_plan: str = ""
     """Key of the plan that the rank has kept from the save before."""
-    own_values: dict[str, Value]
+    own_values: dict[str, Value] = {}
     running: str = ""
-    """Where the rank is still saving to, in the background."""
+    """The path of a background save that has not ended on this rank."""
     pieces: dict[bytes, bytes] = {}
-    """Of pieces that other ranks hold too: by a digest of which they are, one of their contents."""
+    """For groups of pieces that other ranks hold too: a digest of their keys, and one of their contents."""
     metadata: dict[str, bytes] = {}
     """Digests of the values of `custom_metadata`."""
 
 
-class Decision(CoordinatorReply, array_like=True):
-    """What the coordinator decides after hello."""
+class AgreementReply(CoordinatorReply, array_like=True):
+    """The coordinator's reply in one exchange of the agreement."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other exchange of the agreement follows."""
+        return True
+
+
+class Decision(AgreementReply, array_like=True):
+    """The coordinator's reply to the proposals."""
 
     save_id: str
     created_ns: int
     key: str
     """Names the global plan that follows from all inventories."""
-    tellers: tuple[int, ...]
+    representatives: tuple[int, ...] = ()
     """Ranks that send their contents, and inventory; none where all are equal."""
-    known: bool
+    plan_is_cached: bool = False
     """Whether every rank has kept that plan: then inventories are not sent."""
     skipped: bool = False
-    """A rank is still busy with an earlier save, and that is a reason to do nothing."""
-    clash: bool = False
-    """Ranks that hold the same pieces do not have the same in them: tellers send digests of each."""
+    """A rank is still busy with an earlier save, and the options say to do nothing then."""
+    conflict: bool = False
+    """Ranks that hold the same pieces have different contents in them: representatives send digests of each."""
     boxes: tuple[tuple[str, Region], ...] = ()
-    """Without tellers, what `MergedTree.boxes` says."""
+    """Without representatives, the same as `MergedTree.boxes`."""
+
+    @property
+    def is_last(self) -> bool:
+        return not self.representatives and not self.boxes
 
 
 class RankTree(msgspec.Struct, array_like=True):
-    """A teller's inventory, if that is not known, and digests of its contents by path."""
+    """A representative's inventory, unless every rank has its plan, and digests of its contents by path."""
 
     inventory: Inventory | None
     contents: dict[str, bytes]
     values: dict[str, Value]
 
 
-class MergedTree(CoordinatorReply, array_like=True):
-    """All inventories as one; None where every rank has kept it."""
+class MergedTree(AgreementReply, array_like=True):
+    """All inventories as one global tree; None where every rank has kept it."""
 
-    plenum: GlobalTree | None
+    global_tree: GlobalTree | None
     boxes: tuple[tuple[str, Region], ...] = ()
-    """What several listed pieces of an array hold, and ranks compare in one more exchange."""
+    """What several listed pieces of an array hold; ranks compare it in one more exchange."""
+
+    @property
+    def is_last(self) -> bool:
+        return not self.boxes
 
 
 class BoxDigests(msgspec.Struct, array_like=True):
-    """What a rank has in the boxes that are compared."""
+    """A rank's contents of the boxes that are compared."""
 
     fault: Fault | None
     digests: list[tuple[int, bytes]]
-    """By number of the box, for each piece that holds it."""
+    """(number of the box, digest), for each piece that holds it."""
 
 
 class WriteReport(msgspec.Struct, array_like=True):
-    """How a rank's writing went."""
+    """The result of a rank's writing, for the coordinator."""
 
     fault: Fault | None
     files: tuple[FileRow, ...]
@@ -131,102 +140,106 @@ class WriteReport(msgspec.Struct, array_like=True):
 
 
 class CommitResult(CoordinatorReply, array_like=True):
-    """How the save ended."""
+    """The result of a save, for every rank."""
 
     in_place: bool
     """With faults: the index may have been published all the same, so the files must stay."""
 
 
-def decode_each(messages: Mapping[int, bytes], kind: type[T]) -> dict[int, T]:
-    """Messages by rank; equal ones are decoded once, into one object."""
-    met: dict[bytes, T] = {}
+def decode_each(messages: Mapping[int, bytes], message_type: type[T]) -> dict[int, T]:
+    """Decodes messages by rank; equal ones are decoded once, into one object."""
+    decoded: dict[bytes, T] = {}
     for message in messages.values():
-        if message not in met:
-            met[message] = msgspec.msgpack.decode(message, type=kind)
-    return {rank: met[message] for rank, message in messages.items()}
+        if message not in decoded:
+            decoded[message] = msgspec.msgpack.decode(message, type=message_type)
+    return {rank: decoded[message] for rank, message in messages.items()}
 
 
-def check_hellos(hellos: Mapping[int, RankProposal]) -> None:
+def check_arguments(proposals: Mapping[int, RankProposal]) -> None:
     """Refuses calls of save that contradict each other.
 
     Raises:
         MismatchError: naming the argument and the rank.
     """
-    first = hellos[0].arguments
-    for rank, hello in hellos.items():
-        if hello.arguments is first or hello.arguments == first:
+    first = proposals[0]
+    expected = {"path": first.path, **msgspec.structs.asdict(first.options)}
+    for rank, proposal in proposals.items():
+        if proposal.path == first.path and proposal.options == first.options:
             continue
-        for field in msgspec.structs.fields(Arguments):
-            expected, found = getattr(first, field.name), getattr(hello.arguments, field.name)
-            if expected != found:
-                raise MismatchError(
-                    first.path,
-                    expected=f"the same {field.name} on every rank, as {expected!r} on rank 0",
-                    found=f"{found!r} on rank {rank}",
-                    hint="Call save with the same arguments on every rank",
-                )
-    for rank, hello in hellos.items():
-        for key, content in hello.metadata.items():
-            if hellos[0].metadata.get(key) != content:
+        found = {"path": proposal.path, **msgspec.structs.asdict(proposal.options)}
+        name = next(name for name, value in expected.items() if found[name] != value)
+        raise MismatchError(
+            first.path,
+            expected=f"the same {name} on every rank, as {expected[name]!r} on rank 0",
+            found=f"{found[name]!r} on rank {rank}",
+            hint="Call save with the same arguments on every rank",
+        )
+    for rank, proposal in proposals.items():
+        for key, content in proposal.metadata.items():
+            if first.metadata.get(key) != content:
                 raise MismatchError(
                     f"custom_metadata/{key}",
                     expected="on every rank what rank 0 gives, which is kept, or nothing",
-                    found=f"another value on rank {rank}" if key in hellos[0].metadata else f"it on rank {rank} alone",
+                    found=f"another value on rank {rank}" if key in first.metadata else f"it on rank {rank} alone",
                     hint="Give the same on every rank, or on rank 0 alone; what each rank has of its own belongs into "
                     "the tree, in tc.PerRank",
                 )
 
 
-def check_idle(hellos: Mapping[int, RankProposal]) -> None:
+def check_idle(proposals: Mapping[int, RankProposal]) -> None:
     """Refuses to begin while a rank is still busy with an earlier save.
 
     Raises:
         CheckpointError: naming that save and the rank.
     """
-    for rank, hello in hellos.items():
-        if hello.running:
+    for rank, proposal in proposals.items():
+        if proposal.running:
             raise CheckpointError(
-                hello.arguments.path,
+                proposal.path,
                 expected="no save under way",
-                found=f"that of {hello.running}, on rank {rank}",
+                found=f"that of {proposal.running}, on rank {rank}",
                 hint='Save less often, or pass busy="wait" or busy="skip"',
             )
 
 
-def key_of(hellos: Mapping[int, RankProposal]) -> str:
-    """Names the plan that follows from all ranks' inventories."""
-    return xxhash.xxh3_128_hexdigest(b"".join(hellos[rank].digest for rank in sorted(hellos)))
+def plan_key(proposals: Mapping[int, RankProposal]) -> str:
+    """Returns the key of the plan that follows from all ranks' inventories."""
+    return xxhash.xxh3_128_hexdigest(b"".join(proposals[rank].inventory for rank in sorted(proposals)))
 
 
-def tellers_of(hellos: Mapping[int, RankProposal]) -> tuple[int, ...]:
-    """One rank of each kind, also of those that hold the same pieces; none if all bring the same."""
+def representatives(proposals: Mapping[int, RankProposal]) -> tuple[int, ...]:
+    """Returns one rank for each kind of tree, and for each content of shared pieces; none if all ranks are equal."""
     kinds: dict[tuple[bytes, bytes], int] = {}
-    for rank, hello in sorted(hellos.items()):
-        kinds.setdefault((hello.digest, hello.contents), rank)
-    clashing = clashing_of({rank: hello.pieces for rank, hello in hellos.items()})
-    return tuple(sorted({*kinds.values(), *clashing})) if len(kinds) > 1 or clashing else ()
+    for rank, proposal in sorted(proposals.items()):
+        kinds.setdefault((proposal.inventory, proposal.contents), rank)
+    conflicting = conflicting_ranks({rank: proposal.pieces for rank, proposal in proposals.items()})
+    return tuple(sorted({*kinds.values(), *conflicting})) if len(kinds) > 1 or conflicting else ()
 
 
-def digests_of(groups: Sequence[Mapping[str, bytes]]) -> dict[bytes, bytes]:
-    """For each group of pieces, with the digests of their contents, one digest of which they are and one of these."""
-    return {digest(list(group)): digest(list(group.values())) for group in groups}
+def digest_groups(groups: Iterable[Mapping[str, bytes]]) -> dict[bytes, bytes]:
+    """Returns for each group of pieces, given by key and digest, one digest of the keys and one of the contents."""
+    return {json_digest(list(group)): json_digest(list(group.values())) for group in groups}
 
 
-def digest(value: object) -> bytes:
-    """16 bytes that are equal for what is equal as JSON."""
+def json_digest(value: object) -> bytes:
+    """Returns 16 bytes that are equal for what is equal as JSON."""
     return xxhash.xxh3_128_digest(msgspec.json.encode(value))
 
 
-def clashing_of(pieces: Mapping[int, Mapping[bytes, bytes]]) -> set[int]:
-    """Ranks that hold the same pieces with other contents, one for each, from every rank's `digests_of`."""
+def conflicting_ranks(pieces: Mapping[int, Mapping[bytes, bytes]]) -> set[int]:
+    """Returns ranks that hold the same pieces with different contents, one for each content.
+
+    Args:
+        pieces: `digest_groups` of every rank.
+    """
     holders: dict[bytes, dict[bytes, int]] = {}
     for rank, groups in sorted(pieces.items()):
         for keys, contents in groups.items():
             holders.setdefault(keys, {}).setdefault(contents, rank)
-    return {rank for kinds in holders.values() if len(kinds) > 1 for rank in kinds.values()}
+    return {rank for contents in holders.values() if len(contents) > 1 for rank in contents.values()}
 
 
-def compare(contents: Mapping[int, Mapping[str, bytes]]) -> None:
+def compare_contents(contents: Mapping[int, Mapping[str, bytes]]) -> None:
     """Compares digests of what replicas must have in common.
 
     Raises:
@@ -239,7 +252,7 @@ def compare(contents: Mapping[int, Mapping[str, bytes]]) -> None:
             first, expected = seen.setdefault(path, (rank, content))
             if content != expected:
                 raise MismatchError(
-                    _named(path),
+                    _readable_key(path),
                     expected=f"the same content on every rank that holds it, as on rank {first}",
                     found=f"another on rank {rank}",
                     hint="Wrap what each rank has of its own in tc.PerRank; if they should be equal, find out why not",
@@ -260,7 +273,7 @@ def compare_boxes(boxes: Sequence[tuple[str, Region]], found: Mapping[int, BoxDi
             if content != expected:
                 path, box = boxes[number]
                 raise MismatchError(
-                    _named(piece_key(path, box)),
+                    _readable_key(piece_key(path, box)),
                     expected=f"the same content in every piece that holds it, as on rank {first}",
                     found=f"another on rank {rank}" if rank != first else "another in a second piece there",
                     hint="Check the offsets and the global shape given to tc.Sharded; if ranks should agree, find out "
@@ -268,28 +281,27 @@ def compare_boxes(boxes: Sequence[tuple[str, Region]], found: Mapping[int, BoxDi
                 )
 
 
-def _named(key: str) -> str:
-    """A path, or a `piece_key`, for errors."""
+def _readable_key(key: str) -> str:
+    """Returns a path, or a `piece_key`, as text for errors."""
     return key.replace("\0", "@", 1).replace("\0", "+", 1)
 
 
-def is_known(hellos: Mapping[int, RankProposal], key: str) -> bool:
-    """Whether every rank has kept the plan of that key."""
-    return all(hello.remembered == key for hello in hellos.values())
+def merge_inventories(digests: Mapping[int, bytes], trees: Mapping[int, RankTree], world: int) -> GlobalTree:
+    """Merges all inventories into one global tree.
 
-
-def join(hellos: Mapping[int, RankProposal], told: Mapping[int, RankTree], world: int) -> GlobalTree:
-    """All inventories as one.
+    Args:
+        digests: of every rank's inventory.
+        trees: of at least the lowest rank of each digest.
 
     Raises:
         MismatchError, LayoutError: ranks contradict each other.
     """
     groups: dict[bytes, list[int]] = {}
-    for rank, hello in sorted(hellos.items()):
-        groups.setdefault(hello.digest, []).append(rank)
+    for rank, inventory_digest in sorted(digests.items()):
+        groups.setdefault(inventory_digest, []).append(rank)
     classes: list[RankClass] = []
     for ranks in groups.values():
-        inventory = told[ranks[0]].inventory
-        assert inventory is not None, "the first rank of each kind was asked"
+        inventory = trees[ranks[0]].inventory
+        assert inventory is not None, "the first rank of each kind sends it"
         classes.append(RankClass(encode_runs(ranks), inventory))
     return merge_rank_trees(classes, world)

@@ -1,64 +1,77 @@
-"""The options of a save, and where a manager's save takes its lineage from."""
+"""The options of a save as one struct, and the protocol by which a manager gives a save its lineage."""
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any, Literal, SupportsIndex
+from typing import Literal, Protocol, SupportsIndex
 
 import msgspec
 
 from ..core.format.lineage import Lineage
 from ..errors import TreeckptError
 
-__all__ = ["Busy", "Follow", "SaveOptions", "follow_of", "following", "shard_limit"]
+__all__ = ["BusyPolicy", "CommonOptions", "LineageSource", "SaveOptions", "StagingMode", "WriterKind", "shard_limit"]
 
-Busy = Literal["wait", "skip", "error"]
-Follow = Callable[[str], Lineage]
-"""Gives the lineage of the save with this id; it raises nothing."""
-_follow: ContextVar[Follow | None] = ContextVar("treeckpt_follow", default=None)
-
-
-@contextlib.contextmanager
-def following(follow: Follow) -> Iterator[None]:
-    """A save that is started in the body takes its lineage from `follow`, once it is agreed and on rank 0."""
-    token = _follow.set(follow)
-    try:
-        yield
-    finally:
-        _follow.reset(token)
+BusyPolicy = Literal["wait", "skip", "error"]
+StagingMode = Literal["copy", "lazy"]
+WriterKind = Literal["process", "thread"]
+UNLIMITED_SHARD = 1 << 62
 
 
-class SaveOptions(msgspec.Struct, frozen=True):
-    """The options of a save; see `treeckpt.save`."""
+class LineageSource(Protocol):
+    """Gives one save of a manager its place in the run."""
+
+    def lineage(self, save_id: str) -> Lineage:
+        """Returns the lineage of the save with this id; raises nothing.
+
+        It is called on rank 0 after the ranks have agreed, and for a background save in the thread that saves.
+        """
+        ...
+
+
+class CommonOptions(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The options of a save that must be equal on every rank."""
 
     step: int | None = None
     overwrite: bool = False
     verify_replicas: bool = False
+    max_shard_bytes: int = UNLIMITED_SHARD
+    busy: BusyPolicy = "wait"
+    plan_only: bool = False
+    """Ranks only agree on the plan: nothing is written, and the path is not looked at."""
+
+
+class SaveOptions(CommonOptions, frozen=True, kw_only=True):
+    """All options of a save; see `treeckpt.save` and `treeckpt.save_async`."""
+
     allow_pickle: bool = False
-    max_shard_bytes: int = 1 << 62
     namespace: str = ""
-    busy: Busy = "wait"
-    rehearsal: bool = False
-    """Only plans: nothing is written, and nothing looked for at the path."""
+    staging: StagingMode = "copy"
+    writer: WriterKind = "process"
+    timeout: float | None = None
+
+    @property
+    def common(self) -> CommonOptions:
+        """The options that ranks compare."""
+        return CommonOptions(
+            step=self.step,
+            overwrite=self.overwrite,
+            verify_replicas=self.verify_replicas,
+            max_shard_bytes=self.max_shard_bytes,
+            busy=self.busy,
+            plan_only=self.plan_only,
+        )
 
 
-def shard_limit(limit: Any) -> int:
-    """Bytes of a shard, at most, of any type of integer; None is no limit.
+def shard_limit(limit: object) -> int:
+    """Returns the largest number of data bytes in a shard, from an integer of any type; None is no limit.
 
     Raises:
-        TreeckptError: it is none, or below 1.
+        TreeckptError: it is not an integer, or it is below 1.
     """
     if limit is None:
-        return 1 << 62
+        return UNLIMITED_SHARD
     if isinstance(limit, bool) or not isinstance(limit, SupportsIndex) or operator.index(limit) < 1:
         hint = "None has each rank write one file"
         raise TreeckptError("max_shard_bytes", expected="bytes, 1 or more", found=f"{limit!r:.60}", hint=hint)
     return operator.index(limit)
-
-
-def follow_of() -> Follow | None:
-    """What gives the lineage of the save that is being started; None for one that no manager makes."""
-    return _follow.get()

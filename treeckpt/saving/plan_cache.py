@@ -1,8 +1,6 @@
-"""What follows from all ranks' inventories alone: who writes what. Kept for the next save of the same tree."""
+"""The save plan that follows from all ranks' inventories; it is kept for the next save of the same tree."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 
@@ -19,87 +17,93 @@ from ..core.planning.save_plan import SavePlan, plan_save
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region
-from ..core.sharding.write_assignment import ArrayLeaf, assign_writers
+from ..core.sharding.write_assignment import ArrayLeaf, Assignment, assign_writers
 from ..io.comm.comm import Comm
 
-__all__ = ["Plans", "boxes_of", "kept_plans", "make_plans", "plans_of"]
+__all__ = ["GlobalPlan", "cached_plan", "compute_plan", "contested_boxes", "get_plan"]
 
-_MEMORY, _BOXES = "plans", "boxes"
+_PLAN_KEY, _BOXES_KEY = "plans", "boxes"
 
 
-class Plans(msgspec.Struct, frozen=True):
-    """The global plan, and this rank's part of it."""
+class GlobalPlan(msgspec.Struct, frozen=True):
+    """What every rank writes: computed from the global tree alone, equal on all ranks but for `own`."""
 
     key: str
-    """Of the inventories."""
+    """Digest of all ranks' inventories."""
     max_shard_bytes: int
-    plenum: GlobalTree
+    global_tree: GlobalTree
     arrays: list[tuple[int, ArrayLeaf]]
     """The arrays to be written, each with its leaf's number."""
-    shares: list[Any]
+    shares: list[Assignment]
+    """For each array, which rank writes which part."""
     own: SavePlan
+    """The files of this rank."""
 
     def leaf(self, number: int) -> LeafSpec:
-        """The leaf of array number i."""
-        return self.plenum.leaves[self.arrays[number][0]]
+        """Returns the leaf of an array, by the array's number."""
+        return self.global_tree.leaves[self.arrays[number][0]]
 
 
-def kept_plans(comm: Comm) -> Plans | None:
-    """What the comm has kept from the save before."""
-    return comm.memory.get(_MEMORY)
+def cached_plan(comm: Comm) -> GlobalPlan | None:
+    """Returns the plan of the previous save on this comm."""
+    return comm.memory.get(_PLAN_KEY)
 
 
-def make_plans(comm: Comm, key: str, joined: GlobalTree | None, inventory: Inventory, *, max_shard_bytes: int) -> Plans:
-    """The plans of inventories with this key, made anew or as they were kept.
+def get_plan(comm: Comm, key: str, merged: GlobalTree | None, inventory: Inventory, max_shard_bytes: int) -> GlobalPlan:
+    """Returns the plan of inventories with this key, from the cache or computed.
 
     Args:
-        joined: the global tree, as the coordinator told it; None if it is known: from before, or because all
-            ranks bring the same.
+        merged: the global tree as the coordinator sent it; None if this rank has kept it, or all inventories are equal.
         inventory: this rank's.
 
     Raises:
         LayoutError: pieces that do not make up their array.
     """
-    kept = kept_plans(comm)
-    if kept is not None and kept.key == key:
-        if kept.max_shard_bytes == max_shard_bytes:
-            return kept
-        joined = joined or kept.plenum
-    if joined is None:
-        joined = merge_rank_trees([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
-    plans = plans_of(key, joined, comm.rank, max_shard_bytes=max_shard_bytes)
-    comm.memory[_MEMORY] = plans
-    return plans
+    cached = cached_plan(comm)
+    if cached is not None and cached.key == key:
+        if cached.max_shard_bytes == max_shard_bytes:
+            return cached
+        merged = merged or cached.global_tree
+    plan = compute_plan(key, merged or _replicated_tree(comm, inventory), comm.rank, max_shard_bytes)
+    comm.memory[_PLAN_KEY] = plan
+    return plan
 
 
-def boxes_of(comm: Comm, key: str, joined: GlobalTree | None, inventory: Inventory) -> list[tuple[str, Region, int]]:
-    """What listed pieces of inventories with this key hold in common, as `overlapping_pieces` says; kept as plans are.
+def contested_boxes(
+    comm: Comm, key: str, merged: GlobalTree | None, inventory: Inventory
+) -> list[tuple[str, Region, int]]:
+    """Returns what several listed pieces of an array hold, as (path, box, bytes); kept as plans are.
 
     Args:
-        joined: the global tree, where it was just joined; None if it is kept, or all ranks bring the same.
+        merged: the global tree, if it was merged just now; None if it is kept, or all inventories are equal.
         inventory: this rank's.
     """
-    kept_key, found = comm.memory.get(_BOXES, ("", []))
-    if kept_key == key:
-        return found
-    kept = kept_plans(comm)
-    if joined is None and kept is not None and kept.key == key:
-        joined = kept.plenum
-    if joined is None and any(isinstance(leaf.layout, BoxLayout) for leaf in inventory.leaves):
-        joined = merge_rank_trees([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
-    found = overlapping_pieces(joined) if joined is not None else []
-    comm.memory[_BOXES] = key, found
-    return found
+    cached_key, boxes = comm.memory.get(_BOXES_KEY, ("", []))
+    if cached_key == key:
+        return boxes
+    cached = cached_plan(comm)
+    if merged is None and cached is not None and cached.key == key:
+        merged = cached.global_tree
+    if merged is None and any(isinstance(leaf.layout, BoxLayout) for leaf in inventory.leaves):
+        merged = _replicated_tree(comm, inventory)
+    boxes = overlapping_pieces(merged) if merged is not None else []
+    comm.memory[_BOXES_KEY] = key, boxes
+    return boxes
 
 
-def plans_of(key: str, plenum: GlobalTree, rank: int, *, max_shard_bytes: int) -> Plans:
-    """What follows from a global tree: the same on every rank, and in every process.
+def _replicated_tree(comm: Comm, inventory: Inventory) -> GlobalTree:
+    """Returns the global tree of ranks that all have this inventory."""
+    return merge_rank_trees([RankClass(encode_runs(range(comm.size)), inventory)], comm.size)
+
+
+def compute_plan(key: str, global_tree: GlobalTree, rank: int, max_shard_bytes: int) -> GlobalPlan:
+    """Computes the plan of a global tree: the same on every rank, and in every process.
 
     Raises:
         LayoutError: pieces that do not make up their array.
     """
-    arrays = array_leaves(plenum)
+    arrays = array_leaves(global_tree)
     leaves = [leaf for _, leaf in arrays]
     shares = assign_writers(leaves)
     own = plan_save(leaves, shares, rank, max_shard_bytes=max_shard_bytes)
-    return Plans(key, max_shard_bytes, plenum, arrays, shares, own)
+    return GlobalPlan(key, max_shard_bytes, global_tree, arrays, shares, own)

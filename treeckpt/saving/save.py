@@ -1,13 +1,13 @@
 """The save protocol: agree, write, report, commit.
 
-1. Every rank says what it brings, and all agree on one plan (`agreeing`).
+1. All ranks agree on one plan (`agree`).
 2. Every rank writes its shards, durably, under names that hold the save id.
-3. Every rank reports. If all did well the coordinator publishes timings and then the index, which is the commit
-   (`committing`).
-4. Everybody learns how it ended. Any failure makes every rank raise an error that names rank, path and cause; what the
-   failed save wrote is deleted, and an earlier index stays valid. A rank that does not learn the end deletes nothing. A
-   rank that is interrupted deletes what it wrote, if that cannot be committed any more. A coordinator that is
-   interrupted, or can hear nobody, leaves timings that name the failure: so the files of the others are left over.
+3. Every rank reports. If all have written, the coordinator publishes timings and then the index, which is the commit.
+4. Every rank receives the result. Any failure makes every rank raise an error that names rank, path and cause; what the
+   failed save wrote is deleted, and an earlier index stays valid. A rank that does not receive the result deletes
+   nothing. A rank that is interrupted deletes what it wrote, if that cannot be committed any more. A coordinator that
+   is interrupted, or cannot reach the other ranks, leaves timings that name the failure: so the files of the others
+   count as left over.
 
 `save_tree` does all of it in the caller's thread; `background` does steps 2 to 4 beside the training, with the same
 functions.
@@ -23,47 +23,18 @@ import msgspec
 from ..errors import RankError
 from ..io.comm.comm import Comm
 from ..io.comm.failures import raise_faults, to_fault
+from ..io.gc_pause import gc_paused
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import SaveReport
-from .agree import Agreed, PreviousSave, agree
-from .commit import IN_PLACE, Stream, remove, shard_names
+from .agree import AgreedSave, agree
+from .commit import PUBLISHED_HINT, remove_files, shard_names
 from .messages import CommitResult, WriteReport
-from .options import SaveOptions
-from .plan_cache import Plans
-from .shard_writer import InlineWriter, ShardWriter, WriteResult
+from .options import LineageSource, SaveOptions
+from .session import previous_save
+from .shard_writer import InlineWriter, ShardWriter, TreeShardSource, WriteResult
 
-__all__ = ["complete", "report_of", "save_tree"]
-
-
-def complete(
-    agreed: Agreed, store: Store, comm: Comm, recorder: Recorder, scribe: ShardWriter, wrote: WriteResult
-) -> None:
-    """Reports what this rank has written, and sees the save to its end.
-
-    Raises:
-        TreeckptError: it failed; on every rank.
-    """
-    talk, plans = agreed.talk, agreed.plans
-    try:
-        done = WriteReport(wrote.fault, wrote.files, tuple(recorder.spans), socket.gethostname())
-        try:
-            with recorder.span("gather"):
-                heard = talk.gather(msgspec.msgpack.encode(done))
-        except RankError as error:
-            if comm.rank == 0:  # it alone could commit: what all ranks have written is left over
-                failed = msgspec.structs.replace(done, fault=to_fault(error, 0))
-                scribe.judge({0: msgspec.msgpack.encode(failed)}, {})
-                remove(store, shard_names(agreed.facts, plans) if plans is not None else [])
-            raise
-        verdict = scribe.judge(heard, talk.lost) if heard is not None else None
-        ended = msgspec.msgpack.decode(talk.share(verdict, last=True), type=CommitResult)
-        if ended.faults and not ended.in_place and plans is not None:
-            remove(store, shard_names(agreed.facts, plans))
-    finally:
-        scribe.end()
-    hints = {"hint": IN_PLACE} if ended.in_place else {}
-    raise_faults(ended.faults, store.url, comm, cause=scribe.error, **hints)
+__all__ = ["complete", "save_report", "save_tree"]
 
 
 def save_tree(
@@ -72,42 +43,72 @@ def save_tree(
     comm: Comm,
     options: SaveOptions,
     metadata: Mapping[str, object],
-    standing: PreviousSave | None = None,
+    lineage: LineageSource | None = None,
 ) -> SaveReport:
-    """Saves a tree; see `treeckpt.save`."""
+    """Saves a tree; see `treeckpt.save`.
+
+    Args:
+        lineage: gives the save of a manager its place in the run.
+    """
+    previous = previous_save(comm)
     recorder = Recorder(comm.rank)
-    with recorder.span("save"):
-        agreed = agree(store, tree, comm, options, metadata, recorder, standing or PreviousSave())
+    with gc_paused(), recorder.span("save"):
+        agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage)
         assert agreed is not None, "only a save in the background is skipped"
         agreed = agreed.with_lineage()
-        here = InlineWriter(store, agreed.facts, agreed.plans, recorder, error=agreed.error)
+        plan = agreed.plan
+        source = TreeShardSource(plan, agreed.sources) if plan is not None else None
+        writer = InlineWriter(store, agreed.info, plan, recorder, source, error=agreed.error)
         try:
-            with agreed.talk.heartbeats():
-                complete(agreed, store, comm, recorder, here, here.write(lambda plans: source_stream(agreed, plans)))
+            with agreed.round.heartbeats():
+                complete(agreed, writer, writer.write())
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C
-                here.withdraw(error)
+                writer.withdraw(error)
             raise
-    return report_of(agreed, store, recorder)
+    return save_report(agreed)
 
 
-def source_stream(agreed: Agreed, plans: Plans) -> Stream:
-    """The files of a plan straight out of the tree."""
-    sources = agreed.sources
-    return plans.own.files, lambda number: sources[plans.leaf(number).path].pieces
+def complete(agreed: AgreedSave, writer: ShardWriter, result: WriteResult) -> None:
+    """Reports what this rank has written, and completes the save on all ranks.
+
+    Raises:
+        TreeckptError: the save failed; on every rank.
+    """
+    store, comm, recorder = agreed.store, agreed.comm, agreed.recorder
+    names = shard_names(agreed.info, agreed.plan)
+    try:
+        report = WriteReport(result.fault, result.files, tuple(recorder.spans), socket.gethostname())
+        try:
+            with recorder.span("gather"):
+                reports = agreed.round.gather(msgspec.msgpack.encode(report))
+        except RankError as error:
+            if comm.rank == 0:  # it alone could commit: what all ranks have written is left over
+                report = msgspec.structs.replace(report, fault=to_fault(error, 0))
+                writer.commit({0: msgspec.msgpack.encode(report)}, {})
+                remove_files(store, names)
+            raise
+        message = writer.commit(reports, agreed.round.lost) if reports is not None else None
+        ended = msgspec.msgpack.decode(agreed.round.share(message, last=True), type=CommitResult)
+        if ended.faults and not ended.in_place:
+            remove_files(store, names)
+    finally:
+        writer.end()
+    hint = {"hint": PUBLISHED_HINT} if ended.in_place else {}
+    raise_faults(ended.faults, store.url, comm, cause=writer.error, **hint)
 
 
-def report_of(agreed: Agreed, store: Store, recorder: Recorder) -> SaveReport:
-    """What a save that went well has written."""
-    facts, plans = agreed.facts, agreed.plans
-    assert plans is not None, "a rank without plans fails its save"
+def save_report(agreed: AgreedSave) -> SaveReport:
+    """Returns the report of a save that has succeeded."""
+    info, plan = agreed.info, agreed.plan
+    assert plan is not None, "a rank without a plan fails its save"
     return SaveReport(
-        store.url,
-        facts.save_id,
-        facts.step,
-        facts.world,
-        plans.own.nbytes,
-        tuple(shard_names(facts, plans)),
-        recorder.seconds,
-        tuple(recorder.spans),
+        agreed.store.url,
+        info.save_id,
+        info.options.step,
+        info.world,
+        plan.own.nbytes,
+        tuple(shard_names(info, plan)),
+        agreed.recorder.seconds,
+        tuple(agreed.recorder.spans),
     )

@@ -1,7 +1,6 @@
-"""Who writes a save's shards and publishes its index? A scribe: here is this process as one.
+"""`ShardWriter`, which writes one rank's shards and on rank 0 publishes the index, and its form in this process.
 
-The writer process is the other kind (`desk` is its side, `remote` the parent's). All of them do the same with the same
-functions of `committing`.
+`ProcessWriter`, in `writer_process`, is the other form: it has the writer process do the same with the same functions.
 """
 
 from __future__ import annotations
@@ -9,136 +8,208 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
-import numpy as np
 
-from ..arrays.base import HostArray, Piece
+from ..arrays.base import Piece, Source
+from ..core.format.index import encode_index
 from ..core.format.save_progress import Progress
 from ..core.format.timings import timings_name
-from ..core.planning.save_plan import FilePlan, SavePlan, ShardEntry
-from ..core.sharding.region import Region
-from ..io.comm.failures import Fault, to_fault, wrap_os_error
+from ..core.planning.save_plan import FilePlan
+from ..errors import CheckpointExists
+from ..io.comm.failures import Fault, silent_faults, to_fault, wrap_os_error
 from ..io.storage.leftovers import clear_leftovers
 from ..io.storage.progress_file import ProgressNote
 from ..io.storage.store import Store, Swapping
 from ..io.timing import Recorder
-from .commit import SaveInfo, Stream, judge, may_be_in_place, remove, shard_names, write_shards
-from .messages import FileRow, WriteReport
-from .plan_cache import Plans
-from .staging_memory import area_offsets
+from .commit import (
+    SaveInfo,
+    check_shards_exist,
+    complete_index,
+    index_may_be_published,
+    manifest_of,
+    publish_index,
+    remove_files,
+    remove_replaced,
+    shard_header,
+    shard_names,
+    with_published_hint,
+    write_timings,
+)
+from .messages import CommitResult, FileRow, WriteReport
+from .plan_cache import GlobalPlan
+from .shard_stream import ShardFile, ShardSource, write_files
 
-__all__ = ["InlineWriter", "ShardWriter", "WriteResult", "staged_stream"]
+__all__ = ["InlineWriter", "ShardWriter", "TreeShardSource", "WriteResult"]
 
 
 class WriteResult(msgspec.Struct, frozen=True, array_like=True):
-    """How a rank's writing went."""
+    """The result of writing a rank's shards."""
 
     fault: Fault | None
     files: tuple[FileRow, ...] = ()
 
 
 class ShardWriter(Protocol):
-    """What completes a save on a rank."""
+    """Writes the shards of one save on one rank; on rank 0 it also publishes the index."""
 
     error: Exception | None
     """This rank's failure, where there is one."""
+    trace: str
+    """The traceback of a failure in another process."""
 
-    def judge(self, heard: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        """On rank 0, the encoded verdict on what all ranks have reported."""
+    def write(self) -> WriteResult:
+        """Writes this rank's shards. A failure is for a message to the others, so it is returned, not raised."""
+        ...
+
+    def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
+        """On rank 0: commits the save if all ranks have written, and removes nothing else.
+
+        Args:
+            reports: the encoded `WriteReport` of each rank.
+            lost: ranks that fell silent, and what is known of each.
+
+        Returns:
+            The encoded `CommitResult`.
+        """
         ...
 
     def end(self) -> None:
-        """Lets go of what is kept for this save."""
+        """Releases what is kept for this save."""
         ...
 
 
-def staged_stream(plan: SavePlan, memory: np.ndarray) -> Stream:
-    """The files of a plan out of an arena that holds their data areas."""
-    offsets, _ = area_offsets([file.nbytes for file in plan.files])
-    whole = [Region((0,), (file.nbytes,)) for file in plan.files]
-    files = [
-        FilePlan(file.part, file.stream, file.nbytes, (ShardEntry(n, region, 0, file.nbytes),))
-        for n, (file, region) in enumerate(zip(plan.files, whole, strict=True))
-    ]
+class TreeShardSource(msgspec.Struct, frozen=True):
+    """Shards straight out of the tree's arrays."""
 
-    def pieces(number: int) -> tuple[Piece]:
-        start = offsets[number]
-        return (Piece(whole[number], HostArray(memory[start : start + plan.files[number].nbytes])),)
+    plan: GlobalPlan
+    sources: Mapping[str, Source]
+    """This rank's arrays, by path."""
 
-    return files, pieces
+    @property
+    def files(self) -> Sequence[FilePlan]:
+        return self.plan.own.files
+
+    def pieces(self, leaf: int) -> Sequence[Piece]:
+        return self.sources[self.plan.leaf(leaf).path].pieces
 
 
 class InlineWriter:
-    """This process as the scribe of one save.
+    """Writes in this process.
 
     Args:
-        error: why there are no plans.
-        heard: is told of bytes written.
+        plan: None if this rank has none; `error` says why.
+        source: the bytes of arrays; None where `error` says why there are none.
+        on_progress: called with the bytes written so far, now and then.
     """
+
+    trace = ""
 
     def __init__(
         self,
         store: Store,
-        facts: SaveInfo,
-        plans: Plans | None,
+        info: SaveInfo,
+        plan: GlobalPlan | None,
         recorder: Recorder,
+        source: ShardSource | None = None,
         *,
         error: Exception | None = None,
-        heard: Callable[[int], None] = lambda written: None,
+        on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        self.error = error
-        self._store, self._facts, self._plans, self._recorder, self._heard = store, facts, plans, recorder, heard
+        self.error, self.recorder = error, recorder
+        self._store, self._info, self._plan, self._source = store, info, plan, source
+        self._on_progress = on_progress or (lambda written: None)
         self._note: ProgressNote | None = None
-        self._done = False
-        """Whether all is written, which the others may know already."""
+        self._written = False
+        """Whether all shards are written, which the others may know already."""
 
-    def write(self, stream: Callable[[Plans], Stream]) -> WriteResult:
-        """Writes this rank's shards; a failure is for telling the others, so it is returned, not raised."""
-        facts, plans = self._facts, self._plans
+    def write(self) -> WriteResult:
+        info, plan, source = self._info, self._plan, self._source
         try:
-            if plans is None:
-                raise self.error or AssertionError("what kept this rank from planning is known")
+            if self.error is not None:
+                raise self.error
+            assert plan is not None and source is not None, "a rank without them has an error"
             now = time.time_ns()
-            planned = plans.own.nbytes
-            first = Progress(facts.save_id, facts.rank, facts.world, facts.step, "write", 0, planned, now, now)
-            self._note = ProgressNote(self._store, first, heard=self._heard)
+            planned = plan.own.nbytes
+            progress = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
+            self._note = ProgressNote(self._store, progress, heard=self._on_progress)
             self._note.begin()
-            rows = write_shards(self._note.counting(), facts, plans, stream(plans), self._recorder)
+            manifest = manifest_of(info, plan)
+            files = [
+                ShardFile(entries, name, shard_header(info, plan, file, manifest if file.part == 0 else None))
+                for entries, name, file in zip(source.files, shard_names(info, plan), plan.own.files, strict=True)
+            ]
+            sizes = write_files(self._note.counting(), files, source, self.recorder)
             self._note.commit()
-            self._done = True
-            return WriteResult(None, rows)
+            self._written = True
+            rows = [
+                (info.rank, file.part, file.stream, nbytes, header)
+                for file, (header, nbytes) in zip(plan.own.files, sizes, strict=True)
+            ]
+            return WriteResult(None, tuple(rows))
         except Exception as error:
             self.error = wrap_os_error(error, self._store.url)
-            return WriteResult(to_fault(self.error, facts.rank))
+            return WriteResult(to_fault(self.error, info.rank))
 
-    def judge(self, heard: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        reports = {rank: msgspec.msgpack.decode(message, type=WriteReport) for rank, message in heard.items()}
-        verdict, error = judge(self._store, self._facts, self._plans, reports, lost, self._recorder)
-        self.error = self.error or error
-        return msgspec.msgpack.encode(verdict)
+    def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
+        decoded = {rank: msgspec.msgpack.decode(report, type=WriteReport) for rank, report in reports.items()}
+        return msgspec.msgpack.encode(self._commit(decoded, lost))
+
+    def _commit(self, reports: Mapping[int, WriteReport], lost: Mapping[int, str]) -> CommitResult:
+        store, info, plan, recorder = self._store, self._info, self._plan, self.recorder
+        faults = [report.fault for report in reports.values() if report.fault is not None] + silent_faults(lost)
+        publishing = in_place = False
+        if not faults:
+            try:
+                assert plan is not None, "a rank without a plan reports a fault"
+                with recorder.span("publish"):
+                    index = complete_index(info, plan, reports)
+                    data = encode_index(index)
+                    write_timings(store, info, reports, None, recorder)
+                    check_shards_exist(store, index)
+                    publishing = True
+                    publish_index(store, data, info)
+            except Exception as caught:
+                error = wrap_os_error(caught, store.url)
+                if in_place := publishing and index_may_be_published(store, info.save_id):
+                    error = with_published_hint(error)
+                faults.append(to_fault(error, 0, common=isinstance(error, CheckpointExists)))
+                self.error = self.error or error
+        if not faults:
+            # it is committed: the rest may fail without harm
+            with contextlib.suppress(Exception):
+                write_timings(store, info, reports, None, recorder)
+            if info.content is not None and info.content.replaced:
+                with contextlib.suppress(Exception):
+                    remove_replaced(store, info.content.replaced)
+            return CommitResult((), True)
+        with contextlib.suppress(Exception):  # the error that is being reported matters more
+            text = "; ".join(f"rank {fault.rank}: {fault.text}" for fault in faults)[:4000]
+            write_timings(store, info, reports, text, recorder)
+        return CommitResult(tuple(faults), in_place)
 
     def end(self) -> None:
         if self._note is None:
             return
         self._note.end()
-        if self._facts.rank == 0 and not isinstance(self._store, Swapping):
-            with contextlib.suppress(Exception):  # the save has ended, one way or the other
-                clear_leftovers(self._store, self._store.sizes(), known=self._facts.save_id)
+        if self._info.rank == 0 and not isinstance(self._store, Swapping):
+            with contextlib.suppress(Exception):  # the save has ended, with or without an error
+                clear_leftovers(self._store, self._store.sizes(), known=self._info.save_id)
 
     def withdraw(self, error: BaseException) -> None:
         """Removes what was written, unless the save is committed, or others may still commit it.
 
         Args:
-            error: why: the coordinator leaves it in the timings for what other ranks have written.
+            error: why; the coordinator writes it to the timings, so the files of other ranks count as left over.
         """
-        facts, plans = self._facts, self._plans
+        info, plan = self._info, self._plan
         self.end()
-        if plans is None or (facts.rank and self._done) or may_be_in_place(self._store, facts.save_id):
+        if plan is None or (info.rank and self._written) or index_may_be_published(self._store, info.save_id):
             return
-        remove(self._store, [*shard_names(facts, plans), *([timings_name(facts.save_id)] * (not facts.rank))])
-        if facts.world > 1 and not facts.rank:
-            done = WriteReport(to_fault(error, facts.rank), (), (), socket.gethostname())
-            self.judge({0: msgspec.msgpack.encode(done)}, {})
+        timings = [] if info.rank else [timings_name(info.save_id)]
+        remove_files(self._store, [*shard_names(info, plan), *timings])
+        if info.world > 1 and not info.rank:
+            report = WriteReport(to_fault(error, info.rank), (), (), socket.gethostname())
+            self._commit({0: report}, {})

@@ -1,9 +1,9 @@
-"""How are the bytes of a rank's shards copied into an arena, as they will stand in the files?
+"""Copies the bytes of a rank's shards into staging memory, as they will be in the files.
 
 A plan says which regions of which leaves a rank writes, in order, so staging is writing the data areas to memory: views
 give only their bytes, tied leaves are there once, replicas only this rank's part. Small leaves are copied one after the
-other by the caller; the stretches of large contiguous ones by a few threads, for one thread does not reach the memory's
-bandwidth. What lies on a device, or is lazily transformed, is copied by its own library where it can (`copy_to`).
+other by the caller, large contiguous ones by a few threads, for one thread does not reach the memory's bandwidth. What
+lies on a device, or is lazily transformed, is copied by its own library where it can (`copy_to`).
 """
 
 from __future__ import annotations
@@ -12,37 +12,39 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from ..arrays.base import HostArray, HostMemory, Piece
+from ..arrays.base import Box, HostArray, HostMemory, Piece
 from ..arrays.threads import WorkerThreads
-from ..core.planning.save_plan import FilePlan, SavePlan, ShardEntry
-from .shard_stream import feed
-from .staging_memory import area_offsets
+from ..core.planning.save_plan import FilePlan, ShardEntry
+from ..core.sharding.region import Region
+from .plan_cache import GlobalPlan
+from .shard_stream import ShardSource, append_entry, piece_of
+from .staging_memory import PinMemory, area_offsets
 
-__all__ = ["pinning", "stage", "start_after"]
+__all__ = ["StagedShardSource", "cuda_pinning", "order_device_copies", "stage"]
 
-SMALL = 32 << 10
-"""Bytes below which arrays are copied by address: more, and what numpy takes to begin with is nothing."""
-LARGE = 1 << 20
+ADDRESS_COPY_LIMIT = 32 << 10
+"""Bytes below which arrays are copied by address: for a larger one the time that numpy takes to begin is small."""
+PARALLEL_COPY = 1 << 20
 """Bytes from which threads share the copying."""
-STRIDE = 16 << 20
+COPY_PART = 16 << 20
 """Bytes that a thread copies at a time."""
-THREADS = 2
+COPY_THREADS = 2
 
 
-def start_after() -> None:
-    """Has copies from devices wait for what the calling thread has asked the devices to do so far."""
+def order_device_copies() -> None:
+    """Has copies from devices wait for the work that the calling thread has started on the devices so far."""
     if "torch" in sys.modules:
         from ..arrays import cuda
 
         cuda.start_after()
 
 
-def pinning() -> Callable[[int, int], Callable[[], None]] | None:
-    """What pins memory for a device, in a process that uses one."""
+def cuda_pinning() -> PinMemory | None:
+    """Returns the function that pins memory for a device, in a process that uses one."""
     if "torch" not in sys.modules:
         return None
     from ..arrays import cuda
@@ -50,106 +52,122 @@ def pinning() -> Callable[[int, int], Callable[[], None]] | None:
     return cuda.pinning()
 
 
-Stretch = tuple[np.ndarray, np.ndarray]
-"""Bytes to copy to, and from."""
+@runtime_checkable
+class HostCopyable(Protocol):
+    """An array that its library copies to host memory."""
+
+    def copy_to(self, box: Box, out: np.ndarray) -> Callable[[], None] | None:
+        """Starts to copy a box to `out`, uint8[n]; returns what waits for the end, None if it has ended."""
+        ...
 
 
-class _Area:
-    """A stretch of memory that is filled from the front.
+ByteCopy = tuple[np.ndarray, np.ndarray]
+"""(target, source) of a copy, both uint8[n]."""
+
+
+class _MemorySink:
+    """Memory that is filled from the front.
 
     Args:
-        later: where large copies are put off to; None where what is fed is gone afterwards.
+        delayed: gets the large copies, to be executed later; None where the source is gone by then.
     """
 
-    def __init__(self, memory: np.ndarray, later: list[Stretch] | None) -> None:
-        self._memory, self._later, self._at = memory, later, 0
+    def __init__(self, memory: np.ndarray, delayed: list[ByteCopy] | None) -> None:
+        self._memory, self._delayed, self._filled = memory, delayed, 0
 
-    def copy(self, memory: HostMemory, nbytes: int) -> None:
+    def append_memory(self, memory: HostMemory, nbytes: int) -> None:
         """Appends a small array."""
-        self.feed(memory.array)
+        self.append(memory.array)
 
-    def room(self) -> np.ndarray:
-        """All that is left."""
-        return self._memory[self._at :]
+    def remaining(self) -> np.ndarray:
+        """Returns all that is left."""
+        return self._memory[self._filled :]
 
     def advance(self, nbytes: int) -> None:
-        """Takes the front of `room` as filled."""
-        self._at += nbytes
+        """Takes the front of `remaining` as filled."""
+        self._filled += nbytes
 
-    def feed(self, data: np.ndarray) -> None:
+    def append(self, data: np.ndarray) -> None:
         """Appends the elements of an array, in C order."""
-        start, self._at = self._at, self._at + data.nbytes
-        target = self._memory[start : self._at]
+        start, self._filled = self._filled, self._filled + data.nbytes
+        target = self._memory[start : self._filled]
         if data.flags.c_contiguous:
             source = data.reshape(-1).view(np.uint8)
-            if self._later is None or len(source) < LARGE:
+            if self._delayed is None or len(source) < PARALLEL_COPY:
                 target[:] = source
             else:
-                self._later.append((target, source))
+                self._delayed.append((target, source))
         elif data.nbytes:
             np.copyto(target.view(data.dtype).reshape(data.shape), data)
 
 
-def stage(plan: SavePlan, pieces: Callable[[int], Sequence[Piece]], memory: np.ndarray) -> int:
-    """Copies what a rank writes; returns the bytes.
+def stage(source: ShardSource, memory: np.ndarray) -> None:
+    """Copies what a rank writes.
 
     Args:
-        pieces: the local pieces of leaf number i.
-        memory: bytes, as many as `area_offsets` says.
+        memory: uint8[n], as many bytes as `area_offsets` gives for the files.
     """
-    offsets, _ = area_offsets([file.nbytes for file in plan.files])
-    later: list[Stretch] = []
-    waits: list[Callable[[], None]] = []
-    for file, offset in zip(plan.files, offsets, strict=True):
-        _stage_file(file, pieces, memory[offset : offset + file.nbytes], later, waits)
-    _copy(later)
-    for wait in waits:
+    delayed: list[ByteCopy] = []
+    device_copies: list[Callable[[], None]] = []
+    offsets, _ = area_offsets([file.nbytes for file in source.files])
+    address = memory.ctypes.data
+    for file, at in zip(source.files, offsets, strict=True):
+        for write in file.writes:  # entries follow each other without holes
+            pieces, region = source.pieces(write.leaf), write.region
+            data = pieces[0].data if pieces else None
+            if (
+                write.nbytes < ADDRESS_COPY_LIMIT
+                and type(data) is HostMemory
+                and len(pieces) == 1
+                and region == pieces[0].region
+            ):
+                ctypes.memmove(address + at, data.address, write.nbytes)
+            elif write.nbytes:
+                _stage_entry(write, pieces, memory[at : at + write.nbytes], delayed, device_copies)
+            at += write.nbytes
+    parts = [
+        partial(np.copyto, target[low : low + COPY_PART], data[low : low + COPY_PART])
+        for target, data in delayed
+        for low in range(0, len(data), COPY_PART)
+    ]
+    WorkerThreads(COPY_THREADS)(parts)
+    for wait in device_copies:
         wait()
-    return plan.nbytes
 
 
-def _stage_file(
-    file: FilePlan,
-    pieces: Callable[[int], Sequence[Piece]],
-    area: np.ndarray,
-    later: list[Stretch],
-    waits: list[Callable[[], None]],
-) -> None:
-    address = area.ctypes.data
-    at = 0  # entries follow each other without holes
-    for write in file.writes:
-        held = pieces(write.leaf)
-        data: Any = held[0].data if held else None
-        if write.nbytes < SMALL and type(data) is HostMemory and len(held) == 1 and write.region == held[0].region:
-            ctypes.memmove(address + at, data.address, write.nbytes)
-        else:
-            _stage_one(write, held, area[at : at + write.nbytes], later, waits)
-        at += write.nbytes
-
-
-def _stage_one(
+def _stage_entry(
     write: ShardEntry,
     pieces: Sequence[Piece],
     target: np.ndarray,
-    later: list[Stretch],
-    waits: list[Callable[[], None]],
+    delayed: list[ByteCopy],
+    device_copies: list[Callable[[], None]],
 ) -> None:
-    if not write.nbytes:
-        return
-    piece = next((p for p in pieces if write.region.within(p.region)), pieces[0])
-    copy_to: Any = getattr(piece.data, "copy_to", None)
-    if copy_to is None:
-        # what is read to be copied is gone after that, so it is not kept for later
-        feed(_Area(target, later if isinstance(piece.data, (HostArray, HostMemory)) else None), write, pieces)
-    elif (wait := copy_to(write.region.relative_to(piece.region).slices(), target)) is not None:
-        waits.append(wait)
+    piece = piece_of(write, pieces)
+    if isinstance(piece.data, (HostArray, HostMemory)):
+        append_entry(_MemorySink(target, delayed), write, pieces)
+    elif not isinstance(piece.data, HostCopyable):  # what is read for the copy is gone after that
+        append_entry(_MemorySink(target, None), write, pieces)
+    elif (wait := piece.data.copy_to(write.region.relative_to(piece.region).slices(), target)) is not None:
+        device_copies.append(wait)
 
 
-def _copy(stretches: list[Stretch]) -> None:
-    """Copies by a few threads, of which the caller's is one."""
-    parts = [
-        (target[at : at + STRIDE], source[at : at + STRIDE])
-        for target, source in stretches
-        for at in range(0, len(source), STRIDE)
-    ]
-    WorkerThreads(THREADS)([partial(np.copyto, target, source) for target, source in parts])
+class StagedShardSource:
+    """Shards out of staging memory, where each data area is one entry.
+
+    Args:
+        memory: as `stage` has filled it.
+    """
+
+    def __init__(self, plan: GlobalPlan, memory: np.ndarray) -> None:
+        sizes = [file.nbytes for file in plan.own.files]
+        self.files: list[FilePlan] = []
+        self._pieces: list[Piece] = []
+        for file, start in zip(plan.own.files, area_offsets(sizes)[0], strict=True):
+            whole = Region((0,), (file.nbytes,))
+            write = ShardEntry(len(self._pieces), whole, 0, file.nbytes)
+            self.files.append(FilePlan(file.part, file.stream, file.nbytes, (write,)))
+            self._pieces.append(Piece(whole, HostArray(memory[start : start + file.nbytes])))
+
+    def pieces(self, leaf: int) -> Sequence[Piece]:
+        """Returns the data area of a file, by the file's number."""
+        return self._pieces[leaf : leaf + 1]

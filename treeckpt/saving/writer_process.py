@@ -1,159 +1,267 @@
-"""The parent's side of the writer process: what it is sent for a save, and what becomes of its answers."""
+"""The writer process, from the side of the process that saves: it is started, gets requests, and is ended.
+
+It is spawned, never forked, and imports nothing of the user's program: not its `__main__`, not torch. Requests and
+answers cross one pair of connected sockets, which also carries the descriptors of arenas; there are no ports and no
+process groups. The process runs at low priority, ignores the signals that are meant for the training, and ends with
+the process that started it: at the end of the socket's stream, and even where a fork still holds that open, when the
+process is gone.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import pickle
-from collections.abc import Mapping
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from ..core.format.save_progress import progress_name
 from ..errors import CheckpointError
 from ..io.comm.failures import to_fault
-from ..io.storage.object_store import ObjectStore
-from ..io.storage.store import LocalStore, Store
+from ..io.storage.store import Store
 from ..io.timing import Recorder
-from .commit import SaveInfo, as_in_place, may_be_in_place, remove
+from .commit import SaveInfo, index_may_be_published, remove_files, with_published_hint
 from .messages import CommitResult, WriteReport
-from .plan_cache import Plans
-from .process_channel import WriterGone, WriterProcess
+from .plan_cache import GlobalPlan
+from .process_channel import ProcessChannel, WriterGone
 from .shard_writer import InlineWriter, WriteResult
 from .staging_memory import Arena
-from .writer_server import Answer, Attach, Commit, Detach, End, Modules, Reply, SetPlan, WriteShards
+from .writer_server import (
+    ENTRY_POINT,
+    Answer,
+    AttachArena,
+    CommitSave,
+    DetachArena,
+    EndSave,
+    ListModules,
+    Reply,
+    Request,
+    SetPlan,
+    WriteShards,
+)
 
-__all__ = ["ProcessWriter", "address_of", "arrange", "detach", "modules_of"]
+__all__ = ["ProcessWriter", "WriterProcess"]
 
+_REQUEST_TIMEOUT = 60.0
+"""Seconds for requests outside of a save."""
+_END_GRACE = 1.0
+"""Seconds that a process which closed its socket has to end by itself, so that its exit code can be reported."""
+_PROGRAM = """
+import importlib, sys, types
+fd, parent, package, entry = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+import json
+sys.path[:] = json.loads(sys.argv[5])
+# the package without what its __init__ imports: reading, numpy and optree's trees are not needed to write
+module = sys.modules["treeckpt"] = types.ModuleType("treeckpt")
+module.__path__ = [package]
+from treeckpt.saving.process_channel import start_in_child
+name, _, function = entry.partition(":")
+channel = start_in_child(fd, parent)
+getattr(importlib.import_module(name), function)(channel)
+"""
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
-def address_of(store: Store) -> bytes | None:
-    """By which another process opens the same store; None for one that lives in this process only."""
-    if type(store) is LocalStore:
-        return b"path:" + os.fsencode(store.directory)
-    if type(store) is ObjectStore:
-        return b"url:" + address if (address := store.address) is not None else None
-    try:
-        return b"made:" + pickle.dumps(store)
-    except Exception:
-        return None
+class WriterProcess:
+    """The writer process of a session: started when first needed, kept for all saves, replaced when it has ended."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: ProcessChannel | None = None
+        self._owner = 0
+        self._plan = ("", 0)
+        """The key and shard limit of the plan that the process has."""
+        self._arenas: set[int] = set()
+        """The numbers of the arenas that it has."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; None if no process is started."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether a process is running."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Starts the process if none is running.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        if self.alive:
+            return
+        self.end()
+        package = Path(__file__).resolve().parents[1]
+        ours, theirs = socket.socketpair()
+        paths = [str(Path(path).absolute()) for path in dict.fromkeys((*sys.path, str(package.parent)))]
+        numbers = (str(theirs.fileno()), str(os.getpid()))
+        command = [sys.executable, "-I", "-c", _PROGRAM, *numbers, str(package), ENTRY_POINT, json.dumps(paths)]
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the training
+            )
+        self._process, self._channel, self._owner = process, ProcessChannel(ours), os.getpid()
+        self._plan, self._arenas = ("", 0), set()
+
+    def send(self, request: Request, fds: Sequence[int] = (), *, timeout: float = _REQUEST_TIMEOUT) -> None:
+        """Sends a request.
+
+        Raises:
+            WriterGone: there is no process, or it has ended, or does not take the request within `timeout` seconds.
+        """
+        if self._channel is None:
+            raise WriterGone("it is not running")
+        self._channel.send(_encode(request), fds, timeout=timeout)
+
+    def call(self, request: Request, *, timeout: float = _REQUEST_TIMEOUT) -> Answer:
+        """Sends a request, and waits for the answer, at most `timeout` seconds for each message.
+
+        Raises:
+            WriterGone: there is no process, or it has ended, or is silent.
+        """
+        self.send(request, timeout=timeout)
+        assert self._channel is not None, "it has sent the request"
+        while True:
+            data, _ = self._channel.receive(timeout=timeout)
+            reply = _decode(data, type=Reply)
+            if isinstance(reply, Answer):
+                return reply
+
+    def prepare(self, plan: GlobalPlan, arena: Arena, *, timeout: float) -> None:
+        """Sends the plan and the arena, if the process does not have them.
+
+        Raises:
+            WriterGone: it has ended.
+        """
+        key = (plan.key, plan.max_shard_bytes)
+        if key != self._plan:
+            global_tree = msgspec.Raw(_encode(plan.global_tree))
+            self.send(SetPlan(plan.key, plan.own.rank, plan.max_shard_bytes, global_tree), timeout=timeout)
+            self._plan = key
+        if arena.number not in self._arenas:
+            self.send(AttachArena(arena.number, arena.nbytes), [arena.fd], timeout=timeout)
+            self._arenas.add(arena.number)
+
+    def detach(self, arena: int) -> None:
+        """Has the process release an arena, by its number."""
+        if arena in self._arenas:
+            self._arenas.discard(arena)
+            with contextlib.suppress(WriterGone):
+                self.send(DetachArena(arena))
+
+    def modules(self) -> list[str]:
+        """Returns the names of the modules that the process has imported; it must not be writing.
+
+        Raises:
+            WriterGone: it has ended.
+        """
+        return _decode(self.call(ListModules()).data, type=list[str])
+
+    def end(self, *, grace: float = 0.0) -> str:
+        """Ends the process, and returns how it ended; what it was writing stays unfinished.
+
+        Args:
+            grace: seconds in which it may end by itself.
+        """
+        process, channel = self._process, self._channel
+        self._process = self._channel = None
+        if process is None or channel is None:
+            return "it is not running"
+        channel.close()
+        if os.getpid() != self._owner:  # in a fork it is the child of another process
+            process.returncode = 0
+            return "it is another process's"
+        try:
+            code = process.wait(grace)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return "it was ended"
+        return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
 
 class ProcessWriter:
-    """The writer process as the scribe of one save.
+    """Writes in the writer process, out of an arena.
 
     Args:
-        known: what the process has: the key of its plans, and the numbers of its arenas. Kept between saves.
-        limit: seconds in which it must have written something more.
+        address: of the store, from `writer_server.address_of`.
+        timeout: seconds in which the process must send something.
     """
 
     def __init__(
         self,
         process: WriterProcess,
-        known: set[str | int],
         store: Store,
-        facts: SaveInfo,
-        plans: Plans,
+        info: SaveInfo,
+        plan: GlobalPlan,
         recorder: Recorder,
+        arena: Arena,
+        address: bytes,
         *,
-        limit: float,
+        timeout: float,
     ) -> None:
         self.error: Exception | None = None
         self.trace = ""
-        self.broken = False
-        """Whether the process is of no more use."""
-        self._process, self._known, self._limit = process, known, limit
-        self._store, self._facts, self._plans, self._recorder = store, facts, plans, recorder
+        self._process, self._arena, self._address, self._timeout = process, arena, address, timeout
+        self._store, self._info, self._plan, self._recorder = store, info, plan, recorder
+        self._is_gone = False
 
-    def arrange(self, arena: Arena) -> None:
-        """Sends what the process does not have yet.
-
-        Raises:
-            WriterGone: it has ended.
-        """
-        arrange(self._process, self._known, self._plans, arena, limit=self._limit)
-
-    def write(self, arena: Arena, address: bytes) -> WriteResult:
-        """Has the process write this rank's shards out of the arena."""
+    def write(self) -> WriteResult:
         try:
-            self.arrange(arena)
-            answer = self._ask(WriteShards(self._facts, address, arena.number, self._recorder.trail))
-            return _decode(answer.data, type=WriteResult)
+            self._process.prepare(self._plan, self._arena, timeout=self._timeout)
+            request = WriteShards(self._info, self._address, self._arena.number, self._recorder.trail)
+            return _decode(self._call(request), type=WriteResult)
         except WriterGone as gone:
-            return WriteResult(to_fault(self._gone(gone), self._facts.rank))
+            return WriteResult(to_fault(self._end_process(gone), self._info.rank))
 
-    def judge(self, heard: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        faults = lost or any(_decode(message, type=WriteReport).fault for message in heard.values())
-        if self.broken or faults:  # there is nothing to publish but an error
-            here = InlineWriter(self._store, self._facts, self._plans, self._recorder)
-            return here.judge(heard, lost)
+    def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
+        faults = lost or any(_decode(report, type=WriteReport).fault for report in reports.values())
+        if self._is_gone or faults:  # there is nothing to publish but an error
+            return InlineWriter(self._store, self._info, self._plan, self._recorder).commit(reports, lost)
         try:
-            return self._ask(Commit(dict(heard), dict(lost), self._recorder.trail)).data
+            return self._call(CommitSave(dict(reports), dict(lost), self._recorder.trail))
         except WriterGone as gone:
-            error: Exception = self._gone(gone)
-            if in_place := may_be_in_place(self._store, self._facts.save_id):
-                error = as_in_place(error)
-            return _encode(CommitResult((to_fault(error, self._facts.rank),), in_place))
+            error: Exception = self._end_process(gone)
+            if in_place := index_may_be_published(self._store, self._info.save_id):
+                error = with_published_hint(error)
+            return _encode(CommitResult((to_fault(error, self._info.rank),), in_place))
 
-    def _ask(self, request: WriteShards | Commit | End) -> Answer:
-        self._process.channel.send(_encode(request), timeout=self._limit)
-        while True:
-            data, _ = self._process.channel.receive(timeout=self._limit)
-            reply = _decode(data, type=Reply)
-            if isinstance(reply, Answer):
-                self._recorder.adopt(reply.spans)
-                self.trace = self.trace or reply.trace
-                return reply
+    def end(self) -> None:
+        if not self._is_gone:
+            try:
+                self._call(EndSave())  # answered: who learns that the save has ended finds no record of it
+                return
+            except WriterGone as gone:
+                self._end_process(gone)
+        # what the process would have removed
+        remove_files(self._store, [progress_name(self._info.rank, self._info.save_id)])
 
-    def _gone(self, gone: WriterGone) -> CheckpointError:
-        self.broken = True
-        how = self._process.end(patience=0.0 if "silent" in str(gone) else 1.0)
-        found = f"process {self._process.pid}: {how}" + (f" ({gone})" if "silent" in str(gone) else "")
+    def _call(self, request: WriteShards | CommitSave | EndSave) -> bytes:
+        answer = self._process.call(request, timeout=self._timeout)
+        self._recorder.adopt(answer.spans)
+        self.trace = self.trace or answer.trace
+        return answer.data
+
+    def _end_process(self, gone: WriterGone) -> CheckpointError:
+        """Ends a process that is of no more use; returns the error that says why."""
+        self._is_gone = True
+        pid, is_silent = self._process.pid, "silent" in str(gone)
+        how = self._process.end(grace=0.0 if is_silent else _END_GRACE)
         return CheckpointError(
             self._store.url,
             expected="its writer process to finish",
-            found=found,
+            found=f"process {pid}: {how}" + (f" ({gone})" if is_silent else ""),
             hint="Save again: the next save starts a new one",
         )
-
-    def end(self) -> None:
-        if not self.broken:
-            try:
-                self._ask(End())  # answered: who is told that the save is over finds no record of it
-                return
-            except WriterGone as gone:
-                self._gone(gone)
-        # what the process would have removed
-        remove(self._store, [progress_name(self._facts.rank, self._facts.save_id)])
-
-
-def arrange(process: WriterProcess, known: set[str | int], plans: Plans, arena: Arena, *, limit: float) -> None:
-    """Sends a writer process the plans and the arena, if it does not have them.
-
-    Raises:
-        WriterGone: it has ended.
-    """
-    key = f"{plans.key} {plans.max_shard_bytes}"
-    if key not in known:
-        known.difference_update([kept for kept in known if isinstance(kept, str)])
-        plenum = msgspec.Raw(_encode(plans.plenum))
-        request = SetPlan(plans.key, plans.own.rank, plans.max_shard_bytes, plenum)
-        process.channel.send(_encode(request), timeout=limit)
-        known.add(key)
-    if arena.number not in known:
-        process.channel.send(_encode(Attach(arena.number, arena.nbytes)), [arena.fd], timeout=limit)
-        known.add(arena.number)
-
-
-def detach(process: WriterProcess, known: set[str | int], arena: int, *, limit: float) -> None:
-    """Lets a writer process give back an arena."""
-    if arena in known:
-        known.discard(arena)
-        process.channel.send(_encode(Detach(arena)), timeout=limit)
-
-
-def modules_of(process: WriterProcess) -> list[str]:
-    """What a writer process that is idle has imported."""
-    process.channel.send(_encode(Modules()), timeout=60)
-    data, _ = process.channel.receive(timeout=60)
-    return _decode(_decode(data, type=Answer).data, type=list[str])

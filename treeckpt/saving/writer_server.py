@@ -1,8 +1,8 @@
-"""The writer process at its desk: what it is asked, what it does, and what it keeps from save to save.
+"""The writer process's side: the requests that it takes, and the server that answers them.
 
-It gets facts, plans and the number of an arena whose bytes stand as they will in the files, makes header, manifest and
-index itself, and sends back small answers. Plans and arenas are sent once, so that a warm save needs little more than
-its facts.
+It gets the description of a save, the plan, and the number of an arena that holds the data areas of the files; it
+builds header, manifest and index itself, and answers with small messages. Plans and arenas are sent once, so that a
+warm save needs little more than its description.
 """
 
 from __future__ import annotations
@@ -20,112 +20,128 @@ import numpy as np
 from ..core.format.timings import Span
 from ..core.planning.rank_trees import GlobalTree
 from ..io.comm.failures import to_fault
-from ..io.storage.object_store import open_address
+from ..io.storage.object_store import ObjectStore, open_address
 from ..io.storage.store import LocalStore, Store
 from ..io.timing import Recorder, RecorderSnapshot
 from .commit import SaveInfo
-from .plan_cache import Plans, plans_of
-from .process_channel import Channel, WriterGone
-from .shard_writer import InlineWriter, WriteResult, staged_stream
+from .plan_cache import GlobalPlan, compute_plan
+from .process_channel import ProcessChannel, WriterGone
+from .shard_writer import InlineWriter, WriteResult
+from .staging import StagedShardSource
 from .staging_memory import map_arena
 
 __all__ = [
-    "ENTRY",
-    "Advanced",
+    "ENTRY_POINT",
     "Answer",
-    "Attach",
-    "Commit",
-    "Detach",
-    "End",
-    "Modules",
+    "AttachArena",
+    "CommitSave",
+    "DetachArena",
+    "EndSave",
+    "ListModules",
     "Reply",
+    "Request",
     "SetPlan",
+    "WriteProgress",
     "WriteShards",
+    "address_of",
     "serve",
 ]
 
-ENTRY = "treeckpt.saving.writer_server:serve"
+ENTRY_POINT = "treeckpt.saving.writer_server:serve"
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
 class SetPlan(msgspec.Struct, tag=True, array_like=True):
-    """The plans of this key, to be kept."""
+    """The plan of the next saves; it has no answer."""
 
     key: str
     rank: int
     max_shard_bytes: int
-    plenum: msgspec.Raw
+    global_tree: msgspec.Raw
 
 
-class Attach(msgspec.Struct, tag=True, array_like=True):
-    """An arena; its descriptor comes with the message."""
+class AttachArena(msgspec.Struct, tag=True, array_like=True):
+    """An arena, whose descriptor comes with the message; it has no answer."""
 
     arena: int
     nbytes: int
 
 
-class Detach(msgspec.Struct, tag=True, array_like=True):
-    """An arena that is given back."""
+class DetachArena(msgspec.Struct, tag=True, array_like=True):
+    """Releases an arena; it has no answer."""
 
     arena: int
 
 
 class WriteShards(msgspec.Struct, tag=True, array_like=True):
-    """A save whose bytes are staged."""
+    """A save whose bytes are staged; the answer holds a `WriteResult`."""
 
-    facts: SaveInfo
+    info: SaveInfo
     address: bytes
+    """Of the store, from `address_of`."""
     arena: int
-    trail: RecorderSnapshot
+    recorder: RecorderSnapshot
 
 
-class Commit(msgspec.Struct, tag=True, array_like=True):
-    """What all ranks have reported on the save that was written last."""
+class CommitSave(msgspec.Struct, tag=True, array_like=True):
+    """All ranks' reports on the save that was written last; the answer holds a `CommitResult`."""
 
-    heard: dict[int, bytes]
+    reports: dict[int, bytes]
     lost: dict[int, str]
-    trail: RecorderSnapshot
+    recorder: RecorderSnapshot
 
 
-class End(msgspec.Struct, tag=True, array_like=True):
-    """The save is over: its record is to go."""
+class EndSave(msgspec.Struct, tag=True, array_like=True):
+    """The save has ended: its progress file is removed."""
 
 
-class Modules(msgspec.Struct, tag=True, array_like=True):
-    """Asks what is imported."""
+class ListModules(msgspec.Struct, tag=True, array_like=True):
+    """Requests the names of the imported modules."""
 
 
-class Advanced(msgspec.Struct, tag=True, array_like=True):
-    """So many bytes are written."""
+class WriteProgress(msgspec.Struct, tag=True, array_like=True):
+    """Bytes written so far; sent before the answer to `WriteShards`, now and then."""
 
     written: int
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True):
-    """What became of a request."""
+    """The result of a request."""
 
     data: bytes
     spans: tuple[Span, ...] = ()
     trace: str = ""
-    """Where this process's own failure came from."""
+    """The traceback of this process's own failure."""
 
 
-Request = SetPlan | Attach | Detach | WriteShards | Commit | End | Modules
-Reply = Advanced | Answer
+Request = SetPlan | AttachArena | DetachArena | WriteShards | CommitSave | EndSave | ListModules
+Reply = WriteProgress | Answer
 
 
-def _open(address: bytes) -> Store:
+def address_of(store: Store) -> bytes | None:
+    """Returns the bytes by which another process opens the same store; None for one that only this process has."""
+    if type(store) is LocalStore:
+        return b"path:" + os.fsencode(store.directory)
+    if type(store) is ObjectStore:
+        return b"url:" + address if (address := store.address) is not None else None
+    try:
+        return b"pickle:" + pickle.dumps(store)
+    except Exception:
+        return None
+
+
+def _open_store(address: bytes) -> Store:
     kind, _, rest = address.partition(b":")
     if kind == b"path":
         return LocalStore(os.fsdecode(rest))
     if kind == b"url":
         return open_address(rest)
-    _complete_package()
+    _import_package()
     return pickle.loads(rest)  # from our own parent, by a socket that only it has
 
 
-def _complete_package() -> None:
-    """A store of the user's own may import treeckpt itself, of which this process has only the parts that it needs."""
+def _import_package() -> None:
+    """Runs the package's `__init__`: a store of the user's own may import treeckpt, of which only parts are here."""
     package = sys.modules["treeckpt"]
     if package.__spec__ is not None:
         return
@@ -138,84 +154,85 @@ def _complete_package() -> None:
     spec.loader.exec_module(package)
 
 
-def serve(channel: Channel) -> None:
-    """Does what the parent asks for, until it asks no more."""
-    desk = WriterServer(channel)
+def serve(channel: ProcessChannel) -> None:
+    """Answers the parent's requests until it closes the channel."""
+    server = WriterServer(channel)
     with contextlib.suppress(WriterGone):
         while True:
             data, fds = channel.receive()
-            request = _decode(data, type=Request)
-            answer = desk.do(request, fds)
+            answer = server.handle(_decode(data, type=Request), fds)
             if answer is not None:
                 channel.send(_encode(answer))
 
 
 class WriterServer:
-    """What the writer process keeps: plans, arenas, and the save that it is at."""
+    """The state of the writer process: the plan, the arenas, and the writer of the current save."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: ProcessChannel) -> None:
         self._channel = channel
-        self._plans: Plans | None = None
+        self._plan: GlobalPlan | None = None
         self._arenas: dict[int, np.ndarray] = {}
-        self._broken: Exception | None = None
-        self._at: tuple[Store, SaveInfo, InlineWriter] | None = None
+        self._error: Exception | None = None
+        """Of a request that has no answer; the next `WriteShards` fails with it."""
+        self._writer: InlineWriter | None = None
 
-    def do(self, request: Request, fds: list[int]) -> Answer | None:
-        if isinstance(request, WriteShards):
-            return self._write(request)
-        if isinstance(request, Commit):
-            return self._judge(request)
-        if isinstance(request, End):
-            return self._end()
-        if isinstance(request, Modules):
-            return Answer(_encode(sorted(sys.modules)))
+    def handle(self, request: Request, fds: list[int]) -> Answer | None:
+        """Does what a request says; returns the answer, if the request has one."""
+        match request:
+            case WriteShards():
+                return self._write(request)
+            case CommitSave():
+                assert self._writer is not None and self._plan is not None, "it has written before"
+                self._writer.recorder = Recorder.resumed(self._plan.own.rank, request.recorder)
+                return self._answer(self._writer, self._writer.commit(request.reports, request.lost), request.recorder)
+            case EndSave():
+                if self._writer is not None:
+                    self._writer.end()
+                    self._writer = None
+                return Answer(b"")
+            case ListModules():
+                return Answer(_encode(sorted(sys.modules)))
+            case _:
+                self._prepare(request, fds)
+                return None
+
+    def _prepare(self, request: SetPlan | AttachArena | DetachArena, fds: list[int]) -> None:
         try:
             if isinstance(request, SetPlan):
-                plenum = _decode(request.plenum, type=GlobalTree)
-                self._plans = plans_of(request.key, plenum, request.rank, max_shard_bytes=request.max_shard_bytes)
-            elif isinstance(request, Attach):
+                self._plan = None  # an old plan would write other files
+                global_tree = _decode(request.global_tree, type=GlobalTree)
+                self._plan = compute_plan(request.key, global_tree, request.rank, request.max_shard_bytes)
+            elif isinstance(request, AttachArena):
                 self._arenas[request.arena] = map_arena(fds[0], request.nbytes)
             else:
                 self._arenas.pop(request.arena, None)
-        except Exception as error:  # told with the save that needs it
-            self._broken = error
+        except Exception as error:
+            self._error = error
         finally:
             for fd in fds:
                 os.close(fd)
-        return None
-
-    def _end(self) -> Answer:
-        if self._at is not None:
-            self._at[2].end()
-            self._at = None
-        return Answer(b"")
 
     def _write(self, request: WriteShards) -> Answer:
-        facts, recorder = request.facts, Recorder.resumed(request.facts.rank, request.trail)
-        broken, self._broken = self._broken, None
+        info, error = request.info, self._error
+        self._error = None
         try:
-            if broken is not None:
-                raise broken
-            plans, memory = self._plans, self._arenas[request.arena]
-            assert plans is not None and plans.key == facts.key, "plans are sent before they are needed"
-            store = _open(request.address)
-        except Exception as error:
-            return Answer(_encode(WriteResult(to_fault(error, facts.rank))), (), _trace(error))
-        here = InlineWriter(store, facts, plans, recorder, heard=self._advanced)
-        self._at = store, facts, here
-        wrote = here.write(lambda plans: staged_stream(plans.own, memory))
-        return Answer(_encode(wrote), tuple(recorder.spans[len(request.trail.spans) :]), _trace(here.error))
+            if error is not None:
+                raise error
+            plan = self._plan
+            assert plan is not None, "the plan is sent before the save"
+            source, store = StagedShardSource(plan, self._arenas[request.arena]), _open_store(request.address)
+        except Exception as failed:
+            return Answer(_encode(WriteResult(to_fault(failed, info.rank))), (), _trace(failed))
+        recorder = Recorder.resumed(info.rank, request.recorder)
+        self._writer = InlineWriter(store, info, plan, recorder, source, on_progress=self._send_progress)
+        return self._answer(self._writer, _encode(self._writer.write()), request.recorder)
 
-    def _judge(self, request: Commit) -> Answer:
-        assert self._at is not None and self._plans is not None, "it has written before"
-        store, facts, _ = self._at
-        recorder = Recorder.resumed(facts.rank, request.trail)
-        here = InlineWriter(store, facts, self._plans, recorder)
-        verdict = here.judge(request.heard, request.lost)
-        return Answer(verdict, tuple(recorder.spans[len(request.trail.spans) :]), _trace(here.error))
+    def _answer(self, writer: InlineWriter, data: bytes, before: RecorderSnapshot) -> Answer:
+        """Returns the result of a call, with the spans that it added."""
+        return Answer(data, tuple(writer.recorder.spans[len(before.spans) :]), _trace(writer.error))
 
-    def _advanced(self, written: int) -> None:
-        self._channel.send(_encode(Advanced(written)))
+    def _send_progress(self, written: int) -> None:
+        self._channel.send(_encode(WriteProgress(written)))
 
 
 def _trace(error: Exception | None) -> str:

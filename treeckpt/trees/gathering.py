@@ -35,7 +35,16 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import Value
 from ..errors import RankError, TreeError
 from ..io.comm.failures import Fault, raise_faults, to_fault
-from ..saving.messages import BoxDigests, RankTree, clashing_of, compare, compare_boxes, digest, digests_of
+from ..saving.messages import (
+    BoxDigests,
+    RankTree,
+    compare_boxes,
+    compare_contents,
+    conflicting_ranks,
+    digest_groups,
+    json_digest,
+    merge_inventories,
+)
 from .moving import fill
 from .packing import Bucket, Entry, bytes_of, pack, pack_entries, unpack
 from .wire import Wire
@@ -99,12 +108,14 @@ class _Gather:
             self.brought = describe_tree(self.tree, rank=wire.rank, members=wire.members, namespace=self.namespace)
             contents.update(content_digests(self.brought, every=False))
             groups.extend(piece_digests(self.brought, world=wire.size, every=False))
-            told = _Brings(digest_of(self.brought.inventory), digest(sorted(contents.items())), digests_of(groups))
+            told = _Brings(
+                digest_of(self.brought.inventory), json_digest(sorted(contents.items())), digest_groups(groups)
+            )
             return msgspec.msgpack.encode(told)
 
         heard = [msgspec.msgpack.decode(data, type=_Brings) for data in together(self.wire, "gather", brings)]
         self.values: dict[str, Value] = self.brought.values
-        clash = bool(clashing_of({rank: one.pieces for rank, one in enumerate(heard)}))
+        clash = bool(conflicting_ranks({rank: one.pieces for rank, one in enumerate(heard)}))
         self.alike = len({(one.inventory, one.contents) for one in heard}) == 1 and not clash
         if self.alike:
             everyone = encode_runs(range(self.wire.size))
@@ -127,16 +138,9 @@ class _Gather:
     def _join(self, digests: Sequence[bytes], heard: Sequence[bytes]) -> GlobalTree:
         told = [msgspec.msgpack.decode(data, type=RankTree) for data in heard]
         self.values = {path: value for tale in reversed(told) for path, value in tale.values.items()}
-        groups: dict[bytes, list[int]] = {}
-        for rank, inventory in enumerate(digests):
-            groups.setdefault(inventory, []).append(rank)
-        classes: list[RankClass] = []
-        for ranks in groups.values():
-            inventory = told[ranks[0]].inventory
-            assert inventory is not None, "every rank told its own"
-            classes.append(RankClass(encode_runs(ranks), inventory))
-        plenum = merge_rank_trees(classes, self.wire.size)  # shapes before contents
-        compare({rank: tale.contents for rank, tale in enumerate(told)})
+        trees = dict(enumerate(told))
+        plenum = merge_inventories(dict(enumerate(digests)), trees, self.wire.size)  # shapes before contents
+        compare_contents({rank: tree.contents for rank, tree in trees.items()})
         return plenum
 
     def move(self, plenum: GlobalTree, limit: int) -> None:

@@ -30,23 +30,23 @@ from treeckpt.core.tree.flatten import flatten
 from treeckpt.io.comm.fanout import SPANS, spans_for
 from treeckpt.io.storage.store import MemoryStore
 from treeckpt.io.timing import Recorder
-from treeckpt.saving.commit import SaveInfo, judge
+from treeckpt.saving.commit import SaveInfo
 from treeckpt.saving.messages import (
-    Arguments,
     CommitResult,
     Decision,
     MergedTree,
     RankProposal,
     RankTree,
     WriteReport,
-    check_hellos,
+    check_arguments,
     decode_each,
-    is_known,
-    join,
-    key_of,
-    tellers_of,
+    merge_inventories,
+    plan_key,
+    representatives,
 )
-from treeckpt.saving.plan_cache import Plans, plans_of
+from treeckpt.saving.options import CommonOptions
+from treeckpt.saving.plan_cache import GlobalPlan, compute_plan
+from treeckpt.saving.shard_writer import InlineWriter
 
 from .models import Array, Grid, Layouts, Model, arrays_of, flat_pieces
 from .traffic import Load, Talk
@@ -185,10 +185,10 @@ class _World:
         self._talks = {spans: Talk(self.size, spans) for spans in ((), SPANS)}
 
     def _hellos(self, remembered: str = "") -> list[bytes]:
-        arguments = Arguments("run/step_00000100", 100, False, False, 1 << 62, "wait", False)
+        options = CommonOptions(step=100)
         messages: list[bytes] = []
         for inventory, ranks in self.kinds:
-            hello = RankProposal(None, arguments, digest_of(inventory), bytes(16), remembered, {})
+            hello = RankProposal(None, "run/step_00000100", options, digest_of(inventory), bytes(16), remembered)
             messages += [_encode(hello)] * len(ranks)
         return messages
 
@@ -205,12 +205,13 @@ class _World:
         told = {rank: _encode(RankTree(inventory_of[rank], {}, {})) for rank in tellers}
         figures.told_nbytes = sum(map(len, told.values()))
         figures.messages = 2 * self.size + len(told)
-        terms = Decision((), save_id="0" * 16, created_ns=1 << 60, key=key, tellers=tellers, known=False, skipped=False)
+        terms = Decision((), save_id="0" * 16, created_ns=1 << 60, key=key, representatives=tellers)
         self._share(_encode(terms), last=not told)
 
         def joined() -> bytes:
             tales = {rank: _decode(message, type=RankTree) for rank, message in told.items()}
-            return _encode(MergedTree((), join(decode_each(hellos, RankProposal), tales, self.size)))
+            digests = {rank: each.inventory for rank, each in decode_each(hellos, RankProposal).items()}
+            return _encode(MergedTree((), merge_inventories(digests, tales, self.size)))
 
         joining, word = _timed(joined) if told else (0.0, b"")
         if told:
@@ -234,19 +235,19 @@ class _World:
         for talk in self._talks.values():
             talk.share(word, last=last)
 
-    def plans(self, key: str, word: bytes, rank: int) -> Plans:
+    def plans(self, key: str, word: bytes, rank: int) -> GlobalPlan:
         """What follows for one rank."""
 
-        def make() -> Plans:
-            plenum = _decode(word, type=MergedTree).plenum if word else None
+        def make() -> GlobalPlan:
+            plenum = _decode(word, type=MergedTree).global_tree if word else None
             if plenum is None:
                 plenum = merge_rank_trees([RankClass(encode_runs(range(self.size)), self.kinds[0][0])], self.size)
-            return plans_of(key, plenum, rank, max_shard_bytes=1 << 62)
+            return compute_plan(key, plenum, rank, 1 << 62)
 
         self.figures.plan, plans = _timed(make)
         return plans
 
-    def commit(self, plans: Plans) -> Index:
+    def commit(self, plans: GlobalPlan) -> Index:
         """All ranks report, and the coordinator publishes; gives the index as a reader would decode it."""
         figures = self.figures
         _, totals = assign_offsets([leaf for _, leaf in plans.arrays], plans.shares, self.size)
@@ -262,20 +263,20 @@ class _World:
         figures.alone, figures.root = (talk.servers[0] for talk in self._talks.values())
         figures.leader = self._talks[SPANS].busiest
         figures.done_nbytes = max(map(len, messages))
-        facts = SaveInfo(0, self.size, "0" * 16, 0, 100, False, plans.key, 1 << 62)
-        names = (shard_name(facts.save_id, rank, self.size, 0) for rank in range(self.size))
+        info = SaveInfo(0, self.size, "0" * 16, 0, CommonOptions(step=100))
+        names = (shard_name(info.save_id, rank, self.size, 0) for rank in range(self.size))
         store = _Written({name: nbytes + HEADER for name, nbytes in zip(names, totals.tolist(), strict=True)})
 
         def publish() -> None:
-            reports = {rank: _decode(message, type=WriteReport) for rank, message in enumerate(messages)}
-            verdict, error = judge(store, facts, plans, reports, {}, Recorder(0))
-            assert error is None and not verdict.faults
+            writer = InlineWriter(store, info, plans, Recorder(0))
+            result = _decode(writer.commit(dict(enumerate(messages)), {}), type=CommitResult)
+            assert writer.error is None and not result.faults
 
         with Meter() as meter:
             took, _ = _timed(publish)
             figures.commit, figures.commit_rss = bundles + took, meter.lap().extra_rss
         data = bytes(store.files[INDEX_NAME])
-        figures.index_nbytes, figures.timings_nbytes = len(data), len(store.files[timings_name(facts.save_id)])
+        figures.index_nbytes, figures.timings_nbytes = len(data), len(store.files[timings_name(info.save_id)])
         figures.open, index = _timed(lambda: decode_index(data, INDEX_NAME))
         return index
 
@@ -283,9 +284,10 @@ class _World:
 def _heard(messages: dict[int, bytes]) -> tuple[str, tuple[int, ...]]:
     """What the coordinator makes of all hellos: the key of the plan, and who is to tell more."""
     hellos = decode_each(messages, RankProposal)
-    check_hellos(hellos)
-    key = key_of(hellos)
-    return key, () if is_known(hellos, key) else tellers_of(hellos)
+    check_arguments(hellos)
+    key = plan_key(hellos)
+    cached = all(hello.cached_plan == key for hello in hellos.values())
+    return key, () if cached else representatives(hellos)
 
 
 def _replicated(layout: Layout) -> bool:

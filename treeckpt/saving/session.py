@@ -1,0 +1,68 @@
+"""The state that a comm's background saves share: the writer process, the staging memory, and the save that runs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from ..errors import CheckpointError
+from ..io.comm.comm import Comm
+from . import at_exit
+from .future import Pending, PreviousSave
+from .options import BusyPolicy
+from .staging_memory import ArenaPool
+from .writer_process import WriterProcess
+
+__all__ = ["Session", "previous_save", "session_of"]
+
+_SESSION_KEY = "background"
+
+
+class Session:
+    """The background saves of a comm. It outlives them; at most one runs at a time."""
+
+    def __init__(self) -> None:
+        self.starting = threading.Lock()
+        """Held while a save is agreed on and staged: one at a time."""
+        self.writer = WriterProcess()
+        self.pool = ArenaPool(on_close=self.writer.detach)
+        self.current: Pending | None = None
+        weakref.finalize(self, self.writer.end).atexit = False  # the process ends by itself when this one has
+        at_exit.reset_after_fork(self)
+
+    def previous(self, busy: BusyPolicy, timeout: float | None) -> PreviousSave:
+        """Returns the state of the save before, after waiting for its end if `busy` says so."""
+        before = self.current
+        if before is None:
+            return PreviousSave()
+        if not before.done():
+            if busy != "wait":
+                return PreviousSave(running=before.path)
+            if not before.wait(timeout):
+                late = CheckpointError(
+                    before.path,
+                    expected=f"the save to this path to end within {timeout:g} s",
+                    found="it is still under way, and goes on",
+                    hint='Save less often, wait longer, or pass busy="skip"',
+                )
+                return PreviousSave(late)
+        self.current = None
+        return PreviousSave(before.take_unreported_error())
+
+    def after_fork(self) -> None:
+        """In a forked child: replaces what belongs to the parent."""
+        self.starting = threading.Lock()
+        self.writer.end()
+        self.pool = ArenaPool(on_close=self.writer.detach)
+        self.current = None
+
+
+def session_of(comm: Comm) -> Session:
+    """Returns the session of a comm, which is created with its first background save."""
+    return comm.memory.get(_SESSION_KEY) or comm.memory.setdefault(_SESSION_KEY, Session())
+
+
+def previous_save(comm: Comm) -> PreviousSave:
+    """For a save in the caller's thread: waits for the background save before, and returns its state."""
+    session: Session | None = comm.memory.get(_SESSION_KEY)
+    return PreviousSave() if session is None else session.previous("wait", None)
