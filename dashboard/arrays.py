@@ -8,7 +8,7 @@ import re
 import numpy as np
 
 from treeckpt.core.analysis.outline import Outline, leaf_nbytes
-from treeckpt.core.format.byte_map import Located, chunk_count, holders_of, layout_of, locate_chunks
+from treeckpt.core.format.byte_map import ChunkLocation, chunk_count, holders_of, layout_of, locate_chunks
 from treeckpt.core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import decode_runs
@@ -47,7 +47,7 @@ def _base(index: Index, leaf: Leaf) -> Leaf:
     return index.entries[leaf.record.of] if isinstance(leaf.record, AliasRecord) else leaf
 
 
-def _located(index: Index, leaf: Leaf, region: Region | None = None) -> list[Located]:
+def _located(index: Index, leaf: Leaf, region: Region | None = None) -> list[ChunkLocation]:
     if chunk_count(_base(index, leaf)) > MAX_CHUNKS and region is None:
         raise Missing(f"This leaf has more than {MAX_CHUNKS:,} chunks; ask for a part of it with treeckpt show.")
     return locate_chunks(index, leaf, region)
@@ -177,7 +177,7 @@ def _overlaps(boxes: list[list[int]]) -> tuple[list[list[int]], int]:
 
 def _on_plane(
     index: Index, base: Leaf, sizes: list[int], y: int | None, x: int | None, where: list[int]
-) -> list[tuple[Region, Located]]:
+) -> list[tuple[Region, ChunkLocation]]:
     """The chunks that meet the plane, each with its region in the dimensions of the map."""
     offset = tuple(0 if d in (x, y) else where[d] for d in range(len(sizes)))
     shape = tuple(n if d in (x, y) else 1 for d, n in enumerate(sizes))

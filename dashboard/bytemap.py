@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.treemap import By, treemap_of
+from treeckpt.core.analysis.treemap import TreemapKey, treemap_of
 
 __all__ = ["TreemapPage", "treemap_page"]
 
@@ -13,7 +13,7 @@ __all__ = ["TreemapPage", "treemap_page"]
 class TreemapPage(msgspec.Struct, frozen=True):
     """Boxes, each after its parent; the first is the whole."""
 
-    by: By
+    by: TreemapKey
     node: str
     path: str
     total: int
@@ -30,7 +30,7 @@ class TreemapPage(msgspec.Struct, frozen=True):
     """How many smaller ones a box stands for."""
 
 
-def treemap_page(outline: Outline, by: By, node: str, count: int) -> TreemapPage:
+def treemap_page(outline: Outline, by: TreemapKey, node: str, count: int) -> TreemapPage:
     """The treemap of a checkpoint, or of one node.
 
     Raises:

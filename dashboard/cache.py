@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from treeckpt.io.storage.run_store import Entry
-from treeckpt.runs.catalog import FileCache, SaveDuration, Summary
+from treeckpt.io.storage.run_store import DirectoryEntry
+from treeckpt.runs.catalog import LruStatCache, SaveDuration, Summary
 
 from .tables import SCHEMA
 
@@ -51,7 +51,7 @@ def default_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeckpt"
 
 
-def key_of(url: str, entry: Entry) -> str:
+def key_of(url: str, entry: DirectoryEntry) -> str:
     """Names a file as it is now: where it is, its size, its time and its number."""
     text = f"{url}\0{entry.nbytes}\0{entry.modified_ns}\0{entry.number}".encode("utf-8", "surrogateescape")
     return hashlib.blake2s(text, digest_size=16).hexdigest()
@@ -70,7 +70,7 @@ class Cache:
         self.directory = self._usable(wanted.absolute() / f"dashboard-{SCHEMA}")
         self._limit = limit
         self._lock = threading.Lock()
-        self._memory = FileCache(200_000)
+        self._memory = LruStatCache(200_000)
         self._path = self.directory / "summaries.db"
         self._connection: sqlite3.Connection | None = None
         self._waiting: list[tuple[str, bytes]] = []
@@ -111,11 +111,11 @@ class Cache:
 
     # summaries ------------------------------------------------------------------------------------------------
 
-    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         """`read()`, or its result from before, of this program or an earlier one. Errors are forgotten at its end."""
-        return self._memory.recall(key, entry, lambda: self._stored(key, entry, read))
+        return self._memory.get_or_read(key, entry, lambda: self._stored(key, entry, read))
 
-    def _stored(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+    def _stored(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         digest, kind = _digest(key, entry), _TYPES[key[1]]
         if (data := self._load(digest)) is not None:
             with contextlib.suppress(msgspec.MsgspecError):
@@ -165,7 +165,7 @@ class Cache:
             self._connection = None
 
 
-def _digest(key: tuple[str, str], entry: Entry) -> str:
+def _digest(key: tuple[str, str], entry: DirectoryEntry) -> str:
     return key_of("\0".join(key), entry)
 
 

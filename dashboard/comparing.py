@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Literal
 
-from treeckpt.core.analysis.diff import Added, Change, Differs, Moved, Removed, comparable, diff
+from treeckpt.core.analysis.diff import Added, Change, Changed, Moved, Removed, comparable, diff
 from treeckpt.core.analysis.outline import leaf_nbytes
 from treeckpt.core.format.byte_map import chunk_count
 from treeckpt.core.format.records import Index, Leaf
@@ -267,7 +267,7 @@ def _has(path: str, words: list[str]) -> bool:
 
 
 def _what(change: Change) -> str:
-    return change.aspect if isinstance(change, Differs) else str(change.__struct_config__.tag)
+    return change.aspect if isinstance(change, Changed) else str(change.__struct_config__.tag)
 
 
 def _change_row(comparison: Comparison, change: Change) -> DiffRow:

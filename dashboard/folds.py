@@ -7,8 +7,8 @@ from collections.abc import Hashable
 import msgspec
 
 from treeckpt.core.analysis.diff import leaf_text
-from treeckpt.core.analysis.outline import Outline, Row, leaf_nbytes
-from treeckpt.core.analysis.repeated_blocks import Fold, folds_of
+from treeckpt.core.analysis.outline import Outline, OutlineRow, leaf_nbytes
+from treeckpt.core.analysis.repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
 from .pages import SearchPage
 from .queries import PAGE, leaf_row, search_page
@@ -60,11 +60,11 @@ def folds_page(outline: Outline, name: str) -> FoldsPage:
     if children > MAX_CHILDREN:
         return FoldsPage(name, children, dtypes, [])
     rows = outline.children(name, count=MAX_CHILDREN)
-    folds = folds_of([row.key for row in rows], [_kind(outline, row) for row in rows])
+    folds = find_repeated_blocks([row.key for row in rows], [_kind(outline, row) for row in rows])
     return FoldsPage(name, children, dtypes, [_fold_row(fold, rows) for fold in folds])
 
 
-def _kind(outline: Outline, row: Row, depth: int = 0) -> Hashable:
+def _kind(outline: Outline, row: OutlineRow, depth: int = 0) -> Hashable:
     """What a node is, apart from its name."""
     if row.kind == "leaf":
         return leaf_text(outline.index, outline.index.entries[row.first])
@@ -74,7 +74,7 @@ def _kind(outline: Outline, row: Row, depth: int = 0) -> Hashable:
     return row.kind, row.cls, tuple((child.key, _kind(outline, child, depth + 1)) for child in inner)
 
 
-def _fold_row(fold: Fold, rows: list[Row]) -> FoldRow:
+def _fold_row(fold: RepeatedBlocks, rows: list[OutlineRow]) -> FoldRow:
     inside = rows[fold.start : fold.stop]
     return FoldRow(
         start=fold.start,

@@ -17,16 +17,16 @@ import msgspec
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.retention_policy import Policy
-from treeckpt.core.analysis.timing_report import Study
+from treeckpt.core.analysis.timing_report import TimingReport
 from treeckpt.core.format.file_names import step_of
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.timings import Timings, timings_name
 from treeckpt.core.text import visible
 from treeckpt.errors import CheckpointNotFound
 from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import Entry, Folder, LocalFolder, RunStore
+from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore
 from treeckpt.runs import catalog
-from treeckpt.runs.catalog import CheckpointInfo, FileCache
+from treeckpt.runs.catalog import CheckpointInfo, LruStatCache
 
 from .cache import Cache
 from .reading import StillReading, TableReader, is_large
@@ -113,8 +113,8 @@ class Library:
         self.cache = cache or Cache()
         self.policies = tuple(policies)
         self._reader = TableReader(self.cache)
-        self._timings = FileCache(6)
-        self._studies = FileCache(6)
+        self._timings = LruStatCache(6)
+        self._studies = LruStatCache(6)
         self.watches = {run.id: self._watch(run, clock) for run in self.runs}
         self._known: dict[str, tuple[Run, str]] = {}
         self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
@@ -128,7 +128,7 @@ class Library:
         self._known[_id(str(run.path), name)] = (run, name)
         modified = folder.modified_ns()
         try:
-            info = catalog.look_anyway(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
+            info = catalog.read_info_or_corrupt(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
             return Known(info, modified)
         except StillReading:
             return Known(_unread(folder), None)
@@ -176,7 +176,7 @@ class Library:
         folder = run.store.folder(name)
         if folder.modified_ns() is None:
             raise Missing("This checkpoint is gone.")
-        info = catalog.look_anyway(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
+        info = catalog.read_info_or_corrupt(folder, cache=_Reads(self, run), follow=isinstance(run.store, _Single))
         listed = next((one for one in self.watches[run.id].infos if one.name == info.name), info)
         if listed.save_id == info.save_id:  # its place among the others is known from the list alone
             info = msgspec.structs.replace(info, sequence=listed.sequence, abandoned=listed.abandoned)
@@ -231,15 +231,17 @@ class Library:
         save_id = info.save_id if info.leaves is not None else None
         if save_id is None:
             return catalog.read_timings(folder)
-        entry = folder.entries().get(timings_name(save_id), Entry(-1, 0))
-        return self._timings.recall((folder.url, save_id), entry, lambda: catalog.read_timings(folder, save_id=save_id))
+        entry = folder.entries().get(timings_name(save_id), DirectoryEntry(-1, 0))
+        return self._timings.get_or_read(
+            (folder.url, save_id), entry, lambda: catalog.read_timings(folder, save_id=save_id)
+        )
 
     @staticmethod
     def is_run(run: Run) -> bool:
         """Whether it is a run, not a checkpoint by itself."""
         return not isinstance(run.store, _Single)
 
-    def remembering(self, run: Run) -> catalog.Recall:
+    def remembering(self, run: Run) -> catalog.StatCache:
         """What a look at a run's directories remembers by."""
         return _Reads(self, run)
 
@@ -248,7 +250,7 @@ class Library:
         self._reader.close()
         self.cache.close()
 
-    def summary(self, run: Run, url: str, entry: Entry) -> catalog.Summary:
+    def summary(self, run: Run, url: str, entry: DirectoryEntry) -> catalog.Summary:
         """The summary of a large index, from its table.
 
         Args:
@@ -260,7 +262,7 @@ class Library:
         """
         return self._reader.outline(run.place, run.store.folder(PurePath(url).name), entry).summary
 
-    def study(self, info: CheckpointInfo) -> Study:
+    def study(self, info: CheckpointInfo) -> TimingReport:
         """The timings of a checkpoint, with what follows from them.
 
         Raises:
@@ -268,9 +270,9 @@ class Library:
         """
         _, folder = self._place(info)
         if info.save_id is None or info.leaves is None:
-            return Study(catalog.read_timings(folder))
-        entry = folder.entries().get(timings_name(info.save_id), Entry(-1, 0))
-        return self._studies.recall((folder.url, info.save_id), entry, lambda: Study(self.timings(info)))
+            return TimingReport(catalog.read_timings(folder))
+        entry = folder.entries().get(timings_name(info.save_id), DirectoryEntry(-1, 0))
+        return self._studies.get_or_read((folder.url, info.save_id), entry, lambda: TimingReport(self.timings(info)))
 
 
 class _Reads:
@@ -279,9 +281,9 @@ class _Reads:
     def __init__(self, library: Library, run: Run) -> None:
         self._library, self._run = library, run
 
-    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         cache = self._library.cache
         if key[1] != "summary" or not is_large(entry) or not entry.regular:
-            return cache.recall(key, entry, read)
+            return cache.get_or_read(key, entry, read)
         summary: Any = lambda: self._library.summary(self._run, key[0], entry)  # noqa: E731
-        return cache.recall(key, entry, summary)
+        return cache.get_or_read(key, entry, summary)

@@ -7,7 +7,7 @@ import shutil
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
-from treeckpt.core.analysis.deletion import Left, Removal
+from treeckpt.core.analysis.deletion import Removal, RetainedDirectory
 from treeckpt.core.analysis.retention_policy import All, Policy
 from treeckpt.core.format.save_progress import Progress
 from treeckpt.core.text import visible
@@ -17,7 +17,7 @@ from treeckpt.runs.active_saves import STALLED, SaveUnderWay
 from treeckpt.runs.catalog import CheckpointInfo
 from treeckpt.runs.disk_growth import days_until, growth_of
 from treeckpt.runs.run import CleanReport
-from treeckpt.runs.run import Run as CleaningRun
+from treeckpt.runs.run import RunDirectory as CleaningRun
 
 from .keeping import keep_text
 from .library import Library, Run
@@ -202,8 +202,8 @@ def _dry_run(library: Library, run: Run, policies: Sequence[Policy]) -> tuple[Cl
         return None, visible(str(error))
 
 
-def _removal_row(one: Removal | Left) -> RemovalRow:
-    if isinstance(one, Left):
+def _removal_row(one: Removal | RetainedDirectory) -> RemovalRow:
+    if isinstance(one, RetainedDirectory):
         return RemovalRow(visible(one.name), "left", visible(one.why), 0)
     return RemovalRow(visible(one.name), one.what, visible(one.reason), one.nbytes)
 

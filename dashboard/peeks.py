@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from treeckpt.core.analysis.element_stats import element_texts, statistics_of
+from treeckpt.core.analysis.element_stats import element_stats, element_texts
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.records import AliasRecord, Leaf, PerRankArrays
 from treeckpt.core.sharding.dtypes import dtype_of
@@ -158,7 +158,7 @@ def _page(found: Peek, dtype: str, rank: int | None, y: int | None, x: int | Non
 
 
 def _statistics(data: np.ndarray, dtype: str) -> StatisticsPart | None:
-    found = statistics_of(data, dtype)
+    found = element_stats(data, dtype)
     if found is None:
         return None
     # JSON has no infinity: magnitudes whose bins overflow are drawn without any

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from treeckpt.core.analysis.diff import leaf_text
-from treeckpt.core.analysis.outline import Outline, Row, leaf_nbytes
+from treeckpt.core.analysis.outline import Outline, OutlineRow, leaf_nbytes
 from treeckpt.core.format.records import Index, Leaf
 from treeckpt.core.text import value_text, value_type, visible
 from treeckpt.runs.catalog import CheckpointInfo
@@ -116,7 +116,7 @@ def loading_page(library: Library, url: str, reading: Reading) -> LoadingPage:
     return LoadingPage(row, ReadingRow(reading.phase, reading.done, reading.total, share, reading.seconds))
 
 
-def node_row(index: Index, row: Row) -> NodeRow:
+def node_row(index: Index, row: OutlineRow) -> NodeRow:
     """One node of the tree."""
     leaf = index.entries[row.first] if row.kind == "leaf" else None
     return NodeRow(
@@ -134,7 +134,7 @@ def node_row(index: Index, row: Row) -> NodeRow:
     )
 
 
-def _container_text(row: Row) -> str:
+def _container_text(row: OutlineRow) -> str:
     kind = {"per_rank": "per rank"}.get(row.kind, row.kind)
     return f"{kind} {row.cls.rpartition(':')[2]}" if row.cls else kind
 

@@ -27,7 +27,7 @@ from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.errors import CorruptError, TreeckptError
 from treeckpt.io.storage import metadata_files
 from treeckpt.io.storage.open import open_run
-from treeckpt.io.storage.run_store import Entry, Folder, LocalFolder
+from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
 
 from .cache import Cache, key_of
 from .stored import StoredOutline
@@ -159,7 +159,7 @@ class TableReader:
         self._failed: OrderedDict[str, TreeckptError] = OrderedDict()
         self._jobs: dict[str, _Job] = {}
 
-    def outline(self, run: str, folder: Folder, entry: Entry) -> StoredOutline:
+    def outline(self, run: str, folder: Folder, entry: DirectoryEntry) -> StoredOutline:
         """The tree of the index in a folder.
 
         Args:
@@ -245,7 +245,7 @@ class TableReader:
                 job.kill()
 
 
-def is_large(entry: Entry) -> bool:
+def is_large(entry: DirectoryEntry) -> bool:
     """Whether an index is to be decoded by another process."""
     return entry.nbytes >= LARGE
 

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.reshard_preview import RankReads, Reshard, parse_mesh, parse_rules, plan_reshard
+from treeckpt.core.analysis.reshard_preview import RankReads, ReshardPlan, parse_mesh, parse_rules, plan_reshard
 from treeckpt.core.format.records import Index
 from treeckpt.core.sharding.placements import Mesh, MeshLayout
 from treeckpt.errors import TreeckptError
@@ -112,7 +112,7 @@ def _without_plan(
     )  # fmt: skip
 
 
-def _row(mesh: Mesh, rank: RankReads, plan: Reshard) -> ReaderRow:
+def _row(mesh: Mesh, rank: RankReads, plan: ReshardPlan) -> ReaderRow:
     most = max(other.read for other in plan.ranks)
     return ReaderRow(
         rank.rank,
@@ -135,7 +135,7 @@ def _place(mesh: Mesh, rank: int) -> str:
     return ", ".join(at)
 
 
-def _cells(plan: Reshard) -> tuple[list[list[int]], list[int]]:
+def _cells(plan: ReshardPlan) -> tuple[list[list[int]], list[int]]:
     cells: list[list[int]] = []
     ranks: list[int] = []
     for position, rank in enumerate(plan.ranks):

@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Query, Request
 
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.treemap import By
+from treeckpt.core.analysis.treemap import TreemapKey
 from treeckpt.errors import CheckpointError
 from treeckpt.io.storage.store import Store
 
@@ -104,7 +104,7 @@ def get_snippet(
 def get_treemap(
     request: Request,
     checkpoint_id: str,
-    by: By = "tree",
+    by: TreemapKey = "tree",
     node: Annotated[str, Query(max_length=1000)] = "",
     count: Annotated[int, Query(ge=10, le=100_000, description="boxes, at most")] = 20_000,
 ) -> TreemapPage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.byte_map import Extent, extents_in
+from treeckpt.core.format.byte_map import Extent, extents_in_file
 from treeckpt.core.format.records import File, Index
 from treeckpt.core.text import region_text
 from treeckpt.errors import LayoutError
@@ -65,7 +65,7 @@ def _file_of(index: Index, number: int) -> File:
 
 def _extents(index: Index, file: File) -> list[Extent]:
     try:
-        return extents_in(index, file, most=MAX_EXTENTS)
+        return extents_in_file(index, file, most=MAX_EXTENTS)
     except LayoutError as error:
         raise Missing(f"This shard has more than {MAX_EXTENTS:,} chunks.") from error
 

@@ -16,8 +16,8 @@ from typing import Any, overload
 
 import msgspec
 
-from treeckpt.core.analysis.node_table import FlatNode
-from treeckpt.core.analysis.outline import Row
+from treeckpt.core.analysis.node_table import NodeRecord
+from treeckpt.core.analysis.outline import OutlineRow
 from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
 from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure
@@ -28,7 +28,7 @@ from .tables import LEAVES, NAMES, NODES, StoredLeaf
 
 __all__ = ["StoredIndex", "StoredOutline"]
 
-_NODES = msgspec.msgpack.Decoder(list[FlatNode])
+_NODES = msgspec.msgpack.Decoder(list[NodeRecord])
 _BLOCK = msgspec.json.Decoder(list[StoredLeaf])
 _KEPT = 256
 """Blocks of decoded leaves that are kept."""
@@ -159,15 +159,15 @@ class StoredOutline:
     def __init__(self, path: Path) -> None:
         self._reader = _Reader(path)
         self.index: Index = StoredIndex.open(self._reader)
-        self._found: dict[str, tuple[Row, int]] = {}
+        self._found: dict[str, tuple[OutlineRow, int]] = {}
         self._block = lru_cache(_KEPT)(self._read)
 
-    def _read(self, block: int) -> list[FlatNode]:
+    def _read(self, block: int) -> list[NodeRecord]:
         with self._reader.lent() as connection:
             [data] = connection.execute("SELECT data FROM node WHERE block = ?", (block,)).fetchone()
         return _NODES.decode(data)
 
-    def _nodes(self, start: int, stop: int) -> list[FlatNode]:
+    def _nodes(self, start: int, stop: int) -> list[NodeRecord]:
         """The nodes with these numbers."""
         first = start - start % NODES
         blocks = [self._block(number // NODES) for number in range(first, stop, NODES)]
@@ -178,7 +178,7 @@ class StoredOutline:
         """What a list of checkpoints shows."""
         return msgspec.json.decode(self._reader.part("summary"), type=Summary)
 
-    def _find(self, name: str) -> tuple[Row, int]:
+    def _find(self, name: str) -> tuple[OutlineRow, int]:
         """A node and the number of its first child."""
         if (kept := self._found.get(name)) is not None:
             return kept
@@ -191,7 +191,7 @@ class StoredOutline:
             at, path = _below(at, step, "."), _below(path, node[0], "/")
         return _row(node, at, path), node[3]
 
-    def row(self, name: str = "") -> Row:
+    def row(self, name: str = "") -> OutlineRow:
         """One node.
 
         Raises:
@@ -199,7 +199,7 @@ class StoredOutline:
         """
         return self._find(name)[0]
 
-    def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[Row]:
+    def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[OutlineRow]:
         """The node's children, from position `start` on, at most `count`.
 
         Raises:
@@ -216,7 +216,7 @@ class StoredOutline:
         self._found.update((row.node, (row, one[3])) for row, one in zip(rows, found, strict=True) if row.children)
         return rows
 
-    def node_at(self, path: str) -> Row | None:
+    def node_at(self, path: str) -> OutlineRow | None:
         """The node with this path, None if there is none."""
         names: list[str] = []
         [node] = self._nodes(0, 1)
@@ -267,9 +267,9 @@ def _below(path: str, key: str, separator: str) -> str:
     return f"{path}{separator}{key}" if path else key
 
 
-def _row(found: FlatNode, node: str, path: str) -> Row:
+def _row(found: NodeRecord, node: str, path: str) -> OutlineRow:
     key, kind, cls, _, children, first, leaves, nbytes = found
-    return Row(node, key, path, kind, cls, children, first, leaves, nbytes)
+    return OutlineRow(node, key, path, kind, cls, children, first, leaves, nbytes)
 
 
 def _no_node(name: str) -> MismatchError:

@@ -18,12 +18,12 @@ from typing import TypeVar
 
 import msgspec
 
-from treeckpt.core.analysis.node_table import flat_nodes
+from treeckpt.core.analysis.node_table import node_records
 from treeckpt.core.format.records import Index, LeafRecord
 from treeckpt.core.sharding.int_runs import Runs
 from treeckpt.core.tree.nesting import split_structure
 from treeckpt.core.tree.structure import Structure
-from treeckpt.runs.catalog import Summary, summarize
+from treeckpt.runs.catalog import Summary, summarize_index
 
 __all__ = ["LEAVES", "NAMES", "NODES", "SCHEMA", "StoredLeaf", "build_table"]
 
@@ -82,9 +82,9 @@ def build_table(index: Index, target: Path, tell: Callable[[int, int], None] = l
 
 
 def _fill(connection: sqlite3.Connection, index: Index, tell: Callable[[int, int], None]) -> Summary:
-    summary = summarize(index)
+    summary = summarize_index(index)
     nodes = msgspec.msgpack.Encoder()
-    for done, block in _blocks(flat_nodes(index), NODES):
+    for done, block in _blocks(node_records(index), NODES):
         connection.execute("INSERT INTO node VALUES (?, ?)", (done, nodes.encode(block)))
         if done % TOLD == 0:
             tell(min(done * NODES, len(index.leaves)), len(index.leaves))

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treeckpt.core.analysis.critical_path import Stretch
+from treeckpt.core.analysis.critical_path import CriticalSegment
 from treeckpt.core.analysis.perfetto import encode_trace
-from treeckpt.core.analysis.profile import WAITING, Phase, Profile, RankTime
-from treeckpt.core.analysis.stragglers import Grouping, Matrix, Straggler, groupings_of, pooled
-from treeckpt.core.analysis.timing_report import Study
+from treeckpt.core.analysis.profile import WAITING_PHASES, PhaseTime, RankTime, SaveProfile
+from treeckpt.core.analysis.stragglers import PhaseMatrix, RankGrouping, Straggler, group_phase_matrix, rank_groupings
+from treeckpt.core.analysis.timing_report import TimingReport
 from treeckpt.core.format.records import Index
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
@@ -65,7 +65,7 @@ def _no_timing(row: CheckpointRow, problem: str) -> TimingPage:
     )
 
 
-def _studied(library: Library, checkpoint_id: str) -> tuple[CheckpointInfo, Study]:
+def _studied(library: Library, checkpoint_id: str) -> tuple[CheckpointInfo, TimingReport]:
     """A checkpoint with timings.
 
     Raises:
@@ -77,23 +77,25 @@ def _studied(library: Library, checkpoint_id: str) -> tuple[CheckpointInfo, Stud
     return info, library.study(info)
 
 
-def _groups(library: Library, info: CheckpointInfo, study: Study) -> tuple[Grouping, ...]:
+def _groups(library: Library, info: CheckpointInfo, study: TimingReport) -> tuple[RankGrouping, ...]:
     index: Index | None = None
     if info.leaves is not None:
         index = library.outline(info).index
         index = index if index.save_id == study.timings.save_id else None
-    return groupings_of(study.timings.world, study.timings.hosts, index)
+    return rank_groupings(study.timings.world, study.timings.hosts, index)
 
 
-def _rows(study: Study, groups: Sequence[Grouping], by: str) -> tuple[str, Matrix, Sequence[str]]:
+def _rows(study: TimingReport, groups: Sequence[RankGrouping], by: str) -> tuple[str, PhaseMatrix, Sequence[str]]:
     """By what the heat map's rows are, the rows, and their labels; an unknown grouping falls back to ranks."""
     for group in groups:
         if group.name == by:
-            return by, *pooled(study.matrix, group)
+            return by, *group_phase_matrix(study.matrix, group)
     return "rank", study.matrix, [f"rank {rank}" for rank in study.matrix.ranks.tolist()]
 
 
-def _timing_page(row: CheckpointRow, study: Study, groups: Sequence[Grouping], start: int, by: str) -> TimingPage:
+def _timing_page(
+    row: CheckpointRow, study: TimingReport, groups: Sequence[RankGrouping], start: int, by: str
+) -> TimingPage:
     profile = study.profile
     picked = profile.ranks[start : start + RANKS]
     by, matrix, labels = _rows(study, groups, by)
@@ -125,10 +127,10 @@ def _timing_page(row: CheckpointRow, study: Study, groups: Sequence[Grouping], s
     )
 
 
-def _phase_row(phase: Phase) -> PhaseRow:
+def _phase_row(phase: PhaseTime) -> PhaseRow:
     seconds = phase.longest_ns / 1e9
     rate = phase.nbytes / phase.ranks / seconds if phase.nbytes and seconds > 0 else None
-    median, waiting = phase.median_ns / 1e9, phase.name in WAITING
+    median, waiting = phase.median_ns / 1e9, phase.name in WAITING_PHASES
     return PhaseRow(phase.name, phase.ranks, median, seconds, phase.slowest, phase.nbytes, rate, waiting)
 
 
@@ -138,7 +140,7 @@ def _rank_row(rank: RankTime, median: int, origin: int) -> RankRow:
     return RankRow(rank.rank, (rank.stop_ns - rank.start_ns) / 1e9, rank.busy_ns / 1e9, rank.nbytes, slowdown, blocked)
 
 
-def _straggler_row(straggler: Straggler, profile: Profile) -> StragglerRow:
+def _straggler_row(straggler: Straggler, profile: SaveProfile) -> StragglerRow:
     times, score = straggler.times, straggler.score
     return StragglerRow(
         straggler.rank,
@@ -151,13 +153,13 @@ def _straggler_row(straggler: Straggler, profile: Profile) -> StragglerRow:
     )
 
 
-def _critical_row(stretch: Stretch, origin: int, total: float) -> CriticalRow:
+def _critical_row(stretch: CriticalSegment, origin: int, total: float) -> CriticalRow:
     seconds = (stretch.stop_ns - stretch.start_ns) / 1e9
     start = (stretch.start_ns - origin) / 1e9
     return CriticalRow(stretch.rank, stretch.phase, start, seconds, seconds / total if total else 0.0)
 
 
-def _heat_rows(matrix: Matrix, labels: Sequence[str], shown: slice) -> list[HeatRow]:
+def _heat_rows(matrix: PhaseMatrix, labels: Sequence[str], shown: slice) -> list[HeatRow]:
     return [
         HeatRow(label, [None if ns < 0 else ns / 1e9 for ns in times], slowest)
         for label, times, slowest in zip(
@@ -166,7 +168,7 @@ def _heat_rows(matrix: Matrix, labels: Sequence[str], shown: slice) -> list[Heat
     ]
 
 
-def _span_rows(study: Study, first: int, last: int) -> list[SpanRow]:
+def _span_rows(study: TimingReport, first: int, last: int) -> list[SpanRow]:
     """The spans of some of the profile's ranks, by number."""
     if first >= last:
         return []
@@ -197,7 +199,7 @@ def waterfall_data(library: Library, checkpoint_id: str) -> WaterfallData:
         unit=unit / 1e9,
         total=(profile.stop_ns - origin) // unit,
         phases=list(spans.names),
-        waiting=[name in WAITING for name in spans.names],
+        waiting=[name in WAITING_PHASES for name in spans.names],
         ranks=ranks,
         counts=np.diff(study.edges).tolist(),
         busy=[rank.busy_ns // unit for rank in profile.ranks],
@@ -228,7 +230,7 @@ def heat_data(library: Library, checkpoint_id: str, by: str) -> HeatData:
     return HeatData(
         by=by,
         phases=list(matrix.phases),
-        waiting=[name in WAITING for name in matrix.phases],
+        waiting=[name in WAITING_PHASES for name in matrix.phases],
         unit=unit / 1e9,
         labels=list(labels),
         medians=[medians[name] // unit for name in matrix.phases],

@@ -16,8 +16,8 @@ import msgspec
 
 from treeckpt.core.format.file_names import step_of
 from treeckpt.errors import TreeckptError
-from treeckpt.io.storage.run_store import RunStore, changes_of
-from treeckpt.runs.catalog import CheckpointInfo, arranged
+from treeckpt.io.storage.run_store import RunStore, modified_times
+from treeckpt.runs.catalog import CheckpointInfo, in_listing_order
 
 __all__ = ["FRESH", "Known", "Progress", "Watch"]
 
@@ -138,7 +138,7 @@ class Watch:
             self.version += 1
 
     def _look_again(self, look: _Look) -> None:
-        changes = changes_of(self._store)
+        changes = modified_times(self._store)
         names = self._listed(changes)
         for name in names:
             if name not in self._known:
@@ -191,6 +191,6 @@ class Watch:
         with self._lock:
             version, infos = self._sorted
             if version != self.version:
-                infos = arranged(known.info for known in self._known.values())
+                infos = in_listing_order(known.info for known in self._known.values())
                 self._sorted = (self.version, infos)
             return infos

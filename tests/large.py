@@ -17,7 +17,7 @@ from tests.samples import START_NS
 from treeckpt.core.format.chunks import GridChunks, WholeChunk
 from treeckpt.core.format.index import INDEX_NAME, encode_index
 from treeckpt.core.format.records import ArrayRecord, Index, LeafRecord, ValueRecord, file_table
-from treeckpt.core.format.shard_header import BLOCK, Entry, ShardHeader, encode_header, hash_block
+from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
 from treeckpt.core.sharding.int_runs import constant_runs, encode_runs
 from treeckpt.core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
@@ -167,7 +167,7 @@ def write_spans(directory: Path, *, world: int, phases: Iterable[str] = PHASES, 
 def write_sparse(directory: Path, *, nbytes: int) -> Index:
     """A checkpoint of one float32 matrix with rows of 4 KiB, that takes no room: its shard is a header and a hole."""
     spec = ArraySpec((nbytes // 4096, 1024), "float32")
-    entry = Entry("tensor", spec.dtype, spec.shape, Region.whole(spec.shape), 0, nbytes)
+    entry = ShardEntry("tensor", spec.dtype, spec.shape, Region.whole(spec.shape), 0, nbytes)
     hashes = (hash_block(bytes(BLOCK)),) * (nbytes // BLOCK)
     header = encode_header(ShardHeader(SAVE_ID, 0, 1, 0, 0, (entry,), hashes))
     index = msgspec.structs.replace(

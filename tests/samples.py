@@ -17,7 +17,7 @@ import numpy as np
 from treeckpt.core.format.build_index import build_index
 from treeckpt.core.format.index import INDEX_NAME, encode_index, encode_manifest
 from treeckpt.core.format.records import FileTable, Index, file_table
-from treeckpt.core.format.shard_header import BLOCK, Entry, ShardHeader, encode_header, hash_block, shard_name
+from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
 from treeckpt.core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
 from treeckpt.core.planning.save_plan import FilePlan, plan_save
@@ -165,7 +165,9 @@ def write_checkpoint(
     return index
 
 
-def _pieces(file: FilePlan, rank: int, numbered: Any, data: Any, plenum: GlobalTree) -> tuple[tuple[Entry, ...], bytes]:
+def _pieces(
+    file: FilePlan, rank: int, numbered: Any, data: Any, plenum: GlobalTree
+) -> tuple[tuple[ShardEntry, ...], bytes]:
     """What a shard holds: its entries and its bytes."""
     entries, parts = [], []
     for write in file.writes:
@@ -173,7 +175,7 @@ def _pieces(file: FilePlan, rank: int, numbered: Any, data: Any, plenum: GlobalT
         spec, array = plenum.leaves[number].spec, data[number]
         assert spec is not None and array is not None
         path = leaf.path.replace("~rank*", f"~rank{rank}")
-        entries.append(Entry(path, spec.dtype, spec.shape, write.region, write.start, write.nbytes))
+        entries.append(ShardEntry(path, spec.dtype, spec.shape, write.region, write.start, write.nbytes))
         parts.append(np.ascontiguousarray(array[write.region.slices()]).tobytes())
         assert len(parts[-1]) == write.nbytes == write.region.size * dtype_of(spec.dtype).itemsize
     return tuple(entries), b"".join(parts)

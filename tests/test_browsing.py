@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.samples import write_checkpoint
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.profile import lanes_of, profile_of
-from treeckpt.core.format.byte_map import extents_in, locate_chunks
+from treeckpt.core.analysis.profile import profile_of, span_lanes
+from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
 from treeckpt.core.format.timings import Span, Timings
 from treeckpt.core.text import bytes_text, seconds_text, value_text, visible
 from treeckpt.core.tree.value_codec import Typed, encode_value
@@ -44,7 +44,7 @@ def test_nodes_that_are_not_there(index):
 
 def test_extents_are_the_inverse_of_located_chunks(index):
     assert len(index.file_list) > 4  # a size limit was given: ranks have several files
-    by_file = {(f.name, e.leaf, e.region, e.start, e.stop) for f in index.file_list for e in extents_in(index, f)}
+    by_file = {(f.name, e.leaf, e.region, e.start, e.stop) for f in index.file_list for e in extents_in_file(index, f)}
     by_leaf = {(c.file.name, n, c.region, c.start, c.stop) for n, leaf in enumerate(index.entries)
                for c in locate_chunks(index, leaf) if c.stop > c.start}  # fmt: skip
     assert by_file == by_leaf
@@ -71,7 +71,7 @@ def test_no_spans_and_spans_of_no_length():
 
 def test_overlapping_spans_lie_in_lanes_of_their_own():
     spans = [Span("a", 0, 0, 10), Span("b", 0, 0, 6, 0, 0), Span("c", 0, 5, 9, 0, 0), Span("d", 0, 6, 8, 0, 0)]
-    assert lanes_of(spans) == [0, 1, 2, 1]
+    assert span_lanes(spans) == [0, 1, 2, 1]
 
 
 @given(st.text())

@@ -147,7 +147,7 @@ def test_the_cache_reads_again_only_what_changed(tmp_path):
         reads.append(path.read_text())
         return reads[-1]
 
-    cache = catalog.FileCache()
+    cache = catalog.LruStatCache()
     assert [cache.get(file, read), cache.get(file, read)] == ["one", "one"]
     file.write_text("two!")
     assert cache.get(file, read) == "two!"
@@ -163,7 +163,7 @@ def test_the_cache_keeps_errors_and_forgets_the_oldest(tmp_path):
 
     for name in "ab":
         (tmp_path / name).touch()
-    cache = catalog.FileCache(1)
+    cache = catalog.LruStatCache(1)
     for name in ("a", "a", "b", "a"):
         with pytest.raises(TreeckptError):
             cache.get(tmp_path / name, read)
@@ -171,7 +171,7 @@ def test_the_cache_keeps_errors_and_forgets_the_oldest(tmp_path):
 
 
 def test_scans_agree_from_many_threads(run):
-    cache, found = catalog.FileCache(), []
+    cache, found = catalog.LruStatCache(), []
     threads = [threading.Thread(target=lambda: found.append(catalog.scan(run, cache=cache))) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -184,7 +184,7 @@ def test_what_ranks_held_counts_every_replica(tmp_path):
     tree = {"w": np.zeros((64, 8), np.float32), "own": PerRank(np.zeros(4, np.float32)), "n": 1}
     halves = MeshLayout(MESH, (Shard(0), Replicate()))
     write_checkpoint(tmp_path / "a", tree, layouts=lambda path, array: halves if path == "w" else None)
-    info = catalog.look(tmp_path / "a")
+    info = catalog.read_info(tmp_path / "a")
     assert info.nbytes == 64 * 8 * 4 + 4 * 16 and info.held_nbytes == 2 * 64 * 8 * 4 + 4 * 16
     assert info.blocked_seconds == info.seconds
 
@@ -197,4 +197,4 @@ def test_a_background_save_records_its_host_and_when_its_call_returned(tmp_path)
     profile = profile_of(timings)
     assert 0 < profile.blocked_seconds < profile.seconds
     assert abs(profile.blocked_seconds - report.blocked_seconds) < 0.1
-    assert catalog.look(tmp_path / "a").blocked_seconds == profile.blocked_seconds
+    assert catalog.read_info(tmp_path / "a").blocked_seconds == profile.blocked_seconds

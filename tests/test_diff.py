@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.samples import MESH, gpt_state, write_checkpoint
-from treeckpt.core.analysis.diff import Added, Differs, Moved, Removed, diff
+from treeckpt.core.analysis.diff import Added, Changed, Moved, Removed, diff
 from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
 
 
@@ -29,15 +29,15 @@ def test_equal_trees_have_no_difference(indexes):
 
 def test_values_are_compared_with_their_types(indexes):
     a, b = indexes(tree(), tree(step=True))
-    assert diff(a, b).changes == (Differs("step", "value", "int 1", "bool True"),)
+    assert diff(a, b).changes == (Changed("step", "value", "int 1", "bool True"),)
 
 
 def test_shape_and_dtype_and_kind(indexes):
     a, b = indexes(tree(x=np.zeros(3, np.float32), y=1), tree(x=np.zeros(4, np.int64), y=np.zeros(1, np.int8)))
     assert diff(a, b).changes == (
-        Differs("x", "shape", "[3]", "[4]"),
-        Differs("x", "dtype", "float32", "int64"),
-        Differs("y", "kind", "value int 1", "array int8 [1]"),
+        Changed("x", "shape", "[3]", "[4]"),
+        Changed("x", "dtype", "float32", "int64"),
+        Changed("y", "kind", "value int 1", "array int8 [1]"),
     )
 
 

@@ -97,7 +97,7 @@ def test_each_byte_is_read_once_unless_all_is_compared_first(tmp_path: Path) -> 
             self.total += sum(map(len, parts)) if done else 0
             return done
 
-        lend: Any = None
+        mapped: Any = None
 
     tc.save(tmp_path / "c", leaves(1))
     nbytes = sum(leaf.nbytes for leaf in leaves(1).values())
@@ -113,7 +113,7 @@ def _unlent(store: Any) -> Any:
 
     class Plain:
         def __getattr__(self, name: str) -> Any:
-            if name == "lend":
+            if name == "mapped":
                 raise AttributeError(name)
             return getattr(store, name)
 

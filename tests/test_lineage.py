@@ -24,7 +24,7 @@ from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.run_store import MemoryRun
 from treeckpt.io.timing import Recorder
 from treeckpt.runs.catalog import scan
-from treeckpt.runs.run import Run
+from treeckpt.runs.run import RunDirectory
 
 
 @pytest.fixture(params=["disk", "memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -155,7 +155,7 @@ def test_the_restored_step_may_be_deleted_before_the_first_save(run: Any) -> Non
     fill(run, [10, 20, 30, 40])
     made = manager(run)
     made.restore(step=20)
-    Run(run).clean([Steps((10, 30, 40))])
+    RunDirectory(run).clean([Steps((10, 30, 40))])
     made.save(21, {"step": 21})
     assert made.latest() == 21 and abandoned(run) == [30, 40] and listed(run) == [21, 10, 40, 30]
 
@@ -463,9 +463,9 @@ def test_a_rebuilt_index_has_its_lineage(tmp_path: Path) -> None:
 def test_what_is_no_lineage_under_its_key_stays_metadata(tmp_path: Path) -> None:
     for step, odd in enumerate(["text", '{"sequence": -1}', '{"sequence": 1, "abandoned": [[5, 1]]}', 7]):
         path = tmp_path / step_name(step)
-        tc.save(path, {"n": 1}, step=step, custom_metadata={index_module.LINEAGE: odd})
+        tc.save(path, {"n": 1}, step=step, custom_metadata={index_module.LINEAGE_KEY: odd})
         index = tc.inspect(path)
-        assert index.lineage is None and index.metadata[index_module.LINEAGE] == odd
+        assert index.lineage is None and index.metadata[index_module.LINEAGE_KEY] == odd
     assert manager(tmp_path).latest() == 3
 
 

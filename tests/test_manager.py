@@ -15,7 +15,7 @@ import treeckpt as tc
 from tests.background import until
 from tests.world import assert_equal, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
 from treeckpt.core.analysis.retention_policy import Best, EverySteps, Last
-from treeckpt.core.format.file_names import PIN_NAME, deleted_name, kind_of, step_name
+from treeckpt.core.format.file_names import PIN_NAME, deleted_name, parse_file_name, step_name
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.shard_header import shard_name
 from treeckpt.io.comm.comm import thread_comms
@@ -23,7 +23,7 @@ from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.reader_leases import hold_lease
 from treeckpt.io.storage.run_store import MemoryRun
 from treeckpt.runs.catalog import scan
-from treeckpt.runs.run import Run, steady_clock
+from treeckpt.runs.run import RunDirectory, steady_clock
 
 
 @pytest.fixture(params=["disk", "memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -198,7 +198,7 @@ def test_bad_steps_are_refused(run):
 
 
 def test_the_manager_prints_itself(run):
-    assert repr(manager(run, keep=2)) == f"Manager({Run(run).url!r}, keep=[Last(count=2)], rank 0 of 1)"
+    assert repr(manager(run, keep=2)) == f"Manager({RunDirectory(run).url!r}, keep=[Last(count=2)], rank 0 of 1)"
 
 
 # what is broken --------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_what_crashed_saves_left_goes_after_the_grace_period(tmp_path):
     assert {(r.name, r.what) for r in report.removed} == {(step_name(3), "leftovers"), (step_name(2), "leftovers")}
     assert not (tmp_path / step_name(3)).exists()
     after = {path.name for path in (tmp_path / step_name(2)).iterdir()}
-    assert all(kind_of(name).save_id == "c" * 16 for name in before - after) and len(before - after) == 2
+    assert all(parse_file_name(name).save_id == "c" * 16 for name in before - after) and len(before - after) == 2
     assert made.restore() == {"step": 2} and tc.verify(tmp_path / step_name(2)).ok
 
 
@@ -335,7 +335,7 @@ def test_a_step_that_is_read_is_deleted_only_afterwards(run):
 
 
 def test_a_reader_that_comes_between_decision_and_deletion_keeps_the_shards(run, monkeypatch):
-    made, keeper, held = fill(run, [1, 2]), Run(run), []
+    made, keeper, held = fill(run, [1, 2]), RunDirectory(run), []
     folder = made._run.folder(1)
 
     store = type(folder.store)
@@ -350,7 +350,7 @@ def test_a_reader_that_comes_between_decision_and_deletion_keeps_the_shards(run,
     monkeypatch.setattr(store, "delete", delete)
     report = keeper.clean([Last(1)])
     assert "reader is done" in report.left[0].why
-    assert any(kind_of(name).kind == "shard" for name in folder.entries()), "it can go on reading"
+    assert any(parse_file_name(name).kind == "shard" for name in folder.entries()), "it can go on reading"
     assert made.steps() == [2]
     held[0].__exit__(None, None, None)
     assert "cut short" in keeper.clean([Last(1)]).removed[0].reason
@@ -359,20 +359,20 @@ def test_a_reader_that_comes_between_decision_and_deletion_keeps_the_shards(run,
 
 def test_leases_are_renewed_and_those_of_dead_readers_expire(tmp_path):
     fill(tmp_path, [1, 2])
-    folder = Run(tmp_path).folder(1)
+    folder = RunDirectory(tmp_path).folder(1)
     with hold_lease(folder, renew=0.01):
         age(tmp_path / step_name(1))
-        assert until(lambda: bool(Run(tmp_path).clean([Last(1)], dry_run=True).left)), "it is renewed"
+        assert until(lambda: bool(RunDirectory(tmp_path).clean([Last(1)], dry_run=True).left)), "it is renewed"
     (tmp_path / step_name(1) / f"lease.{'e' * 16}.json").write_text("{}")
-    assert Run(tmp_path).clean([Last(1)], dry_run=True).left
+    assert RunDirectory(tmp_path).clean([Last(1)], dry_run=True).left
     age(tmp_path / step_name(1))
-    assert Run(tmp_path).clean([Last(1)]).removed[0].name == step_name(1)
+    assert RunDirectory(tmp_path).clean([Last(1)]).removed[0].name == step_name(1)
     assert not (tmp_path / step_name(1)).exists()
 
 
 def test_a_pin_between_decision_and_deletion_wins(tmp_path, monkeypatch):
     fill(tmp_path, [1, 2])
-    run = Run(tmp_path)
+    run = RunDirectory(tmp_path)
     real = run._remove
 
     def remove(removal, grace):
@@ -386,7 +386,7 @@ def test_a_pin_between_decision_and_deletion_wins(tmp_path, monkeypatch):
 
 
 def test_a_save_to_the_step_between_decision_and_deletion_wins(tmp_path, monkeypatch):
-    made, run = fill(tmp_path, [1, 2]), Run(tmp_path)
+    made, run = fill(tmp_path, [1, 2]), RunDirectory(tmp_path)
     real = run._remove
 
     def remove(removal, grace):
@@ -402,12 +402,14 @@ def test_a_clock_that_jumps_deletes_nothing_of_a_save_under_way(tmp_path):
     fill(tmp_path, [1, 2])
     crash_a_save(tmp_path / step_name(3))
     jump = [0]
-    run = Run(tmp_path, clock=steady_clock(lambda: time.time_ns() + jump[0], time.monotonic_ns))
+    run = RunDirectory(tmp_path, clock=steady_clock(lambda: time.time_ns() + jump[0], time.monotonic_ns))
     for jump[0] in (10**18, -(10**18)):
         assert not run.clean([Last(2)]).removed
     assert (tmp_path / step_name(3)).exists()
     later = [0]
-    run = Run(tmp_path, clock=steady_clock(lambda: time.time_ns() + later[0], lambda: time.monotonic_ns() + later[0]))
+    run = RunDirectory(
+        tmp_path, clock=steady_clock(lambda: time.time_ns() + later[0], lambda: time.monotonic_ns() + later[0])
+    )
     later[0] = 7200 * 10**9
     assert run.clean([Last(2)]).removed, "time that really passed counts"
 
@@ -452,7 +454,7 @@ def test_two_managers_on_one_run_agree(tmp_path):
     reports = {}
 
     def clean(name):
-        reports[name] = Run(tmp_path).clean([Last(3), EverySteps(10)])
+        reports[name] = RunDirectory(tmp_path).clean([Last(3), EverySteps(10)])
 
     threads = [threading.Thread(target=clean, args=(name,)) for name in range(4)]
     for thread in threads:
@@ -462,7 +464,7 @@ def test_two_managers_on_one_run_agree(tmp_path):
     assert manager(tmp_path).steps() == [10, 20, 28, 29, 30]
     assert not any(report.failed for report in reports.values()), [r.failed for r in reports.values()]
     age(tmp_path)
-    Run(tmp_path).clean([Last(3), EverySteps(10)])
+    RunDirectory(tmp_path).clean([Last(3), EverySteps(10)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(s) for s in (10, 20, 28, 29, 30)]
 
 
@@ -711,7 +713,7 @@ def test_restore_holds_a_lease_while_it_loads(tmp_path, monkeypatch):
 
     def load(store, *args, **options):
         seen.append([name for name in os.listdir(tmp_path / step_name(1)) if name.startswith("lease.")])
-        seen.append(Run(tmp_path).clean([Last(1)]).left[0].why)
+        seen.append(RunDirectory(tmp_path).clean([Last(1)]).left[0].why)
         return real(store, *args, **options)
 
     monkeypatch.setattr(tc.api, "load", load)

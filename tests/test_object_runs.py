@@ -18,7 +18,7 @@ from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import step_name
 from treeckpt.io.comm.comm import SoloComm
 from treeckpt.io.storage.object_store import open_bucket
-from treeckpt.runs.run import Run
+from treeckpt.runs.run import RunDirectory
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -88,8 +88,8 @@ def test_a_reader_keeps_a_checkpoint_until_it_is_done(far_run: str) -> None:
     for step in (1, 2):
         made.save(step, {"step": step})
     with made.reading(1) as store:
-        assert not Run(far_run).clean([Last(1)]).removed and tc.load(store) == {"step": 1}
-    assert [r.name for r in Run(far_run).clean([Last(1)]).removed] == [step_name(1)]
+        assert not RunDirectory(far_run).clean([Last(1)]).removed and tc.load(store) == {"step": 1}
+    assert [r.name for r in RunDirectory(far_run).clean([Last(1)]).removed] == [step_name(1)]
 
 
 def test_leftovers_of_crashed_saves_and_deletions_go(far_run: str) -> None:
@@ -97,8 +97,8 @@ def test_leftovers_of_crashed_saves_and_deletions_go(far_run: str) -> None:
     for step in (1, 2):
         made.save(step, {"w": np.arange(9)})
     tc.ObjectStore(f"{far_run}/{step_name(1)}").delete("index.json")
-    assert made.steps() == [2] and not Run(far_run).clean([Last(5)]).removed, "it may be a save under way"
-    later = Run(far_run, clock=lambda: time.time_ns() + 7200 * 10**9)
+    assert made.steps() == [2] and not RunDirectory(far_run).clean([Last(5)]).removed, "it may be a save under way"
+    later = RunDirectory(far_run, clock=lambda: time.time_ns() + 7200 * 10**9)
     assert [r.name for r in later.clean([Last(5)]).removed] == [step_name(1)]
     assert tc.ObjectRun(far_run).names() == [step_name(2)] and made.restore()["w"].sum() == 36
 
@@ -108,7 +108,7 @@ def test_a_deletion_goes_mark_index_shards_mark(s3: S3) -> None:
     for step in (1, 2):
         tc.save(f"{url}/{step_name(step)}", {"w": np.arange(9)}, step=step)
     s3.rules()
-    Run(url).clean([Last(1)])
+    RunDirectory(url).clean([Last(1)])
     changes = [(row["method"], row["path"].rpartition("/")[2].partition(".")[0]) for row in s3.log()]
     changes = [change for change in changes if change[0] in ("PUT", "DELETE", "POST")]
     assert changes[:2] == [("PUT", "deleted"), ("DELETE", "index")] and changes[-1] == ("DELETE", "deleted")

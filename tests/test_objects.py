@@ -21,17 +21,17 @@ from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.shard_header import parse_shard_name
 from treeckpt.io.storage import multipart, obstore
 from treeckpt.io.storage import object_store as objects_module
-from treeckpt.io.storage.bucket import Found, Listing
+from treeckpt.io.storage.bucket import ObjectInfo, ObjectListing
 from treeckpt.io.storage.memory import aligned_buffer
 from treeckpt.runs import catalog
-from treeckpt.runs.run import Run
+from treeckpt.runs.run import RunDirectory
 from treeckpt.saving import shard_writer
 
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files from 1 MiB on go out in parts, the smallest that S3 takes."""
-    monkeypatch.setattr(objects_module, "WHOLE", MIB)
+    monkeypatch.setattr(objects_module, "SINGLE_PUT_LIMIT", MIB)
     monkeypatch.setattr(obstore, "PART", 5 * MIB)
 
 
@@ -61,7 +61,7 @@ def test_a_slow_store_holds_the_save_up_instead_of_filling_memory(monkeypatch: p
                 time.sleep(0.02)
                 taken.append(len(block))
 
-    writer = multipart.PartsWriter(Slow(), "key", 20 * MIB)  # pyright: ignore[reportArgumentType]
+    writer = multipart.MultipartWriter(Slow(), "key", 20 * MIB)  # pyright: ignore[reportArgumentType]
     ahead: list[int] = []
     for start in range(0, 20 * MIB, MIB):
         writer.write(start, memoryview(bytearray(MIB)))
@@ -104,21 +104,21 @@ def test_a_slice_is_read_by_ranged_requests_for_its_bytes_only(s3: S3) -> None:
 
 def test_arrays_that_change_while_they_are_uploaded_fail_the_save(s3: S3, in_parts: None) -> None:
     array_, store = array(12), s3.store()
-    real = multipart.PartsWriter.write
+    real = multipart.MultipartWriter.write
 
     def write(self: Any, offset: int, data: memoryview) -> None:
         array_[-1] = offset  # as a training that does not wait
         real(self, offset, data)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(tc.CheckpointError, match="stay as they are"):
-        patch.setattr(multipart.PartsWriter, "write", write)
+        patch.setattr(multipart.MultipartWriter, "write", write)
         tc.save(store, {"w": array_})
     assert not [name for name in store.sizes() if parse_shard_name(name) or name == "index.json"]
     assert b"<Upload>" not in s3.uploads().replace(b"\n", b"")
 
 
 def test_an_upload_whose_blocks_come_out_of_turn_or_short_fails(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects_module, "WHOLE", 0)
+    monkeypatch.setattr(objects_module, "SINGLE_PUT_LIMIT", 0)
     monkeypatch.setattr(multipart, "PATIENCE", 0.1)
     store = s3.store()
     writer = store.create("a", 10_000)
@@ -245,7 +245,7 @@ def test_of_many_swaps_at_once_exactly_one_wins(far_run: str) -> None:
     def swap(data: bytes) -> None:
         start.wait()
         try:
-            store.swap("index.json", data, holds=lambda found: found == b"old", limit=99)
+            store.compare_and_swap("index.json", data, holds=lambda found: found == b"old", limit=99)
             won.append(data)
         except tc.CheckpointExists:
             pass
@@ -257,7 +257,7 @@ def test_of_many_swaps_at_once_exactly_one_wins(far_run: str) -> None:
         thread.join()
     assert [store.read("index.json", limit=99)] == won
     store.delete("index.json")
-    store.swap("index.json", b"anew", holds=lambda found: False, limit=99)
+    store.compare_and_swap("index.json", b"anew", holds=lambda found: False, limit=99)
     assert store.read("index.json", limit=99) == b"anew", "what is gone meanwhile is nobody's"
 
 
@@ -294,8 +294,8 @@ def test_keys_that_a_service_should_not_list_are_passed_over() -> None:
         "/run/h",
         "run//i",
     ]
-    listing = Listing([Found(key, 1, 0, 0) for key in keys], [])
-    assert set(objects_module._under(listing, "run")) == {"a", "i"}
+    listing = ObjectListing([ObjectInfo(key, 1, 0, 0) for key in keys], [])
+    assert set(objects_module.files_below(listing, "run")) == {"a", "i"}
 
 
 def test_a_key_that_no_client_can_name_is_an_error_that_names_it(s3: S3) -> None:
@@ -315,7 +315,7 @@ def test_what_others_have_put_into_a_run_is_left_alone(s3: S3) -> None:
     assert tc.ObjectRun(url).names() == ["notes", step_name(1), step_name(2)]
     found = {info.name: info.status for info in catalog.scan(url)}
     assert found == {step_name(1): "complete", "notes": "foreign"}
-    assert Run(url).clean([Last(1)], grace=0).removed == ()
+    assert RunDirectory(url).clean([Last(1)], grace=0).removed == ()
     assert tc.load(f"{url}/{step_name(1)}") == {"n": 1}
 
 

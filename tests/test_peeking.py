@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.samples import BFloat16, gpt_state, mesh_layout, write_checkpoint
 from treeckpt.core.format.chunks import WholeChunk
 from treeckpt.core.format.records import ArrayRecord, Index, file_table
-from treeckpt.core.format.shard_header import BLOCK, Entry, ShardHeader, encode_header, hash_block, shard_name
+from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.core.tree.structure import DictNode
@@ -108,7 +108,7 @@ def huge(tmp_path_factory):
     for number in range(-(-len(part) // BLOCK)):
         piece = part[number * BLOCK : (number + 1) * BLOCK]
         hashes[first + number] = hash_block(piece.ljust(BLOCK, b"\0"))
-    entry = Entry("w", "float32", (rows, columns), Region.whole((rows, columns)), 0, nbytes)
+    entry = ShardEntry("w", "float32", (rows, columns), Region.whole((rows, columns)), 0, nbytes)
     header = encode_header(ShardHeader("a" * 16, 0, 1, 0, 0, (entry,), tuple(hashes)))
     with open(path / shard_name("a" * 16, 0, 1, 0), "wb") as file:
         file.write(header)

@@ -15,7 +15,7 @@ from tests.background import Hooked, session, until, writer_pid
 from treeckpt.core.format.save_progress import Progress, encode_progress, parse_progress_name, progress_name
 from treeckpt.core.format.shard_header import parse_shard_name
 from treeckpt.io.comm.comm import SoloComm
-from treeckpt.io.storage.progress_file import put_note, read_progress
+from treeckpt.io.storage.progress_file import read_progress, replace_file
 from treeckpt.io.storage.store import LocalStore, MemoryStore
 from treeckpt.runs import catalog
 
@@ -100,7 +100,7 @@ def test_a_record_that_cannot_be_written_harms_no_save(tmp_path: Path, monkeypat
         called.append(name)
         raise PermissionError(name)
 
-    monkeypatch.setattr(progress_file, "put_note", refuse)
+    monkeypatch.setattr(progress_file, "replace_file", refuse)
     tc.save(Slow(tmp_path), TREE)
     assert called and tc.verify(tmp_path).ok
 
@@ -117,7 +117,7 @@ def test_the_record_of_a_killed_writer_goes_with_its_save(tmp_path: Path) -> Non
 
 def left_over(path: Path, save_id: str = "0123456789abcdef") -> str:
     name = progress_name(3, save_id)
-    put_note(LocalStore(path), name, encode_progress(Progress(save_id, 3, 8, None, "write", 5, 10, 1, 2)))
+    replace_file(LocalStore(path), name, encode_progress(Progress(save_id, 3, 8, None, "write", 5, 10, 1, 2)))
     return name
 
 

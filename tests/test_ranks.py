@@ -546,7 +546,7 @@ def test_what_changes_after_it_was_compared_is_found_when_it_is_put_in_place(tmp
             return False
 
         @contextlib.contextmanager
-        def lend(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> Iterator[None]:
+        def mapped(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> Iterator[None]:
             yield None
 
     tc.save(tmp_path / "c", {"w": np.ones(1 << 20, np.uint8)})

@@ -11,7 +11,7 @@ import pytest
 import treeckpt as tc
 from tests.test_corruption import TREES, flip
 from tests.world import assert_equal, assert_holds, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
-from treeckpt.core.format.file_names import kind_of
+from treeckpt.core.format.file_names import parse_file_name
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.shard_header import BLOCK
 
@@ -108,7 +108,7 @@ def test_a_flipped_bit_anywhere_in_a_header_is_put_right(saved: Path) -> None:
             report = tc.verify(saved, repair=True)
             assert report.ok and [r.file for r in report.repairs] == [shard.name], f"byte {at}: {report}"
             assert contents(saved) == before
-    assert all(kind_of(name) is not None for name in kept(saved)), "the clean-up knows them"
+    assert all(parse_file_name(name) is not None for name in kept(saved)), "the clean-up knows them"
 
 
 @pytest.mark.parametrize("name", ["small", "sharded", "per rank", "one leaf", "nothing", "only empty", "big replica"])

@@ -21,7 +21,7 @@ PAGES = 64
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the kernel is asked: by cachestat where there is one, or as older ones are."""
     if request.param == "map":
-        monkeypatch.setattr(page_cache, "_answers", False)
+        monkeypatch.setattr(page_cache, "_has_cachestat", False)
     return request.param
 
 

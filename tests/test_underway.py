@@ -13,7 +13,7 @@ from treeckpt.cli.main import main
 from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name
 from treeckpt.io.storage.run_store import LocalFolder
 from treeckpt.runs.active_saves import saves_under_way, under_way_text
-from treeckpt.runs.catalog import look, scan
+from treeckpt.runs.catalog import read_info, scan
 
 ID, NOW = "a" * 16, 10**18
 
@@ -108,4 +108,4 @@ def test_a_real_save_is_seen_on_its_way_and_gone_afterwards(tmp_path):
     finally:
         go.set()
         saver.join()
-    assert look(path).status == "complete" and look(path).saving == ()
+    assert read_info(path).status == "complete" and read_info(path).saving == ()

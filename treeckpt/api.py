@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from .arrays.stateful import expand, expanded
-from .core.format.file_names import as_step
+from .core.format.file_names import check_step
 from .core.format.records import Index
 from .core.tree.flatten import flatten, replace_leaves
 from .io.comm.comm import Comm, as_comm, global_rank
@@ -82,7 +82,7 @@ def save(
         StoreError: an object store cannot be reached, or refuses.
     """
     options = SaveOptions(
-        step=None if step is None else as_step(step),
+        step=None if step is None else check_step(step),
         overwrite=overwrite,
         verify_replicas=verify_replicas,
         allow_pickle=allow_pickle,
@@ -136,7 +136,7 @@ def save_async(
             and `busy` is "error".
     """
     options = SaveOptions(
-        step=None if step is None else as_step(step),
+        step=None if step is None else check_step(step),
         overwrite=overwrite,
         verify_replicas=verify_replicas,
         allow_pickle=allow_pickle,

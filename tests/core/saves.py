@@ -11,7 +11,7 @@ from tests.strategies import layouts, shapes, trees
 from treeckpt.core.format.build_index import build_index
 from treeckpt.core.format.index import encode_manifest
 from treeckpt.core.format.records import FileTable, Index, file_table
-from treeckpt.core.format.shard_header import Entry, ShardHeader, block_count, encode_header
+from treeckpt.core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header
 from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
 from treeckpt.core.planning.save_plan import plan_save
 from treeckpt.core.planning.stream_order import assign_offsets
@@ -99,7 +99,7 @@ def save(tree, world, *, max_shard_bytes=1 << 62, metadata=None):
             for write in file.writes:
                 number, leaf = numbered[write.leaf]
                 spec, path = plenum.leaves[number].spec, leaf.path.replace("~rank*", f"~rank{rank}")
-                entries.append(Entry(path, spec.dtype, spec.shape, write.region, write.start, write.nbytes))
+                entries.append(ShardEntry(path, spec.dtype, spec.shape, write.region, write.start, write.nbytes))
             header = ShardHeader(
                 SAVE_ID, rank, world, file.part, file.stream, tuple(entries),
                 tuple(range(block_count(file.nbytes))), manifest=None if rank or file.part else manifest,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from treeckpt.core.analysis.element_stats import PIECE, element_texts, elements_of, statistics_of
+from treeckpt.core.analysis.element_stats import BATCH, element_stats, element_texts, elements_of
 
 
 def raw(array):
@@ -18,7 +18,7 @@ def raw(array):
 @given(hnp.arrays(st.sampled_from(["f4", "f8", "f2", "i8", "u1", "c8", "?"]), st.integers(1, 60)))
 def test_statistics_are_those_of_numpy(array):
     name = array.dtype.name
-    found = statistics_of(raw(array), name)
+    found = element_stats(raw(array), name)
     with np.errstate(all="ignore"):
         numbers = (np.abs(array.astype(np.complex128)) if array.dtype.kind == "c" else array).astype(np.float64)
     finite = numbers[np.isfinite(numbers)]
@@ -33,13 +33,14 @@ def test_statistics_are_those_of_numpy(array):
     assert sum(found.bins) == len(finite) and len(found.edges) == len(found.bins) + 1
     if np.abs(finite).max() < 1e150:
         assert math.isclose(found.mean, finite.mean(), rel_tol=1e-9, abs_tol=1e-9 * np.abs(finite).max())
-        assert math.isclose(found.norm, np.linalg.norm(finite), rel_tol=1e-9, abs_tol=1e-300)
+        scale = np.abs(finite).max() or 1.0  # squares of numbers below 1e-150 are zero
+        assert math.isclose(found.norm, scale * np.linalg.norm(finite / scale), rel_tol=1e-9, abs_tol=1e-300)
         assert math.isclose(found.deviation, finite.std(), rel_tol=1e-6, abs_tol=1e-9 * np.abs(finite).max())
 
 
 def test_pieces_add_up_to_the_whole():
-    array = np.arange(PIECE * 2 + 5, dtype=np.uint16).astype(np.float32)
-    found = statistics_of(raw(array), "float32")
+    array = np.arange(BATCH * 2 + 5, dtype=np.uint16).astype(np.float32)
+    found = element_stats(raw(array), "float32")
     assert found.count == array.size == sum(found.bins) and found.maximum == 65535
     assert math.isclose(found.mean, array.astype(float).mean())
 
@@ -68,10 +69,17 @@ def test_elements_read_as_a_person_would_write_them(name, data, texts):
 
 
 def test_texts_and_times_have_no_statistics():
-    assert statistics_of(raw(np.array(["ab"])), "str2") is None
+    assert element_stats(raw(np.array(["ab"])), "str2") is None
     assert elements_of(raw(np.array([5], "M8[s]")), "datetime64[s]") is None
 
 
 def test_the_widest_numbers_still_have_a_histogram():
-    found = statistics_of(raw(np.array([-1.7e308, 1.7e308, 0.0])), "float64")
+    found = element_stats(raw(np.array([-1.7e308, 1.7e308, 0.0])), "float64")
     assert sum(found.bins) == 3 and all(map(math.isfinite, found.edges))
+
+
+@pytest.mark.parametrize("value", [1.7e308, -1.7e308])
+def test_equal_elements_near_the_largest_float_fall_in_one_bin(value):
+    found = element_stats(raw(np.full(3, value)), "float64")
+    assert (found.minimum, found.maximum, sum(found.bins)) == (value, value, 3)
+    assert all(map(math.isfinite, found.edges))

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.format.file_names import Owned, deleted_name, kind_of, lease_name, step_name, step_of
+from treeckpt.core.format.file_names import (
+    CheckpointFile,
+    deleted_name,
+    lease_name,
+    parse_file_name,
+    step_name,
+    step_of,
+)
 from treeckpt.core.format.shard_header import shard_name
 from treeckpt.core.format.timings import timings_name
 
@@ -14,21 +21,21 @@ ID = "0123456789abcdef"
 @pytest.mark.parametrize(
     ("name", "owned"),
     [
-        ("index.json", Owned("index")),
-        ("pinned.json", Owned("pin")),
-        (shard_name(ID, 3, 8, 0), Owned("shard", ID)),
-        (shard_name(ID, 3, 8, 2), Owned("shard", ID)),
-        (timings_name(ID), Owned("timings", ID)),
-        (f"progress-00003.{ID}.json", Owned("progress", ID)),
-        (deleted_name(ID), Owned("deleted", ID)),
-        (lease_name(ID), Owned("lease")),
-        (f".index.json.{ID}.tmp", Owned("temporary")),
-        (f".{timings_name('f' * 16)}.{ID}.tmp", Owned("temporary", "f" * 16)),
-        (f".progress-00003.{ID}.json.tmp", Owned("temporary", ID)),
+        ("index.json", CheckpointFile("index")),
+        ("pinned.json", CheckpointFile("pin")),
+        (shard_name(ID, 3, 8, 0), CheckpointFile("shard", ID)),
+        (shard_name(ID, 3, 8, 2), CheckpointFile("shard", ID)),
+        (timings_name(ID), CheckpointFile("timings", ID)),
+        (f"progress-00003.{ID}.json", CheckpointFile("progress", ID)),
+        (deleted_name(ID), CheckpointFile("deleted", ID)),
+        (lease_name(ID), CheckpointFile("lease")),
+        (f".index.json.{ID}.tmp", CheckpointFile("temporary")),
+        (f".{timings_name('f' * 16)}.{ID}.tmp", CheckpointFile("temporary", "f" * 16)),
+        (f".progress-00003.{ID}.json.tmp", CheckpointFile("temporary", ID)),
     ],
 )
 def test_our_files_are_known(name, owned):
-    assert kind_of(name) == owned
+    assert parse_file_name(name) == owned
 
 
 @pytest.mark.parametrize(
@@ -48,12 +55,12 @@ def test_our_files_are_known(name, owned):
     ],
 )
 def test_others_are_not(name):
-    assert kind_of(name) is None
+    assert parse_file_name(name) is None
 
 
 @given(st.text(max_size=40))
 def test_any_name_is_either(name):
-    assert kind_of(name) is None or name.endswith((".json", ".safetensors", ".tmp"))
+    assert parse_file_name(name) is None or name.endswith((".json", ".safetensors", ".tmp"))
 
 
 @given(st.integers(0, 10**18 - 1))

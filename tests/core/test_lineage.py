@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.format.lineage import MAX_SEQUENCE, Lineage, Mark, Order, lineage_of
+from treeckpt.core.format.lineage import MAX_SEQUENCE, Lineage, LineageOrder, SavedCheckpoint, next_lineage
 
 SAVE, BACK, DELETE = "save", "back", "delete"
 EVENTS = st.lists(
@@ -18,16 +18,16 @@ class History:
     """A run as it really went: every save knows its parent."""
 
     def __init__(self) -> None:
-        self.disk: dict[int, Mark] = {}
+        self.disk: dict[int, SavedCheckpoint] = {}
         self.parents: dict[str, str] = {}
-        self.head: Mark | None = None
+        self.head: SavedCheckpoint | None = None
         self.saved: list[str] = []
 
     def save(self, ahead: int) -> None:
         step = (self.head.step if self.head else 0) + ahead
         save_id = f"{len(self.saved):016x}"
         self.parents[save_id] = self.head.save_id if self.head else ""
-        self.disk[step] = self.head = Mark(step, save_id, lineage_of(self.disk.values(), self.head, step))
+        self.disk[step] = self.head = SavedCheckpoint(step, save_id, next_lineage(self.disk.values(), self.head, step))
         self.saved.append(save_id)
 
     def ancestors(self, save_id: str) -> set[str]:
@@ -53,7 +53,7 @@ def test_the_newest_was_saved_last_and_its_ancestors_alone_are_on_its_lineage(ev
         marks = list(history.disk.values())
         if not marks:
             continue
-        order = Order(marks)
+        order = LineageOrder(marks)
         newest = order.newest()
         assert newest is not None and newest.save_id == max(
             mark.save_id for mark in marks if order.position(mark).present
@@ -70,7 +70,7 @@ def test_a_save_is_newer_than_all_that_is_there(events):
         there = sorted(history.disk.values())
         if what == SAVE or not there:
             history.save(number)
-            newest = Order(history.disk.values()).newest()
+            newest = LineageOrder(history.disk.values()).newest()
             assert newest is not None and newest.save_id == history.saved[-1]
         elif what == BACK:
             history.head = there[number % len(there)]
@@ -80,15 +80,15 @@ def test_a_save_is_newer_than_all_that_is_there(events):
 
 @given(st.sets(st.integers(0, 50)), st.integers(0, 60))
 def test_without_records_the_order_is_that_of_the_steps(steps, new):
-    marks = [Mark(step, f"{step:016x}") for step in steps]
-    order = Order(marks)
+    marks = [SavedCheckpoint(step, f"{step:016x}") for step in steps]
+    order = LineageOrder(marks)
     assert sorted(marks, key=order.position) == sorted(marks)
     assert all(order.position(mark) == (True, mark.step, mark.step) for mark in marks)
-    lineage = lineage_of(marks, None, new)
+    lineage = next_lineage(marks, None, new)
     lower = [step for step in steps if step < new]
     assert lineage.follows == (f"{max(lower):016x}" if lower else "")
-    order = Order([*(mark for mark in marks if mark.step != new), Mark(new, "n" * 16, lineage)])
-    assert order.newest() == Mark(new, "n" * 16, lineage)
+    order = LineageOrder([*(mark for mark in marks if mark.step != new), SavedCheckpoint(new, "n" * 16, lineage)])
+    assert order.newest() == SavedCheckpoint(new, "n" * 16, lineage)
     assert {mark.step for mark in marks if not order.position(mark).present} == {s for s in steps if s > new}
 
 
@@ -101,6 +101,8 @@ def test_an_ordinary_run_counts_by_its_steps_and_abandons_nothing():
 
 
 def test_a_sequence_at_the_limit_stays_sound():
-    marks = [Mark(1, "a" * 16, Lineage(MAX_SEQUENCE - 1))]
-    lineage = lineage_of(marks, None, 2)
-    assert lineage.is_sound() and Order([*marks, Mark(2, "b" * 16, lineage)]).newest() == Mark(2, "b" * 16, lineage)
+    marks = [SavedCheckpoint(1, "a" * 16, Lineage(MAX_SEQUENCE - 1))]
+    lineage = next_lineage(marks, None, 2)
+    assert lineage.is_sound() and LineageOrder(
+        [*marks, SavedCheckpoint(2, "b" * 16, lineage)]
+    ).newest() == SavedCheckpoint(2, "b" * 16, lineage)

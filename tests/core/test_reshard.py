@@ -6,7 +6,7 @@ import pytest
 
 from tests.samples import write_checkpoint
 from treeckpt.arrays.base import HostArray, Target, TargetPiece, raw_dtype
-from treeckpt.core.analysis.reshard_preview import parse_mesh, parse_rules, plan_reshard, spread
+from treeckpt.core.analysis.reshard_preview import bit_reversed_order, parse_mesh, parse_rules, plan_reshard
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard, StridedShard, held_by, local_shape
 from treeckpt.core.tree.spec import ArraySpec
@@ -106,8 +106,8 @@ def test_rows_that_lie_apart_count_as_many_reads():
 
 def test_spread_numbers_are_all_numbers():
     for count in (1, 2, 3, 7, 8, 100):
-        assert sorted(spread(count)) == list(range(count))
-    assert list(spread(8))[:4] == [0, 4, 2, 6]
+        assert sorted(bit_reversed_order(count)) == list(range(count))
+    assert list(bit_reversed_order(8))[:4] == [0, 4, 2, 6]
 
 
 def test_meshes_and_placements_read_as_torch_writes_them():

@@ -4,38 +4,45 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt.core.analysis.deletion import FileFact, FolderFact, Left, Removal, Times, plan_cleaning
+from treeckpt.core.analysis.deletion import (
+    CleanupTimes,
+    FileInfo,
+    Removal,
+    RetainedDirectory,
+    StepDirectory,
+    plan_cleanup,
+)
 from treeckpt.core.analysis.retention_policy import Last
-from treeckpt.core.format.file_names import PIN_NAME, deleted_name, kind_of, lease_name, step_name
+from treeckpt.core.format.file_names import PIN_NAME, deleted_name, lease_name, parse_file_name, step_name
 from treeckpt.core.format.shard_header import shard_name
 from treeckpt.core.format.timings import timings_name
 
 GRACE, LEASE, NOW = 3600 * 10**9, 600 * 10**9, 10**18
-TIMES = Times(NOW, GRACE, LEASE)
+TIMES = CleanupTimes(NOW, GRACE, LEASE)
 OLD, NEW = 2 * GRACE, 10**9
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 
 
 def files_of(save_id, age, *, world=2):
     names = [shard_name(save_id, rank, world, 0) for rank in range(world)] + [timings_name(save_id)]
-    return tuple(FileFact(name, 10, NOW - age) for name in names)
+    return tuple(FileInfo(name, 10, NOW - age) for name in names)
 
 
 def fact(name, age, nbytes=1):
-    return FileFact(name, nbytes, NOW - age)
+    return FileInfo(name, nbytes, NOW - age)
 
 
 def complete(step, *more, age=OLD, save_id=A):
     files = (fact("index.json", age), *files_of(save_id, age), *more)
-    return FolderFact(step_name(step), step, "complete", NOW - age, files, save_id, NOW - age)
+    return StepDirectory(step_name(step), step, "complete", NOW - age, files, save_id, NOW - age)
 
 
 def partial(step, *files, age=OLD):
-    return FolderFact(step_name(step), step, "partial", NOW - age, files)
+    return StepDirectory(step_name(step), step, "partial", NOW - age, files)
 
 
 def clean(*folders, busy=()):
-    return plan_cleaning(folders, [Last(1)], TIMES, busy=frozenset(busy))
+    return plan_cleanup(folders, [Last(1)], TIMES, busy=frozenset(busy))
 
 
 def test_a_checkpoint_goes_with_its_index_first_and_its_mark_last():
@@ -60,7 +67,9 @@ def test_who_reads_or_writes_is_waited_for():
     assert lease_name(C) in clean(complete(1, old_reader), complete(2)).removals[0].files
     writer = fact(shard_name(B, 1, 2, 0), NEW)
     assert "writing" in clean(complete(1, writer, *files_of(B, OLD)[:1]), complete(2)).left[0].why
-    assert clean(complete(1), complete(2), busy=[step_name(1)]).left == (Left(step_name(1), "it is being saved"),)
+    assert clean(complete(1), complete(2), busy=[step_name(1)]).left == (
+        RetainedDirectory(step_name(1), "it is being saved"),
+    )
 
 
 def test_what_was_written_moments_ago_may_go_once_it_is_committed():
@@ -75,7 +84,7 @@ def test_the_pinned_stay():
 def test_the_corrupt_stay_and_are_named():
     bad = msgspec.structs.replace(complete(3, *files_of(B, OLD)), status="corrupt", problem="a shard is missing")
     cleaning = clean(bad, complete(2))
-    assert cleaning.left == (Left(step_name(3), "corrupt: a shard is missing"),)
+    assert cleaning.left == (RetainedDirectory(step_name(3), "corrupt: a shard is missing"),)
     assert list(cleaning.kept) == [2] and not cleaning.removals
 
 
@@ -95,7 +104,7 @@ def test_a_crashed_save_beside_a_committed_one_goes_and_the_committed_one_stays(
     temporary = fact(f".index.json.{C}.tmp", OLD)
     [removal] = clean(complete(2, *files_of(B, OLD), temporary)).removals
     assert removal.what == "leftovers" and not removal.directory
-    assert {kind_of(name).save_id for name in removal.files} == {B, None}
+    assert {parse_file_name(name).save_id for name in removal.files} == {B, None}
     assert not clean(complete(2, *files_of(B, NEW), fact(f".index.json.{C}.tmp", NEW))).removals
 
 
@@ -143,7 +152,7 @@ def folders(draw):
             files["index.json"] = fact("index.json", draw(AGES))
         save_id = A if status == "complete" else None
         found.append(
-            FolderFact(step_name(step), step, status, NOW - draw(AGES), tuple(files.values()), save_id, NOW - step)
+            StepDirectory(step_name(step), step, status, NOW - draw(AGES), tuple(files.values()), save_id, NOW - step)
         )
     return found
 
@@ -167,16 +176,16 @@ def apply(found, cleaning):
 
 @given(folders(), st.integers(1, 3))
 def test_cleaning_again_changes_nothing(found, count):
-    first = plan_cleaning(found, [Last(count)], TIMES)
+    first = plan_cleanup(found, [Last(count)], TIMES)
     rest = apply(found, first)
-    again = plan_cleaning(rest, [Last(count)], TIMES)
+    again = plan_cleanup(rest, [Last(count)], TIMES)
     assert again.kept == first.kept
     assert not again.removals
 
 
 @given(folders(), st.integers(1, 3))
 def test_nothing_is_taken_that_somebody_may_need(found, count):
-    cleaning = plan_cleaning(found, [Last(count)], TIMES)
+    cleaning = plan_cleanup(found, [Last(count)], TIMES)
     by_name = {folder.name: folder for folder in found}
     for removal in cleaning.removals:
         folder = by_name[removal.name]
@@ -187,14 +196,16 @@ def test_nothing_is_taken_that_somebody_may_need(found, count):
             assert "index.json" not in removal.files
             kept_save = folder.save_id
             assert not any(
-                kind_of(n).save_id == kept_save and kind_of(n).kind == "shard" for n in removal.files if kept_save
+                parse_file_name(n).save_id == kept_save and parse_file_name(n).kind == "shard"
+                for n in removal.files
+                if kept_save
             )
         if any(NOW - f.modified_ns < LEASE for n, f in files.items() if n == lease_name(C)):
             assert removal.what == "leftovers" and lease_name(C) not in removal.files
             assert not {deleted_name(A), deleted_name(B)} & set(removal.files) or folder.status == "complete"
         marked = {i for i in (A, B) if deleted_name(i) in files}
         for save_id in {A, B} - marked - {folder.save_id}:
-            group = [f for n, f in files.items() if kind_of(n) and kind_of(n).save_id == save_id]
+            group = [f for n, f in files.items() if parse_file_name(n) and parse_file_name(n).save_id == save_id]
             if removal.what == "checkpoint" and [f.name for f in group] == [timings_name(save_id)]:
                 continue  # timings alone keep nothing
             if any(NOW - f.modified_ns < GRACE for f in group) and not is_replaced(folder, group):
@@ -205,7 +216,7 @@ def test_nothing_is_taken_that_somebody_may_need(found, count):
 
 def is_replaced(folder, group):
     """Whether a save has told that all is written, and an index was published after that."""
-    kinds = {f.name: kind_of(f.name).kind for f in group}
+    kinds = {f.name: parse_file_name(f.name).kind for f in group}
     if folder.status != "complete" or "progress" in kinds.values() or "timings" not in kinds.values():
         return False
     [index] = [f for f in folder.files if f.name == "index.json"]
@@ -217,11 +228,11 @@ def is_replaced(folder, group):
 def test_the_order_of_a_listing_does_not_matter(found, count, random):
     shuffled = [msgspec.structs.replace(f, files=tuple(random.sample(f.files, len(f.files)))) for f in found]
     random.shuffle(shuffled)
-    assert plan_cleaning(found, [Last(count)], TIMES) == plan_cleaning(shuffled, [Last(count)], TIMES)
+    assert plan_cleanup(found, [Last(count)], TIMES) == plan_cleanup(shuffled, [Last(count)], TIMES)
 
 
 def recorded(save_id, alive, age=NEW, rank=0):
-    return FileFact(f"progress-{rank:05d}.{save_id}.json", 1, NOW - age, alive)
+    return FileInfo(f"progress-{rank:05d}.{save_id}.json", 1, NOW - age, alive)
 
 
 def test_a_save_whose_coordinator_has_ended_goes_at_once():
@@ -260,7 +271,7 @@ def test_timings_alone_keep_nothing_and_stay_for_the_grace_period():
 
 
 def test_a_save_that_failed_leaves_its_timings_only():
-    shards, failed = files_of(B, NEW)[:2], FileFact(timings_name(B), 10, NOW - NEW, alive=False)
+    shards, failed = files_of(B, NEW)[:2], FileInfo(timings_name(B), 10, NOW - NEW, alive=False)
     [removal] = clean(complete(2, *shards, failed)).removals
     assert set(removal.files) == {shard.name for shard in shards} and "failed" in removal.reason
     [removal] = clean(complete(2, *shards, failed, age=0)).removals
@@ -275,11 +286,11 @@ def test_a_save_that_another_one_has_replaced_goes_at_once():
 
 
 def test_a_reader_whose_process_has_ended_keeps_nothing():
-    reader = FileFact(lease_name(C), 1, NOW - NEW, alive=False)
+    reader = FileInfo(lease_name(C), 1, NOW - NEW, alive=False)
     assert lease_name(C) in clean(complete(1, reader), complete(2)).removals[0].files
     assert clean(complete(2, reader)).removals[0].files == (lease_name(C),)
 
 
 def test_the_temporary_file_of_a_process_that_has_ended_goes_at_once():
-    temporary = FileFact(f".index.json.{C}.tmp", 1, NOW - NEW, alive=False)
+    temporary = FileInfo(f".index.json.{C}.tmp", 1, NOW - NEW, alive=False)
     assert clean(complete(2, temporary)).removals[0].files == (temporary.name,)

@@ -13,7 +13,7 @@ from tests.strategies import keys, regions, shapes
 from treeckpt.core.format.shard_header import (
     BLOCK,
     PAGE,
-    Entry,
+    ShardEntry,
     ShardHeader,
     block_count,
     check_seal,
@@ -45,7 +45,7 @@ def headers(draw):
         whole = Region.whole(shape)
         region = draw(st.just(whole) | regions(shape, empty=False))
         nbytes = region.size * dtype_of(dtype).itemsize
-        entries.append(Entry(path, dtype, shape, region, at, nbytes))
+        entries.append(ShardEntry(path, dtype, shape, region, at, nbytes))
         at += nbytes
     block = draw(st.sampled_from([PAGE, BLOCK]))
     hashes = draw(
@@ -96,11 +96,11 @@ def test_the_safetensors_library_reads_a_shard_and_gives_the_same_bytes():
     entries, at = [], 0
     for name in names:
         nbytes = 6 * dtype_of(name).itemsize
-        entries.append(Entry(f"a/{name}@x", name, (2, 3), Region.whole((2, 3)), at, nbytes))
+        entries.append(ShardEntry(f"a/{name}@x", name, (2, 3), Region.whole((2, 3)), at, nbytes))
         at += nbytes
-    entries.append(Entry("part", "float32", (9,), Region((3,), (2,)), at, 8))
-    entries.append(Entry("__metadata__", "uint8", (), Region.whole(()), at + 8, 1))
-    entries.append(Entry("empty", "float32", (0, 3), Region.whole((0, 3)), at + 9, 0))
+    entries.append(ShardEntry("part", "float32", (9,), Region((3,), (2,)), at, 8))
+    entries.append(ShardEntry("__metadata__", "uint8", (), Region.whole(()), at + 8, 1))
+    entries.append(ShardEntry("empty", "float32", (0, 3), Region.whole((0, 3)), at + 9, 0))
     area = np.random.default_rng(0).bytes(at + 9)
     header = ShardHeader(SAVE_ID, 0, 1, 0, 0, tuple(entries), (0,) * block_count(len(area)))
     found = dict(safetensors.deserialize(encode_header(header) + area))

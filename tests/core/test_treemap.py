@@ -4,8 +4,8 @@ import pytest
 
 from tests.samples import gpt_state, write_checkpoint
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.analysis.treemap import part_of, treemap_of
-from treeckpt.core.format.byte_map import extents_in
+from treeckpt.core.analysis.treemap import state_part, treemap_of
+from treeckpt.core.format.byte_map import extents_in_file
 
 WAYS = ["tree", "part", "rank", "file", "dtype"]
 
@@ -41,19 +41,19 @@ def test_the_tree_of_one_node(outline):
 
 def test_files_and_ranks_hold_what_their_extents_say(outline):
     index = outline.index
-    sizes = [sum(e.stop - e.start for e in extents_in(index, file)) for file in index.file_list]
+    sizes = [sum(e.stop - e.start for e in extents_in_file(index, file)) for file in index.file_list]
     assert len(sizes) > 8
     assert groups(treemap_of(outline, "file")) == {f"file {n}": size for n, size in enumerate(sizes)}
     ranks = {rank: sum(s for s, f in zip(sizes, index.file_list, strict=True) if f.rank == rank) for rank in range(4)}
     assert groups(treemap_of(outline, "rank")) == {f"rank {rank}": size for rank, size in ranks.items()}
     boxes = treemap_of(outline, "file")
     held = {(b.leaf, boxes[b.parent].name): b.nbytes for b in boxes if b.leaf >= 0}
-    for extent in extents_in(index, index.file_list[3])[:20]:
+    for extent in extents_in_file(index, index.file_list[3])[:20]:
         assert held[extent.leaf, "file 3"] >= extent.stop - extent.start
 
 
 def test_parts_tell_moments_apart(outline):
-    assert part_of("model/a.b") == "model" and part_of("optimizer/state/0/exp_avg") == "optimizer … exp_avg"
+    assert state_part("model/a.b") == "model" and state_part("optimizer/state/0/exp_avg") == "optimizer … exp_avg"
     found = groups(treemap_of(outline, "part"))
     assert found["optimizer … exp_avg"] == found["optimizer … exp_avg_sq"] and "model" in found
 

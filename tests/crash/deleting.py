@@ -22,7 +22,7 @@ from treeckpt.core.format.shard_header import shard_name
 from treeckpt.io.storage import local_write
 from treeckpt.io.storage import run_store as runs_module
 from treeckpt.io.storage import store as store_module
-from treeckpt.runs.run import Run
+from treeckpt.runs.run import RunDirectory
 
 SYSTEM_CALLS = ("open", "fsync", "link", "replace", "unlink", "rmdir")
 CRASHED, HALF = "c" * 16, "a" * 16
@@ -47,7 +47,7 @@ def build(run: Path) -> None:
 def clean(run: Path, switch: Switch | None) -> None:
     modules = [store_module, local_write, runs_module]
     with switched(switch, SYSTEM_CALLS, modules) if switch is not None else contextlib.nullcontext():
-        report = Run(run).clean([Last(2)])
+        report = RunDirectory(run).clean([Last(2)])
     assert not report.failed, report
 
 

@@ -14,7 +14,7 @@ from tests.world import errors_of, on_ranks, small_tree
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import step_name
 from treeckpt.io.storage import local_write
-from treeckpt.runs.run import Run
+from treeckpt.runs.run import RunDirectory
 
 WORLD = 2
 
@@ -54,7 +54,7 @@ def main(what: str, directory: Path) -> None:
     elif what == "background":
         tc.save_async(path, small_tree(0, 1, seed=2), step=2, overwrite=True).result(60)
     elif what == "cleaning":
-        assert not Run(run).clean([Last(1)], grace=0).failed
+        assert not RunDirectory(run).clean([Last(1)], grace=0).failed
     with contextlib.suppress(FileNotFoundError):
         os.open(directory / "returned", os.O_RDONLY)
 

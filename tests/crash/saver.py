@@ -51,7 +51,7 @@ class Ending:
     def __init__(self, store: Any, how: str) -> None:
         self.how, self.done = how, False
         self.act = {"interrupt": interrupt, "interrupt late": interrupt, "hold": hold}.get(how, die)
-        create, publish, swap = store.create, store.publish, getattr(store, "swap", None)
+        create, publish, swap = store.create, store.publish, getattr(store, "compare_and_swap", None)
 
         def creating(name: str, nbytes: int) -> Any:
             writer = create(name, nbytes)
@@ -80,7 +80,7 @@ class Ending:
 
         store.create, store.publish = creating, publishing
         if swap is not None:
-            store.swap = swapping
+            store.compare_and_swap = swapping
 
     def at(self, *moments: str) -> None:
         if self.how in moments and not self.done:

@@ -12,7 +12,7 @@ from tests.world import assert_equal, whole_tree
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import step_name, step_of
 from treeckpt.runs.catalog import scan
-from treeckpt.runs.run import Run
+from treeckpt.runs.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,12 +41,12 @@ def check(run: Path) -> int:
     for step in whole:
         assert_equal(tc.load(run / step_name(step), per_rank="take"), whole_tree(seed=step))
         assert tc.verify(run / step_name(step)).ok
-    report = Run(run).clean([Last(2)])
+    report = RunDirectory(run).clean([Last(2)])
     assert not report.failed and list(report.kept) == [3, 4]
     # an empty directory, if that is all that is left, is young: a save might be about to begin there
     assert [path for path in run.rglob("*") if path.is_file() and path.parent.name not in map(step_name, (3, 4))] == []
     assert sorted(p.name.partition("-")[0] for p in (run / step_name(3)).iterdir())[:2] == ["index.json", "shard"]
     assert len(list((run / step_name(3)).iterdir())) == 3
-    Run(run).clean([Last(2)], grace=0)
+    RunDirectory(run).clean([Last(2)], grace=0)
     assert sorted(path.name for path in run.iterdir()) == [step_name(3), step_name(4)]
     return len(whole)

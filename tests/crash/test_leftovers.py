@@ -30,7 +30,7 @@ from treeckpt.io.storage import progress_file
 from treeckpt.io.storage.open import open_store
 from treeckpt.io.storage.process_owner import this_process
 from treeckpt.io.storage.progress_file import LAPSE
-from treeckpt.runs.run import Run
+from treeckpt.runs.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 KILLS = ("kill", "publish", "committed")
@@ -237,9 +237,9 @@ def test_a_record_that_cannot_be_judged_here_counts_while_it_is_renewed(tmp_path
     lives, dead = left_by("a" * 16, now), left_by("b" * 16, now - int(LAPSE * 1e9))
     assert names_at(path) == kept | lives | dead
     assert {one.file for one in tc.verify(path).leftovers} == dead
-    Run(tmp_path).clean([Last(1)], grace=0)
+    RunDirectory(tmp_path).clean([Last(1)], grace=0)
     assert names_at(path) == kept | lives
-    Run(tmp_path, clock=lambda: now + int(LAPSE * 1e9)).clean([Last(1)])
+    RunDirectory(tmp_path, clock=lambda: now + int(LAPSE * 1e9)).clean([Last(1)])
     assert names_at(path) == kept
 
 
@@ -260,7 +260,7 @@ def test_a_save_that_writes_nothing_new_renews_its_record(tmp_path: Path, monkey
     now = time.time_ns()
     first = Progress("a" * 16, 0, 1, None, "write", 0, 2, now, now)
     store = open_store(tmp_path / "at")
-    note = progress_file.ProgressNote(store, first)
+    note = progress_file.ProgressRecorder(store, first)
     note.begin()
     seen: set[int] = set()
 

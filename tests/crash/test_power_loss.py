@@ -17,7 +17,7 @@ from tests.crash.syscalls import Recording, record, why_not
 from tests.world import assert_holds, seed_of, whole_tree
 from treeckpt.core.format.file_names import step_name
 from treeckpt.runs.catalog import scan
-from treeckpt.runs.run import Run
+from treeckpt.runs.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 RUN = "runs/run"
@@ -53,7 +53,7 @@ def check_goes_on(root: Path) -> None:
     run = root / RUN
     tc.save(run / step_name(2), whole_tree(seed=3), step=2, overwrite=True)
     assert_holds(run / step_name(2), seed=3)
-    assert not Run(run).clean([], grace=0).failed
+    assert not RunDirectory(run).clean([], grace=0).failed
     files = {path.name for path in (run / step_name(2)).iterdir() if not path.name.startswith(".")}
     committed = tc.inspect(run / step_name(2))
     assert {name for name in files if "shard" in name} == {file.name for file in committed.file_list}

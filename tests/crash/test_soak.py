@@ -18,7 +18,7 @@ from tests.crash import soak
 from tests.world import assert_holds
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import step_name
-from treeckpt.runs.run import Run
+from treeckpt.runs.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 MEMORY = 24 << 20
@@ -82,7 +82,9 @@ def disk_use(run: Path) -> int:
 
 def in_checkpoints(run: Path) -> float:
     """How much of the disk is used, in checkpoints: the largest, as those of more ranks and shards are larger."""
-    return disk_use(run) / max(disk_use(Path(info.path)) for info in Run(run).look() if info.status == "complete")
+    return disk_use(run) / max(
+        disk_use(Path(info.path)) for info in RunDirectory(run).checkpoints() if info.status == "complete"
+    )
 
 
 def soaked(run: Path, saves: int, lives: int, seed: int) -> list[float]:
@@ -95,7 +97,7 @@ def soaked(run: Path, saves: int, lives: int, seed: int) -> list[float]:
         life.live(until_row=chance.randint(2, 6), delay=chance.random() * 0.2)
         reached += len(life.rows)
         used.append(in_checkpoints(run))
-        newest = max(info.step or 0 for info in Run(run).look() if info.status == "complete")
+        newest = max(info.step or 0 for info in RunDirectory(run).checkpoints() if info.status == "complete")
         assert newest >= life.rows[-1]["step"] - 3, "no more is lost than what was under way"
         assert_holds_kept(run)
     last = Life(run, saves - reached, seed)
@@ -107,7 +109,7 @@ def soaked(run: Path, saves: int, lives: int, seed: int) -> list[float]:
 
 
 def assert_holds_kept(run: Path) -> None:
-    infos = Run(run).look()
+    infos = RunDirectory(run).checkpoints()
     assert "corrupt" not in {info.status for info in infos}
     for info in infos:
         if info.status == "complete":
@@ -117,7 +119,7 @@ def assert_holds_kept(run: Path) -> None:
 def check_soak(run: Path, saves: int, lives: int, seed: int) -> None:
     used = soaked(run, saves, lives, seed)
     # an hour later: who was killed while reading counts as a reader for a while
-    report = Run(run, clock=lambda: time.time_ns() + 3600 * 10**9).clean([Last(soak.KEEP)], grace=0)
+    report = RunDirectory(run, clock=lambda: time.time_ns() + 3600 * 10**9).clean([Last(soak.KEEP)], grace=0)
     assert not report.failed and len(report.kept) == soak.KEEP
     assert sorted(path.name for path in run.iterdir()) == [step_name(step) for step in sorted(report.kept)]
     files = {path.name for path in run.rglob("*") if path.is_file()}

@@ -265,4 +265,4 @@ def test_a_list_never_calls_a_checkpoint_corrupt_that_is_replaced_while_it_is_lo
         return found
 
     monkeypatch.setattr(LocalFolder, "entries", replaced)
-    assert catalog.look(path).status == "complete"
+    assert catalog.read_info(path).status == "complete"

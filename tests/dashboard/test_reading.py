@@ -11,7 +11,7 @@ from tests.large import hold_readers, large_index, write_large_checkpoint
 from tests.samples import gpt_state, write_checkpoint, write_run
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.errors import CorruptError
-from treeckpt.io.storage.run_store import Entry, LocalFolder
+from treeckpt.io.storage.run_store import DirectoryEntry, LocalFolder
 from treeckpt_dashboard.app import create_app
 from treeckpt_dashboard.cache import Cache, default_directory, key_of
 from treeckpt_dashboard.library import Library
@@ -185,7 +185,7 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 
 def test_another_file_has_another_key():
-    entries = [Entry(1, 2, 3), Entry(2, 2, 3), Entry(1, 3, 3), Entry(1, 2, 4)]
+    entries = [DirectoryEntry(1, 2, 3), DirectoryEntry(2, 2, 3), DirectoryEntry(1, 3, 3), DirectoryEntry(1, 2, 4)]
     assert len({key_of(url, entry) for url in ("a", "b") for entry in entries}) == 8
 
 
@@ -194,4 +194,4 @@ def test_what_the_other_process_cannot_read_is_told(tmp_path, capfd):
     assert '"error"' in capfd.readouterr().out and not (tmp_path / "t").exists()
     folder = LocalFolder(tmp_path)
     with pytest.raises(CorruptError, match="at most"):
-        reading.TableReader(Cache(tmp_path / "cache")).outline("", folder, Entry(1 << 40, 0))
+        reading.TableReader(Cache(tmp_path / "cache")).outline("", folder, DirectoryEntry(1 << 40, 0))

@@ -16,7 +16,7 @@ from tests.samples import START_NS, gpt_state, write_checkpoint, write_mixed_run
 from treeckpt.core.format.file_names import PIN_NAME
 from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name
 from treeckpt.io.storage.process_owner import this_process
-from treeckpt.io.storage.run_store import LocalRun, MemoryRun, changes_of
+from treeckpt.io.storage.run_store import LocalRun, MemoryRun, modified_times
 from treeckpt.runs.disk_growth import Growth, days_until, growth_of
 from treeckpt_dashboard.keeping import KeepError, keep_text, parse_keep
 from treeckpt_dashboard.library import Library
@@ -255,7 +255,7 @@ def test_changes_of_a_run_are_those_of_its_folders(tmp_path, kind):
     else:
         run = MemoryRun("changes")
         run.folder("a").store.publish("x", b"1", replace=True)
-    assert changes_of(run) == {name: run.folder(name).modified_ns() for name in run.names()} != {}
+    assert modified_times(run) == {name: run.folder(name).modified_ns() for name in run.names()} != {}
 
 
 def test_runs_of_other_stores_are_shown_too(serve):
@@ -351,13 +351,13 @@ def test_when_all_is_written_the_coordinator_is_waited_for(tmp_path):
 
 def test_a_real_save_under_way_shows(serve, tmp_path):
     """The records are those that the library's own writer keeps."""
-    from treeckpt.io.storage.progress_file import ProgressNote
+    from treeckpt.io.storage.progress_file import ProgressRecorder
     from treeckpt.io.storage.store import LocalStore
 
     store = LocalStore(tmp_path / "run" / "step_00000009")
     store.prepare()
     first = Progress(SAVE, 0, 1, 9, "write", 0, 1 << 20, time.time_ns(), time.time_ns())
-    note = ProgressNote(store, first)
+    note = ProgressRecorder(store, first)
     note._started -= 10
     note._renewed -= 10
     note.add(1 << 19)

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.large import large_index
 from tests.samples import gpt_state, write_checkpoint
-from treeckpt.core.analysis.node_table import flat_nodes
+from treeckpt.core.analysis.node_table import node_records
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.byte_map import extents_in, layout_of, locate_chunks
+from treeckpt.core.format.byte_map import extents_in_file, layout_of, locate_chunks
 from treeckpt.core.format.records import AliasRecord, ValueRecord
 from treeckpt.core.tree.flatten import PerRank
 from treeckpt.core.tree.structure import DictNode, ListNode
 from treeckpt.errors import FormatError, MismatchError
-from treeckpt.runs.catalog import read_index, summarize
+from treeckpt.runs.catalog import read_index, summarize_index
 from treeckpt_dashboard.stored import StoredOutline
 from treeckpt_dashboard.tables import build_table
 
@@ -32,7 +32,7 @@ def both(tmp_path_factory):
     index = write_checkpoint(folder / "c", tree)
     index = read_index(folder / "c")
     summary = build_table(index, folder / "c.sqlite")
-    assert summary == summarize(index)
+    assert summary == summarize_index(index)
     return Outline(index), StoredOutline(folder / "c.sqlite")
 
 
@@ -65,7 +65,7 @@ def test_every_leaf_is_found_with_its_bytes(both):
         assert locate_chunks(stored.index, leaf) == locate_chunks(memory.index, leaf)
         assert layout_of(stored.index, leaf) == layout_of(memory.index, leaf)
     for file in memory.index.file_list:
-        assert extents_in(stored.index, file) == extents_in(memory.index, file)
+        assert extents_in_file(stored.index, file) == extents_in_file(memory.index, file)
 
 
 def test_the_rest_of_the_index_is_the_same(both):
@@ -74,7 +74,7 @@ def test_the_rest_of_the_index_is_the_same(both):
     for field in memory.index.__struct_fields__:
         if field != "leaves":
             assert getattr(stored.index, field) == getattr(memory.index, field)
-    assert stored.summary == summarize(memory.index) and stored.index.nbytes == memory.index.nbytes
+    assert stored.summary == summarize_index(memory.index) and stored.index.nbytes == memory.index.nbytes
 
 
 WORDS = ["model", "layers.1", "QKV", "weight", "exp", "3", "~", "zzz", "line"]
@@ -145,7 +145,7 @@ def test_any_tree_is_numbered_so_that_children_stand_side_by_side(shape):
 
     count = sum(1 for _ in _leaves(shape))
     index = msgspec.structs.replace(large_index(4), structure=build(shape), leaves=(ValueRecord(1),) * count)
-    nodes, outline = list(flat_nodes(index)), Outline(index)
+    nodes, outline = list(node_records(index)), Outline(index)
 
     def walk(number, name):
         key, kind, cls, child, children, first, leaves, nbytes = nodes[number]

@@ -31,7 +31,7 @@ from treeckpt.convert.files import file_window
 from treeckpt.convert.pickles import read_pickle
 from treeckpt.convert.values import PLAIN, settle
 from treeckpt.core.analysis.outline import Outline
-from treeckpt.core.format.byte_map import extents_in, locate_chunks
+from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
 from treeckpt.core.format.index import INDEX_NAME, decode_index
 from treeckpt.core.format.save_progress import Progress, decode_progress, encode_progress
 from treeckpt.core.format.seals import sealed
@@ -179,7 +179,7 @@ def indexes(data: st.DataObject) -> None:
             with contextlib.suppress(tc.TreeckptError):
                 locate_chunks(index, leaf)
         for file in index.file_list[:4]:
-            extents_in(index, file)
+            extents_in_file(index, file)
     store = tc.MemoryStore()
     store.files.update(saved().files)
     store.files[INDEX_NAME] = bytearray(encoded)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import treeckpt as tc
-from treeckpt.core.format.file_names import kind_of, step_name
+from treeckpt.core.format.file_names import parse_file_name, step_name
 from treeckpt.runs.catalog import CheckpointInfo, scan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def is_left_for_now(info: CheckpointInfo) -> bool:
     reader left its lease, or a save its shards.
     """
     names = os.listdir(info.path)
-    ids = {kind.save_id for name in names if (kind := kind_of(name)) and kind.kind == "shard"}
+    ids = {kind.save_id for name in names if (kind := parse_file_name(name)) and kind.kind == "shard"}
     return not names or any(name.startswith("lease.") for name in names) or bool(ids - {info.save_id})
 
 

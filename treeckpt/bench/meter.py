@@ -20,7 +20,7 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
-from ..io.storage.memory import ask_for_huge_pages
+from ..io.storage.memory import advise_huge_pages
 
 __all__ = ["Meter", "Usage", "cached_part", "drop_cache", "files_of", "fill_cache", "hand_memory", "settle", "sync"]
 
@@ -140,7 +140,7 @@ def hand_memory(nbytes: int) -> None:
     a load: whoever is first pays for all. So that every contender, and the raw limit, finds the same.
     """
     memory = mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    ask_for_huge_pages(memory)
+    advise_huge_pages(memory)
     np.frombuffer(memory, np.uint8)[::PAGE] = 1
     memory.close()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..io.storage.memory import aligned_buffer, ask_for_huge_pages
+from ..io.storage.memory import advise_huge_pages, aligned_buffer
 from .meter import hand_memory
 
 __all__ = ["Raw"]
@@ -198,7 +198,7 @@ def _fresh(nbytes: int, *, huge: bool) -> Iterator[memoryview]:
     """New memory; in private pages, as memory allocators have it."""
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
-        ask_for_huge_pages(mapping)
+        advise_huge_pages(mapping)
     memory = memoryview(mapping)
     try:
         yield memory

@@ -18,14 +18,23 @@ from typing import Any
 
 from ..api import opened
 from ..core.analysis.diff import Added, Diff, Moved, Removed, diff, leaf_text
-from ..core.analysis.outline import Outline, Row
+from ..core.analysis.outline import Outline, OutlineRow
 from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
-from ..core.text import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text, value_type
+from ..core.text import (
+    bytes_text,
+    layout_text,
+    region_text,
+    seconds_text,
+    shape_text,
+    time_text,
+    value_text,
+    value_type,
+)
 from ..errors import CheckpointNotFound, TreeckptError
 from ..loading.compare import Side, ValueChange, value_changes
-from ..report.terminal import fail, moment, print_facts, print_json, print_line, print_table
+from ..report.terminal import fail, print_facts, print_json, print_line, print_table
 from ..runs import catalog
 from ..runs.active_saves import under_way_text
 from . import convert, export, runs, verify
@@ -133,7 +142,7 @@ def _usage(text: str) -> int:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not catalog.is_there(run)]:
+    if missing := [run for run in options.runs if not catalog.run_exists(run)]:
         return _usage(f"{missing[0]}: no such directory")
     found = [info for run in options.runs for info in catalog.scan(run)]
     if options.json:
@@ -151,7 +160,7 @@ def _ls(options: argparse.Namespace) -> int:
             bytes_text(info.nbytes) if info.nbytes is not None else "-",
             _or_dash(info.leaves),
             _or_dash(info.world),
-            moment(info.created_ns),
+            time_text(info.created_ns, None),
             seconds_text(info.seconds) if info.seconds is not None else "-",
         )
         for info in found
@@ -176,7 +185,7 @@ def _or_dash(number: int | None) -> str:
 def _show(options: argparse.Namespace) -> int:
     import treeckpt as tc
 
-    info = catalog.look(options.checkpoint, follow=True)
+    info = catalog.read_info(options.checkpoint, follow=True)
     if info.status == "partial" and not options.json:
         _print_saving(info)
     index = tc.inspect(options.checkpoint)
@@ -221,7 +230,7 @@ def _summary(index: Index) -> dict[str, Any]:
 def _summary_texts(index: Index) -> list[tuple[str, object]]:
     return [
         ("step", index.step),
-        ("saved", moment(index.created_ns)),
+        ("saved", time_text(index.created_ns, None)),
         ("save id", index.save_id),
         ("ranks", index.world),
         ("leaves", len(index.leaves)),
@@ -230,8 +239,8 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
     ]
 
 
-def _rows_below(outline: Outline, row: Row, depth: int) -> list[Row]:
-    found, waiting = list[Row](), [(row, 0)]
+def _rows_below(outline: Outline, row: OutlineRow, depth: int) -> list[OutlineRow]:
+    found, waiting = list[OutlineRow](), [(row, 0)]
     while waiting and len(found) <= MAX_ROWS:
         node, level = waiting.pop()
         found.append(node)
@@ -240,7 +249,7 @@ def _rows_below(outline: Outline, row: Row, depth: int) -> list[Row]:
     return found[1:]
 
 
-def _row_texts(index: Index, row: Row, level: int) -> tuple[str, str, str, str]:
+def _row_texts(index: Index, row: OutlineRow, level: int) -> tuple[str, str, str, str]:
     what = leaf_text(index, index.entries[row.first]) if row.kind == "leaf" else row.cls or row.kind
     size = bytes_text(row.nbytes) if row.nbytes else ""
     return "  " * max(0, level - 1) + row.key, what, "" if row.kind == "leaf" else f"{row.leaves}", size
@@ -351,7 +360,7 @@ def _rebuild_index(options: argparse.Namespace) -> int:
 
 
 def _dashboard(options: argparse.Namespace) -> int:
-    if missing := [run for run in options.runs if not catalog.is_there(run)]:
+    if missing := [run for run in options.runs if not catalog.run_exists(run)]:
         return _usage(f"{missing[0]}: no such directory")
     gc.disable()  # nothing of what is imported is garbage: to look through it takes a tenth of the start
     try:

@@ -15,8 +15,8 @@ from ..core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps,
 from ..core.format.file_names import MAX_STEP, is_step_name, step_name
 from ..core.text import bytes_text
 from ..report.terminal import fail, print_json, print_line, print_table
-from ..runs.catalog import is_checkpoint, is_there, scan
-from ..runs.run import GRACE, CleanReport, Run, clean_checkpoint
+from ..runs.catalog import is_checkpoint, run_exists, scan
+from ..runs.run import GRACE, CleanReport, RunDirectory, clean_checkpoint
 
 __all__ = ["add_commands", "no_checkpoint"]
 
@@ -120,11 +120,11 @@ def _policies(options: argparse.Namespace) -> list[Policy]:
 
 
 def _gc(options: argparse.Namespace) -> int:
-    if not is_there(options.run_path):
+    if not run_exists(options.run_path):
         fail(f"treeckpt: {options.run_path}: no such directory")
         return 2
-    run, alone = Run(options.run_path), is_checkpoint(options.run_path)
-    alone = alone and not run.look()
+    run, alone = RunDirectory(options.run_path), is_checkpoint(options.run_path)
+    alone = alone and not run.checkpoints()
     policies = _policies(options)
     if problem := _no_run(options.run_path, run, policies) if alone else _no_metric(run, options.best):
         fail(f"treeckpt: {problem}")
@@ -140,7 +140,7 @@ def _gc(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-def _no_run(path: str, run: Run, policies: Sequence[Policy]) -> str:
+def _no_run(path: str, run: RunDirectory, policies: Sequence[Policy]) -> str:
     """What to do instead where policies are named for a checkpoint in place of its run."""
     if policies == [All()]:
         return ""
@@ -158,9 +158,9 @@ def no_checkpoint(options: argparse.Namespace) -> str:
     return ""
 
 
-def _no_metric(run: Run, policies: Sequence[Best]) -> str:
+def _no_metric(run: RunDirectory, policies: Sequence[Best]) -> str:
     """Which metrics there are, where one is named that no checkpoint has."""
-    infos = [info for info in run.look() if info.status == "complete"] if policies else []
+    infos = [info for info in run.checkpoints() if info.status == "complete"] if policies else []
     there = {name for info in infos for name in info.metrics}
     unknown = [policy.metric for policy in policies if policy.metric not in there]
     if not infos or not unknown:
@@ -189,12 +189,12 @@ def _print_report(report: CleanReport, *, alone: bool) -> None:
 
 
 def _pin(options: argparse.Namespace) -> int:
-    Run(options.run_path).pin(options.step)
+    RunDirectory(options.run_path).pin(options.step)
     return _say_pinned(options, pinned=True)
 
 
 def _unpin(options: argparse.Namespace) -> int:
-    Run(options.run_path).unpin(options.step)
+    RunDirectory(options.run_path).unpin(options.step)
     return _say_pinned(options, pinned=False)
 
 
@@ -202,5 +202,7 @@ def _say_pinned(options: argparse.Namespace, *, pinned: bool) -> int:
     if options.json:
         print_json({"run": options.run_path, "step": options.step, "pinned": pinned})
     else:
-        print_line(f"{Run(options.run_path).folder(options.step).url} is {'' if pinned else 'no longer '}pinned")
+        print_line(
+            f"{RunDirectory(options.run_path).folder(options.step).url} is {'' if pinned else 'no longer '}pinned"
+        )
     return 0

@@ -54,6 +54,6 @@ def _report(options: argparse.Namespace) -> VerifyReport:
 
     if options.repair:
         return tc.verify(options.checkpoint, repair=True)
-    nbytes = None if options.json else catalog.look(options.checkpoint, follow=True).nbytes
+    nbytes = None if options.json else catalog.read_info(options.checkpoint, follow=True).nbytes
     with reading_bar(open_store(options.checkpoint), "verifying", nbytes) as store:
         return tc.verify(store)

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays.base import HostArray, Storage, TargetPiece, raw_dtype
 from ..arrays.lazy import Lazy
 from ..arrays.registry import decode
-from ..core.format.check_index import check_there
+from ..core.format.check_index import check_against_files
 from ..core.format.chunks import BoxChunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankValues, ValueRecord
 from ..core.planning.load_plan import READ_LIMIT, WantedRegion, plan_load
@@ -137,7 +137,7 @@ def read_native(store: Store, addresses: Addresses, refused: list[Refused] | Non
         MismatchError: a value whose class is not in this program, or which is pickled; noted in `refused` if given.
     """
     index = read_index(store)
-    check_there(index, store.sizes(), store.url)
+    check_against_files(index, store.sizes(), store.url)
     checkpoint = _Checkpoint(store, index, addresses, refused)
     structure, leaves, findings = spread_ranks(index.structure, checkpoint.leaf)
     metadata = {

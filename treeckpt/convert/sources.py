@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays.lazy import Lazy
 from ..core.format.index import INDEX_NAME
-from ..core.format.shard_header import MAX_NBYTES, parse_shard_name, reach_of
+from ..core.format.shard_header import MAX_NBYTES, padded_nbytes, parse_shard_name
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import MAX_NDIM
 from ..errors import CheckpointNotFound, FormatError
@@ -109,7 +109,7 @@ def _all_lazy(contents: Contents) -> Contents:
     def lazy(at: str, leaf: Any) -> Any:
         if isinstance(leaf, Lazy):
             shape, itemsize = leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize
-            if len(shape) > MAX_NDIM or reach_of(shape, itemsize) >= MAX_NBYTES:
+            if len(shape) > MAX_NDIM or padded_nbytes(shape, itemsize) >= MAX_NBYTES:
                 raise FormatError(
                     f"{at}: {contents.label}",
                     expected=f"an array of at most {MAX_NDIM} dimensions and {MAX_NBYTES - 1} bytes",

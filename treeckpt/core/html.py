@@ -1,7 +1,7 @@
-"""HTML and SVG as text in which nothing that came out of a checkpoint can be anything but text.
+"""Builds HTML and SVG in which strings from a checkpoint can only be text, never markup.
 
-A `Html` is finished markup; every other string that becomes a child or an attribute is escaped, its unseen characters
-written out. No element is made of a name that is not in our own code.
+An `Html` is finished markup; every other string that becomes a child or an attribute is escaped, and characters
+without a glyph are written as escapes. Names of elements come from our own code only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VOID = frozenset({"meta", "input", "br"})
 
 
 class Html(str):
-    """Markup that is finished."""
+    """Finished markup, which is not escaped again."""
 
     __slots__ = ()
 
@@ -26,20 +26,20 @@ Child = str | int | float | None
 
 
 def joined(children: Iterable[Child]) -> Html:
-    """One after the other; what is no markup is escaped, None is nothing."""
+    """Concatenates children; plain strings are escaped, None is skipped."""
     parts = (c if isinstance(c, Html) else html.escape(visible(str(c))) for c in children if c is not None)
     return Html("".join(parts))
 
 
 def el(name: str, /, *children: Child, **attributes: Child) -> Html:
-    """An element. A trailing underscore of an attribute's name is left out, others become dashes."""
+    """Builds an element. In names of attributes a trailing underscore is removed, other underscores become dashes."""
     given = {k.rstrip("_").replace("_", "-"): v for k, v in attributes.items() if v is not None}
     text = "".join(f' {k}="{html.escape(visible(str(v)))}"' for k, v in given.items())
     return Html(f"<{name}{text}>" if name in _VOID else f"<{name}{text}>{joined(children)}</{name}>")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Child]], *, right: Sequence[str] = ()) -> Html:
-    """A table whose columns named in `right` hold numbers."""
+    """Builds a table; the columns named in `right` hold numbers and are aligned to the right."""
     kinds = ["n" if column in right else None for column in columns]
     head = el("tr", *(el("th", c, class_=k) for c, k in zip(columns, kinds, strict=True)))
     body = (el("tr", *(el("td", c, class_=k) for c, k in zip(row, kinds, strict=True))) for row in rows)
@@ -47,5 +47,5 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Child]], *, right: Seq
 
 
 def facts(pairs: Iterable[tuple[str, Child]]) -> Html:
-    """Names and what they are."""
+    """Builds a list of names and values."""
     return el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in pairs))

@@ -1,13 +1,14 @@
-"""How shapes, layouts, values, bytes and times read as text, the same on the command line and in the dashboard.
+"""Formats shapes, layouts, values, bytes and times as text, the same on the command line and in the dashboard.
 
-Names and values come out of files, so they may hold anything: `visible` shows control, format and bidirectional
-characters as escapes, and `value_text` is bounded in length and depth whatever the value claims to be.
+Names and values come from files, so they may hold anything: `visible` shows control, format and bidirectional
+characters as escapes, and `value_text` is bounded in length and depth whatever size the value claims to have.
 """
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
+from datetime import UTC, datetime, tzinfo
 
 from ..errors import TreeckptError
 from .sharding.int_runs import length_of
@@ -19,9 +20,11 @@ __all__ = [
     "bytes_text",
     "layout_text",
     "placement_text",
+    "rate_text",
     "region_text",
     "seconds_text",
     "shape_text",
+    "time_text",
     "value_text",
     "value_type",
     "visible",
@@ -33,7 +36,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 def visible(text: str) -> str:
-    """The text with every character that has no glyph of its own, or that reorders others, written as an escape."""
+    """Escapes every character that has no glyph of its own, or that reorders others."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_escape(c) if unicodedata.category(c) in _HIDDEN else c for c in text)
@@ -45,15 +48,36 @@ def _escape(character: str) -> str:
 
 
 def bytes_text(nbytes: float) -> str:
-    """Bytes in decimal units, three digits: `1.23 MB`."""
+    """Formats bytes in decimal units with three digits: `1.23 MB`."""
     size, unit = float(nbytes), 0
     while abs(size) >= 999.5 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.0f} B" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"
 
 
+def rate_text(nbytes: float, seconds: float = 1.0) -> str:
+    """Formats bytes per second: `1.23 GB/s`; `-` where no time passed."""
+    return f"{bytes_text(nbytes / seconds)}/s" if seconds > 0 else "-"
+
+
+def time_text(ns: int | None, zone: tzinfo | None = UTC) -> str:
+    """Formats a Unix time to the second: `2026-01-31 12:00:00 UTC`.
+
+    Args:
+        ns: nanoseconds; None gives `-`.
+        zone: None means that of the machine, which is not named in the text.
+    """
+    if ns is None:
+        return "-"
+    try:
+        text = datetime.fromtimestamp(ns // 10**9, UTC).astimezone(zone).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "out of range"
+    return f"{text} UTC" if zone is UTC else text
+
+
 def seconds_text(seconds: float) -> str:
-    """A length of time, three digits: `12.3 ms`, `4.56 s`, `3 min 20 s`."""
+    """Formats a duration with three digits: `12.3 ms`, `4.56 s`, `3 min 20 s`."""
     if seconds >= 3600:
         return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
     if seconds >= 100:
@@ -64,17 +88,17 @@ def seconds_text(seconds: float) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape: `[1024, 768]`, `[]` for a scalar."""
+    """Formats a shape: `[1024, 768]`, `[]` for a scalar."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def region_text(region: Region) -> str:
-    """A region as an index: `[0:512, 128:256]`."""
+    """Formats a region as slices: `[0:512, 128:256]`."""
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(region.offset, region.shape, strict=True)) + "]"
 
 
 def placement_text(placement: Placement) -> str:
-    """One placement, spelled as torch does."""
+    """Formats one placement as torch spells it."""
     if isinstance(placement, Replicate):
         return "Replicate"
     if isinstance(placement, Shard):
@@ -83,7 +107,7 @@ def placement_text(placement: Placement) -> str:
 
 
 def layout_text(layout: Layout | None) -> str:
-    """A layout in one line; None is explicit pieces."""
+    """Formats a layout in one line; None stands for explicit pieces."""
     if not isinstance(layout, MeshLayout):
         return "explicit pieces"
     ranks = length_of(layout.mesh.ranks)
@@ -98,14 +122,14 @@ def layout_text(layout: Layout | None) -> str:
 
 
 def value_type(value: Value) -> str:
-    """The type of a value, by its usual name."""
+    """Returns the usual name of a value's type."""
     if isinstance(value, Typed):
         return value.kind
     return "None" if value is None else type(value).__name__
 
 
 def value_text(value: Value, limit: int = 200) -> str:
-    """A value as Python would write it, at most `limit` characters, without building what it claims to be."""
+    """Formats a value as Python's repr does, in at most `limit` characters, without building that object."""
     budget = [limit]
     text = _value_text(value, budget, 0)
     return text if len(text) <= limit else text[: max(0, limit - 1)] + "…"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..core.format.check_index import ENTRY, FREE
+from ..core.format.check_index import FREE_CHUNKS, MIN_ENTRY_NBYTES
 from ..core.format.chunks import WholeChunk, count_chunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
 from ..core.sharding.dtypes import dtype_of
@@ -48,7 +48,7 @@ class Claims:
         self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
         if type(record) is ArrayRecord and type(record.chunks) is not WholeChunk:
             self._chunks += count_chunks(record.chunks)
-        if self._claimed > self._present or (self._chunks - FREE) * ENTRY > self._present:
+        if self._claimed > self._present or (self._chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES > self._present:
             raise self._short(path, self._sizes)
 
     def take_view(self, path: str, spec: ArraySpec) -> None:

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import HostArray, Target, TargetPiece, raw_dtype
-from ..core.analysis.checksum_diff import Checksums, Verdict, compare_bytes
+from ..core.analysis.checksum_diff import ByteComparison, Checksums, compare_checksums
 from ..core.analysis.diff import Diff, comparable, diff
 from ..core.analysis.element_stats import as_numbers
-from ..core.format.check_index import check_there
+from ..core.format.check_index import check_against_files
 from ..core.format.records import File, Index, Leaf
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.int_runs import decode_runs
@@ -55,7 +55,7 @@ class ValueChange(msgspec.Struct, frozen=True):
     path: str
     other: str
     """Its path in the second checkpoint."""
-    verdict: Verdict
+    verdict: ByteComparison
     nbytes: int
     delta: Delta | None = None
 
@@ -82,9 +82,9 @@ class Side:
         return self._known[file.name]
 
 
-def verdict_of(a: Side, x: Leaf, b: Side, y: Leaf) -> Verdict:
+def verdict_of(a: Side, x: Leaf, b: Side, y: Leaf) -> ByteComparison:
     """What checksums say of two arrays of one shape and dtype."""
-    return compare_bytes(a.index, x, b.index, y, (a.checksums, b.checksums))
+    return compare_checksums(a.index, x, b.index, y, (a.checksums, b.checksums))
 
 
 def value_changes(a: Side, b: Side, found: Diff | None = None, *, exact: bool = True) -> Iterator[ValueChange]:
@@ -95,7 +95,7 @@ def value_changes(a: Side, b: Side, found: Diff | None = None, *, exact: bool = 
         exact: reads what checksums cannot tell, and measures every difference; otherwise the verdict may be "unknown".
     """
     for side in (a, b):
-        check_there(side.index, side.store.sizes(), side.store.url)
+        check_against_files(side.index, side.store.sizes(), side.store.url)
     for x, y in comparable(a.index, b.index, found or diff(a.index, b.index)):
         verdict = verdict_of(a, x, b, y)
         delta = delta_of(a, x, b, y) if exact and verdict != "equal" else None

@@ -1,8 +1,8 @@
-"""A shard's header made again from the index, and the proof that it is the one that was written.
+"""Rebuilds a shard's header from the index, and proves that it is the one that was written.
 
-The index knows all that a header says but the checksums. Those are either computed anew from the data, or taken from
-what is left of the header. Only where the seal that was written is that of the header made so is it the right one; then
-the checksums are, too.
+The index holds all that a header holds but the checksums. These are either computed again from the data, or taken from
+the damaged header. The rebuilt header is the right one only if it has the seal that was written; then the checksums are
+right, too.
 """
 
 from __future__ import annotations
@@ -13,23 +13,31 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.format.byte_map import extents_in
-from ..core.format.damage import own_path
+from ..core.format.byte_map import extents_in_file
+from ..core.format.damage import rank_path
 from ..core.format.index import encode_manifest
 from ..core.format.records import File, Index
-from ..core.format.shard_header import Entry, ShardHeader, block_count, encode_header, hashes_at, seal_at, with_hashes
+from ..core.format.shard_header import (
+    ShardEntry,
+    ShardHeader,
+    block_count,
+    encode_header,
+    hashes_at,
+    seal_at,
+    with_hashes,
+)
 from ..core.sharding.dtypes import dtype_of
 
 __all__ = ["headers_of", "proven_header"]
 
 
 def headers_of(index: Index, file: File) -> list[ShardHeader]:
-    """What the header of a shard may say, with zeros for checksums.
+    """Returns the headers that a shard may have had, with zeros for checksums.
 
-    Mostly that is one; but an array without elements between two files of a rank may be in either.
+    Mostly there is one; but an array without elements between two files of a rank may be in either.
     """
     entries = _entries(index, file)
-    found: list[tuple[Entry, ...]] = []
+    found: list[tuple[ShardEntry, ...]] = []
     for low, high in ((0, 1), (1, 1), (0, 0), (1, 0)):
         chosen = tuple(
             entry
@@ -41,22 +49,22 @@ def headers_of(index: Index, file: File) -> list[ShardHeader]:
     return [_header(index, file, chosen) for chosen in found]
 
 
-def _entries(index: Index, file: File) -> list[Entry]:
-    """The regions that lie in a shard, in their order."""
-    entries: list[tuple[int, int, int, Entry]] = []
-    for extent in extents_in(index, file, empty=True):
+def _entries(index: Index, file: File) -> list[ShardEntry]:
+    """Returns the entries of a shard by offset, those of equal offset by size and leaf number."""
+    entries: list[tuple[int, int, int, ShardEntry]] = []
+    for extent in extents_in_file(index, file, empty=True):
         leaf = index.entries[extent.leaf]
         assert leaf.spec is not None, "only arrays have extents"
         nbytes = extent.region.size * dtype_of(leaf.spec.dtype).itemsize
         start = extent.start - file.header
-        path = own_path(leaf.path, file.rank)
-        entry = Entry(path, leaf.spec.dtype, leaf.spec.shape, extent.region, start, nbytes)
+        path = rank_path(leaf.path, file.rank)
+        entry = ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, extent.region, start, nbytes)
         entries.append((start, nbytes, extent.leaf, entry))
     entries.sort(key=lambda item: item[:3])
     return [entry for *_, entry in entries]
 
 
-def _header(index: Index, file: File, entries: tuple[Entry, ...]) -> ShardHeader:
+def _header(index: Index, file: File, entries: tuple[ShardEntry, ...]) -> ShardHeader:
     return ShardHeader(
         index.save_id,
         file.rank,
@@ -70,11 +78,11 @@ def _header(index: Index, file: File, entries: tuple[Entry, ...]) -> ShardHeader
 
 
 def proven_header(header: ShardHeader, old: bytes, computed: Sequence[int]) -> bytes | None:
-    """The bytes of the header that was written; None where nothing proves which that is.
+    """Returns the bytes of the header that was written; None where nothing proves which one that is.
 
     Args:
-        header: what it says, but for the checksums.
-        old: the damaged header, whole.
+        header: its content, without the checksums.
+        old: the damaged header, of full length.
         computed: the checksums of the data as it is now.
     """
     bare = encode_header(header)
@@ -92,7 +100,7 @@ def proven_header(header: ShardHeader, old: bytes, computed: Sequence[int]) -> b
 
 
 def _stored(bare: bytes, old: bytes, count: int) -> Sequence[int] | None:
-    """The checksums that the damaged header has in their place."""
+    """Returns the checksums in the damaged header, None where they are not base64."""
     at = hashes_at(bare)
     nbytes = len(base64.b64encode(bytes(8 * count)))
     try:

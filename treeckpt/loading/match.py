@@ -14,15 +14,15 @@ import numpy as np
 
 from ..arrays.base import Target
 from ..arrays.registry import check_cast, decode, new_array
-from ..core.format.damage import BadBytes, Damaged, damaged_leaves
+from ..core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
 from ..core.format.records import Leaf, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import decode_runs
 from ..core.tree.globs import check_used, compile_globs
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
+from ..io.storage.memory import SlabAllocator
 from ..io.storage.metadata_files import read_index
-from ..io.storage.slabs import Slabs
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import LoadReport
@@ -113,7 +113,7 @@ class Load:
             self.view = ruled_view(
                 self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=options.strict
             )
-        self.take = None if options.copy else Slabs().take
+        self.take = None if options.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
         self.filling = ReadBatch(store, self.index, self.source_rank, self.recorder, whole=options.bad is None)
@@ -126,12 +126,12 @@ class Load:
         """Whether a path is asked for, it can be had, and no rule has it stay as it is."""
         return self.options.selects(path) and path not in self.damaged and not self.view.is_kept(path)
 
-    def _damaged(self) -> dict[str, tuple[Damaged, ...]]:
+    def _damaged(self) -> dict[str, tuple[DamagedLeaf, ...]]:
         """By path, what of a leaf is damaged, as the rank sees it whose state is loaded."""
         hurt = damaged_leaves(self.index, self.options.bad or (), rank=self.source_rank)
         if not hurt:
             return {}
-        found: dict[str, tuple[Damaged, ...]] = {}
+        found: dict[str, tuple[DamagedLeaf, ...]] = {}
         for leaf in self.view.entries:
             saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, MadeLeaf) else [leaf.number]
             parts = [part for number in saved for part in hurt.get(number, ())]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.format.byte_map import extents_in
+from ..core.format.byte_map import extents_in_file
 from ..core.format.records import AliasRecord, File, Leaf
 from ..core.sharding.region import coalesce
 from ..errors import TreeckptError
@@ -49,7 +49,7 @@ def changed_in(filling: ReadBatch) -> list[str]:
     for file, ranges in stretches.values():
         starts, stops = np.array(sorted(ranges), np.int64).T
         starts, stops = coalesce(starts, stops, 0)[0].T.tolist()
-        for extent in extents_in(filling.index, file):
+        for extent in extents_in_file(filling.index, file):
             at = bisect_right(stops, extent.start)
             if at < len(starts) and starts[at] < extent.stop:
                 met.add(extent.leaf)

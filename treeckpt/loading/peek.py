@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from ..core.format.header_probe import FRONT, Front, decode_front, decode_hashes, hash_span
 from ..core.format.records import AliasRecord, File, Index, Leaf
 from ..core.format.shard_header import BLOCK, block_count, hash_block
 from ..core.planning.load_plan import BoxCopy, ReadBlock, WantedRegion, plan_load
@@ -20,6 +19,7 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, c_strides
 from ..errors import CorruptError, LayoutError, MismatchError
 from ..io.storage.store import Store
+from .header_probe import PREFIX_NBYTES, HeaderPrefix, decode_hashes, decode_prefix, hash_text_range
 
 __all__ = ["MAX_NBYTES", "Peek", "peek"]
 
@@ -84,7 +84,7 @@ def _read(store: Store, index: Index, leaf: Leaf, region: Region, blocks: Sequen
     fronts = {name: _front(store, index, file, sizes.get(name)) for name, file in files.items()}
     rounded = [_rounded(file, at, block.stop - block.start, fronts[file.name].block) for block, file, at in places]
     verify = sum(high - low for low, high in rounded) <= max(ROUNDING * data.nbytes, FEW)
-    read = FRONT * len(fronts)
+    read = PREFIX_NBYTES * len(fronts)
     for (block, file, at), (low, high) in zip(places, rounded, strict=True):
         if not verify:
             low, high = at - file.header, at - file.header + block.stop - block.start
@@ -112,7 +112,7 @@ def _copy(data: np.ndarray, block: ReadBlock, copy: BoxCopy, region: Region, out
     out[copy.box.relative_to(region).slices()] = box
 
 
-def _front(store: Store, index: Index, file: File, size: int | None) -> Front:
+def _front(store: Store, index: Index, file: File, size: int | None) -> HeaderPrefix:
     """The front of the shard that the index means."""
     label = f"{store.url}/{file.name}"
     if size != file.header + file.nbytes:
@@ -122,9 +122,9 @@ def _front(store: Store, index: Index, file: File, size: int | None) -> Front:
             found="no such file" if size is None else f"{size} bytes",
             hint="The file was lost, changed or cut short; restore it from a copy",
         )
-    data = bytearray(min(FRONT, file.header))
+    data = bytearray(min(PREFIX_NBYTES, file.header))
     store.read_into(file.name, 0, memoryview(data))
-    front = decode_front(data, label)
+    front = decode_prefix(data, label)
     found = (front.save_id, front.rank, front.part, front.stream, front.header)
     if found != (wanted := (index.save_id, file.rank, file.part, file.stream, file.header)):
         raise CorruptError(
@@ -136,11 +136,11 @@ def _front(store: Store, index: Index, file: File, size: int | None) -> Front:
     return front
 
 
-def _compare(store: Store, file: File, front: Front, low: int, data: np.ndarray) -> int:
+def _compare(store: Store, file: File, front: HeaderPrefix, low: int, data: np.ndarray) -> int:
     """Compares the checksums of data that starts at a border; returns the bytes that this took."""
     label = f"{store.url}/{file.name}"
     first, count = low // front.block, block_count(len(data), front.block)
-    start, stop, skip = hash_span(first, count)
+    start, stop, skip = hash_text_range(first, count)
     text = bytearray(max(0, min(stop, front.header - front.hashes) - start))
     store.read_into(file.name, front.hashes + start, memoryview(text))
     for number, expected in enumerate(decode_hashes(text, skip, count, label)):

@@ -32,7 +32,7 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, any_overlap, intersect
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError
-from ..io.storage.page_cache import cache_room
+from ..io.storage.page_cache import available_memory
 from ..io.storage.shard_reader import Shards
 from ..io.storage.store import Store
 from ..io.timing import Recorder
@@ -363,7 +363,7 @@ class ReadBatch:
     def _check(self, shards: Shards, means: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
         total = sum(reading.nbytes for _, readings in self._work for reading in readings)
-        stays = total < cache_room() // 2
+        stays = total < available_memory() // 2
         with together(means.relay):
             for members, readings in self._work:
                 mine = means.relay.owned(readings, members) if means.relay is not None else readings

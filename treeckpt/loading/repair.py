@@ -15,9 +15,9 @@ import secrets
 
 import msgspec
 
-from ..core.format.check_index import check_there
+from ..core.format.check_index import check_against_files
 from ..core.format.damage import BadBytes
-from ..core.format.file_names import damaged_name, kind_of
+from ..core.format.file_names import damaged_name, parse_file_name
 from ..core.format.index import INDEX_NAME, MAX_INDEX, encode_index
 from ..core.format.records import File, Index
 from ..core.format.shard_header import BLOCK, hash_block
@@ -42,7 +42,7 @@ def repair_store(store: Store) -> VerifyReport:
     """See `treeckpt.verify`."""
     repairs: list[Repair] = []
     index = _repair_index(store, repairs)
-    check_there(index, store.sizes(), store.url)
+    check_against_files(index, store.sizes(), store.url)
     for file in index.file_list:
         _repair_shard(store, index, file, repairs)
     report = verify_store(store)
@@ -62,7 +62,7 @@ def _repair_index(store: Store, repairs: list[Repair]) -> Index:
     try:
         return read_index(store)
     except CheckpointNotFound:
-        if any((kind := kind_of(name)) is not None and kind.kind == "deleted" for name in store.sizes()):
+        if any((kind := parse_file_name(name)) is not None and kind.kind == "deleted" for name in store.sizes()):
             raise
         index = rebuild_from_shards(store)
         store.publish(INDEX_NAME, encode_index(index), replace=False)

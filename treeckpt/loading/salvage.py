@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..core.format.check_index import check_there
+from ..core.format.check_index import check_against_files
 from ..core.format.damage import BadBytes
 from ..errors import MismatchError
 from ..io.comm.collective import all_gather
@@ -34,7 +34,7 @@ def survey(store: Store, comm: Comm) -> tuple[BadBytes, ...]:
 
     def own() -> list[BadBytes]:
         index, sizes = read_index(store), store.sizes()
-        check_there(index, sizes, store.url)
+        check_against_files(index, sizes, store.url)
         files = index.file_list[comm.rank :: comm.size]
         return [bad for file in files for bad in survey_shard(store, index, file, sizes.get(file.name))]
 

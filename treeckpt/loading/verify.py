@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.format.check_index import check_there
+from ..core.format.check_index import check_against_files
 from ..core.format.damage import BadBytes, damaged_leaves
 from ..core.format.index import INDEX_NAME, encode_index, folded_index, rebuild
 from ..core.format.records import Index
@@ -30,7 +30,7 @@ def verify_store(store: Store) -> VerifyReport:
     problems: list[Problem] = []
     headers: list[tuple[int, ShardHeader]] = []
     nbytes, sizes = 0, store.sizes()
-    check_there(index, sizes, store.url)
+    check_against_files(index, sizes, store.url)
     for file in index.file_list:
         opened = open_for_survey(store, index, file, sizes.get(file.name), keep=True)
         bad = [opened] if isinstance(opened, BadBytes) else survey_opened(store, opened, sizes[file.name])

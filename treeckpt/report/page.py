@@ -7,20 +7,20 @@ import os
 from pathlib import Path
 
 from ..core.analysis.diff import leaf_text
-from ..core.analysis.outline import Outline, Row, leaf_nbytes
-from ..core.analysis.timing_report import Study
+from ..core.analysis.outline import Outline, OutlineRow, leaf_nbytes
+from ..core.analysis.timing_report import TimingReport
 from ..core.format.byte_map import chunk_count, layout_of, locate_chunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
 from ..core.html import Child, Html, el, facts, joined, table
 from ..core.sharding.region import Region
-from ..core.text import bytes_text, layout_text, region_text, seconds_text, shape_text, value_text
+from ..core.text import bytes_text, layout_text, region_text, seconds_text, shape_text, time_text, value_text
 from ..core.tree.recursion import Recursive, trampoline
 from ..errors import CheckpointNotFound, TreeckptError
 from ..runs import catalog
 from ..runs.catalog import CheckpointInfo
-from ..runs.notebook import COLUMNS, checkpoint_rows, moment_text
-from .pictures import Box, lines, shard_map, treemap, waterfall
-from .sheet import POLICY, SCRIPT, STYLE
+from ..runs.notebook import COLUMNS, checkpoint_rows
+from .page_assets import POLICY, SCRIPT, STYLE
+from .pictures import RegionBox, line_chart, shard_map, treemap, waterfall
 
 __all__ = ["checkpoint_page", "run_page"]
 
@@ -44,7 +44,7 @@ def checkpoint_page(path: str | os.PathLike[str]) -> str:
     Raises:
         CheckpointNotFound: there is none.
     """
-    info = catalog.look(path, follow=True)
+    info = catalog.read_info(path, follow=True)
     return _document(info.name, [el("h1", info.name), *_checkpoint(path, info)])
 
 
@@ -105,8 +105,8 @@ def _trends(found: list[CheckpointInfo]) -> list[Html]:
     rates = [i.nbytes / i.seconds if i.nbytes and i.seconds else None for i in saves]
     times = [("took", [i.seconds for i in saves]), ("blocked", [i.blocked_seconds for i in saves])]
     return [
-        _section("Time of saves", lines(steps, times, text="seconds")),
-        _section("Rate", lines(steps, [("rate", rates)], text="rate")),
+        _section("Time of saves", line_chart(steps, times, text="seconds")),
+        _section("Rate", line_chart(steps, [("rate", rates)], text="rate")),
     ]
 
 
@@ -124,7 +124,7 @@ def _checkpoint(path: str | os.PathLike[str], info: CheckpointInfo) -> list[Html
 def _facts(index: Index) -> Html:
     pairs: list[tuple[str, Child]] = [
         ("step", index.step),
-        ("saved", moment_text(index.created_ns)),
+        ("saved", time_text(index.created_ns)),
         ("ranks", index.world),
         ("leaves", f"{len(index.leaves):,}"),
         ("arrays", bytes_text(index.nbytes)),
@@ -176,7 +176,7 @@ def _map(index: Index, leaf: Leaf) -> list[Html]:
     across = len(shape) - 1
     down = across - 1 if across else None
     plane = Region((0,) * len(shape), tuple(n if d in (across, down) else 1 for d, n in enumerate(shape)))
-    boxes: list[Box] = []
+    boxes: list[RegionBox] = []
     for at in locate_chunks(index, leaf, plane)[:BOXES]:
         top, rows = (at.region.offset[down], at.region.shape[down]) if down is not None else (0, 1)
         left, columns = at.region.offset[across], at.region.shape[across]
@@ -195,7 +195,7 @@ def _tree(outline: Outline) -> Html:
     return _section("Tree", search, el("div", *rows, id="tree"), more)
 
 
-def _nodes(outline: Outline, parent: Row, left: list[int], depth: int) -> Recursive[list[Html]]:
+def _nodes(outline: Outline, parent: OutlineRow, left: list[int], depth: int) -> Recursive[list[Html]]:
     if parent.kind == "leaf":
         return [_leaf(outline.index, parent)]
     found: list[Html] = []
@@ -221,7 +221,7 @@ def _nodes(outline: Outline, parent: Row, left: list[int], depth: int) -> Recurs
     return found
 
 
-def _leaf(index: Index, row: Row) -> Html:
+def _leaf(index: Index, row: OutlineRow) -> Html:
     leaf = index.entries[row.first]
     text = leaf_text(index, leaf)
     if isinstance(leaf.record, AliasRecord):
@@ -243,7 +243,7 @@ def _files(index: Index) -> Html:
 
 def _timing(path: str | os.PathLike[str]) -> list[Html]:
     try:
-        study = Study(catalog.read_timings(path))
+        study = TimingReport(catalog.read_timings(path))
     except TreeckptError:
         return []
     profile = study.profile

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..core.analysis.profile import FRAME, WAITING
-from ..core.analysis.timing_report import Study
+from ..core.analysis.profile import ROOT_SPAN, WAITING_PHASES
+from ..core.analysis.timing_report import TimingReport
 from ..core.html import Html, el, joined
 from ..core.text import bytes_text, seconds_text
 
-__all__ = ["Box", "lines", "shard_map", "treemap", "waterfall"]
+__all__ = ["RegionBox", "line_chart", "shard_map", "treemap", "waterfall"]
 
 COLOURS = 8
 WIDTH = 1000
 RANKS = 40
 SPANS = 200
 """Of one rank."""
-Box = tuple[int, int, int, int, int, str]
+RegionBox = tuple[int, int, int, int, int, str]
 """top, left, bottom, right, rank, title."""
 
 
@@ -83,7 +83,7 @@ def _worst(row: Sequence[float], side: float) -> float:
     return max(side * side * max(row) / total**2, total**2 / (side * side * min(row))) if total and side else 0.0
 
 
-def shard_map(rows: int, columns: int, boxes: Sequence[Box]) -> Html:
+def shard_map(rows: int, columns: int, boxes: Sequence[RegionBox]) -> Html:
     """A plane of an array's index space, its regions coloured by the rank that wrote them."""
     height = 40 if rows == 1 else max(60, min(260, 500 * rows / max(columns, 1)))
     sx, sy = WIDTH / max(columns, 1), height / max(rows, 1)
@@ -96,14 +96,14 @@ def shard_map(rows: int, columns: int, boxes: Sequence[Box]) -> Html:
     return _svg(height, *shapes, label="Regions of the array by rank")
 
 
-def waterfall(study: Study) -> Html:
+def waterfall(study: TimingReport) -> Html:
     """Ranks and phases over time; of many ranks the slowest, and rank 0."""
     profile, spans = study.profile, study.spans
     numbers = sorted(range(len(profile.ranks)), key=lambda n: -profile.ranks[n].busy_ns)[:RANKS]
     order = sorted({0, *numbers}) if profile.ranks else []
     left, lane = 80, 15
     scale = (WIDTH - left - 10) / max(profile.stop_ns - profile.start_ns, 1)
-    work = [n for n, name in enumerate(spans.names) if name != FRAME and name not in WAITING]
+    work = [n for n, name in enumerate(spans.names) if name != ROOT_SPAN and name not in WAITING_PHASES]
     colours = {n: f"f{at % COLOURS}" for at, n in enumerate(work)}
     shapes: list[Html] = []
     top = 8.0
@@ -115,7 +115,7 @@ def waterfall(study: Study) -> Html:
         shapes.append(_text(4, top + 11, f"rank {rank}", "t bad" if rank == profile.slowest else "t"))
         for name, start, stop, at in zip(*columns, lanes, strict=True):
             text = spans.names[name]
-            fill = colours.get(name, "frame" if text == FRAME else "wait")
+            fill = colours.get(name, "frame" if text == ROOT_SPAN else "wait")
             title = f"rank {rank} · {text} · {seconds_text((stop - start) / 1e9)}"
             x, y = left + (start - profile.start_ns) * scale, top + at * lane
             shapes.append(_rect(x, y, (stop - start) * scale, lane - 2, fill, title))
@@ -129,7 +129,7 @@ def waterfall(study: Study) -> Html:
     return _svg(top + 4, *shapes, label="Phases of the save over time; the table below holds the same")
 
 
-def lines(steps: Sequence[int], series: Sequence[tuple[str, Sequence[float | None]]], *, text: str) -> Html:
+def line_chart(steps: Sequence[int], series: Sequence[tuple[str, Sequence[float | None]]], *, text: str) -> Html:
     """Values over steps, from zero.
 
     Args:

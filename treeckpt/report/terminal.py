@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from ..core.text import visible
 
-__all__ = ["fail", "moment", "print_facts", "print_json", "print_line", "print_table"]
+__all__ = ["fail", "print_facts", "print_json", "print_line", "print_table"]
 
 STYLES = {"complete": "green", "partial": "yellow", "corrupt": "bold red", "foreign": "dim"}
 
@@ -69,13 +68,3 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for name, text in facts:
         console.print(Text.assemble((f"{name:<{width}}  ", "dim"), visible(text)))
-
-
-def moment(ns: int | None) -> str:
-    """A time on this machine's clock, to the second."""
-    if ns is None:
-        return "-"
-    try:
-        return datetime.fromtimestamp(ns // 10**9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return "out of range"

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from ..core.format.save_progress import Phase, Progress, fraction_of, progress_name
+from ..core.format.save_progress import Progress, SavePhase, fraction_of, progress_name
 from ..core.text import bytes_text, seconds_text
 from ..io.storage.progress_file import is_alive, read_progress
-from ..io.storage.run_store import Entry, Folder
+from ..io.storage.run_store import DirectoryEntry, Folder
 
 __all__ = ["STALLED", "SaveUnderWay", "saves_under_way", "under_way_text"]
 
@@ -31,7 +31,7 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
     world: int
     ranks: int
     """That have a record: those that are still busy."""
-    phase: Phase
+    phase: SavePhase
     """write, as long as any of them writes."""
     written: int
     planned: int
@@ -50,7 +50,7 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
         return fraction_of(self.written, self.planned)
 
 
-def saves_under_way(folder: Folder, files: Mapping[str, Entry]) -> tuple[SaveUnderWay, ...]:
+def saves_under_way(folder: Folder, files: Mapping[str, DirectoryEntry]) -> tuple[SaveUnderWay, ...]:
     """The saves that have records among these files, by when they began."""
     found: dict[str, list[Progress]] = {}
     for record in read_progress(folder.store, files):

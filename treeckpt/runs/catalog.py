@@ -1,9 +1,10 @@
-"""Which checkpoints are in a run directory, and in what state is each of them?
+"""Lists the checkpoints of a run directory, with the state of each.
 
-`look` reads one directory's index and timings, and compares the shards' sizes with what the index says; `scan` looks at
-every directory of a run, on a disk, in memory or in an object store. What cannot be read is reported as what it is,
-never raised: other programs' directories, saves that never finished, indexes that do not decode; only where a store
-cannot be reached or refuses, nothing is said at all. Links are not followed. No shard is opened; that is `verify`'s.
+`read_info` reads the index and timings of one directory and compares the sizes of the shards with those in the index;
+`scan` does so for every directory of a run, on a disk, in memory or in an object store. What cannot be read is reported
+with its state and is not raised: directories of other programs, saves that never finished, indexes that do not decode.
+Only a store that cannot be reached or that refuses raises. Links are not followed. No shard is opened; `verify` does
+that.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import msgspec
 
 from ..core.analysis.outline import held_nbytes
 from ..core.analysis.profile import profile_of
-from ..core.format.file_names import PIN_NAME, is_step_name, kind_of, step_of
+from ..core.format.file_names import PIN_NAME, is_step_name, parse_file_name, step_of
 from ..core.format.index import INDEX_NAME
-from ..core.format.lineage import Lineage, Mark
+from ..core.format.lineage import Lineage, SavedCheckpoint
 from ..core.format.records import Index
 from ..core.format.shard_header import parse_shard_name
 from ..core.format.timings import Timings
@@ -33,30 +34,30 @@ from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
 from ..io.storage import metadata_files
 from ..io.storage.bucket import is_url, local_path
 from ..io.storage.open import open_folder, open_run, open_store
-from ..io.storage.run_store import Entry, Folder, LocalFolder, Remote, RunStore, folders_of
+from ..io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore, SupportsBulkListing, all_folders
 from .active_saves import saves_under_way
-from .checkpoint_info import CheckpointInfo, Status, arranged
-from .stat_cache import FileCache, Recall
+from .checkpoint_info import CheckpointInfo, Status, in_listing_order
+from .stat_cache import LruStatCache, StatCache
 
 __all__ = [
     "CheckpointInfo",
-    "FileCache",
-    "Recall",
+    "LruStatCache",
     "SaveDuration",
+    "StatCache",
     "Status",
     "Summary",
-    "arranged",
+    "in_listing_order",
     "is_checkpoint",
-    "is_there",
-    "look",
-    "look_anyway",
-    "marks_of",
     "read_index",
+    "read_info",
+    "read_info_or_corrupt",
+    "read_infos",
+    "read_marks",
     "read_timings",
+    "run_exists",
     "scan",
     "step_of",
-    "summarize",
-    "survey",
+    "summarize_index",
 ]
 
 FAR = 16
@@ -65,7 +66,7 @@ METRICS = "metrics"
 """The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
 
 T = TypeVar("T")
-Files = dict[str, Entry]
+Files = dict[str, DirectoryEntry]
 """The regular files of a directory."""
 
 
@@ -113,7 +114,7 @@ def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None =
 
 
 def _timings_file(folder: Folder, files: Files, save_id: str | None) -> str:
-    names = [n for n in files if (k := kind_of(n)) and k.kind == "timings" and save_id in (None, k.save_id)]
+    names = [n for n in files if (k := parse_file_name(n)) and k.kind == "timings" and save_id in (None, k.save_id)]
     if not names:
         label, expected = visible(folder.url), "the timings of a save"
         if not any(map(_is_ours, files)):
@@ -155,7 +156,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def is_there(run: str) -> bool:
+def run_exists(run: str) -> bool:
     """Whether there is something at a path or URL that may be a run or a checkpoint.
 
     Raises:
@@ -167,10 +168,10 @@ def is_there(run: str) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    return kind_of(name) is not None
+    return parse_file_name(name) is not None
 
 
-def scan(run: str | os.PathLike[str] | RunStore, *, cache: Recall | None = None) -> list[CheckpointInfo]:
+def scan(run: str | os.PathLike[str] | RunStore, *, cache: StatCache | None = None) -> list[CheckpointInfo]:
     """Every checkpoint of a run, newest first, then what is none; a checkpoint's own path gives that one.
 
     The newest is what was saved last. Abandoned branches come behind all that is on the lineage of the newest.
@@ -179,61 +180,66 @@ def scan(run: str | os.PathLike[str] | RunStore, *, cache: Recall | None = None)
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    cache = cache or FileCache(0)
+    cache = cache or LruStatCache(0)
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
-        return [look_anyway(open_folder(run), cache=cache, follow=True)]
-    return arranged(info for _, info in survey(open_run(run), cache, anyway=True))
+        return [read_info_or_corrupt(open_folder(run), cache=cache, follow=True)]
+    return in_listing_order(info for _, info in read_infos(open_run(run), cache, anyway=True))
 
 
-def survey(run: RunStore, cache: Recall, *, anyway: bool = False) -> list[tuple[Folder, CheckpointInfo]]:
+def read_infos(run: RunStore, cache: StatCache, *, anyway: bool = False) -> list[tuple[Folder, CheckpointInfo]]:
     """Every folder of a run, and what it is.
 
     Args:
-        anyway: looks by `look_anyway`.
+        anyway: looks by `read_info_or_corrupt`.
 
     Raises:
         StoreError: where they are cannot be reached.
     """
-    return _each_folder(run, partial(look_anyway if anyway else look, cache=cache))
+    return _each_folder(run, partial(read_info_or_corrupt if anyway else read_info, cache=cache))
 
 
 def _each_folder(run: RunStore, one: Callable[[Folder], T]) -> list[tuple[Folder, T]]:
-    folders = folders_of(run)
-    if not isinstance(run, Remote):
+    folders = all_folders(run)
+    if not isinstance(run, SupportsBulkListing):
         return [(folder, one(folder)) for folder in folders]
     with ThreadPoolExecutor(FAR, "treeckpt-look") as pool:
         return list(zip(folders, pool.map(one, folders), strict=True))
 
 
-def marks_of(run: RunStore, cache: Recall) -> list[Mark]:
+def read_marks(run: RunStore, cache: StatCache) -> list[SavedCheckpoint]:
     """What the lineage of a run's checkpoints is decided from: their indexes alone, of which those known are not read.
 
     Raises:
         StoreError: the run cannot be reached.
     """
 
-    def one(folder: Folder) -> Mark | None:
+    def one(folder: Folder) -> SavedCheckpoint | None:
         index = folder.entry(INDEX_NAME) if is_step_name(folder.name) and not folder.is_link else None
         with contextlib.suppress(TreeckptError):
             summary = _recall_summary(folder, index, cache) if index is not None else None
             if summary is not None and summary.step in (None, step_of(folder.name)):
-                return Mark(step_of(folder.name) or 0, summary.save_id, summary.lineage)
+                return SavedCheckpoint(step_of(folder.name) or 0, summary.save_id, summary.lineage)
         return None
 
     return [mark for _, mark in _each_folder(run, one) if mark is not None]
 
 
-def look_anyway(folder: Folder, *, cache: Recall | None = None, follow: bool = False) -> CheckpointInfo:
-    """As `look`, for lists to be shown: a local directory that refuses to be read is called corrupt, and says why."""
+def read_info_or_corrupt(folder: Folder, *, cache: StatCache | None = None, follow: bool = False) -> CheckpointInfo:
+    """Same as `read_info`, but a local directory that cannot be read is reported as corrupt, with the error.
+
+    For lists that are shown to a person.
+    """
     try:
-        return look(folder, cache=cache, follow=follow)
+        return read_info(folder, cache=cache, follow=follow)
     except StoreError as error:
         if not isinstance(folder, LocalFolder):
             raise
         return CheckpointInfo(folder.name, folder.url, "corrupt", step_of(folder.name), error=str(error))
 
 
-def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, follow: bool = False) -> CheckpointInfo:
+def read_info(
+    path: str | os.PathLike[str] | Folder, *, cache: StatCache | None = None, follow: bool = False
+) -> CheckpointInfo:
     """What one directory is.
 
     Args:
@@ -242,7 +248,7 @@ def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, 
     Raises:
         StoreError: it cannot be reached, or refuses to be read, which says nothing of the checkpoint.
     """
-    cache = cache or FileCache(0)
+    cache = cache or LruStatCache(0)
     folder = open_folder(path) if isinstance(path, (str, os.PathLike)) else path
     name = folder.name
     if folder.is_link and not follow:
@@ -258,7 +264,7 @@ def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, 
             return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
         info = _with_index(folder, summary, files, cache)
         if info.status == "corrupt" and folder.entries().get(INDEX_NAME, index) != index:
-            return look(folder, cache=cache, follow=follow)  # another save has replaced it since it was listed
+            return read_info(folder, cache=cache, follow=follow)  # another save has replaced it since it was listed
         return info
     exists = folder.modified_ns() is not None
     if any(map(_is_ours, files)) or (step_of(name) is not None and exists and not entries):
@@ -267,11 +273,13 @@ def look(path: str | os.PathLike[str] | Folder, *, cache: Recall | None = None, 
     return CheckpointInfo(name, folder.url, "foreign", error=error)
 
 
-def _recall_summary(folder: Folder, index: Entry, cache: Recall) -> Summary:
-    return cache.recall((folder.url, "summary"), index, lambda: summarize(metadata_files.read_index(folder.store)))
+def _recall_summary(folder: Folder, index: DirectoryEntry, cache: StatCache) -> Summary:
+    return cache.get_or_read(
+        (folder.url, "summary"), index, lambda: summarize_index(metadata_files.read_index(folder.store))
+    )
 
 
-def summarize(index: Index) -> Summary:
+def summarize_index(index: Index) -> Summary:
     """What a list of checkpoints needs of an index."""
     sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
     return Summary(
@@ -319,12 +327,12 @@ def _took(folder: Folder, name: str) -> SaveDuration:
         raise CorruptError(visible(f"{folder.url}/{name}"), expected="spans of a save", found=f"{error}") from error
 
 
-def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: Recall) -> SaveDuration:
+def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: StatCache) -> SaveDuration:
     name = _timings_file(folder, files, save_id)
-    return cache.recall((f"{folder.url}/{name}", "took"), files[name], lambda: _took(folder, name))
+    return cache.get_or_read((f"{folder.url}/{name}", "took"), files[name], lambda: _took(folder, name))
 
 
-def _with_index(folder: Folder, summary: Summary, files: Files, cache: Recall) -> CheckpointInfo:
+def _with_index(folder: Folder, summary: Summary, files: Files, cache: StatCache) -> CheckpointInfo:
     took = None
     with contextlib.suppress(TreeckptError):  # timings are a record beside the checkpoint, not part of its state
         took = _recall_took(folder, files, summary.save_id, cache)
@@ -360,7 +368,7 @@ def _shards_problem(summary: Summary, files: Files) -> str | None:
     return f"{len(bad)} of {len(summary.sizes)} shards are not as saved: {bad[0]}" if bad else None
 
 
-def _without_index(folder: Folder, files: Files, cache: Recall) -> CheckpointInfo:
+def _without_index(folder: Folder, files: Files, cache: StatCache) -> CheckpointInfo:
     shards = {n: parsed for n in files if (parsed := parse_shard_name(n)) is not None}
     newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
     text, seconds = "no index: the save is under way, or never finished", None
@@ -368,7 +376,7 @@ def _without_index(folder: Folder, files: Files, cache: Recall) -> CheckpointInf
         took = _recall_took(folder, files, None, cache)
         seconds = took.seconds
         text = f"no index: the save failed: {took.error}" if took.error else text
-    if any((kind := kind_of(name)) and kind.kind == "deleted" for name in files):
+    if any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in files):
         text = "no index: it is being deleted, or that was cut short and the next clean-up will finish it"
     return CheckpointInfo(
         name=folder.name,

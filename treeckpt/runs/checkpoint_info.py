@@ -8,10 +8,10 @@ from typing import Any, Literal
 import msgspec
 
 from ..core.format.file_names import is_step_name, step_of
-from ..core.format.lineage import Lineage, Mark, Order, Position
+from ..core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
 from .active_saves import SaveUnderWay
 
-__all__ = ["CheckpointInfo", "Status", "arranged", "mark_of"]
+__all__ = ["CheckpointInfo", "Status", "in_listing_order", "mark_of"]
 
 Status = Literal["complete", "partial", "corrupt", "foreign"]
 
@@ -60,19 +60,19 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
         return self.status + ", abandoned branch" * self.abandoned
 
 
-def mark_of(info: CheckpointInfo) -> Mark | None:
+def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:
     """What its lineage is decided from; None of what has no index, or was moved from another step."""
     step = step_of(info.name)
     if info.status not in ("complete", "corrupt") or info.save_id is None or step is None or info.step != step:
         return None
-    return Mark(step, info.save_id, info.lineage) if is_step_name(info.name) else None
+    return SavedCheckpoint(step, info.save_id, info.lineage) if is_step_name(info.name) else None
 
 
-def arranged(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     """The directories of one run as they are listed: newest first, then abandoned branches, then other directories."""
     found = [(info, mark_of(info)) for info in infos]
-    order = Order(mark for _, mark in found if mark is not None)
-    placed: list[tuple[CheckpointInfo, Position | None]] = []
+    order = LineageOrder(mark for _, mark in found if mark is not None)
+    placed: list[tuple[CheckpointInfo, LineagePosition | None]] = []
     for info, mark in found:
         position = order.position(mark) if mark is not None else None
         step = step_of(info.name) if is_step_name(info.name) else info.step
@@ -84,7 +84,7 @@ def arranged(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     return [info for info, _ in sorted(placed, key=_listed)]
 
 
-def _listed(placed: tuple[CheckpointInfo, Position | None]) -> tuple[Any, ...]:
+def _listed(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[Any, ...]:
     info, (present, sequence, step) = placed[0], placed[1] or (True, 0, 0)
     kind = info.status == "foreign", not present, info.step is None
     return *kind, -sequence, -step, -(info.created_ns or 0), info.name

@@ -10,20 +10,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ..core.format.lineage import Lineage, Mark, lineage_of
-from .run import Run
+from ..core.format.lineage import Lineage, SavedCheckpoint, next_lineage
+from .run import RunDirectory
 
-__all__ = ["History"]
+__all__ = ["SaveHistory"]
 
 
-class _Note:
+class _HistoryEntry:
     """A restored checkpoint, or a save that was called for."""
 
-    def __init__(self, mark: Mark | None = None, *, restored: bool = False) -> None:
+    def __init__(self, mark: SavedCheckpoint | None = None, *, restored: bool = False) -> None:
         self.mark, self.restored = mark, restored
 
 
-class History:
+class SaveHistory:
     """What a manager has restored and saved.
 
     Args:
@@ -31,26 +31,26 @@ class History:
         rank: of this process; rank 0 alone decides.
     """
 
-    def __init__(self, run: Run, say: Callable[[str, str], None], rank: int) -> None:
+    def __init__(self, run: RunDirectory, say: Callable[[str, str], None], rank: int) -> None:
         self._run, self._say, self._rank = run, say, rank
-        self._notes: tuple[_Note, ...] = ()
+        self._notes: tuple[_HistoryEntry, ...] = ()
         self._lock = threading.Lock()
 
-    def restored(self, mark: Mark) -> None:
+    def restored(self, mark: SavedCheckpoint) -> None:
         """Notes that the next save follows this checkpoint."""
         with self._lock:
-            self._notes = (_Note(mark, restored=True),)
+            self._notes = (_HistoryEntry(mark, restored=True),)
 
     def next_save(self, step: int) -> NextSave | None:
         """Notes a save that is called for; returns what gives its lineage, on rank 0."""
         if self._rank:
             return None
-        note = _Note()
+        note = _HistoryEntry()
         with self._lock:
             before, self._notes = self._notes, (*self._notes, note)
         return NextSave(self, step, note, before)
 
-    def lineage(self, step: int, note: _Note, before: tuple[_Note, ...], save_id: str) -> Lineage:
+    def lineage(self, step: int, note: _HistoryEntry, before: tuple[_HistoryEntry, ...], save_id: str) -> Lineage:
         """Returns the lineage of a save, from the notes before it and the state of the run; raises nothing."""
         try:
             marks = self._run.marks()
@@ -59,8 +59,8 @@ class History:
             self._say(self._run.url, f"could not be looked at for the lineage of step {step}: {error}")
         there = {mark.save_id for mark in marks}
         sure = [n for n in before if n.mark is not None and (n.restored or n.mark.save_id in there)]
-        lineage = lineage_of(marks, sure[-1].mark if sure else None, step)
-        note.mark = Mark(step, save_id, lineage)
+        lineage = next_lineage(marks, sure[-1].mark if sure else None, step)
+        note.mark = SavedCheckpoint(step, save_id, lineage)
         old = before[: before.index(sure[-1])] if sure else ()
         with self._lock:
             self._notes = tuple(kept for kept in self._notes if kept not in old)
@@ -75,7 +75,7 @@ class NextSave:
         before: the notes of earlier calls.
     """
 
-    def __init__(self, history: History, step: int, note: _Note, before: tuple[_Note, ...]) -> None:
+    def __init__(self, history: SaveHistory, step: int, note: _HistoryEntry, before: tuple[_HistoryEntry, ...]) -> None:
         self._history, self._step, self._note, self._before = history, step, note, before
 
     def lineage(self, save_id: str) -> Lineage:

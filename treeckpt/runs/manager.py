@@ -29,7 +29,7 @@ import msgspec
 
 from .. import api
 from ..core.analysis.retention_policy import Policy
-from ..core.format.file_names import as_step
+from ..core.format.file_names import check_step
 from ..errors import TreeckptError
 from ..io.comm.channel import Channel
 from ..io.comm.collective import from_rank0
@@ -44,15 +44,15 @@ from ..saving.future import Pending
 from ..saving.options import SaveOptions, shard_limit
 from ..saving.save import save_tree
 from .catalog import METRICS
-from .history import History
+from .history import SaveHistory
 from .notebook import run_html
 from .options import best_policy, check_options, is_maker, numbers_of, policies_of
 from .pending_saves import PendingSaves, RetentionRunner
-from .registered_state import Registered, Registering
+from .registered_state import RegisteredState, RegistrationMixin
 from .restore import Restorer
-from .run import GRACE, CleanReport, Run, step_info
+from .run import GRACE, CleanReport, RunDirectory, step_info
 from .schedule import SaveSchedule
-from .select import Finder
+from .select import CheckpointSelector
 
 __all__ = ["Manager"]
 
@@ -60,7 +60,7 @@ AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 
 
-class Manager(Registering):
+class Manager(RegistrationMixin):
     """Saves, keeps and restores the checkpoints of a run. Make one on every rank.
 
     Args:
@@ -90,12 +90,12 @@ class Manager(Registering):
         **options: Any,
     ) -> None:
         check_options(options, background=background)
-        self._run, self._policies = Run(run), policies_of(keep)
-        self._finder = Finder(self._run)
+        self._run, self._policies = RunDirectory(run), policies_of(keep)
+        self._finder = CheckpointSelector(self._run)
         self._saving_comm = as_comm(comm)
         self._comm = Channel(self._saving_comm, "manager")
-        self._registered = Registered()
-        self._history = History(self._run, self._finder.say, self._comm.rank)
+        self._registered = RegisteredState()
+        self._history = SaveHistory(self._run, self._finder.say, self._comm.rank)
         self._restorer = Restorer(
             self._run, self._finder, self._comm, self._saving_comm, self._registered, self._history
         )
@@ -126,7 +126,7 @@ class Manager(Registering):
 
     def should_save(self, step: int) -> bool:
         """Whether this step is to be saved. Call it once a step, on every rank; it is the same on all of them."""
-        step = as_step(step)
+        step = check_step(step)
         self._flights.collect()
         return self._pace.due(step) and (step != self._reached or self.stopping)
 
@@ -171,7 +171,7 @@ class Manager(Registering):
             As `treeckpt.save`; with `background` also what the save before came to.
             SystemExit: after a signal, if `save_on_signal` was told to exit.
         """
-        step = as_step(step)
+        step = check_step(step)
         named = {} if metrics is None else {METRICS: numbers_of(metrics)}
         metadata = {**(custom_metadata or {}), **(named if self._comm.rank == 0 else {})}
         if self.stopping:
@@ -315,7 +315,7 @@ class Manager(Registering):
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
-        step = as_step(step)
+        step = check_step(step)
         self._ask(f"pin step {step}", lambda: self._run.pin(step), type(None))
 
     def unpin(self, step: int) -> None:
@@ -324,7 +324,7 @@ class Manager(Registering):
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
-        step = as_step(step)
+        step = check_step(step)
         self._ask(f"unpin step {step}", lambda: self._run.unpin(step), type(None))
 
     def clean(self, *, dry_run: bool = False) -> CleanReport:

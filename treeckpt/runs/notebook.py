@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 
 from ..core.html import Child, Html, el, facts, joined, table
-from ..core.text import bytes_text, seconds_text
+from ..core.text import bytes_text, seconds_text, time_text
 from ..io.storage.run_store import RunStore
 from .active_saves import under_way_text
 from .catalog import CheckpointInfo, scan
 
-__all__ = ["checkpoint_rows", "moment_text", "run_html"]
+__all__ = ["checkpoint_rows", "run_html"]
 
 ROWS = 20
 COLUMNS = ("checkpoint", "state", "step", "size", "leaves", "ranks", "saved", "took", "blocked")
-
-
-def moment_text(ns: int | None) -> str:
-    """Unix nanoseconds in UTC, to the second."""
-    if ns is None:
-        return "–"
-    try:
-        return datetime.fromtimestamp(ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):
-        return "out of range"
 
 
 def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
@@ -37,7 +26,7 @@ def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
             bytes_text(info.nbytes) if info.nbytes is not None else None,
             info.leaves,
             info.world,
-            moment_text(info.created_ns),
+            time_text(info.created_ns),
             seconds_text(info.seconds) if info.seconds is not None else None,
             seconds_text(info.blocked_seconds) if info.blocked_seconds is not None else None,
         )

@@ -18,8 +18,8 @@ from ..core.format.file_names import step_name
 from ..errors import CheckpointError
 from ..saving.at_exit import forget_at_exit, reset_after_fork
 from ..saving.future import Pending
-from .run import CleanReport, Run
-from .select import Finder
+from .run import CleanReport, RunDirectory
+from .select import CheckpointSelector
 
 __all__ = ["PendingSaves", "RetentionRunner"]
 
@@ -166,7 +166,13 @@ class RetentionRunner:
     """
 
     def __init__(
-        self, run: Run, policies: Sequence[Policy], finder: Finder, flights: PendingSaves, *, grace: float
+        self,
+        run: RunDirectory,
+        policies: Sequence[Policy],
+        finder: CheckpointSelector,
+        flights: PendingSaves,
+        *,
+        grace: float,
     ) -> None:
         self._run, self._policies, self._finder, self._flights, self._grace = run, policies, finder, flights, grace
         self._pool: ThreadPoolExecutor | None = None

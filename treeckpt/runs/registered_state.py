@@ -32,19 +32,19 @@ from ..saving.options import SaveOptions
 from ..trees.per_rank_state import Policy, policy_of, states_of_all_ranks
 from .options import check_thing
 
-__all__ = ["Registered", "Registering"]
+__all__ = ["RegisteredState", "RegistrationMixin"]
 
 THINGS, READERS = "registered", "io"
 """Where they stand at the root of the tree."""
 
 
-class _Reader(msgspec.Struct, frozen=True):
+class _InputReader(msgspec.Struct, frozen=True):
     dump: Callable[[], Any]
     load: Callable[[Any], Any]
     changed: Policy
 
 
-class _Value(AsSaved):
+class _FunctionValue(AsSaved):
     """A value that functions give and take."""
 
     def __init__(self, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
@@ -59,12 +59,12 @@ class _Value(AsSaved):
         self._set(state)
 
 
-class Registered:
+class RegisteredState:
     """What is registered with one manager, on one rank."""
 
     def __init__(self) -> None:
         self._things: dict[str, Any] = {}
-        self._readers: dict[str, _Reader] = {}
+        self._readers: dict[str, _InputReader] = {}
 
     def __bool__(self) -> bool:
         return bool(self._things or self._readers)
@@ -94,7 +94,7 @@ class Registered:
         for what, function in (("get", get), ("set", set)):
             if not callable(function):
                 raise TypeError(f"expected {what} to be a function, found {function!r:.60}")
-        self._things[name] = _Value(get, set)
+        self._things[name] = _FunctionValue(get, set)
 
     def add_reader(self, name: str, reader: Any, changed: Policy) -> None:
         """Registers what each rank has of its own.
@@ -107,7 +107,7 @@ class Registered:
         for dump, load in (("state_dict", "load_state_dict"), ("dump_io_state", "load_io_state")):
             acts: tuple[Any, Any] = getattr(reader, dump, None), getattr(reader, load, None)
             if all(map(callable, acts)):
-                self._readers[name] = _Reader(*acts, policy_of(changed, name))
+                self._readers[name] = _InputReader(*acts, policy_of(changed, name))
                 return
         raise TreeError(
             f"{READERS}/{name}",
@@ -148,7 +148,7 @@ class Registered:
                 return api.load_into(store, into, comm=comm, **options)
             return api.load(store, like, comm=comm, **options)
         index = api.inspect(store)
-        names = _Selection(index, options)
+        names = _RegisteredSelection(index, options)
         options = names.beside({THINGS: self._things, READERS: self._readers})
         states = self._states(store, names, comm, options)
         things = {name: self._things[name] for name in names.wanted(THINGS, self._things)}
@@ -170,7 +170,9 @@ class Registered:
             self._readers[name].load(state)
         return result
 
-    def _states(self, store: Store, names: _Selection, comm: Comm, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _states(
+        self, store: Store, names: _RegisteredSelection, comm: Comm, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """This rank's state of each reader."""
         wanted = names.wanted(READERS, self._readers)
         if not wanted:
@@ -198,7 +200,7 @@ class Registered:
         return {name: state_of(name) for name in wanted}
 
 
-class _Selection:
+class _RegisteredSelection:
     """Which of the registered names are in a checkpoint, and asked for."""
 
     def __init__(self, index: Index, options: Mapping[str, Any]) -> None:
@@ -252,7 +254,7 @@ class _Selection:
 
 
 def _with_resumed(
-    things: dict[str, Any], store: Store, names: _Selection, comm: Comm, options: Mapping[str, Any]
+    things: dict[str, Any], store: Store, names: _RegisteredSelection, comm: Comm, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The things with optimizers that can take what was saved, whatever they have."""
     optimizers = "torch" in sys.modules and [
@@ -329,10 +331,10 @@ def _check_name(name: str, taken: Mapping[str, Any], what: str) -> None:
         raise ValueError(f"{name!r} is {what} already")
 
 
-class Registering:
+class RegistrationMixin:
     """The part of a manager that registers what to save with every step."""
 
-    _registered: Registered
+    _registered: RegisteredState
     _options: SaveOptions
 
     def register(self, name: str, thing: Any) -> None:

@@ -19,11 +19,11 @@ from ..io.comm.failures import raise_faults
 from ..io.storage.reader_leases import hold_lease
 from ..loading.consistent_reads import on_one_version
 from .checkpoint_info import CheckpointInfo, mark_of
-from .history import History
+from .history import SaveHistory
 from .progress_bar import reading_bar
-from .registered_state import Registered
-from .run import Run, step_info
-from .select import Finder
+from .registered_state import RegisteredState
+from .run import RunDirectory, step_info
+from .select import CheckpointSelector
 
 __all__ = ["Restorer"]
 
@@ -35,7 +35,7 @@ _NOTHING = "Nothing was restored"
 _LEFT = "What was to be filled may hold parts of the checkpoints that failed: restore another one before it is used"
 
 
-class _Choice(msgspec.Struct, array_like=True):
+class _RestoreChoice(msgspec.Struct, array_like=True):
     """What to restore."""
 
     step: int
@@ -56,7 +56,13 @@ class Restorer:
     """
 
     def __init__(
-        self, run: Run, finder: Finder, comm: Comm, load_comm: Comm, registered: Registered, history: History
+        self,
+        run: RunDirectory,
+        finder: CheckpointSelector,
+        comm: Comm,
+        load_comm: Comm,
+        registered: RegisteredState,
+        history: SaveHistory,
     ) -> None:
         self._run, self._finder, self._comm, self._load_comm = run, finder, comm, load_comm
         self._registered, self._history = registered, history
@@ -71,7 +77,9 @@ class Restorer:
             options = {**options, "verify": "first"}
         while True:
             try:
-                choice = from_rank0(self._comm, f"{self._run.url} restore", lambda: self._choose(step, tried), _Choice)
+                choice = from_rank0(
+                    self._comm, f"{self._run.url} restore", lambda: self._choose(step, tried), _RestoreChoice
+                )
             except TreeckptError as error:
                 if tried and fills:
                     error.add_hint(_LEFT)
@@ -94,9 +102,9 @@ class Restorer:
             if self._comm.rank == 0:
                 self._finder.say(choice.path, f"passed over, rank {faults[0].rank}: {faults[0].text}")
 
-    def _choose(self, step: int | None, tried: set[int]) -> _Choice:
+    def _choose(self, step: int | None, tried: set[int]) -> _RestoreChoice:
         info = self._chosen = self._finder.choose(step, tried)
-        return _Choice(step_info(info).step, info.path, info.nbytes, step)
+        return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step)
 
     def _differs(self, asked: int | None, step: int | None) -> MismatchError:
         return MismatchError(
@@ -106,7 +114,9 @@ class Restorer:
             hint="Call restore with the same arguments on every rank",
         )
 
-    def _load(self, choice: _Choice, like: Any, into: Any, options: dict[str, Any]) -> tuple[Any, Exception | None]:
+    def _load(
+        self, choice: _RestoreChoice, like: Any, into: Any, options: dict[str, Any]
+    ) -> tuple[Any, Exception | None]:
         store = self._run.folder(choice.step).store
         total = choice.nbytes if self._comm.size == 1 and like is None and into is None else None
         bar = reading_bar(store, f"restoring step {choice.step}", total)

@@ -21,20 +21,20 @@ from typing import Any
 
 import msgspec
 
-from ..core.analysis.deletion import Cleaning, FolderFact, Left, Removal, plan_cleaning
+from ..core.analysis.deletion import CleanupPlan, Removal, RetainedDirectory, StepDirectory, plan_cleanup
 from ..core.analysis.retention_policy import Policy, StepInfo
-from ..core.format.file_names import PIN_NAME, as_step, deleted_name, is_step_name, step_name, step_of
+from ..core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from ..core.format.index import INDEX_NAME
-from ..core.format.lineage import Mark
+from ..core.format.lineage import SavedCheckpoint
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
-from ..io.storage.leftovers import GRACE, committed, file_facts, plan_of, remove_leftovers, times
+from ..io.storage.leftovers import GRACE, committed_save_id, deletion_times, file_facts, plan_removal, remove_leftovers
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, RunStore
-from .catalog import CheckpointInfo, FileCache, Recall, arranged, look, marks_of, survey
+from .catalog import CheckpointInfo, LruStatCache, StatCache, in_listing_order, read_info, read_infos, read_marks
 
-__all__ = ["GRACE", "CleanReport", "Run", "clean_checkpoint", "steady_clock", "step_info"]
+__all__ = ["GRACE", "CleanReport", "RunDirectory", "clean_checkpoint", "steady_clock", "step_info"]
 
 
 class CleanReport(msgspec.Struct, frozen=True):
@@ -44,9 +44,9 @@ class CleanReport(msgspec.Struct, frozen=True):
     kept: dict[int, tuple[str, ...]]
     """Steps that stay, with the reasons."""
     removed: tuple[Removal, ...]
-    left: tuple[Left, ...]
+    left: tuple[RetainedDirectory, ...]
     """What stays for now, and why."""
-    failed: tuple[Left, ...] = ()
+    failed: tuple[RetainedDirectory, ...] = ()
     """What could not be removed, and why."""
     warnings: tuple[str, ...] = ()
     """What a person should know of the policies: a metric that no checkpoint has."""
@@ -93,7 +93,7 @@ def step_info(info: CheckpointInfo) -> StepInfo:
     return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned, info.sequence, info.abandoned)
 
 
-class Run:
+class RunDirectory:
     """The checkpoints of a run.
 
     Args:
@@ -107,18 +107,18 @@ class Run:
         run: str | os.PathLike[str] | RunStore,
         *,
         clock: Callable[[], int] | None = None,
-        cache: Recall | None = None,
+        cache: StatCache | None = None,
     ) -> None:
         self.store = open_run(run)
         self.url = self.store.url
-        self._cache = cache or FileCache()
+        self._cache = cache or LruStatCache()
         self._clock = clock or steady_clock()
 
     def folder(self, step: int) -> Folder:
         """The directory of a step, whether or not it is there."""
-        return self.store.folder(step_name(as_step(step)))
+        return self.store.folder(step_name(check_step(step)))
 
-    def look(self) -> list[CheckpointInfo]:
+    def checkpoints(self) -> list[CheckpointInfo]:
         """Every directory that is named as a step is, but for links and what holds no files of ours.
 
         The newest comes first: what was saved last. Abandoned branches come behind the lineage of the newest.
@@ -126,14 +126,16 @@ class Run:
         return [info for _, info in self._survey()]
 
     def _survey(self) -> list[tuple[Folder, CheckpointInfo]]:
-        seen = survey(self.store, self._cache)
+        seen = read_infos(self.store, self._cache)
         folders = {folder.name: folder for folder, _ in seen}
-        ours = arranged(_checked(info) for _, info in seen if info.status != "foreign" and is_step_name(info.name))
+        ours = in_listing_order(
+            _checked(info) for _, info in seen if info.status != "foreign" and is_step_name(info.name)
+        )
         return [(folders[info.name], info) for info in ours]
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[SavedCheckpoint]:
         """What the lineage of a new checkpoint is decided from."""
-        return marks_of(self.store, self._cache)
+        return read_marks(self.store, self._cache)
 
     def checkpoint(self, step: int) -> CheckpointInfo:
         """The complete checkpoint of a step.
@@ -142,7 +144,7 @@ class Run:
             CheckpointNotFound: there is none.
             CheckpointError: it is corrupt.
         """
-        info = _checked(look(self.folder(step), cache=self._cache))
+        info = _checked(read_info(self.folder(step), cache=self._cache))
         if info.status == "complete":
             return info
         kind = CheckpointError if info.status == "corrupt" else CheckpointNotFound
@@ -212,7 +214,7 @@ class Run:
         if dry_run:
             return _report(self.url, cleaning, cleaning.removals, cleaning.left, dry_run=True)
         removed: list[Removal] = []
-        left, failed = list(cleaning.left), list[Left]()
+        left, failed = list(cleaning.left), list[RetainedDirectory]()
         for removal in cleaning.removals:
             try:
                 with claim(removal.name) as free:
@@ -220,23 +222,23 @@ class Run:
             except FileNotFoundError:  # another process was faster
                 continue
             except (OSError, TreeckptError) as error:
-                failed.append(Left(removal.name, f"{type(error).__name__}: {error}"))
+                failed.append(RetainedDirectory(removal.name, f"{type(error).__name__}: {error}"))
                 continue
             if why:
-                left.append(Left(removal.name, why))
+                left.append(RetainedDirectory(removal.name, why))
             else:
                 removed.append(removal)
         return _report(self.url, cleaning, tuple(removed), tuple(left), failed=tuple(failed))
 
-    def _plan(self, policies: Sequence[Policy], grace: float, busy: frozenset[str]) -> Cleaning:
+    def _plan(self, policies: Sequence[Policy], grace: float, busy: frozenset[str]) -> CleanupPlan:
         facts = [self._fact(info, folder) for folder, info in self._survey()]
-        return plan_cleaning(facts, policies, times(self._clock(), grace), busy=busy)
+        return plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=busy)
 
-    def _fact(self, info: CheckpointInfo, folder: Folder) -> FolderFact:
+    def _fact(self, info: CheckpointInfo, folder: Folder) -> StepDirectory:
         step = step_of(info.name)
         assert step is not None and info.status != "foreign", "look gives only these"
         save_id = info.save_id if info.status != "partial" else None
-        return FolderFact(
+        return StepDirectory(
             name=info.name,
             step=step,
             status=info.status,
@@ -274,30 +276,30 @@ class Run:
                 raise
             # a full disk takes no mark: what a crash leaves now looks like a save that never finished
         # what was decided may be old by now: other removals came before this one
-        info = _checked(look(folder, cache=self._cache))
+        info = _checked(read_info(folder, cache=self._cache))
         now = self._plan_one(info, folder, grace)
-        if committed(folder) != removal.save_id or isinstance(now, Left):
+        if committed_save_id(folder) != removal.save_id or isinstance(now, RetainedDirectory):
             folder.store.delete(mark)
-            return now.why if isinstance(now, Left) else "another save has been committed there meanwhile"
+            return now.why if isinstance(now, RetainedDirectory) else "another save has been committed there meanwhile"
         folder.store.delete(INDEX_NAME)
         folder.sync()
         if has_readers(folder, self._clock()):
             return "its index is gone; the rest goes when its reader is done"
         return ""
 
-    def _plan_one(self, info: CheckpointInfo, folder: Folder, grace: float) -> Left | None:
+    def _plan_one(self, info: CheckpointInfo, folder: Folder, grace: float) -> RetainedDirectory | None:
         """Why a checkpoint must stay after all: it was pinned, or is being read or written."""
         if info.pinned:
-            return Left(info.name, "it has been pinned meanwhile")
+            return RetainedDirectory(info.name, "it has been pinned meanwhile")
         if info.status != "complete":
-            return Left(info.name, f"it is {info.status} now")
-        newer = FolderFact("newer", 1 << 62, "complete", 0, (), "0" * 16)
-        cleaning = plan_cleaning([self._fact(info, folder), newer], [], times(self._clock(), grace))
+            return RetainedDirectory(info.name, f"it is {info.status} now")
+        newer = StepDirectory("newer", 1 << 62, "complete", 0, (), "0" * 16)
+        cleaning = plan_cleanup([self._fact(info, folder), newer], [], deletion_times(self._clock(), grace))
         return next(iter(cleaning.left), None)
 
 
 def _report(
-    url: str, cleaning: Cleaning, removed: tuple[Removal, ...], left: tuple[Left, ...], **more: Any
+    url: str, cleaning: CleanupPlan, removed: tuple[Removal, ...], left: tuple[RetainedDirectory, ...], **more: Any
 ) -> CleanReport:
     warnings, abandoned = cleaning.warnings, cleaning.abandoned
     return CleanReport(url, cleaning.kept, removed, left, warnings=warnings, abandoned=abandoned, **more)
@@ -307,19 +309,19 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
     """Removes what dead saves left beside a checkpoint, or where there is none; the checkpoint itself stays.
 
     Args:
-        grace, dry_run: as for `Run.clean`.
+        grace, dry_run: as for `RunDirectory.clean`.
     """
     folder = open_folder(path)
-    found = plan_of(folder, time.time_ns(), grace)
-    if found is None or isinstance(found, Left):
+    found = plan_removal(folder, time.time_ns(), grace)
+    if found is None or isinstance(found, RetainedDirectory):
         return CleanReport(folder.url, {}, (), (found,) if found is not None else (), dry_run=dry_run)
     if dry_run:
         return CleanReport(folder.url, {}, (found,), (), dry_run=True)
     try:
         why = remove_leftovers(folder, found)
     except (OSError, TreeckptError) as error:
-        return CleanReport(folder.url, {}, (), (), (Left(found.name, f"{type(error).__name__}: {error}"),))
-    return CleanReport(folder.url, {}, () if why else (found,), (Left(found.name, why),) if why else ())
+        return CleanReport(folder.url, {}, (), (), (RetainedDirectory(found.name, f"{type(error).__name__}: {error}"),))
+    return CleanReport(folder.url, {}, () if why else (found,), (RetainedDirectory(found.name, why),) if why else ())
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:

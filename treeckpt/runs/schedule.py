@@ -36,7 +36,7 @@ _HISTORY = 256
 """Decisions to save that stay on the board, for ranks that are behind."""
 
 
-class _Plan(msgspec.Struct, array_like=True):
+class _SchedulePlan(msgspec.Struct, array_like=True):
     """What rank 0 has decided."""
 
     decided: int
@@ -74,7 +74,7 @@ class SaveSchedule:
         # every rank makes its managers in the same order: the number tells their messages apart
         self._number = self._comm.memory["managers"] = self._comm.memory.get("managers", 0) + 1
         self._calls, self._last = 0, clock()
-        self._plan = _Plan(1, [], 0)
+        self._plan = _SchedulePlan(1, [], 0)
         self._signal = 0
         self._asked = self._listening = False
         self._handlers: dict[int, Any] = {}
@@ -107,7 +107,7 @@ class SaveSchedule:
     def _key(self, what: str) -> str:
         return f"{self._number}/{what}"
 
-    def _decide(self) -> _Plan:
+    def _decide(self) -> _SchedulePlan:
         """On rank 0: the plan as it was; then decides about the next call."""
         plan, following = self._plan, self._calls + 1
         due, stop = plan.due[-_HISTORY:], plan.stop
@@ -116,11 +116,11 @@ class SaveSchedule:
             self.restart()
         if not stop and self._listening and (self._signal or self._comm.wait([self._key("signal")], 0)[0] is not None):
             stop = following
-        self._plan = _Plan(following, due, stop)
+        self._plan = _SchedulePlan(following, due, stop)
         self._comm.post(self._key("plan"), msgspec.msgpack.encode(self._plan))
         return self._plan
 
-    def _hear(self) -> _Plan:
+    def _hear(self) -> _SchedulePlan:
         """On other ranks: tells of a signal, and reads what rank 0 has decided about this call."""
         if self._signal and not self._asked:
             self._asked = True
@@ -135,7 +135,7 @@ class SaveSchedule:
         while True:
             data = self._comm.wait([self._key("plan")], 0)[0]
             if data is not None:
-                self._plan = msgspec.msgpack.decode(data, type=_Plan)
+                self._plan = msgspec.msgpack.decode(data, type=_SchedulePlan)
             if self._plan.decided >= self._calls:
                 return
             waited = time.monotonic() - start

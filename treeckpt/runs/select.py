@@ -14,17 +14,17 @@ from ..core.analysis.retention_policy import Best, best_of
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.storage.foreign_formats import describe_foreign
 from .catalog import CheckpointInfo
-from .run import Run, step_info
+from .run import RunDirectory, step_info
 
-__all__ = ["Finder"]
+__all__ = ["CheckpointSelector"]
 
 _log = logging.getLogger("treeckpt")
 
 
-class Finder:
+class CheckpointSelector:
     """Looks for checkpoints in a run. Warnings go to the log `treeckpt`, each once."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._said: set[tuple[str, str]] = set()
 
@@ -36,7 +36,7 @@ class Finder:
 
     def complete(self) -> list[CheckpointInfo]:
         """Every checkpoint that is whole, newest first."""
-        return [info for info in self._run.look() if info.status == "complete"]
+        return [info for info in self._run.checkpoints() if info.status == "complete"]
 
     def newest(
         self, *, verify: bool = False, without: Container[int] = (), busy: Container[str] = ()
@@ -48,7 +48,7 @@ class Finder:
             without: steps that are not wanted.
             busy: directories in which a save is known to be under way: nothing is said of them.
         """
-        for info in self._run.look():
+        for info in self._run.checkpoints():
             if step_info(info).step in without:
                 continue
             why = info.error or info.status if info.status != "complete" else ""

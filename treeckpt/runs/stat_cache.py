@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..errors import StoreError, TreeckptError
-from ..io.storage.run_store import Entry
+from ..io.storage.run_store import DirectoryEntry
 
-__all__ = ["FileCache", "Recall"]
+__all__ = ["LruStatCache", "StatCache"]
 
 T = TypeVar("T")
 
 
-class Recall(Protocol):
+class StatCache(Protocol):
     """Something that remembers what was made of files."""
 
-    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         """`read()`, or its result or error from before; `entry` is the file that it reads, as it is now."""
         ...
 
 
-class FileCache:
+class LruStatCache:
     """What was last made of files, for as long as their identity, time and size stay the same.
 
     Args:
@@ -42,10 +42,10 @@ class FileCache:
             found = path.stat(follow_symlinks=False)
         except OSError:
             return read(path)
-        entry = Entry(found.st_size, found.st_mtime_ns, found.st_ino)
-        return self.recall((str(path), read.__qualname__), entry, lambda: read(path))
+        entry = DirectoryEntry(found.st_size, found.st_mtime_ns, found.st_ino)
+        return self.get_or_read((str(path), read.__qualname__), entry, lambda: read(path))
 
-    def recall(self, key: tuple[str, str], entry: Entry, read: Callable[[], T]) -> T:
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         """`read()`, or its result or error from before; `entry` is the file that it reads, as it is now."""
         stamp = (entry.modified_ns, entry.nbytes, entry.number)
         with self._lock:

@@ -16,7 +16,7 @@ from ..core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_mani
 from ..core.format.lineage import Lineage
 from ..core.format.records import FileTable, Index, file_table
 from ..core.format.save_progress import parse_progress_name
-from ..core.format.shard_header import Entry, ShardHeader, block_count, parse_shard_name, shard_name
+from ..core.format.shard_header import ShardEntry, ShardHeader, block_count, parse_shard_name, shard_name
 from ..core.format.timings import Host, Timings, encode_timings, timings_name
 from ..core.planning.save_plan import FilePlan
 from ..core.planning.stream_order import ChunkOffsets, SingleChunkOffset, assign_offsets
@@ -24,7 +24,7 @@ from ..core.sharding.int_runs import encode_runs
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointNotFound
 from ..io.storage.metadata_files import read_index
-from ..io.storage.store import MemoryStore, Store, Swapping
+from ..io.storage.store import MemoryStore, Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
 from .messages import WriteReport
 from .options import CommonOptions
@@ -90,12 +90,12 @@ def manifest_of(info: SaveInfo, plan: GlobalPlan) -> str | None:
 
 def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str | None) -> ShardHeader:
     """Returns the header of a shard, with zeros in the place of the checksums."""
-    entries: list[Entry] = []
+    entries: list[ShardEntry] = []
     for write in file.writes:
         leaf = plan.leaf(write.leaf)
         assert leaf.spec is not None, "arrays only are written"
         path = leaf.path.replace("~rank*", f"~rank{info.rank}")
-        entries.append(Entry(path, leaf.spec.dtype, leaf.spec.shape, write.region, write.start, write.nbytes))
+        entries.append(ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, write.region, write.start, write.nbytes))
     return ShardHeader(
         info.save_id,
         info.rank,
@@ -151,7 +151,7 @@ def check_shards_exist(store: Store, index: Index) -> None:
         CheckpointError: naming the shard.
     """
     in_memory = isinstance(store, MemoryStore)
-    if isinstance(store, Swapping) and not in_memory:
+    if isinstance(store, SupportsCompareAndSwap) and not in_memory:
         return
     sizes = store.sizes()
     for file in index.file_list:
@@ -178,12 +178,12 @@ def publish_index(store: Store, data: bytes, info: SaveInfo) -> None:
         CheckpointExists: there is another checkpoint.
     """
     replaced = info.content.replaced if info.content is not None else ""
-    if replaced and isinstance(store, Swapping):
+    if replaced and isinstance(store, SupportsCompareAndSwap):
 
         def is_replaced(found: bytes) -> bool:
             return decode_index(found, store.url).save_id == replaced
 
-        store.swap(INDEX_NAME, data, holds=is_replaced, limit=MAX_INDEX)
+        store.compare_and_swap(INDEX_NAME, data, holds=is_replaced, limit=MAX_INDEX)
     else:
         store.publish(INDEX_NAME, data, replace=info.options.overwrite)
 

@@ -21,8 +21,15 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import HostArray, HostMemory, Piece
-from ..core.format.shard_header import BLOCK, ShardHeader, block_count, encode_header, hash_block, with_hashes
-from ..core.planning.save_plan import FilePlan, ShardEntry
+from ..core.format.shard_header import (
+    BLOCK,
+    ShardHeader,
+    block_count,
+    encode_header,
+    hash_block,
+    with_hashes,
+)
+from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointError
 from ..io.storage.memory import PAGE, aligned_buffer
@@ -48,7 +55,7 @@ class ShardSource(Protocol):
         ...
 
     def pieces(self, leaf: int) -> Sequence[Piece]:
-        """Returns the local memory of a leaf, by the number that `ShardEntry.leaf` gives."""
+        """Returns the local memory of a leaf, by the number that `PlannedEntry.leaf` gives."""
         ...
 
 
@@ -309,7 +316,7 @@ def _write_data(buffered: _BufferedWriter, plan: FilePlan, source: ShardSource, 
     return buffered.hashes
 
 
-def append_entry(sink: ByteSink, write: ShardEntry, pieces: Sequence[Piece]) -> None:
+def append_entry(sink: ByteSink, write: PlannedEntry, pieces: Sequence[Piece]) -> None:
     """Appends the bytes of an entry to a sink, from the piece that holds it."""
     if not write.nbytes:
         return
@@ -327,7 +334,7 @@ def append_entry(sink: ByteSink, write: ShardEntry, pieces: Sequence[Piece]) -> 
             sink.append(piece.data.read(part.slices()))
 
 
-def piece_of(write: ShardEntry, pieces: Sequence[Piece]) -> Piece:
+def piece_of(write: PlannedEntry, pieces: Sequence[Piece]) -> Piece:
     """Returns the piece that holds an entry of at least one byte."""
     if len(pieces) == 1:
         return pieces[0]

@@ -21,8 +21,8 @@ from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointExists
 from ..io.comm.failures import Fault, silent_faults, to_fault, wrap_os_error
 from ..io.storage.leftovers import clear_leftovers
-from ..io.storage.progress_file import ProgressNote
-from ..io.storage.store import Store, Swapping
+from ..io.storage.progress_file import ProgressRecorder
+from ..io.storage.store import Store, SupportsCompareAndSwap
 from ..io.timing import Recorder
 from .commit import (
     SaveInfo,
@@ -121,7 +121,7 @@ class InlineWriter:
         self.error, self.recorder = error, recorder
         self._store, self._info, self._plan, self._source = store, info, plan, source
         self._on_progress = on_progress or (lambda written: None)
-        self._note: ProgressNote | None = None
+        self._note: ProgressRecorder | None = None
         self._written = False
         """Whether all shards are written, which the others may know already."""
 
@@ -134,7 +134,7 @@ class InlineWriter:
             now = time.time_ns()
             planned = plan.own.nbytes
             progress = Progress(info.save_id, info.rank, info.world, info.options.step, "write", 0, planned, now, now)
-            self._note = ProgressNote(self._store, progress, heard=self._on_progress)
+            self._note = ProgressRecorder(self._store, progress, on_progress=self._on_progress)
             self._note.begin()
             manifest = manifest_of(info, plan)
             files = [
@@ -194,7 +194,7 @@ class InlineWriter:
         if self._note is None:
             return
         self._note.end()
-        if self._info.rank == 0 and not isinstance(self._store, Swapping):
+        if self._info.rank == 0 and not isinstance(self._store, SupportsCompareAndSwap):
             with contextlib.suppress(Exception):  # the save has ended, with or without an error
                 clear_leftovers(self._store, self._store.sizes(), known=self._info.save_id)
 

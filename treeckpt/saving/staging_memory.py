@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from ..io.storage.memory import PAGE, ask_for_huge_pages
+from ..io.storage.memory import PAGE, advise_huge_pages
 
 __all__ = ["Arena", "ArenaPool", "Lease", "PinMemory", "area_offsets", "map_arena"]
 
@@ -79,7 +79,7 @@ class Arena:
         self.nbytes = max(-(-nbytes // ARENA_GRANULARITY) * ARENA_GRANULARITY, ARENA_GRANULARITY)
         self.fd = _anonymous_file(self.nbytes)
         self._map: mmap.mmap | None = mmap.mmap(self.fd, self.nbytes)
-        ask_for_huge_pages(self._map)
+        advise_huge_pages(self._map)
         self.memory = np.frombuffer(self._map, np.uint8)
         self._populated = 0
         unpin: Callable[[], None] | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ..reports import human_bytes
+from ..core.text import bytes_text, seconds_text
 
 __all__ = ["RestoreReport"]
 
@@ -46,7 +46,9 @@ class RestoreReport(msgspec.Struct, frozen=True):
     """What rules gave another name and nothing else: as in the checkpoint, and as restored."""
 
     def __str__(self) -> str:
-        rows = [f"restored {self.path}  {self.loaded} leaves, {human_bytes(self.nbytes)} in {self.seconds:.3f} s"]
+        rows = [
+            f"restored {self.path}  {self.loaded} leaves, {bytes_text(self.nbytes)} in {seconds_text(self.seconds)}"
+        ]
         rows += [f"  missing     {path}" for path in self.missing]
         rows += [f"  on meta     {path}" for path in self.on_meta]
         rows += [f"  ignored     {path}" for path in self.ignored]

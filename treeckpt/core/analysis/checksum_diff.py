@@ -1,8 +1,8 @@
-"""Do two arrays hold the same bytes? Answered from the checksums in the shards' headers, without reading the arrays.
+"""Compares the bytes of two arrays by the checksums in the shards' headers, without reading the arrays.
 
-Both are taken chunk by chunk. Where two chunks stand at the same place of a block, equal checksums of all their blocks
-mean equal bytes, and a block that lies inside of both and differs means changed ones. Anything else (other chunks,
-another offset, a difference in a block that neighbours share) the checksums cannot tell.
+The arrays are compared chunk by chunk. Where two chunks have the same offset within a block, equal checksums of all
+their blocks prove equal bytes, and a block that differs and lies inside both chunks proves changed bytes. In all other
+cases (other chunks, another offset, a difference in a block that neighbours share) the result is unknown.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from ..format.byte_map import Located, locate_chunks
+from ..format.byte_map import ChunkLocation, locate_chunks
 from ..format.records import File, Index, Leaf
 
-__all__ = ["Checksums", "Verdict", "compare_bytes"]
+__all__ = ["ByteComparison", "Checksums", "compare_checksums"]
 
-Verdict = Literal["equal", "changed", "unknown"]
+ByteComparison = Literal["equal", "changed", "unknown"]
 
 
 class Checksums(msgspec.Struct, frozen=True):
@@ -27,27 +27,33 @@ class Checksums(msgspec.Struct, frozen=True):
     hashes: np.ndarray
     """uint64[blocks]."""
     block: int
-    """Bytes of each, but the last."""
+    """Bytes of each block, except the last."""
 
 
-ChecksumsOf = Callable[[File], Checksums]
+ChecksumReader = Callable[[File], Checksums]
 
 
-def compare_bytes(a: Index, x: Leaf, b: Index, y: Leaf, checksums: tuple[ChecksumsOf, ChecksumsOf]) -> Verdict:
-    """What the checksums say of two arrays of one shape and dtype."""
+def compare_checksums(
+    a: Index, x: Leaf, b: Index, y: Leaf, checksums: tuple[ChecksumReader, ChecksumReader]
+) -> ByteComparison:
+    """Compares leaf `x` of index `a` with leaf `y` of index `b`, which have one shape and dtype.
+
+    Args:
+        checksums: readers of the checksums of the files of `a` and of `b`.
+    """
     left, right = (sorted(locate_chunks(i, leaf), key=lambda c: (c.region, c.rank)) for i, leaf in ((a, x), (b, y)))
     if [c.region for c in left] != [c.region for c in right]:
         return "unknown"
-    verdict: Verdict = "equal"
+    verdict: ByteComparison = "equal"
     for one, other in zip(left, right, strict=True):
-        found = _compare(one, other, checksums[0](one.file), checksums[1](other.file))
+        found = _compare_chunks(one, other, checksums[0](one.file), checksums[1](other.file))
         if found == "changed":
             return "changed"
         verdict = verdict if found == "equal" else "unknown"
     return verdict
 
 
-def _compare(one: Located, other: Located, sums: Checksums, others: Checksums) -> Verdict:
+def _compare_chunks(one: ChunkLocation, other: ChunkLocation, sums: Checksums, others: Checksums) -> ByteComparison:
     start, stop = one.start - one.file.header, one.stop - one.file.header
     shift = other.start - other.file.header - start
     if start == stop:
@@ -58,6 +64,6 @@ def _compare(one: Located, other: Located, sums: Checksums, others: Checksums) -
     low, high = start // block, -(-stop // block)
     differs = np.flatnonzero(sums.hashes[low:high] != others.hashes[low + moved : high + moved]) + low
     if not len(differs):
-        return "equal"  # whole blocks that cover it are equal
+        return "equal"  # all blocks that cover the chunk are equal
     inside = (differs * block >= start) & ((differs + 1) * block <= stop)
     return "changed" if inside.any() else "unknown"

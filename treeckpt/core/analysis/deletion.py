@@ -1,21 +1,21 @@
-"""What of a run is to be deleted, and in which order? Decided from what was seen of its directories, and a time.
+"""Decides what of a run is deleted, and in which order, from a listing of its directories and the current time.
 
-1. Of the complete checkpoints, the policies choose which stay (`core.analysis.retention_policy`). One that does not
-goes as a whole,
-   unless somebody is reading it or writing into its directory.
-2. Files of saves that are dead go at once, wherever they lie: in a directory without an index, or beside a committed
-   one. Those of live saves stay. Where nothing shows which it is, they go once the newest file of that save is older
-   than the grace period.
-3. A deletion that was cut short has left its mark, and is finished at once.
+1. The policies choose which complete checkpoints stay (`core.analysis.retention_policy`). Any other is deleted as a
+   whole, unless a process is reading it or writing into its directory.
+2. Files of dead saves are deleted at once, both in a directory without an index and beside a committed checkpoint.
+   Files of live saves stay. Where it is not known whether a save is alive, its files are deleted once the newest of
+   them is older than the grace period.
+3. An interrupted deletion is recognized by its `deleted.<save id>.json`, and is finished at once.
 
-A save is alive while a process runs that keeps a record of it (`core.format.save_progress`). It is dead if that of its
-coordinator, which alone could commit it, has ended; or if the coordinator has taken its record away, and its timings
-record that it failed, or an index was published after all its shards: another save has replaced it. Timings alone keep
-nothing from being deleted; those that record a failure stay for the grace period, or until a later save is committed.
-A reader is alive while its process runs and renews its lease.
+A save is alive while a process runs that keeps a progress record of it (`core.format.save_progress`). It is dead in
+three cases: the process of its coordinator, which alone could commit it, has ended; or the coordinator has removed its
+record and the timings record a failure; or the coordinator has removed its record and an index was published after all
+shards of the save, so that another save has replaced it. Timings alone keep nothing from being deleted; those that
+record a failure stay for the grace period, or until a later save is committed. A reader is alive while its process runs
+and renews its lease.
 
-Never touched: directories whose names are not those of steps, files that are not ours, checkpoints that are corrupt (a
-person may still want to save what is in them), and pinned ones. A file with a time in the future counts as new.
+Never deleted: directories that are not named as steps, files that treeckpt did not write, corrupt checkpoints (a person
+may still want to rescue what is in them), and pinned ones. A file with a time in the future counts as new.
 """
 
 from __future__ import annotations
@@ -25,117 +25,121 @@ from typing import Literal
 
 import msgspec
 
-from ..format.file_names import Owned, deleted_name, kind_of, written_name
+from ..format.file_names import CheckpointFile, deleted_name, final_name, parse_file_name
 from ..format.save_progress import parse_progress_name
 from .retention_policy import Policy, StepInfo, kept, unmeasured
 
 __all__ = [
-    "Cleaning",
-    "FileFact",
-    "FolderFact",
-    "Left",
+    "CleanupPlan",
+    "CleanupTimes",
+    "FileInfo",
     "Removal",
-    "Times",
+    "RetainedDirectory",
+    "StepDirectory",
     "leftovers_of",
-    "plan_cleaning",
+    "plan_cleanup",
     "plan_leftovers",
 ]
 
 INDEX = "index.json"
 
 
-class FileFact(msgspec.Struct, frozen=True):
-    """One file of a directory."""
+class FileInfo(msgspec.Struct, frozen=True):
+    """One file of a directory, as listed."""
 
     name: str
     nbytes: int
     modified_ns: int
     alive: bool | None = None
-    """Of a record, a lease or a temporary file: whether its process may still be running, where that is known. Of
-    timings: False where they record that the save has failed."""
+    """For a progress record, a lease or a temporary file: whether its process may still be running, None where that is
+    not known. For timings: False where they record a failure of the save."""
 
 
-class FolderFact(msgspec.Struct, frozen=True):
-    """One directory of a run that has the name of a step."""
+class StepDirectory(msgspec.Struct, frozen=True):
+    """One directory of a run that is named as a step, as listed."""
 
     name: str
     step: int
     status: Literal["complete", "partial", "corrupt"]
     modified_ns: int
-    files: tuple[FileFact, ...]
+    files: tuple[FileInfo, ...]
     save_id: str | None = None
-    """That the index names; None where there is none, or it cannot be read."""
+    """The save id in the index; None where there is no index, or it cannot be read."""
     created_ns: int = 0
     metrics: dict[str, float] = {}
     problem: str = ""
     sequence: int | None = None
-    """As of `StepInfo`."""
+    """As in `StepInfo`."""
     abandoned: bool = False
 
 
-class Times(msgspec.Struct, frozen=True):
-    """When it is, and how long to wait."""
+class CleanupTimes(msgspec.Struct, frozen=True):
+    """The current time, and the periods to wait, in nanoseconds."""
 
     now_ns: int
     grace_ns: int
-    """Files of an unfinished save that were not touched for so long are left over."""
+    """Files of an unfinished save that were not modified for this long are left over."""
     lease_ns: int
-    """A reader's lease counts for so long after it was renewed."""
+    """A reader's lease is valid for this long after it was renewed."""
 
 
 class Removal(msgspec.Struct, frozen=True):
-    """Something to delete in one directory."""
+    """Files to delete in one directory."""
 
     name: str
-    """Of the directory."""
+    """Name of the directory."""
     what: Literal["checkpoint", "leftovers"]
     reason: str
     files: tuple[str, ...]
-    """In the order in which they go; of a checkpoint, the index first."""
+    """In the order of their deletion; the index of a checkpoint is first."""
     nbytes: int
     save_id: str | None = None
-    """Of a checkpoint: the save that its index must still name."""
+    """For a checkpoint: the save id that its index must still have when it is deleted."""
     directory: bool = False
-    """Whether the directory goes too, if it is empty then."""
+    """Whether the directory is removed too if it is empty then."""
 
 
-class Left(msgspec.Struct, frozen=True):
-    """Something that stays though no policy asks for it."""
+class RetainedDirectory(msgspec.Struct, frozen=True):
+    """A directory that stays though no policy keeps it."""
 
     name: str
     why: str
 
 
-class Cleaning(msgspec.Struct, frozen=True):
-    """What to do about a run."""
+class CleanupPlan(msgspec.Struct, frozen=True):
+    """The decision about every directory of a run."""
 
     kept: dict[int, tuple[str, ...]]
     """Steps that stay, with the reasons."""
     removals: tuple[Removal, ...]
-    left: tuple[Left, ...]
+    left: tuple[RetainedDirectory, ...]
     warnings: tuple[str, ...] = ()
-    """What a person should know of the policies."""
+    """Notes to the user about the policies."""
     abandoned: tuple[int, ...] = ()
-    """Of the steps that stay, those on abandoned branches."""
+    """Those steps of `kept` that are on abandoned branches."""
 
 
-def plan_cleaning(
-    folders: Iterable[FolderFact], policies: Sequence[Policy], times: Times, *, busy: frozenset[str] = frozenset()
-) -> Cleaning:
+def plan_cleanup(
+    folders: Iterable[StepDirectory],
+    policies: Sequence[Policy],
+    times: CleanupTimes,
+    *,
+    busy: frozenset[str] = frozenset(),
+) -> CleanupPlan:
     """Decides about every directory of a run.
 
     Args:
-        folders: those that are named as steps, each step once.
+        folders: the directories that are named as steps, each step once.
         busy: names of directories in which the caller itself is saving.
     """
-    seen = [_Seen(folder, times) for folder in sorted(folders, key=lambda f: f.step)]
+    seen = [_DirectoryState(folder, times) for folder in sorted(folders, key=lambda f: f.step)]
     infos = [one.info for one in seen if one.folder.status == "complete"]
     stays = kept(infos, policies)
     removals: list[Removal] = []
-    left: list[Left] = []
+    left: list[RetainedDirectory] = []
     for one in seen:
         if one.folder.name in busy:
-            found: Removal | Left | None = Left(one.folder.name, "it is being saved")
+            found: Removal | RetainedDirectory | None = RetainedDirectory(one.folder.name, "it is being saved")
         elif one.folder.status == "complete" and one.folder.step not in stays:
             found = one.unwanted()
         else:
@@ -145,21 +149,26 @@ def plan_cleaning(
         elif found is not None:
             left.append(found)
     abandoned = tuple(info.step for info in infos if info.abandoned and info.step in stays)
-    return Cleaning(stays, tuple(removals), tuple(left), _warnings(infos, policies), abandoned)
+    names = ", ".join(sorted({name for info in infos for name in info.metrics})) or "none"
+    warnings = tuple(
+        f"no checkpoint has the metric {metric!r} as a number (metrics there are: {names}): all are kept until one has"
+        for metric in unmeasured(infos, policies)
+    )
+    return CleanupPlan(stays, tuple(removals), tuple(left), warnings, abandoned)
 
 
-def plan_leftovers(folder: FolderFact, times: Times) -> Removal | Left | None:
-    """Decides about what lies in one directory, but for the checkpoint itself, which stays."""
-    return _Seen(folder, times).leftovers()
+def plan_leftovers(folder: StepDirectory, times: CleanupTimes) -> Removal | RetainedDirectory | None:
+    """Decides about the files of one directory that are no part of its checkpoint; the checkpoint stays."""
+    return _DirectoryState(folder, times).leftovers()
 
 
-def leftovers_of(folder: FolderFact, times: Times) -> dict[str, str]:
-    """The files in a checkpoint's directory that belong neither to it nor to a save that is known to be alive.
+def leftovers_of(folder: StepDirectory, times: CleanupTimes) -> dict[str, str]:
+    """Finds the files of a directory that belong neither to its checkpoint nor to a save that is known to be alive.
 
     Returns:
-        By name, what is known of each.
+        The reason for each file, by name.
     """
-    seen, found = _Seen(folder, times), dict[str, str]()
+    seen, found = _DirectoryState(folder, times), dict[str, str]()
     stale = {file.name for file in seen.stale()}
     alive = {owned.save_id for file, owned in seen.ours if owned.kind == "progress" and file.alive}
     for file, owned in seen.ours:
@@ -175,34 +184,26 @@ def leftovers_of(folder: FolderFact, times: Times) -> dict[str, str]:
     return found
 
 
-def _warnings(infos: Sequence[StepInfo], policies: Sequence[Policy]) -> tuple[str, ...]:
-    there = ", ".join(sorted({name for info in infos for name in info.metrics})) or "none"
-    return tuple(
-        f"no checkpoint has the metric {metric!r} as a number (metrics there are: {there}): all are kept until one has"
-        for metric in unmeasured(infos, policies)
-    )
+class _DirectoryState:
+    """One directory with its files classified by save: dead, live, deleted, or read."""
 
-
-class _Seen:
-    """One directory, with its files told apart."""
-
-    def __init__(self, folder: FolderFact, times: Times) -> None:
+    def __init__(self, folder: StepDirectory, times: CleanupTimes) -> None:
         self.folder, self.times = folder, times
-        self.ours: list[tuple[FileFact, Owned]] = []
+        self.ours: list[tuple[FileInfo, CheckpointFile]] = []
         for file in folder.files:
-            if (owned := kind_of(file.name)) is not None:
+            if (owned := parse_file_name(file.name)) is not None:
                 self.ours.append((file, owned))
         self.pinned = any(owned.kind == "pin" for _, owned in self.ours)
         self.deleted = {owned.save_id for _, owned in self.ours if owned.kind == "deleted"}
         self.index_ns = max((file.modified_ns for file, owned in self.ours if owned.kind == "index"), default=None)
-        groups: dict[str | None, list[tuple[FileFact, Owned]]] = {}
+        groups: dict[str | None, list[tuple[FileInfo, CheckpointFile]]] = {}
         for file, owned in self.ours:
             if owned.kind not in ("lease", "pin", "index"):
                 groups.setdefault(owned.save_id, []).append((file, owned))
         self.dead = {save_id: why for save_id, files in groups.items() if (why := self._death(save_id, files))}
         self.fresh: set[str | None] = set()
         self.writing: set[str | None] = set()
-        """Those of the fresh that have more than timings."""
+        """Those saves of `fresh` that have more than timings."""
         for save_id, files in groups.items():
             alive = any(file.alive for file, owned in files if owned.kind == "progress")
             if alive or (save_id not in self.dead and any(self._is_young(file) for file, _ in files)):
@@ -212,26 +213,26 @@ class _Seen:
         leases = (file for file, owned in self.ours if owned.kind == "lease" and file.alive is not False)
         self.readers = [file for file in leases if times.now_ns - file.modified_ns < times.lease_ns]
 
-    def _is_young(self, file: FileFact) -> bool:
+    def _is_young(self, file: FileInfo) -> bool:
         return self.times.now_ns - file.modified_ns < self.times.grace_ns
 
-    def _death(self, save_id: str | None, files: Sequence[tuple[FileFact, Owned]]) -> str:
-        """How it is known that a save is dead; empty where it lives, or may."""
-        named = ((parse_progress_name(written_name(file.name)), file) for file, _ in files)
+    def _death(self, save_id: str | None, files: Sequence[tuple[FileInfo, CheckpointFile]]) -> str:
+        """Returns how a dead save ended; empty where the save is alive, or may be."""
+        named = ((parse_progress_name(final_name(file.name)), file) for file, _ in files)
         records = [(parsed[0], file.alive) for parsed, file in named if parsed is not None]
         if any(alive for _, alive in records):
             return ""
         if any(rank == 0 and alive is False for rank, alive in records):
             return "was killed"
-        told = [file for file, owned in files if owned.kind == "timings"]
-        if not told or save_id == self.folder.save_id or any(rank == 0 for rank, _ in records):
+        timings = [file for file, owned in files if owned.kind == "timings"]
+        if not timings or save_id == self.folder.save_id or any(rank == 0 for rank, _ in records):
             return ""
-        if self._is_replaced([file for file, owned in files if owned.kind == "shard"] or told):
+        if self._is_replaced([file for file, owned in files if owned.kind == "shard"] or timings):
             return "was replaced"
-        return "failed" if any(file.alive is False for file in told) else ""
+        return "failed" if any(file.alive is False for file in timings) else ""
 
-    def _is_replaced(self, files: Iterable[FileFact]) -> bool:
-        """Whether a save was committed there when all of these files were written."""
+    def _is_replaced(self, files: Iterable[FileInfo]) -> bool:
+        """Returns whether a save was committed in the directory after all of these files were written."""
         since = self.index_ns if self.folder.status == "complete" else None
         return since is not None and all(file.modified_ns <= since for file in files)
 
@@ -243,12 +244,12 @@ class _Seen:
 
     @property
     def writers(self) -> set[str | None]:
-        """Saves that are under way, or may be, but for the committed one."""
+        """Saves that are in progress, or may be, without the committed one."""
         return self.writing - self.deleted - {None, self.folder.save_id}
 
-    def stale(self) -> list[FileFact]:
-        """Files that no save and no reader needs any more, apart from those of the committed save."""
-        found: list[FileFact] = []
+    def stale(self) -> list[FileInfo]:
+        """Returns files that no save and no reader needs any more, without those of the committed save."""
+        found: list[FileInfo] = []
         for file, owned in self.ours:
             committed = owned.save_id is not None and owned.save_id == self.folder.save_id
             if owned.kind == "lease":
@@ -271,36 +272,40 @@ class _Seen:
                 gone = owned.save_id not in self.fresh
             if gone:
                 found.append(file)
-        # the mark goes last: as long as it is there, the next clean-up knows what the rest is
+        # the mark of a deletion is deleted last: while it exists, the next clean-up recognizes the other files
         return sorted(found, key=lambda f: (f.name.startswith("deleted."), f.name))
 
-    def leftovers(self) -> Removal | Left | None:
-        """What goes of a directory of which the checkpoint stays, if there is one."""
+    def leftovers(self) -> Removal | RetainedDirectory | None:
+        """Decides about the files that are no part of the checkpoint."""
         if self.folder.status == "corrupt":
-            return Left(self.folder.name, f"corrupt: {self.folder.problem}")
+            return RetainedDirectory(self.folder.name, f"corrupt: {self.folder.problem}")
         if self.folder.status == "partial":
             return self._without_index()
         return self._leftovers(self.stale(), directory=False)
 
-    def _without_index(self) -> Removal | Left | None:
-        """Leftovers of a directory that holds no checkpoint."""
+    def _without_index(self) -> Removal | RetainedDirectory | None:
+        """Decides about a directory that holds no checkpoint."""
         stale, name = self.stale(), self.folder.name
         if self.pinned:
-            return Left(name, "pinned, though it has no index: rebuild the index, or unpin it to have it removed")
+            return RetainedDirectory(
+                name, "pinned, though it has no index: rebuild the index, or unpin it to have it removed"
+            )
         # an empty directory may be that of a save that has just begun
         rest = len(self.folder.files) - len(stale)
         young = self.times.now_ns - self.folder.modified_ns < self.times.grace_ns and not self.dead
         if stale:
             return self._leftovers(stale, directory=not rest and (not young or bool(self.deleted)))
         if rest and self.fresh and not self.writing and not self.readers:
-            return Left(name, "no index: the timings of a save that failed stay for the grace period")
+            return RetainedDirectory(name, "no index: the timings of a save that failed stay for the grace period")
         if rest:
-            return Left(name, "no index, and being read" if self.readers else "no index yet: a save may be under way")
+            return RetainedDirectory(
+                name, "no index, and being read" if self.readers else "no index yet: a save may be under way"
+            )
         if young:
-            return Left(name, "empty, and new: a save may be about to begin")
+            return RetainedDirectory(name, "empty, and new: a save may be about to begin")
         return Removal(name, "leftovers", "an empty directory", (), 0, directory=True)
 
-    def _leftovers(self, files: Sequence[FileFact], *, directory: bool) -> Removal | None:
+    def _leftovers(self, files: Sequence[FileInfo], *, directory: bool) -> Removal | None:
         if not files:
             return None
         going = [owned for file, owned in self.ours if file in files]
@@ -314,13 +319,13 @@ class _Seen:
         names = tuple(file.name for file in files)
         return Removal(self.folder.name, "leftovers", reason, names, sum(f.nbytes for f in files), directory=directory)
 
-    def unwanted(self) -> Removal | Left:
-        """A checkpoint that no policy keeps."""
+    def unwanted(self) -> Removal | RetainedDirectory:
+        """Decides about a checkpoint that no policy keeps."""
         folder = self.folder
         if self.readers:
-            return Left(folder.name, "no policy keeps it, but it is being read")
+            return RetainedDirectory(folder.name, "no policy keeps it, but it is being read")
         if self.writers:
-            return Left(folder.name, "no policy keeps it, but another save may be writing there")
+            return RetainedDirectory(folder.name, "no policy keeps it, but another save may be writing there")
         assert folder.save_id is not None, "a complete checkpoint has an index"
         mark = deleted_name(folder.save_id)
         rest = sorted(

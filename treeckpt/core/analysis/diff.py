@@ -1,9 +1,9 @@
-"""In what do two checkpoints differ, by their indexes alone?
+"""Compares two checkpoints by their indexes alone.
 
 Leaves are compared by path: kind, shape, dtype, layout, and the values of Python leaves. The contents of arrays are in
-the shards, not in the index: `comparable` says which of them can be compared; `same` and `treeckpt.loading.compare` do
-it. What is missing on one side and new on the other, but else the same, is reported as moved where exactly one partner
-fits: the one that shares the longest end of the path.
+the shards, not in the index: `comparable` lists the arrays that can be compared; `checksum_diff` and
+`treeckpt.loading.compare` compare them. A leaf that is missing on one side and an equal one that is new on the other
+are reported as moved where exactly one partner fits: the one that shares the longest end of the path.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArray
 from ..sharding.int_runs import length_of
 from ..text import layout_text, region_text, shape_text, value_text, value_type
 
-__all__ = ["Added", "Aspect", "Change", "Diff", "Differs", "Moved", "Removed", "comparable", "diff", "leaf_text"]
+__all__ = ["Added", "Aspect", "Change", "Changed", "Diff", "Moved", "Removed", "comparable", "diff", "leaf_text"]
 
 Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
 
 MAX_CHUNKS = 10_000
-"""More explicit pieces than this are summed up, not listed."""
+"""Explicit pieces of one array that are compared."""
 
 
 class Added(msgspec.Struct, frozen=True, tag="added"):
-    """Only the second has the leaf."""
+    """A leaf that only the second checkpoint has."""
 
     path: str
     leaf: str
 
 
 class Removed(msgspec.Struct, frozen=True, tag="removed"):
-    """Only the first has the leaf."""
+    """A leaf that only the first checkpoint has."""
 
     path: str
     leaf: str
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
-    """The same kind of leaf under another path."""
+    """An equal leaf under another path."""
 
     path: str
     to: str
 
 
-class Differs(msgspec.Struct, frozen=True, tag="differs"):
-    """Both have the leaf, and one thing about it differs."""
+class Changed(msgspec.Struct, frozen=True, tag="differs"):
+    """A leaf that both checkpoints have, and the aspect in which it differs."""
 
     path: str
     aspect: Aspect
@@ -56,22 +56,22 @@ class Differs(msgspec.Struct, frozen=True, tag="differs"):
     after: str
 
 
-Change = Added | Removed | Moved | Differs
+Change = Added | Removed | Moved | Changed
 
 
 class Diff(msgspec.Struct, frozen=True):
-    """Every difference, by path, and how many leaves have none."""
+    """Every difference by path, and the number of equal leaves."""
 
     changes: tuple[Change, ...]
     same: int
 
     def count(self, what: str) -> int:
-        """How many changes are of a kind: "added", "removed", "moved", or an aspect."""
-        return sum(what == (c.aspect if isinstance(c, Differs) else c.__struct_config__.tag) for c in self.changes)
+        """Counts the changes of a kind: "added", "removed", "moved", or an aspect."""
+        return sum(what == (c.aspect if isinstance(c, Changed) else c.__struct_config__.tag) for c in self.changes)
 
 
 def diff(a: Index, b: Index) -> Diff:
-    """The differences that lead from `a` to `b`."""
+    """Returns the differences that lead from `a` to `b`."""
     before, after = _by_name(a), _by_name(b)
     changes: list[Change] = []
     same = 0
@@ -91,7 +91,7 @@ def diff(a: Index, b: Index) -> Diff:
 
 
 def comparable(a: Index, b: Index, found: Diff) -> list[tuple[Leaf, Leaf]]:
-    """The arrays that both have, of one kind, shape and dtype, also under another path; ties are left to their base."""
+    """Returns the arrays that both have with equal kind, shape and dtype, also moved ones; aliases are left out."""
     before, after = _by_name(a), _by_name(b)
     moved = {change.path: change.to for change in found.changes if isinstance(change, Moved)}
     pairs: list[tuple[Leaf, Leaf]] = []
@@ -106,7 +106,7 @@ def comparable(a: Index, b: Index, found: Diff) -> list[tuple[Leaf, Leaf]]:
 
 
 def _by_name(index: Index) -> dict[tuple[str, int], Leaf]:
-    """Leaves by path, and by a count where groups of ranks share one."""
+    """Returns leaves by path, and by a number where groups of ranks share a path."""
     return {(path, at): leaf for path, leaves in index.by_path.items() for at, leaf in enumerate(leaves)}
 
 
@@ -120,7 +120,7 @@ def _kind(leaf: Leaf) -> str:
 
 
 def leaf_text(index: Index, leaf: Leaf) -> str:
-    """A leaf in one line."""
+    """Describes a leaf in one line."""
     if leaf.spec is None:
         return f"{_kind(leaf)} {_values_text(leaf)}"
     return f"{_kind(leaf)} {leaf.spec.dtype} {shape_text(leaf.spec.shape)}"
@@ -136,29 +136,29 @@ def _values_text(leaf: Leaf) -> str:
 
 
 def _exact(leaf: Leaf) -> bytes:
-    """A value as JSON: in Python 1 equals True and 1.0, and 0.0 equals -0.0."""
+    """Encodes a value for an exact comparison: in Python 1 equals True and 1.0, and 0.0 equals -0.0."""
     return msgspec.json.encode(leaf.record)
 
 
 def _compare(a: Index, x: Leaf, b: Index, y: Leaf) -> list[Change]:
     if _kind(x) != _kind(y) or x.spec is None or y.spec is None:
         if _kind(x) != _kind(y):
-            return [Differs(x.path, "kind", leaf_text(a, x), leaf_text(b, y))]
+            return [Changed(x.path, "kind", leaf_text(a, x), leaf_text(b, y))]
         same = _exact(x) == _exact(y)
-        return [] if same else [Differs(x.path, "value", _values_text(x), _values_text(y))]
+        return [] if same else [Changed(x.path, "value", _values_text(x), _values_text(y))]
     found: list[Change] = []
     if x.spec.shape != y.spec.shape:
-        found.append(Differs(x.path, "shape", shape_text(x.spec.shape), shape_text(y.spec.shape)))
+        found.append(Changed(x.path, "shape", shape_text(x.spec.shape), shape_text(y.spec.shape)))
     if x.spec.dtype != y.spec.dtype:
-        found.append(Differs(x.path, "dtype", x.spec.dtype, y.spec.dtype))
+        found.append(Changed(x.path, "dtype", x.spec.dtype, y.spec.dtype))
     layouts = _layout(a, x), _layout(b, y)
     if layouts[0][0] != layouts[1][0]:
-        found.append(Differs(x.path, "layout", layouts[0][1], layouts[1][1]))
+        found.append(Changed(x.path, "layout", layouts[0][1], layouts[1][1]))
     return found
 
 
 def _layout(index: Index, leaf: Leaf) -> tuple[object, str]:
-    """What the layout is, to be compared, and in words."""
+    """Returns the layout of a leaf as (object to compare, text)."""
     record = leaf.record
     if isinstance(record, AliasRecord):
         target = index.entries[record.of].path
@@ -183,7 +183,7 @@ def _signature(index: Index, leaf: Leaf) -> object:
 def _moves(
     a: Index, removed: dict[tuple[str, int], Leaf], b: Index, added: dict[tuple[str, int], Leaf]
 ) -> list[tuple[tuple[str, int], tuple[str, int]]]:
-    """Pairs of one old and one new name: the longest common ends of paths first, and only where both are unique."""
+    """Pairs old with new names: by the longest common ends of paths first, and only where both are unique."""
     old = {name: (_signature(a, leaf), _steps(leaf.path)) for name, leaf in removed.items()}
     new = {name: (_signature(b, leaf), _steps(leaf.path)) for name, leaf in added.items()}
     pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
@@ -209,5 +209,5 @@ def _by_end(
 
 
 def _steps(path: str) -> list[str]:
-    """A path's steps; a dot parts the names of modules inside one."""
+    """Splits a path into keys, and keys at dots into names of modules."""
     return re.split(r"[/.]", path)

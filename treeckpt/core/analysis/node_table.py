@@ -1,7 +1,7 @@
-"""A tree as one table of nodes, for readers that hold no tree: what `outline` gives, written down once.
+"""A tree as one table of nodes: the rows of `outline`, for readers that keep the table on disk and not the tree.
 
-Nodes are numbered breadth first, the root 0, so the children of a node stand side by side: a node needs only the
-number of its first child and how many there are. Leaves stand in the order of the structure.
+Nodes are numbered breadth first from the root, 0, so that the children of a node are adjacent: a node stores the number
+of its first child and the number of its children. Leaves are in the order of the structure.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from ..format.records import Index
 from ..tree.structure import KeyTextCache, Node, PerRankNode
 from .outline import Outline
 
-__all__ = ["FlatNode", "flat_nodes"]
+__all__ = ["NodeRecord", "node_records"]
 
 MAX_NBYTES = 1 << 63
-"""Bytes of all leaves together are below this, as a signed integer of 64 bits holds them."""
+"""Bytes of all leaves together are below this, because they are stored as a signed integer of 64 bits."""
 
-FlatNode = tuple[str, str, str, int, int, int, int, int]
-"""key, kind, class, number of the first child, children, number of the first leaf, leaves, stored bytes: `outline.Row`
-says more of each."""
+NodeRecord = tuple[str, str, str, int, int, int, int, int]
+"""(key, kind, class, number of the first child, children, number of the first leaf, leaves, stored bytes), see
+`outline.OutlineRow`."""
 
 
-def flat_nodes(index: Index) -> Iterator[FlatNode]:
-    """Every node, in the order of its number.
+def node_records(index: Index) -> Iterator[NodeRecord]:
+    """Yields every node in the order of its number.
 
     Raises:
         FormatError: the bytes of all leaves are more than fit 64 bits.
@@ -40,7 +40,7 @@ def flat_nodes(index: Index) -> Iterator[FlatNode]:
     following = 1
     texts, kinds = KeyTextCache(), dict[type, str]()
 
-    def row(node: Node, key: str, path: str, first: int) -> FlatNode:
+    def row(node: Node, key: str, path: str, first: int) -> NodeRecord:
         nonlocal following
         child, children, leaves = following, len(node.children), outline.count(node)
         following += children
@@ -57,7 +57,7 @@ def flat_nodes(index: Index) -> Iterator[FlatNode]:
         node, path, first = waiting.popleft()
         children = node.children
         steps = ["~rank*"] * len(children) if isinstance(node, PerRankNode) else texts.of(node, path)
-        if children.count(None) == len(children):  # nearly all there is: spared the calls
+        if children.count(None) == len(children):  # nearly all nodes hold leaves only: they take the short path
             yield from [(step, "leaf", "", 0, 0, at, 1, sizes[at]) for at, step in enumerate(steps, first)]
             continue
         prefix = path + "/" if path else ""

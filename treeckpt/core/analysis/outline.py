@@ -1,8 +1,8 @@
-"""A tree as it is browsed: one node's children at a time, each with what its subtree holds.
+"""A tree for browsing: the children of one node at a time, each with the leaves and bytes of its subtree.
 
-A node is named by the positions that lead to it from the root, `0.3.12`, the root by the empty text. Leaves stand in
-the order of the structure, so a subtree is a range of leaf numbers, and its bytes a difference of two running sums;
-nothing is expanded that was not asked for.
+A node is named by the positions that lead to it from the root, such as `0.3.12`; the root has the empty name. Leaves
+are in the order of the structure, so that a subtree is a range of leaf numbers and its bytes are a difference of two
+cumulative sums. Only the nodes on the way to a requested one are expanded.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..sharding.placements import Layout, MeshLayout, Replicate
 from ..tree.recursion import Recursive, trampoline
 from ..tree.structure import Node, PerRankNode, Structure, key_text, keys_of
 
-__all__ = ["Outline", "Row", "held_nbytes", "leaf_nbytes"]
+__all__ = ["Outline", "OutlineRow", "held_nbytes", "leaf_nbytes"]
 
 
-class Row(msgspec.Struct, frozen=True):
+class OutlineRow(msgspec.Struct, frozen=True):
     """One node of a tree."""
 
     node: str
     """Positions from the root."""
     key: str
-    """The last step of its path."""
+    """The last key of its path."""
     path: str
     kind: str
-    """Of container, or "leaf"."""
+    """The kind of container, or "leaf"."""
     cls: str
     """The class of a namedtuple, dataclass or registered node, else empty."""
     children: int
@@ -43,18 +43,18 @@ class Row(msgspec.Struct, frozen=True):
     """Number of its first leaf; its own for a leaf."""
     leaves: int
     nbytes: int
-    """Stored bytes of the subtree's arrays; ties count where they were written."""
+    """Stored bytes of the subtree's arrays; shared storage counts where it was written."""
 
 
-class _Opened(msgspec.Struct, frozen=True):
-    """A node's keys, and where each child's leaves start, counted from the node's own first."""
+class _NodeChildren(msgspec.Struct, frozen=True):
+    """A node's keys, and the first leaf of each child relative to the node's own first leaf."""
 
     keys: Sequence[object]
     starts: np.ndarray
 
 
 def leaf_nbytes(leaf: Leaf) -> int:
-    """Stored bytes of one leaf: 0 for values and ties."""
+    """Returns the stored bytes of one leaf: 0 for values and aliases."""
     if leaf.spec is None or isinstance(leaf.record, AliasRecord):
         return 0
     nbytes = math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize
@@ -62,9 +62,9 @@ def leaf_nbytes(leaf: Leaf) -> int:
 
 
 def held_nbytes(index: Index) -> int:
-    """Bytes of arrays that all ranks together held: replicas count on every rank, of which one copy was written.
+    """Returns the bytes of arrays that all ranks together held: replicas count on every rank.
 
-    Where pieces were given one by one the index does not say who else held them, and they count once.
+    For explicit pieces the index does not record which other ranks held them, so they count once.
     """
     sizes = [math.prod(spec.shape) * dtype_of(spec.dtype).itemsize for spec in index.specs]
     copies = [_copies(layout) for layout in index.layouts]
@@ -78,6 +78,7 @@ def held_nbytes(index: Index) -> int:
 
 
 def _copies(layout: Layout) -> int:
+    """Returns the number of replicas of each region."""
     if not isinstance(layout, MeshLayout):
         return 1
     pairs = zip(layout.mesh.shape, layout.placements, strict=False)
@@ -85,12 +86,12 @@ def _copies(layout: Layout) -> int:
 
 
 class Outline:
-    """The browsable tree of an index. Keeps what it has computed; safe to share between threads that only read."""
+    """The browsable tree of an index. It caches what it computes; threads may share it."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
         self._counts: dict[int, int] = {}
-        self._opened: dict[int, _Opened] = {}
+        self._opened: dict[int, _NodeChildren] = {}
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -111,10 +112,12 @@ class Outline:
         return [leaf.path.casefold() for leaf in self.index.entries]
 
     def count(self, node: Structure) -> int:
-        """How many leaves a node of the structure has."""
+        """Counts the leaves of a node of the structure."""
         if node is None:
             return 1
-        if node.children.count(None) == len(node.children):  # nearly all there is: spared the calls
+        if node.children.count(None) == len(
+            node.children
+        ):  # nearly all nodes hold leaves only: they take the short path
             return len(node.children)
         found = self._counts.get(id(node))
         return trampoline(self._count(node)) if found is None else found
@@ -128,17 +131,17 @@ class Outline:
             self._counts[id(node)] = found
         return found
 
-    def _open(self, node: Node, path: str) -> _Opened:
+    def _open(self, node: Node, path: str) -> _NodeChildren:
         found = self._opened.get(id(node))
         if found is None:
             counts = np.fromiter(map(self.count, node.children), np.int64, len(node.children))
-            found = _Opened(keys_of(node, path), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]))
+            found = _NodeChildren(keys_of(node, path), np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]))
             self._opened[id(node)] = found
         return found
 
-    def _row(self, node: Structure, name: str, key: str, path: str, first: int) -> Row:
+    def _row(self, node: Structure, name: str, key: str, path: str, first: int) -> OutlineRow:
         leaves = self.count(node)
-        return Row(
+        return OutlineRow(
             node=name,
             key=key,
             path=path,
@@ -150,14 +153,14 @@ class Outline:
             nbytes=self._sums[first + leaves] - self._sums[first],
         )
 
-    def _child(self, node: Node, row: Row, at: int) -> tuple[Structure, Row]:
+    def _child(self, node: Node, row: OutlineRow, at: int) -> tuple[Structure, OutlineRow]:
         opened = self._open(node, row.path)
         key = "~rank*" if isinstance(node, PerRankNode) else key_text(opened.keys[at], row.path)
         name = f"{row.node}.{at}" if row.node else str(at)
         path = f"{row.path}/{key}" if row.node else key
         return node.children[at], self._row(node.children[at], name, key, path, row.first + int(opened.starts[at]))
 
-    def _find(self, name: str) -> tuple[Structure, Row]:
+    def _find(self, name: str) -> tuple[Structure, OutlineRow]:
         node, row = self.index.structure, self._row(self.index.structure, "", "", "", 0)
         for step in name.split(".") if name else ():
             if node is None or not (step.isascii() and step.isdigit() and len(step) < 10):
@@ -167,16 +170,16 @@ class Outline:
             node, row = self._child(node, row, int(step))
         return node, row
 
-    def row(self, name: str = "") -> Row:
-        """One node.
+    def row(self, name: str = "") -> OutlineRow:
+        """Returns one node.
 
         Raises:
             MismatchError: there is no such node.
         """
         return self._find(name)[1]
 
-    def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[Row]:
-        """The node's children, from position `start` on, at most `count`.
+    def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[OutlineRow]:
+        """Returns the node's children from position `start` on, at most `count`.
 
         Raises:
             MismatchError: there is no such node.
@@ -186,8 +189,8 @@ class Outline:
             return []
         return [self._child(node, row, at)[1] for at in range(start, min(start + count, len(node.children)))]
 
-    def node_at(self, path: str) -> Row | None:
-        """The node with this path, None if there is none."""
+    def node_at(self, path: str) -> OutlineRow | None:
+        """Returns the node with this path, None if there is none."""
         node, row = self._find("")
         for step in path.split("/") if path else ():
             if node is None:
@@ -200,7 +203,11 @@ class Outline:
         return row
 
     def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
-        """Leaves from number `start` on whose path holds every word of `text`, and where to go on, None at the end."""
+        """Finds leaves from number `start` on whose path contains every word of `text`.
+
+        Returns:
+            At most `count` leaves, and the number at which to continue, None at the end.
+        """
         words = text.casefold().split()
         found: list[Leaf] = []
         for number in range(start, len(self._folded)):

@@ -1,6 +1,6 @@
-"""Timings in the Trace Event Format, which Perfetto and chrome://tracing draw: a process for each rank.
+"""Exports timings in the Trace Event Format, which Perfetto and chrome://tracing show: one process for each rank.
 
-A track holds spans that nest; what overlaps another span without lying in it (threads) gets a track of its own.
+A track holds spans that nest; a span that overlaps another without being inside it (threads) gets another track.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -17,38 +17,40 @@ from ..sharding.int_runs import decode_runs
 __all__ = ["encode_trace"]
 
 
-class _Event(msgspec.Struct, omit_defaults=True):
+class _TraceEvent(msgspec.Struct, omit_defaults=True):
     ph: str
     name: str
     pid: int
     tid: int | None = None
     ts: float | None = None
-    """Microseconds from the first span on."""
+    """Microseconds since the start of the first span."""
     dur: float | None = None
     args: dict[str, Any] = {}
 
 
 def encode_trace(timings: Timings) -> bytes:
-    """The JSON of a trace file."""
+    """Encodes the JSON of a trace file."""
     origin = min((span.start_ns for span in timings.spans), default=0)
     hosts = {rank: host.name for host in timings.hosts for rank in decode_runs(host.ranks).tolist()}
     by_rank: dict[int, list[Span]] = {}
     for span in timings.spans:
         by_rank.setdefault(span.rank, []).append(span)
-    events: list[_Event] = []
+    events: list[_TraceEvent] = []
     for rank, spans in sorted(by_rank.items()):
         name = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
-        events.append(_Event("M", "process_name", rank, args={"name": name}))
-        events.append(_Event("M", "process_sort_index", rank, args={"sort_index": rank}))
+        events.append(_TraceEvent("M", "process_name", rank, args={"name": name}))
+        events.append(_TraceEvent("M", "process_sort_index", rank, args={"sort_index": rank}))
         for span, track in zip(spans, _tracks(spans), strict=True):
             ts, dur = (span.start_ns - origin) / 1e3, (span.stop_ns - span.start_ns) / 1e3
-            events.append(_Event("X", span.name, rank, track, ts, dur, {"nbytes": span.nbytes} if span.nbytes else {}))
+            events.append(
+                _TraceEvent("X", span.name, rank, track, ts, dur, {"nbytes": span.nbytes} if span.nbytes else {})
+            )
     about = {"save_id": timings.save_id, "step": timings.step, "world": timings.world, "error": timings.error}
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
 
 
 def _tracks(spans: Sequence[Span]) -> list[int]:
-    """For each span the first track on which it nests in what is open there, or nothing is."""
+    """Returns for each span the first track on which it lies inside the open span, or no span is open."""
     tracks = [0] * len(spans)
     opened: list[list[int]] = []
     for at in sorted(range(len(spans)), key=lambda at: (spans[at].start_ns, -spans[at].stop_ns, at)):

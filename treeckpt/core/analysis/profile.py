@@ -1,8 +1,8 @@
-"""What the spans of a save say: how long each phase took on the ranks, which rank was slowest, how fast bytes moved.
+"""Summarizes the spans of a save: the time of each phase on the ranks, the slowest rank, the bytes moved.
 
-A rank is slow by the work that ranks share: time spent waiting for others is taken out, and so is what only the
-coordinator does. Spans of a rank may overlap (threads), so lengths are of unions of intervals. Spans are columns here,
-so that the save of 16,384 ranks is summed up in a fraction of a second.
+Ranks are compared by the work that they have in common: time spent waiting for others does not count, nor does what
+only the coordinator does. Spans of a rank may overlap (threads), so durations are those of unions of intervals. Spans
+are stored as columns, so that the save of 16,384 ranks is summarized in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -15,32 +15,42 @@ import numpy as np
 
 from ..format.timings import BLOCKING, Span, Timings
 
-__all__ = ["COORDINATING", "FRAME", "WAITING", "Phase", "Profile", "RankTime", "Spans", "lanes_of", "profile_of"]
+__all__ = [
+    "COORDINATOR_PHASES",
+    "ROOT_SPAN",
+    "WAITING_PHASES",
+    "PhaseTime",
+    "RankTime",
+    "SaveProfile",
+    "SpanColumns",
+    "profile_of",
+    "span_lanes",
+]
 
-FRAME = "save"
-"""The span around all others."""
-WAITING = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
+ROOT_SPAN = "save"
+"""The name of the span around all others."""
+WAITING_PHASES = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
 """Phases in which a rank mostly waits for others."""
-COORDINATING = frozenset({"publish"})
+COORDINATOR_PHASES = frozenset({"publish"})
 """Phases of the coordinator alone."""
 
 
-class Phase(msgspec.Struct, frozen=True):
-    """One phase over all ranks that had it."""
+class PhaseTime(msgspec.Struct, frozen=True):
+    """The time of one phase over all ranks that had it."""
 
     name: str
     ranks: int
     spans: int
     nbytes: int
     median_ns: int
-    """Over ranks, of each rank's time in the phase."""
+    """Median over the ranks of a rank's time in the phase."""
     longest_ns: int
     slowest: int
     """The rank with the longest time."""
 
 
 class RankTime(msgspec.Struct, frozen=True):
-    """One rank's time: from its first span to its last, and what of it was work that other ranks have too."""
+    """One rank's time from its first span to its last, and the part that was work which other ranks have too."""
 
     rank: int
     start_ns: int
@@ -48,25 +58,25 @@ class RankTime(msgspec.Struct, frozen=True):
     busy_ns: int
     nbytes: int
     blocked_ns: int | None = None
-    """When the call returned that began a save in the background; None where it returned at the end."""
+    """When the call of a background save returned; None for a save in the foreground."""
 
 
-class Profile(msgspec.Struct, frozen=True):
-    """A save's spans, summed up."""
+class SaveProfile(msgspec.Struct, frozen=True):
+    """The summary of a save's spans."""
 
     start_ns: int
     stop_ns: int
-    phases: tuple[Phase, ...]
+    phases: tuple[PhaseTime, ...]
     """In the order in which they first began."""
     ranks: tuple[RankTime, ...]
     slowest: int | None
     """The rank with the most work; None where there are no spans."""
     slowdown: float
-    """Its work over the median rank's."""
+    """Its work divided by the median rank's."""
     median_ns: int = 0
     """The median rank's work."""
     blocked_ns: int | None = None
-    """When the last rank's call returned; None where the save was not in the background."""
+    """When the call of the last rank returned; None for a save in the foreground."""
 
     @property
     def seconds(self) -> float:
@@ -74,7 +84,7 @@ class Profile(msgspec.Struct, frozen=True):
 
     @property
     def blocked_seconds(self) -> float:
-        """How long the training was held up: all of a save that was not in the background."""
+        """The time for which the training was blocked: all of a save in the foreground."""
         return self.seconds if self.blocked_ns is None else (self.blocked_ns - self.start_ns) / 1e9
 
     @property
@@ -83,24 +93,25 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
-    """Spans as columns, by rank and then as recorded; without the marks of when a call returned."""
+class SpanColumns:
+    """Spans as columns, sorted by rank and then as recorded; without the spans named BLOCKING."""
 
     names: tuple[str, ...]
     """In the order in which they first began."""
     name: np.ndarray
-    """Of each span, its position in `names`; this and what follows int64[n]."""
+    """int64[n], as all columns below: position of the span's name in `names`."""
     rank: np.ndarray
     start: np.ndarray
     stop: np.ndarray
     nbytes: np.ndarray
     depth: np.ndarray
-    """Spans around it."""
+    """Number of spans around it."""
     outermost: np.ndarray
-    """bool[n]: no span around it has bytes. Bytes may be counted again inside: these are the ones that were moved."""
+    """bool[n]: whether no span around it has bytes. Inner spans may count the same bytes again, so only these count."""
 
     @classmethod
-    def of(cls, timings: Timings) -> Spans:
+    def of(cls, timings: Timings) -> SpanColumns:
+        """Builds the columns of a save's spans."""
         rank, start, stop, nbytes, parent = (
             np.array([getattr(s, field) for s in timings.spans], np.int64)
             for field in ("rank", "start_ns", "stop_ns", "nbytes", "parent")
@@ -121,12 +132,15 @@ class Spans:
         return cls(tuple(texts[n] for n in by_time), place[name[work]], *(column[work] for column in columns))
 
     def among(self, names: frozenset[str]) -> np.ndarray:
-        """bool[n]: which spans have one of these names."""
+        """Returns bool[n]: which spans have one of these names."""
         return np.array([name in names for name in self.names], bool)[self.name]
 
 
 def _nesting(parent: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Depth, and whether nothing above has bytes; by doubling, so that a chain of any depth is no matter."""
+    """Returns the depth of each span, and whether no span around it has bytes.
+
+    Pointers to ancestors are doubled in each step, so that a chain of depth d takes log2(d) steps.
+    """
     above = np.append(parent, -1)  # the last row stands for no parent
     depth = (above >= 0).astype(np.int64)
     moved = np.append(nbytes > 0, False)
@@ -138,14 +152,22 @@ def _nesting(parent: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.nda
     return depth[:-1], ~counted[:-1]
 
 
-def union_of(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: int) -> np.ndarray:
-    """The length that the intervals of each group cover, int64[count]."""
+def covered_ns(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: int) -> np.ndarray:
+    """Computes the length that the union of each group's intervals covers.
+
+    Args:
+        group: int64[n], below `count`.
+        start, stop: int64[n], in nanoseconds.
+
+    Returns:
+        int64[count].
+    """
     total = np.zeros(count, np.int64)
     if not len(group):
         return total
     order = np.lexsort((start, group))
     group, start, stop = group[order], start[order], stop[order]
-    # the furthest stop so far, by its place among all stops: as numbers, sums with the group would overflow
+    # the latest stop so far, as a position among all stops: sums of stops and groups would overflow an int64
     stops, place = np.unique(stop, return_inverse=True)
     reach = stops[np.maximum.accumulate(group * len(stops) + place) % len(stops)]
     begin = start.copy()
@@ -155,21 +177,22 @@ def union_of(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: int)
     return total
 
 
-def profile_of(timings: Timings) -> Profile:
-    """Sums up the spans of a save."""
-    return summed_up(timings, Spans.of(timings))
+def profile_of(timings: Timings) -> SaveProfile:
+    """Summarizes the spans of a save."""
+    return profile_of_spans(timings, SpanColumns.of(timings))
 
 
-def summed_up(timings: Timings, spans: Spans) -> Profile:
-    """The same, of columns that are there already."""
+def profile_of_spans(timings: Timings, spans: SpanColumns) -> SaveProfile:
+    """Summarizes the spans of a save, whose columns are given."""
     if not len(spans.rank):
-        return Profile(0, 0, (), (), None, 1.0)
+        return SaveProfile(0, 0, (), (), None, 1.0)
     numbers, row = np.unique(spans.rank, return_inverse=True)
-    ranks = _rank_times(spans, numbers, row, _returned(timings))
+    returned = {span.rank: span.stop_ns for span in timings.spans if span.name == BLOCKING}
+    ranks = _rank_times(spans, numbers, row, returned)
     slowest = max(ranks, key=lambda r: (r.busy_ns, -r.rank))
-    median = _median([r.busy_ns for r in ranks])
+    median = sorted(r.busy_ns for r in ranks)[(len(ranks) - 1) // 2]
     blocked = [r.blocked_ns for r in ranks if r.blocked_ns is not None]
-    return Profile(
+    return SaveProfile(
         start_ns=min(r.start_ns for r in ranks),
         stop_ns=max(r.stop_ns for r in ranks),
         phases=_phases(spans, numbers, row),
@@ -181,16 +204,13 @@ def summed_up(timings: Timings, spans: Spans) -> Profile:
     )
 
 
-def _returned(timings: Timings) -> dict[int, int]:
-    """By rank, when the call of a save in the background returned."""
-    return {span.rank: span.stop_ns for span in timings.spans if span.name == BLOCKING}
-
-
-def _rank_times(spans: Spans, numbers: np.ndarray, row: np.ndarray, returned: dict[int, int]) -> tuple[RankTime, ...]:
+def _rank_times(
+    spans: SpanColumns, numbers: np.ndarray, row: np.ndarray, returned: dict[int, int]
+) -> tuple[RankTime, ...]:
     count = len(numbers)
-    out = spans.among(WAITING | COORDINATING)
-    busy = union_of(row, spans.start, spans.stop, count)
-    busy -= union_of(row[out], spans.start[out], spans.stop[out], count)
+    out = spans.among(WAITING_PHASES | COORDINATOR_PHASES)
+    busy = covered_ns(row, spans.start, spans.stop, count)
+    busy -= covered_ns(row[out], spans.start[out], spans.stop[out], count)
     moved = np.zeros(count, np.int64)
     np.add.at(moved, row, np.where(spans.outermost, spans.nbytes, 0))
     begin, end = np.full(count, np.iinfo(np.int64).max), np.full(count, np.iinfo(np.int64).min)
@@ -200,14 +220,14 @@ def _rank_times(spans: Spans, numbers: np.ndarray, row: np.ndarray, returned: di
     return tuple(RankTime(rank, b, e, work, nbytes, returned.get(rank)) for rank, b, e, work, nbytes in columns)
 
 
-def _phases(spans: Spans, numbers: np.ndarray, row: np.ndarray) -> tuple[Phase, ...]:
+def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[PhaseTime, ...]:
     keys, group = np.unique(spans.name * len(numbers) + row, return_inverse=True)
-    times = union_of(group, spans.start, spans.stop, len(keys))
+    times = covered_ns(group, spans.start, spans.stop, len(keys))
     name, where = keys // len(numbers), keys % len(numbers)
     counts = np.bincount(spans.name, minlength=len(spans.names)).tolist()
     moved = np.zeros(len(spans.names), np.int64)
     np.add.at(moved, spans.name, spans.nbytes)
-    found: list[Phase] = []
+    found: list[PhaseTime] = []
     edges = np.searchsorted(name, np.arange(len(spans.names) + 1)).tolist()
     for number, text in enumerate(spans.names):
         ours = times[edges[number] : edges[number + 1]]
@@ -216,21 +236,17 @@ def _phases(spans: Spans, numbers: np.ndarray, row: np.ndarray) -> tuple[Phase, 
         slowest = int(numbers[where[edges[number] + int(ours.argmax())]])
         middle = int(np.partition(ours, (len(ours) - 1) // 2)[(len(ours) - 1) // 2])
         longest = int(ours.max())
-        found.append(Phase(text, len(ours), counts[number], int(moved[number]), middle, longest, slowest))
+        found.append(PhaseTime(text, len(ours), counts[number], int(moved[number]), middle, longest, slowest))
     return tuple(found)
 
 
-def _median(numbers: list[int]) -> int:
-    return sorted(numbers)[(len(numbers) - 1) // 2]
-
-
-def lanes_of(spans: Sequence[Span]) -> list[int]:
-    """For each of one rank's spans the row to draw it in: below its parent, and beside what overlaps it."""
+def span_lanes(spans: Sequence[Span]) -> list[int]:
+    """Returns for each of one rank's spans the row to draw it in: below its parent, and in no row that it overlaps."""
     lanes: list[int] = [0] * len(spans)
     reach: list[int] = []
     for at in sorted(range(len(spans)), key=lambda at: (spans[at].start_ns, -spans[at].stop_ns, at)):
         span = spans[at]
-        if span.name == BLOCKING:  # a mark, not a bar
+        if span.name == BLOCKING:  # drawn as a line, not as a bar
             continue
         lane = lanes[span.parent] + 1 if span.parent >= 0 else 0
         while lane < len(reach) and reach[lane] > span.start_ns:

@@ -1,7 +1,8 @@
-"""Repeated blocks among a node's children: layers that differ in nothing but their number are shown once, as `xN`.
+"""Finds repeated blocks among a node's children: layers that differ in their number only are shown once, as `xN`.
 
-A key such as `layers.3.mlp.weight` is read as `layers`, block 3, `mlp.weight`; a plain `3` as block 3. Neighbouring
-children of one block make up the block, and neighbouring blocks fold where names and kinds of all they hold are equal.
+A key such as `layers.3.mlp.weight` is split into `layers`, block 3, `mlp.weight`; a plain `3` is block 3. Neighbouring
+children with the same number form a block, and neighbouring blocks are a repetition where the names and kinds of all
+their children are equal.
 """
 
 from __future__ import annotations
@@ -10,67 +11,67 @@ from collections.abc import Hashable, Sequence
 
 import msgspec
 
-__all__ = ["Fold", "folds_of"]
+__all__ = ["RepeatedBlocks", "find_repeated_blocks"]
 
-FEWEST = 4
-"""Children below which nothing is folded: there is nothing to be seen better."""
+MIN_CHILDREN = 4
+"""Fewer children than this are shown one by one."""
 
 
-class Fold(msgspec.Struct, frozen=True):
-    """Children `start:stop` of a node: `blocks` times the same."""
+class RepeatedBlocks(msgspec.Struct, frozen=True):
+    """Children `start:stop` of a node, which are `blocks` times the same block."""
 
     start: int
     stop: int
     blocks: int
     head: str
-    """What stands before the number, without the dot; empty for plain numbers."""
+    """The part of the key before the number, without the dot; empty for plain numbers."""
     first: int
     """The number of the first block."""
 
     @property
     def length(self) -> int:
-        """Children of one block."""
+        """The number of children of one block."""
         return (self.stop - self.start) // self.blocks
 
     def name(self, block: int) -> str:
-        """What block number i is called."""
+        """Returns the name of a block."""
         return f"{self.head}.{self.first + block}" if self.head else f"{self.first + block}"
 
     @property
     def title(self) -> str:
-        """The name of all of them."""
+        """The name of all blocks together, such as `layers.0..31`."""
         return f"{self.name(0)}..{self.first + self.blocks - 1}"
 
 
-class _Block(msgspec.Struct, frozen=True):
+class _NumberedBlock(msgspec.Struct, frozen=True):
     start: int
     head: str
     number: int
     content: tuple[tuple[str, Hashable], ...]
 
 
-def folds_of(keys: Sequence[str], kinds: Sequence[Hashable]) -> list[Fold]:
-    """The folds of a node's children, by their start.
+def find_repeated_blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list[RepeatedBlocks]:
+    """Returns the repetitions among a node's children, by their start.
 
     Args:
-        keys: of the children, in order.
-        kinds: for each child what it is: equal where two may stand for each other.
+        keys: the keys of the children, in order.
+        kinds: what each child is: equal for children that are interchangeable.
     """
-    found: list[Fold] = []
-    row: list[_Block] = []
+    found: list[RepeatedBlocks] = []
+    row: list[_NumberedBlock] = []
     for block in [*_blocks(keys, kinds), None]:
         last = row[-1] if row else None
         if block is not None and last is not None and _follows(last, block):
             row.append(block)
             continue
-        if last is not None and len(row) > 1 and len(row) * len(last.content) >= FEWEST:
+        if last is not None and len(row) > 1 and len(row) * len(last.content) >= MIN_CHILDREN:
             stop = last.start + len(last.content)
-            found.append(Fold(row[0].start, stop, len(row), row[0].head, row[0].number))
+            found.append(RepeatedBlocks(row[0].start, stop, len(row), row[0].head, row[0].number))
         row = [] if block is None else [block]
     return found
 
 
-def _follows(last: _Block, block: _Block) -> bool:
+def _follows(last: _NumberedBlock, block: _NumberedBlock) -> bool:
     together = last.start + len(last.content) == block.start and (last.head, last.number + 1) == (
         block.head,
         block.number,
@@ -78,26 +79,26 @@ def _follows(last: _Block, block: _Block) -> bool:
     return together and last.content == block.content
 
 
-def _blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list[_Block]:
-    found: list[_Block] = []
+def _blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list[_NumberedBlock]:
+    found: list[_NumberedBlock] = []
     content: list[tuple[str, Hashable]] = []
     start, opened = 0, None
     for at, (key, kind) in enumerate(zip(keys, kinds, strict=True)):
-        read = _read(key)
+        read = _split_key(key)
         which = read[:2] if read is not None else None
         if which != opened:
             if opened is not None:
-                found.append(_Block(start, *opened, tuple(content)))
+                found.append(_NumberedBlock(start, *opened, tuple(content)))
             start, opened, content = at, which, []
         if read is not None:
             content.append((read[2], kind))
     if opened is not None:
-        found.append(_Block(start, *opened, tuple(content)))
+        found.append(_NumberedBlock(start, *opened, tuple(content)))
     return found
 
 
-def _read(key: str) -> tuple[str, int, str] | None:
-    """(head, number, tail) of a key, None if it has no number of its own."""
+def _split_key(key: str) -> tuple[str, int, str] | None:
+    """Splits a key into (head, number, tail), None if no step of it is a number."""
     steps = key.split(".")
     for at, step in enumerate(steps):
         if step.isascii() and step.isdigit() and len(step) < 10 and (step == "0" or step[0] != "0"):

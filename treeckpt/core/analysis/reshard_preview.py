@@ -1,9 +1,9 @@
-"""What each rank of another mesh would read from which file: a load into a layout that is only written down.
+"""Previews a load on another mesh: what each rank would read from which file.
 
-A target is a mesh and rules, `glob: placement, placement`, of which the first that matches a leaf's path holds. Regions
-come from `core.sharding.placements`, reads from `core.planning.plan.plan_load`: what is counted here is what the
-loader would do. Ranks are planned one after the other until a budget of chunks is used up, in an order that spreads
-over the mesh, so that a preview of a large job is exact for the ranks it shows, and shows fewer of them.
+The target is a mesh and rules `glob: placement, placement`; the first rule that matches a leaf's path applies. Regions
+come from `core.sharding.placements` and reads from `core.planning.plan.plan_load`, so the counts are those of the
+loader. Ranks are planned one after the other until a budget of chunks is used up, in an order that is spread over the
+mesh: a preview of a large job is exact for the ranks that it shows, and shows fewer ranks.
 """
 
 from __future__ import annotations
@@ -33,51 +33,51 @@ from ..sharding.placements import (
 )
 from ..sharding.region import Region, byte_runs, intersect
 
-__all__ = ["MAX_RANKS", "RankReads", "Reshard", "Rule", "parse_mesh", "parse_rules", "plan_reshard"]
+__all__ = ["MAX_RANKS", "PlacementRule", "RankReads", "ReshardPlan", "parse_mesh", "parse_rules", "plan_reshard"]
 
 MAX_RANKS = 1 << 16
 MAX_DIMS = 8
 MAX_RULES = 100
-CHUNKS = 60_000
-"""Chunks that are planned for one preview: a few seconds of work."""
+MAX_PLANNED_CHUNKS = 60_000
+"""Chunks that are planned for one preview, which takes a few seconds."""
 
 
-class Rule(msgspec.Struct, frozen=True):
-    """How the leaves are placed whose path a glob matches."""
+class PlacementRule(msgspec.Struct, frozen=True):
+    """The placements of the leaves whose path matches a glob."""
 
     glob: str
     placements: tuple[Placement, ...]
 
 
 class RankReads(msgspec.Struct, frozen=True):
-    """All that one rank would read."""
+    """The reads of one rank."""
 
     rank: int
     nbytes: int
-    """Bytes that it holds afterwards."""
+    """Bytes that the rank holds afterwards."""
     read: int
-    """Bytes that it reads for them: gaps too small to skip, and the rest of blocks whose checksum is compared."""
+    """Bytes that it reads, with gaps too small to skip and the rest of blocks whose checksum is compared."""
     reads: int
     files: tuple[tuple[int, int], ...]
-    """(number of a file, bytes read of it)."""
+    """(number of a file, bytes read from it)."""
 
 
-class Reshard(msgspec.Struct, frozen=True):
+class ReshardPlan(msgspec.Struct, frozen=True):
     """A planned load."""
 
     ranks: tuple[RankReads, ...]
-    """Those that were planned, by number."""
+    """The ranks that were planned, by number."""
     world: int
     arrays: int
     """Arrays that a rule matches."""
     nbytes: int
-    """Of those arrays, each counted once."""
+    """Bytes of those arrays, each counted once."""
     whole: int
-    """Arrays that stay whole on every rank: they lack a dimension that their rule names."""
+    """Arrays that stay whole on every rank, because they lack a dimension that their rule names."""
     unmatched: int
-    """Arrays that no rule matches: not loaded."""
+    """Arrays that no rule matches, which are not loaded."""
     left_out: int
-    """Arrays that each rank has of its own, which another world cannot take over, and ties."""
+    """Arrays under `PerRank`, which ranks of another world cannot load, and aliases."""
 
     @property
     def read(self) -> int:
@@ -89,20 +89,20 @@ class Reshard(msgspec.Struct, frozen=True):
 
     @property
     def amplification(self) -> float:
-        """Bytes read for each byte that is wanted."""
+        """Bytes read for each byte that ranks hold afterwards."""
         return self.read / self.held if self.held else 1.0
 
     @property
     def imbalance(self) -> float:
-        """The most that a rank reads over the mean."""
+        """The most bytes that a rank reads, divided by the mean."""
         return max(rank.read for rank in self.ranks) * len(self.ranks) / self.read if self.read else 1.0
 
 
 def parse_mesh(sizes: str, names: str = "") -> Mesh:
-    """The mesh that a text such as `2x4`, and names such as `dp,tp`, describe; ranks in row-major order.
+    """Parses a mesh from sizes such as `2x4` and names such as `dp,tp`; ranks are in row-major order.
 
     Raises:
-        LayoutError: they describe none, or one of more than MAX_RANKS ranks.
+        LayoutError: the texts describe no mesh, or one of more than MAX_RANKS ranks.
     """
     parts = [part.strip() for part in re.split(r"[x×*,]", sizes.strip())]
     if len(parts) > MAX_DIMS or not all(re.fullmatch(r"[1-9][0-9]{0,6}", part, re.ASCII) for part in parts):
@@ -125,11 +125,11 @@ _PLACEMENT = re.compile(
 )
 
 
-def parse_rules(text: str, mesh: Mesh) -> tuple[Rule, ...]:
-    """The rules of a text such as `*.bias: Replicate, Replicate; *: Shard(0), Replicate`.
+def parse_rules(text: str, mesh: Mesh) -> tuple[PlacementRule, ...]:
+    """Parses rules from a text such as `*.bias: Replicate, Replicate; *: Shard(0), Replicate`.
 
     Raises:
-        LayoutError: naming the rule that is none.
+        LayoutError: naming the text that is no rule.
     """
     lines = [line.strip() for line in re.split(r"[;\n]", text) if line.strip()]
     if not lines or len(lines) > MAX_RULES:
@@ -137,7 +137,7 @@ def parse_rules(text: str, mesh: Mesh) -> tuple[Rule, ...]:
     return tuple(_parse_rule(line, len(mesh.shape)) for line in lines)
 
 
-def _parse_rule(line: str, dims: int) -> Rule:
+def _parse_rule(line: str, dims: int) -> PlacementRule:
     glob, _, placed = line.rpartition(":")
     found: list[Placement] = []
     at = 0
@@ -155,7 +155,7 @@ def _parse_rule(line: str, dims: int) -> Rule:
         raise LayoutError(
             f"placements: {line:.80}", expected=f"{dims} placements, one for each dimension", found=f"{len(found)}"
         )
-    return Rule(glob.strip() or "*", tuple(found))
+    return PlacementRule(glob.strip() or "*", tuple(found))
 
 
 def _placement(match: re.Match[str]) -> Placement:
@@ -164,32 +164,34 @@ def _placement(match: re.Match[str]) -> Placement:
     return Shard(int(match["s"])) if match["s"] else StridedShard(int(match["t"]), int(match["f"]))
 
 
-class _Wanted(msgspec.Struct, frozen=True):
+class _TargetArray(msgspec.Struct, frozen=True):
     leaf: Leaf
     layout: MeshLayout
     shape: tuple[int, ...]
     itemsize: int
 
 
-def plan_reshard(index: Index, mesh: Mesh, rules: Sequence[Rule], *, chunks: int = CHUNKS) -> Reshard:
-    """What the ranks of `mesh` would read to hold the checkpoint as the rules say.
+def plan_reshard(
+    index: Index, mesh: Mesh, rules: Sequence[PlacementRule], *, chunks: int = MAX_PLANNED_CHUNKS
+) -> ReshardPlan:
+    """Plans what the ranks of `mesh` would read to hold the checkpoint as the rules place it.
 
     Args:
-        chunks: how many may be planned; ranks beyond are left out.
+        chunks: the number of chunks that may be planned; ranks beyond are left out.
 
     Raises:
-        LayoutError: not even one rank can be planned within that.
+        LayoutError: not even one rank can be planned within that number.
     """
-    wanted, whole, unmatched, left_out = _wanted(index, mesh, rules)
+    wanted, whole, unmatched, left_out = _target_arrays(index, mesh, rules)
     world = math.prod(mesh.shape)
     numbers = {file.name: number for number, file in enumerate(index.file_list)}
     ranks: list[RankReads] = []
-    for rank in spread(world):
-        wants, used = _wants(index, wanted, rank, chunks)
+    for rank in bit_reversed_order(world):
+        wants, used = _rank_wants(index, wanted, rank, chunks)
         if wants is None:
             break
         chunks -= used
-        ranks.append(_reads(index, rank, wants, numbers))
+        ranks.append(_rank_reads(index, rank, wants, numbers))
     if not ranks:
         raise LayoutError(
             f"{len(wanted)} arrays",
@@ -197,7 +199,7 @@ def plan_reshard(index: Index, mesh: Mesh, rules: Sequence[Rule], *, chunks: int
             found="more",
             hint="Narrow the rules, so that they match a part of the tree only, such as model/*",
         )
-    return Reshard(
+    return ReshardPlan(
         tuple(sorted(ranks, key=lambda reads: reads.rank)),
         world,
         len(wanted),
@@ -208,19 +210,21 @@ def plan_reshard(index: Index, mesh: Mesh, rules: Sequence[Rule], *, chunks: int
     )
 
 
-def spread(count: int) -> Iterator[int]:
-    """The numbers below `count`, so that any first few of them are spread over all."""
+def bit_reversed_order(count: int) -> Iterator[int]:
+    """Yields the numbers below `count` in the order of their reversed bits: every prefix is spread over the range."""
     bits = max(count - 1, 0).bit_length()
     for number in range(1 << bits):
-        turned = int(f"{number:0{bits}b}"[::-1], 2) if bits else 0
-        if turned < count:
-            yield turned
+        reverse = int(f"{number:0{bits}b}"[::-1], 2) if bits else 0
+        if reverse < count:
+            yield reverse
 
 
-def _wanted(index: Index, mesh: Mesh, rules: Sequence[Rule]) -> tuple[list[_Wanted], int, int, int]:
+def _target_arrays(
+    index: Index, mesh: Mesh, rules: Sequence[PlacementRule]
+) -> tuple[list[_TargetArray], int, int, int]:
     matchers = [(re.compile(fnmatch.translate(rule.glob)), MeshLayout(mesh, rule.placements)) for rule in rules]
     everywhere = replicated_layout(mesh.ranks)
-    found: list[_Wanted] = []
+    found: list[_TargetArray] = []
     whole = unmatched = left_out = 0
     for leaf in index.entries:
         if leaf.spec is None:
@@ -235,26 +239,28 @@ def _wanted(index: Index, mesh: Mesh, rules: Sequence[Rule]) -> tuple[list[_Want
         dims = len(leaf.spec.shape)
         if any(not isinstance(p, Replicate) and p.dim >= dims for p in layout.placements):
             layout, whole = everywhere, whole + 1
-        found.append(_Wanted(leaf, layout, leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize))
+        found.append(_TargetArray(leaf, layout, leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize))
     return found, whole, unmatched, left_out
 
 
-def _wants(index: Index, wanted: Sequence[_Wanted], rank: int, budget: int) -> tuple[list[WantedRegion] | None, int]:
-    """What a rank wants, and how many chunks that is; None where they are more than the budget."""
+def _rank_wants(
+    index: Index, wanted: Sequence[_TargetArray], rank: int, budget: int
+) -> tuple[list[WantedRegion] | None, int]:
+    """Returns what a rank wants, and the number of chunks; None where they are more than the budget."""
     wants: list[WantedRegion] = []
     used = 0
     for want in wanted:
         for held in held_by(want.layout, want.shape, rank):
             found = index.chunks_of(want.leaf, held.region) if held.region.size else []
-            used += 1 + sum(_pieces(held.region, chunk.region, want.itemsize) for chunk in found)
+            used += 1 + sum(_max_reads(held.region, chunk.region, want.itemsize) for chunk in found)
             if used > budget:
                 return None, used
             wants.append(WantedRegion(held.region, want.itemsize, found))
     return wants, used
 
 
-def _pieces(wanted: Region, chunk: Region, itemsize: int) -> int:
-    """Reads that a chunk can take at most: rows that lie apart are read one by one."""
+def _max_reads(wanted: Region, chunk: Region, itemsize: int) -> int:
+    """Returns the most reads that a chunk can take: rows with large gaps between them are read one by one."""
     common = intersect(wanted, chunk)
     if common is None:
         return 0
@@ -263,7 +269,7 @@ def _pieces(wanted: Region, chunk: Region, itemsize: int) -> int:
     return 1 + min(runs.count, (last - first) // READ_GAP)
 
 
-def _reads(index: Index, rank: int, wants: Sequence[WantedRegion], numbers: dict[str, int]) -> RankReads:
+def _rank_reads(index: Index, rank: int, wants: Sequence[WantedRegion], numbers: dict[str, int]) -> RankReads:
     by_file: dict[int, int] = {}
     blocks = plan_load(wants, borders=index.borders).blocks
     for block in blocks:

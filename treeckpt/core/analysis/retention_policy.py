@@ -1,11 +1,11 @@
-"""Retention: which checkpoints of a run stay, and why. Decided from what is on disk, never from memory.
+"""Retention policies: which checkpoints of a run stay, and why. Decisions depend on the disk only, not on memory.
 
-A policy is plain data; `kept` gives every step that at least one policy keeps, with its reasons. The newest
-checkpoint always stays: a policy may only add to that. A decision can be made again after the others were deleted, and
-is then the same.
+A policy is plain data; `kept` returns every step that at least one policy keeps, with the reasons. The newest
+checkpoint always stays: policies only add to it. A decision that is repeated after the other checkpoints were deleted
+is the same.
 
-The newest is what was saved last. Checkpoints on abandoned branches count as older than all on the lineage of the
-newest, whenever they were saved.
+The newest is the one that was saved last. Checkpoints on abandoned branches count as older than all on the lineage of
+the newest, whenever they were saved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class StepInfo(msgspec.Struct, frozen=True):
-    """What retention needs to know of one checkpoint."""
+    """The facts about one checkpoint that policies decide by."""
 
     step: int
     created_ns: int
@@ -50,7 +50,7 @@ class StepInfo(msgspec.Struct, frozen=True):
 
     @property
     def age(self) -> tuple[bool, int, int]:
-        """The key of the order, the oldest first."""
+        """Sort key; the oldest is first."""
         return not self.abandoned, self.step if self.sequence is None else self.sequence, self.step
 
 
@@ -65,32 +65,32 @@ class Last(msgspec.Struct, frozen=True, tag="last"):
 
 
 class EverySteps(msgspec.Struct, frozen=True, tag="every_steps"):
-    """Each checkpoint whose step is a multiple of `steps`."""
+    """Every checkpoint whose step is a multiple of `steps`."""
 
     steps: int
 
 
 class Steps(msgspec.Struct, frozen=True, tag="steps"):
-    """The checkpoints of these very steps."""
+    """The checkpoints of the given steps."""
 
     steps: tuple[int, ...]
 
 
 class EveryPeriod(msgspec.Struct, frozen=True, tag="every_period"):
-    """The first checkpoint, and then each that was saved `seconds` or more after the one chosen before it.
+    """The first checkpoint, and then each that was saved `seconds` or more after the last chosen one.
 
-    Times go by the clock, the order by the lineage: where the clock was set back, counting starts anew. So what is
-    chosen never depends on later checkpoints. Abandoned branches are counted apart.
+    Times are those of the clock, the order is that of the lineage: where the clock was set back, counting starts again.
+    So the choice never depends on later checkpoints. Abandoned branches are counted separately.
     """
 
     seconds: float
 
 
 class Best(msgspec.Struct, frozen=True, tag="best"):
-    """The `count` checkpoints with the smallest (or largest) metric; later ones win ties.
+    """The `count` checkpoints with the smallest (or largest) metric; of equal ones the later.
 
-    A checkpoint without the metric, or whose metric is not a number, is none of them. But as long as no checkpoint of
-    the run has it (it is measured later, or its name is misspelt), all are kept.
+    A checkpoint without the metric, or whose metric is NaN, is not chosen. But as long as no checkpoint of the run has
+    the metric (it is measured later, or its name is misspelt), all are kept.
     """
 
     metric: str
@@ -102,17 +102,17 @@ Policy = All | Last | EverySteps | Steps | EveryPeriod | Best
 
 
 def check_policies(policies: Sequence[object]) -> None:
-    """Refuses what is no policy, or keeps nothing, while somebody is there to hear it: clean-ups run in the background.
+    """Refuses objects that are no policies, or keep nothing. Called early, because clean-ups run in the background.
 
     Raises:
-        TreeckptError: naming it.
+        TreeckptError: naming the policy.
     """
     for policy in policies:
         if not isinstance(policy, Policy):
             raise _refusal("policies, or a number of checkpoints", policy)
         if isinstance(policy, Best) and policy.mode not in ("min", "max"):
             raise TreeckptError("keep", expected="mode 'min' or 'max'", found=f"{policy.mode!r}")
-        if wanted := _wanted(policy):
+        if wanted := _invalid_field(policy):
             raise _refusal(wanted, policy)
     if all(isinstance(policy, Steps) and len(policy.steps) == 0 for policy in policies):
         raise _refusal("policies that keep something", policies)
@@ -123,8 +123,8 @@ def _refusal(expected: str, found: object) -> TreeckptError:
     return TreeckptError("keep", expected=expected, found=f"{found!r:.60}", hint=hint)
 
 
-def _wanted(policy: Policy) -> str:
-    """What a policy is to have where it has something else; nothing for one that makes sense."""
+def _invalid_field(policy: Policy) -> str:
+    """Returns what a policy should have where a field is invalid; empty for a valid policy."""
     if isinstance(policy, Last | Best) and not _is_number(policy.count, 1):
         return "a count of 1 or more"
     if isinstance(policy, Best) and not (policy.metric and isinstance(policy.metric, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -141,12 +141,12 @@ def _wanted(policy: Policy) -> str:
 
 
 def _is_number(value: object, least: int) -> bool:
-    """Whether it is an integer of any type, and that large. A bool is none: nobody means it as a count."""
+    """Returns whether `value` is an integer of any type, not a bool, and at least `least`."""
     return isinstance(value, SupportsIndex) and not isinstance(value, bool) and operator.index(value) >= least
 
 
 def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tuple[str, ...]]:
-    """The steps that stay, each with the reasons why, in rising order."""
+    """Returns the steps that stay, in rising order, each with the reasons."""
     ordered = sorted(steps, key=lambda info: info.age)
     reasons: dict[int, list[str]] = {info.step: ["pinned"] for info in ordered if info.pinned}
     for info in ordered[-1:]:
@@ -181,7 +181,7 @@ def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int, str]
 
 
 def unmeasured(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> list[str]:
-    """The metrics that no checkpoint has, if any checkpoint stays for want of them alone."""
+    """Returns the metrics that no checkpoint has, if any checkpoint stays only because they are missing."""
     infos = list(steps)
     missing = [policy for policy in policies if isinstance(policy, Best) and not best_of(infos, policy)]
     others = [policy for policy in policies if policy not in missing]
@@ -189,7 +189,7 @@ def unmeasured(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> list[st
 
 
 def best_of(steps: Iterable[StepInfo], policy: Best) -> list[StepInfo]:
-    """The checkpoints that have the policy's metric, the best first."""
+    """Returns the checkpoints that have the policy's metric, the best first."""
     sign = 1 if policy.mode == "min" else -1
     rated = [info for info in steps if not math.isnan(info.metrics.get(policy.metric, math.nan))]
     rated.sort(key=lambda info: info.age, reverse=True)

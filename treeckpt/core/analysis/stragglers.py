@@ -17,19 +17,27 @@ from ..format.records import Index
 from ..format.timings import Host
 from ..sharding.int_runs import decode_runs
 from ..sharding.placements import Mesh, MeshLayout, mesh_ranks
-from .profile import COORDINATING, FRAME, WAITING, Profile, Spans, union_of
+from .profile import COORDINATOR_PHASES, ROOT_SPAN, WAITING_PHASES, SaveProfile, SpanColumns, covered_ns
 
-__all__ = ["Grouping", "Matrix", "Straggler", "groupings_of", "matrix_of", "pooled", "stragglers_of"]
+__all__ = [
+    "PhaseMatrix",
+    "RankGrouping",
+    "Straggler",
+    "find_stragglers",
+    "group_phase_matrix",
+    "phase_matrix",
+    "rank_groupings",
+]
 
 MAX_PHASES = 512
-SCORE = 3.5
-SLOWER = 1.2
-WORTH = 1_000_000
+MIN_SCORE = 3.5
+MIN_SLOWDOWN = 1.2
+MIN_LOSS_NS = 1_000_000
 """Nanoseconds: who loses less than a millisecond to the median is no straggler."""
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class PhaseMatrix:
     """Rows by phases: nanoseconds, -1 where a row has no such phase."""
 
     phases: tuple[str, ...]
@@ -62,7 +70,7 @@ class Straggler(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Grouping:
+class RankGrouping:
     """Ranks put together: by host, or by their coordinate along one dimension of a mesh."""
 
     name: str
@@ -71,47 +79,47 @@ class Grouping:
     """int64[world]: the group of each rank, -1 for none."""
 
 
-def matrix_of(spans: Spans) -> Matrix:
+def phase_matrix(spans: SpanColumns) -> PhaseMatrix:
     """The time of each rank in each phase but the frame around all, in the order of ranks and of first beginnings."""
     ranks, row = np.unique(spans.rank, return_inverse=True)
-    shown = [n for n, name in enumerate(spans.names) if name != FRAME and (spans.name == n).any()][:MAX_PHASES]
+    shown = [n for n, name in enumerate(spans.names) if name != ROOT_SPAN and (spans.name == n).any()][:MAX_PHASES]
     column = np.full(len(spans.names), -1)
     column[shown] = np.arange(len(shown))
     mine = column[spans.name] >= 0 if len(spans.name) else np.zeros(0, bool)
     group = row[mine] * len(shown) + column[spans.name[mine]]
-    times = union_of(group, spans.start[mine], spans.stop[mine], len(ranks) * len(shown))
+    times = covered_ns(group, spans.start[mine], spans.stop[mine], len(ranks) * len(shown))
     present = np.zeros(len(times), bool)
     present[group] = True
     times = np.where(present, times, -1).reshape(len(ranks), len(shown))
     slowest = np.broadcast_to(ranks[:, None], times.shape)
-    return Matrix(tuple(spans.names[n] for n in shown), ranks, times, slowest)
+    return PhaseMatrix(tuple(spans.names[n] for n in shown), ranks, times, slowest)
 
 
-def pooled(matrix: Matrix, grouping: Grouping) -> tuple[Matrix, tuple[str, ...]]:
+def group_phase_matrix(matrix: PhaseMatrix, grouping: RankGrouping) -> tuple[PhaseMatrix, tuple[str, ...]]:
     """One row for each group that has a rank: the longest time in each phase, and whose it is. With the labels."""
     of = grouping.of[matrix.ranks] if len(matrix.ranks) else np.zeros(0, np.int64)
     rows = [np.flatnonzero(of == group) for group in range(len(grouping.labels))]
     kept = [(label, row) for label, row in zip(grouping.labels, rows, strict=True) if len(row)]
     if not kept:
         empty = np.zeros((0, len(matrix.phases)), np.int64)
-        return Matrix(matrix.phases, np.zeros(0, np.int64), empty, empty), ()
+        return PhaseMatrix(matrix.phases, np.zeros(0, np.int64), empty, empty), ()
     tops = [row[matrix.times[row].argmax(0)] for _, row in kept] if matrix.phases else [row[:0] for _, row in kept]
     columns = np.arange(len(matrix.phases))
     times = np.array([matrix.times[top, columns] for top in tops], np.int64).reshape(len(kept), -1)
     slowest = np.array([matrix.ranks[top] for top in tops], np.int64).reshape(len(kept), -1)
     ranks = np.array([matrix.ranks[row[0]] for _, row in kept], np.int64)
-    return Matrix(matrix.phases, ranks, times, slowest), tuple(label for label, _ in kept)
+    return PhaseMatrix(matrix.phases, ranks, times, slowest), tuple(label for label, _ in kept)
 
 
-def groupings_of(world: int, hosts: Sequence[Host], index: Index | None) -> tuple[Grouping, ...]:
+def rank_groupings(world: int, hosts: Sequence[Host], index: Index | None) -> tuple[RankGrouping, ...]:
     """By which ranks can be put together: the host, then the dimensions of the meshes that arrays were laid out on."""
-    found: list[Grouping] = []
+    found: list[RankGrouping] = []
     if hosts:
         of = np.full(world, -1, np.int64)
         for number, host in enumerate(hosts):
             of[decode_runs(host.ranks)] = number
-        found.append(Grouping("host", tuple(host.name for host in hosts), of))
-    meshes = _meshes(index) if index is not None else []
+        found.append(RankGrouping("host", tuple(host.name for host in hosts), of))
+    meshes = _named_meshes(index) if index is not None else []
     for name in dict.fromkeys(name for mesh in meshes for name in mesh.names):
         of = np.full(world, -1, np.int64)
         for mesh in meshes:
@@ -123,21 +131,21 @@ def groupings_of(world: int, hosts: Sequence[Host], index: Index | None) -> tupl
             free = known & (of[np.where(known, ranks, 0)] < 0)
             of[ranks[free]] = where[free]
         size = int(of.max(initial=-1)) + 1
-        found.append(Grouping(name, tuple(f"{name} {n}" for n in range(size)), of))
+        found.append(RankGrouping(name, tuple(f"{name} {n}" for n in range(size)), of))
     return tuple(found)
 
 
-def _meshes(index: Index) -> list[Mesh]:
+def _named_meshes(index: Index) -> list[Mesh]:
     """The named meshes of an index, the largest first."""
     found = {layout.mesh for layout in index.layouts if isinstance(layout, MeshLayout) and layout.mesh.names}
     return sorted(found, key=lambda mesh: (-len(mesh_ranks(mesh)), -len(mesh.names), mesh.names, mesh.ranks))
 
 
-def stragglers_of(profile: Profile, matrix: Matrix) -> tuple[Straggler, ...]:
+def find_stragglers(profile: SaveProfile, matrix: PhaseMatrix) -> tuple[Straggler, ...]:
     """Who is slow, and in what; who loses the most time first. Phases of waiting, or of one rank, have none."""
     found: list[Straggler] = []
     for column, phase in enumerate(matrix.phases):
-        if phase not in WAITING | COORDINATING:
+        if phase not in WAITING_PHASES | COORDINATOR_PHASES:
             rows = np.flatnonzero(matrix.times[:, column] >= 0)
             found += _outliers(phase, matrix.ranks[rows], matrix.times[rows, column])
     ranks = np.array([r.rank for r in profile.ranks], np.int64)
@@ -150,9 +158,9 @@ def _outliers(phase: str, ranks: np.ndarray, times: np.ndarray) -> list[Straggle
         return []
     median = int(np.partition(times, (len(times) - 1) // 2)[(len(times) - 1) // 2])
     deviation = float(np.median(np.abs(times - median)))
-    far = (times > median * SLOWER) & (times - median >= WORTH)
+    far = (times > median * MIN_SLOWDOWN) & (times - median >= MIN_LOSS_NS)
     scores = 0.6745 * (times - median) / deviation if deviation else np.full(len(times), np.inf)
     return [
         Straggler(int(ranks[at]), phase, int(times[at]), median, float(scores[at]))
-        for at in np.flatnonzero(far & (scores > SCORE)).tolist()
+        for at in np.flatnonzero(far & (scores > MIN_SCORE)).tolist()
     ]

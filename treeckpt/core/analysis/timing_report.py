@@ -8,37 +8,37 @@ from functools import cached_property
 import numpy as np
 
 from ..format.timings import BLOCKING, Timings
-from .critical_path import Stretch, critical_path
-from .profile import Profile, Spans, lanes_of, summed_up
-from .stragglers import Matrix, Straggler, matrix_of, stragglers_of
+from .critical_path import CriticalSegment, critical_path
+from .profile import SaveProfile, SpanColumns, profile_of_spans, span_lanes
+from .stragglers import PhaseMatrix, Straggler, find_stragglers, phase_matrix
 
-__all__ = ["Study"]
+__all__ = ["TimingReport"]
 
 
 @dataclass(frozen=True)
-class Study:
+class TimingReport:
     """The timings of a save, and what follows from them. Safe to share between threads."""
 
     timings: Timings
 
     @cached_property
-    def spans(self) -> Spans:
-        return Spans.of(self.timings)
+    def spans(self) -> SpanColumns:
+        return SpanColumns.of(self.timings)
 
     @cached_property
-    def profile(self) -> Profile:
-        return summed_up(self.timings, self.spans)
+    def profile(self) -> SaveProfile:
+        return profile_of_spans(self.timings, self.spans)
 
     @cached_property
-    def matrix(self) -> Matrix:
-        return matrix_of(self.spans)
+    def matrix(self) -> PhaseMatrix:
+        return phase_matrix(self.spans)
 
     @cached_property
     def stragglers(self) -> tuple[Straggler, ...]:
-        return stragglers_of(self.profile, self.matrix)
+        return find_stragglers(self.profile, self.matrix)
 
     @cached_property
-    def critical(self) -> tuple[Stretch, ...]:
+    def critical(self) -> tuple[CriticalSegment, ...]:
         return critical_path(self.spans)
 
     @cached_property
@@ -49,7 +49,7 @@ class Study:
 
     @cached_property
     def lanes(self) -> np.ndarray:
-        """int64[spans]: the row of each span within its rank, as `lanes_of` gives it.
+        """int64[spans]: the row of each span within its rank, as `span_lanes` gives it.
 
         That is the depth where no two spans of one depth overlap, which most ranks' spans do not.
         """
@@ -60,6 +60,6 @@ class Study:
         crowded = same & (spans.start[order][1:] < spans.stop[order][:-1])
         for rank in np.unique(spans.rank[order][1:][crowded]).tolist():
             mine = self.timings.of_rank(rank)
-            found = [lane for lane, span in zip(lanes_of(mine), mine, strict=True) if span.name != BLOCKING]
+            found = [lane for lane, span in zip(span_lanes(mine), mine, strict=True) if span.name != BLOCKING]
             lanes[spans.rank == rank] = found
         return lanes

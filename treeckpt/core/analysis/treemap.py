@@ -18,21 +18,21 @@ from ..format.records import ArrayRecord, Index, Leaf, PerRankArrays
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import Runs, decode_runs
 from ..tree.spec import ArraySpec
-from .outline import Outline, Row, leaf_nbytes
+from .outline import Outline, OutlineRow, leaf_nbytes
 
-__all__ = ["Box", "By", "part_of", "treemap_of"]
+__all__ = ["TreemapBox", "TreemapKey", "state_part", "treemap_of"]
 
-By = Literal["tree", "part", "rank", "file", "dtype"]
+TreemapKey = Literal["tree", "part", "rank", "file", "dtype"]
 
-POINT = 400_000
+MIN_SHARE = 400_000
 """A box smaller than a share of 1 in this many is no point on a screen."""
-CHILDREN = 20_000
+MAX_CHILDREN = 20_000
 """Children of one node that are looked at."""
 MAX_CHUNKS = 4_000_000
 """Chunks beyond which ranks and files show no leaves."""
 
 
-class Box(msgspec.Struct, frozen=True):
+class TreemapBox(msgspec.Struct, frozen=True):
     """One box."""
 
     parent: int
@@ -47,7 +47,7 @@ class Box(msgspec.Struct, frozen=True):
     """How many smaller ones it stands for."""
 
 
-def treemap_of(outline: Outline, by: By, *, node: str = "", count: int = 20_000) -> list[Box]:
+def treemap_of(outline: Outline, by: TreemapKey, *, node: str = "", count: int = 20_000) -> list[TreemapBox]:
     """Boxes, each after its parent; the first is the whole, or the node asked for.
 
     Args:
@@ -63,14 +63,14 @@ def treemap_of(outline: Outline, by: By, *, node: str = "", count: int = 20_000)
     return _by_group(outline.index, names, group, leaf, nbytes, count)
 
 
-def _by_tree(outline: Outline, root: Row, count: int) -> list[Box]:
+def _by_tree(outline: Outline, root: OutlineRow, count: int) -> list[TreemapBox]:
     boxes = [_box(-1, root)]
-    smallest = root.nbytes / POINT
+    smallest = root.nbytes / MIN_SHARE
     heap = [(-root.nbytes, 0, root)]
     while heap and len(boxes) < count - 1:
         _, at, row = heapq.heappop(heap)
         room = count - len(boxes) - 1
-        children = sorted(outline.children(row.node, count=CHILDREN), key=lambda child: -child.nbytes)
+        children = sorted(outline.children(row.node, count=MAX_CHILDREN), key=lambda child: -child.nbytes)
         shown = [child for child in children[:room] if child.nbytes > smallest]
         for child in shown:
             if child.kind != "leaf":
@@ -79,15 +79,15 @@ def _by_tree(outline: Outline, root: Row, count: int) -> list[Box]:
         rest = row.nbytes - sum(child.nbytes for child in shown)
         more = row.children - len(shown)
         if rest > 0 and more > 0:
-            boxes.append(Box(at, "", rest, node=row.node, more=more))
+            boxes.append(TreemapBox(at, "", rest, node=row.node, more=more))
     return boxes
 
 
-def _box(parent: int, row: Row) -> Box:
-    return Box(parent, row.key, row.nbytes, row.first if row.kind == "leaf" else -1, row.node)
+def _box(parent: int, row: OutlineRow) -> TreemapBox:
+    return TreemapBox(parent, row.key, row.nbytes, row.first if row.kind == "leaf" else -1, row.node)
 
 
-def part_of(path: str) -> str:
+def state_part(path: str) -> str:
     """The part of a training state that a leaf belongs to: its first step, and where it is deep the last one too.
 
     So the moments of an optimizer are parts of their own: `optimizer … exp_avg`.
@@ -96,7 +96,7 @@ def part_of(path: str) -> str:
     return steps[0] if len(steps) < 3 else f"{steps[0]} … {steps[-1]}"
 
 
-def _shares(index: Index, by: By) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+def _shares(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
     """(names of groups; then for each share of a leaf in a group: number of the group, number of the leaf, bytes)."""
     if by in ("rank", "file"):
         return _by_writer(index, by)
@@ -107,19 +107,19 @@ def _shares(index: Index, by: By) -> tuple[list[str], np.ndarray, np.ndarray, np
         record = leaf.record
         nbytes = whole[record.spec] if type(record) is ArrayRecord else leaf_nbytes(leaf)
         if nbytes and leaf.spec is not None:
-            name = leaf.spec.dtype if by == "dtype" else part_of(leaf.path)
+            name = leaf.spec.dtype if by == "dtype" else state_part(leaf.path)
             rows.append((numbers.setdefault(name, len(numbers)), leaf.number, nbytes))
     table = np.array(rows, np.int64).reshape(-1, 3)
     return list(numbers), table[:, 0], table[:, 1], table[:, 2]
 
 
-def _by_writer(index: Index, by: By) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+def _by_writer(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
     files = index.file_list
-    parts: list[_Pieces] = []
+    parts: list[_LeafChunks] = []
     known: dict[object, tuple[np.ndarray, np.ndarray]] = {}
     chunks = 0
     for entry in index.entries:
-        found = _pieces(entry, known)
+        found = _leaf_chunks(entry, known)
         if found is None:
             continue
         parts.append(found)
@@ -128,7 +128,7 @@ def _by_writer(index: Index, by: By) -> tuple[list[str], np.ndarray, np.ndarray,
             sizes = np.array([file.nbytes for file in files], np.int64)
             ranks = np.array([file.rank for file in files], np.int64)
             group = ranks if by == "rank" else np.arange(len(files))
-            return _names(index, by), group, np.full(len(files), -1), sizes
+            return _group_names(index, by), group, np.full(len(files), -1), sizes
     if not parts:
         none = np.empty(0, np.int64)
         return [], none, none, none
@@ -137,18 +137,18 @@ def _by_writer(index: Index, by: By) -> tuple[list[str], np.ndarray, np.ndarray,
     if by == "rank":
         group = rank
     else:
-        group = _files(index, rank, np.concatenate([decode_runs(part.start) for part in parts]))
+        group = _file_numbers(index, rank, np.concatenate([decode_runs(part.start) for part in parts]))
     keys, where = np.unique(np.stack([group, leaf]), axis=1, return_inverse=True)
-    return _names(index, by), keys[0], keys[1], np.bincount(where.reshape(-1), nbytes).astype(np.int64)
+    return _group_names(index, by), keys[0], keys[1], np.bincount(where.reshape(-1), nbytes).astype(np.int64)
 
 
-def _names(index: Index, by: By) -> list[str]:
+def _group_names(index: Index, by: TreemapKey) -> list[str]:
     if by == "rank":
         return [f"rank {rank}" for rank in range(index.world)]
     return [f"file {number}" for number in range(len(index.file_list))]
 
 
-class _Pieces(NamedTuple):
+class _LeafChunks(NamedTuple):
     """A leaf's chunks."""
 
     leaf: int
@@ -158,35 +158,35 @@ class _Pieces(NamedTuple):
     nbytes: np.ndarray
 
 
-def _pieces(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]]) -> _Pieces | None:
+def _leaf_chunks(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]]) -> _LeafChunks | None:
     """The chunks of a leaf that has any. Most leaves are cut as another is, which is `known` then."""
     record, spec = leaf.record, leaf.spec
     if isinstance(record, PerRankArrays) and spec is not None:
         ranks = decode_runs(leaf.ranks or ())
         nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-        return _Pieces(leaf.number, ranks, record.start, np.full(len(ranks), nbytes, np.int64))
+        return _LeafChunks(leaf.number, ranks, record.start, np.full(len(ranks), nbytes, np.int64))
     if not isinstance(record, ArrayRecord) or spec is None or isinstance(record.chunks, NoChunks):
         return None
     chunks = record.chunks
     if isinstance(chunks, BoxChunks):
-        return _Pieces(leaf.number, *_cut(spec, chunks))
+        return _LeafChunks(leaf.number, *_chunk_columns(spec, chunks))
     key = record.spec, chunks.rank, chunks.cuts if isinstance(chunks, GridChunks) else ()
     if key not in known:
-        ranks, _, sizes = _cut(spec, chunks)
+        ranks, _, sizes = _chunk_columns(spec, chunks)
         known[key] = ranks, sizes
     start = ((chunks.start,),) if isinstance(chunks, WholeChunk) else chunks.start
-    return _Pieces(leaf.number, known[key][0], start, known[key][1])
+    return _LeafChunks(leaf.number, known[key][0], start, known[key][1])
 
 
-def _cut(spec: ArraySpec, chunks: WholeChunk | GridChunks | BoxChunks) -> tuple[np.ndarray, Runs, np.ndarray]:
+def _chunk_columns(spec: ArraySpec, chunks: WholeChunk | GridChunks | BoxChunks) -> tuple[np.ndarray, Runs, np.ndarray]:
     """(rank, start, bytes) of each chunk."""
     itemsize = dtype_of(spec.dtype).itemsize
     if isinstance(chunks, WholeChunk):
         return np.array([chunks.rank]), ((chunks.start,),), np.array([math.prod(spec.shape) * itemsize])
-    return decode_runs(chunks.rank), chunks.start, _sizes(chunks) * itemsize
+    return decode_runs(chunks.rank), chunks.start, _chunk_sizes(chunks) * itemsize
 
 
-def _sizes(chunks: GridChunks | BoxChunks) -> np.ndarray:
+def _chunk_sizes(chunks: GridChunks | BoxChunks) -> np.ndarray:
     """Elements of each chunk."""
     if isinstance(chunks, BoxChunks):
         return np.prod([decode_runs(column) for column in chunks.shape], axis=0, dtype=np.int64)
@@ -196,7 +196,7 @@ def _sizes(chunks: GridChunks | BoxChunks) -> np.ndarray:
     return sizes
 
 
-def _files(index: Index, rank: np.ndarray, start: np.ndarray) -> np.ndarray:
+def _file_numbers(index: Index, rank: np.ndarray, start: np.ndarray) -> np.ndarray:
     """The number of the file that each byte of a rank's stream is in."""
     order = np.lexsort((start, rank))
     firsts = np.array([(file.rank, file.stream) for file in index.file_list], np.int64)
@@ -212,27 +212,27 @@ def _files(index: Index, rank: np.ndarray, start: np.ndarray) -> np.ndarray:
 
 def _by_group(
     index: Index, names: list[str], group: np.ndarray, leaf: np.ndarray, nbytes: np.ndarray, count: int
-) -> list[Box]:
+) -> list[TreemapBox]:
     total = int(nbytes.sum())
     sums = np.bincount(group, nbytes, len(names)).astype(np.int64)
-    boxes = [Box(-1, "", total)]
+    boxes = [TreemapBox(-1, "", total)]
     order: list[int] = np.argsort(-sums, kind="stable").tolist()
     largest = [at for at in order if sums[at]]
     where: dict[int, int] = {}
     for at in largest[: max(1, count // 2)]:
         where[at] = len(boxes)
-        boxes.append(Box(0, names[at], int(sums[at])))
+        boxes.append(TreemapBox(0, names[at], int(sums[at])))
     if rest := largest[len(where) :]:
-        boxes.append(Box(0, "", int(sums[rest].sum()), more=len(rest)))
+        boxes.append(TreemapBox(0, "", int(sums[rest].sum()), more=len(rest)))
     left = {at: int(sums[at]) for at in where}
     members: list[int] = np.bincount(group[leaf >= 0], minlength=len(names)).tolist()
     for share in np.argsort(-nbytes, kind="stable")[: max(0, count - len(boxes) - len(where))].tolist():
         at, number, size = int(group[share]), int(leaf[share]), int(nbytes[share])
-        if number < 0 or size * POINT < total:
+        if number < 0 or size * MIN_SHARE < total:
             continue
         if at in where:
-            boxes.append(Box(where[at], index.entries[number].path, size, number))
+            boxes.append(TreemapBox(where[at], index.entries[number].path, size, number))
             left[at] -= size
             members[at] -= 1
-    boxes += [Box(where[at], "", rest, more=members[at]) for at, rest in left.items() if rest and members[at]]
+    boxes += [TreemapBox(where[at], "", rest, more=members[at]) for at, rest in left.items() if rest and members[at]]
     return boxes

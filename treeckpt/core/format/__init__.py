@@ -1,4 +1,4 @@
-"""The files of a checkpoint as data: shard headers, the index, timings and records of saves under way.
+"""The files of a checkpoint as data: shard headers, the index, timings and the records of saves in progress.
 
 It imports `core.planning`, `core.tree`, `core.sharding` and `errors`. Start with `records` and `index`.
 """

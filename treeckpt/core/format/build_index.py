@@ -1,8 +1,8 @@
-"""The index of a save, from the global tree, the plan, the values and what the ranks reported."""
+"""Builds the index of a save from the global tree, the plan, the values and the reports of the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import cast
 
 from ..planning.rank_trees import GlobalTree, LeafSpec
@@ -18,26 +18,26 @@ from .records import AliasRecord, ArrayRecord, FileTable, Index, LeafRecord, Per
 __all__ = ["PerRankKey", "build_index"]
 
 PerRankKey = tuple[str, int]
-"""A path with `~rank*`, and a rank."""
+"""(path with `~rank*`, rank)."""
 
 
-class _Table:
-    """Numbers for distinct things, in the order in which they were met."""
+class _Numbering:
+    """Numbers distinct objects in the order in which they first occur."""
 
     def __init__(self) -> None:
         self.numbers: dict[object, int] = {}
-        self._met: dict[int, int] = {}
+        self._by_id: dict[int, int] = {}
 
-    def number(self, thing: object) -> int:
-        # of an object that was met before the hash, which covers a whole mesh, is not taken again
-        number = self._met.get(id(thing))
+    def number(self, item: object) -> int:
+        # the hash of a layout covers a whole mesh: it is computed once for each object
+        number = self._by_id.get(id(item))
         if number is None:
-            number = self._met[id(thing)] = self.numbers.setdefault(thing, len(self.numbers))
+            number = self._by_id[id(item)] = self.numbers.setdefault(item, len(self.numbers))
         return number
 
 
 def build_index(
-    plenum: GlobalTree,
+    tree: GlobalTree,
     placed: Mapping[int, ChunkOffsets | SingleChunkOffset] | None,
     files: FileTable,
     *,
@@ -49,23 +49,27 @@ def build_index(
     metadata: Mapping[str, Value],
     lineage: Lineage | None = None,
 ) -> Index:
-    """The index.
+    """Builds the index.
 
     Args:
-        placed: by leaf number, the chunks of each array; None gives the manifest, an index before placement.
-        values: of the leaves that ranks share.
-        own_values: of the leaves under `PerRank`, for each rank.
+        placed: the chunks of each array by leaf number; None gives the manifest, an index before placement.
+        values: values of the leaves that ranks share, by path.
+        own_values: values of the leaves under `PerRank`, by path and rank.
     """
-    specs, layouts = _Table(), _Table()
-    numbers = {leaf.path: n for n, leaf in enumerate(plenum.leaves) if leaf.per_rank is None}
-    # most leaves share the very spec and layout: what has been met is known by its identity, without hashing it
+    specs, layouts = _Numbering(), _Numbering()
+    numbers = {leaf.path: n for n, leaf in enumerate(tree.leaves) if leaf.per_rank is None}
+    # most leaves share the same spec and layout objects: records are found by identity, without hashing
     blanks: dict[tuple[int, int], ArrayRecord] = {}
     records: list[LeafRecord] = []
-    for n, leaf in enumerate(plenum.leaves):
+    for n, leaf in enumerate(tree.leaves):
         if leaf.spec is None:
-            records.append(_value_record(leaf, values, own_values))
+            if leaf.per_rank is None:
+                records.append(ValueRecord(values[leaf.path]))
+            else:
+                ranks: list[int] = decode_runs(leaf.per_rank).tolist()
+                records.append(PerRankValues(tuple(own_values[leaf.path, rank] for rank in ranks)))
         elif leaf.alias_of is not None:
-            records.append(AliasRecord(specs.number(leaf.spec), _base(plenum, numbers, n, leaf), leaf.view))
+            records.append(AliasRecord(specs.number(leaf.spec), _alias_base(tree, numbers, n, leaf), leaf.view))
         elif leaf.per_rank is not None:
             at = placed[n] if placed is not None else None
             records.append(
@@ -74,7 +78,9 @@ def build_index(
         else:
             blank = blanks.get((id(leaf.spec), id(leaf.layout)))
             if blank is None:
-                blank = ArrayRecord(specs.number(leaf.spec), _layout_number(leaf.layout, layouts), NoChunks())
+                listed = leaf.layout is None or isinstance(leaf.layout, BoxLayout)
+                layout = -1 if listed else layouts.number(leaf.layout)
+                blank = ArrayRecord(specs.number(leaf.spec), layout, NoChunks())
                 blanks[id(leaf.spec), id(leaf.layout)] = blank
             if placed is not None:
                 blank = ArrayRecord(blank.spec, blank.layout, encode_chunks(leaf.spec.shape, placed[n]))
@@ -83,8 +89,8 @@ def build_index(
         save_id=save_id,
         step=step,
         created_ns=created_ns,
-        world=plenum.world,
-        structure=plenum.whole,
+        world=tree.world,
+        structure=tree.whole,
         specs=tuple(spec for spec in specs.numbers if isinstance(spec, ArraySpec)),
         layouts=tuple(cast(Layout, layout) for layout in layouts.numbers),
         leaves=tuple(records),
@@ -94,23 +100,12 @@ def build_index(
     )
 
 
-def _layout_number(layout: Layout | None, layouts: _Table) -> int:
-    return -1 if layout is None or isinstance(layout, BoxLayout) else layouts.number(layout)
-
-
-def _value_record(leaf: LeafSpec, values: Mapping[str, Value], own_values: Mapping[PerRankKey, Value]) -> LeafRecord:
-    if leaf.per_rank is None:
-        return ValueRecord(values[leaf.path])
-    ranks: Sequence[int] = decode_runs(leaf.per_rank).tolist()
-    return PerRankValues(tuple(own_values[leaf.path, rank] for rank in ranks))
-
-
-def _base(plenum: GlobalTree, numbers: Mapping[str, int], number: int, leaf: LeafSpec) -> int:
-    """The number of the array that a leaf shares storage with; under `PerRank` one of the same group of ranks."""
-    assert leaf.alias_of is not None, "only asked for aliases"
+def _alias_base(tree: GlobalTree, numbers: Mapping[str, int], number: int, leaf: LeafSpec) -> int:
+    """Returns the number of the array whose storage a leaf shares; under `PerRank`, of the same group of ranks."""
+    assert leaf.alias_of is not None, "called for aliases only"
     if leaf.per_rank is None:
         return numbers[leaf.alias_of]
     return min(
-        (n for n, other in enumerate(plenum.leaves) if other.path == leaf.alias_of and other.per_rank == leaf.per_rank),
+        (n for n, other in enumerate(tree.leaves) if other.path == leaf.alias_of and other.per_rank == leaf.per_rank),
         key=lambda n: abs(n - number),
     )

@@ -1,6 +1,7 @@
-"""Which bytes of a shard belong to which leaf, and who holds a region: `Index.chunks_of` asked the other way round.
+"""Maps bytes of shards to leaves and regions to ranks: the inverse of `Index.chunks_of`.
 
-Columns are compared as vectors, so that one rank's file among thousands is found without making the others' chunks.
+Columns are compared as vectors, so that the extents of one file among thousands are found without building the chunks
+of the others.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from ..sharding.region import Region
 from .chunks import BoxChunks, GridChunks, WholeChunk, count_chunks
 from .records import AliasRecord, ArrayRecord, File, Index, Leaf, PerRankArrays
 
-__all__ = ["Extent", "Located", "chunk_count", "extents_in", "holders_of", "layout_of", "locate_chunks"]
+__all__ = ["ChunkLocation", "Extent", "chunk_count", "extents_in_file", "holders_of", "layout_of", "locate_chunks"]
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
-    """Bytes `start:stop` of a file, header included, and the region of a leaf that they are."""
+    """Bytes `start:stop` of a file (header included), and the region of a leaf that they hold."""
 
     leaf: int
     region: Region
@@ -28,23 +29,23 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
     stop: int
 
 
-class Located(msgspec.Struct, frozen=True):
-    """A chunk, and where its bytes are."""
+class ChunkLocation(msgspec.Struct, frozen=True):
+    """A chunk, and the file and bytes that hold it."""
 
     region: Region
     rank: int
-    """That wrote it."""
+    """The rank that wrote it."""
     file: File
     start: int
     """First byte in the file, header included."""
     stop: int
 
 
-def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> list[Located]:
-    """The chunks of a leaf with their bytes; of a leaf under `PerRank`, one for each rank.
+def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> list[ChunkLocation]:
+    """Returns the chunks of a leaf with their bytes; for a leaf under `PerRank`, one chunk of each rank.
 
     Args:
-        region: only chunks that share an element with it.
+        region: keeps only the chunks that share an element with it.
 
     Raises:
         FormatError: the index names bytes that are in no file.
@@ -54,21 +55,21 @@ def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> lis
         return []
     ranks = decode_runs(leaf.ranks or ()).tolist() if isinstance(leaf.record, PerRankArrays) else [None]
     itemsize = dtype_of(leaf.spec.dtype).itemsize
-    found: list[Located] = []
+    found: list[ChunkLocation] = []
     for rank in ranks:
         for chunk in index.chunks_of(leaf, region, rank=rank):
             nbytes = chunk.region.size * itemsize
             file, start = index.locate(chunk.rank, chunk.start, chunk.start + nbytes, leaf.path)
-            found.append(Located(chunk.region, chunk.rank, file, start, start + nbytes))
+            found.append(ChunkLocation(chunk.region, chunk.rank, file, start, start + nbytes))
     return found
 
 
-def extents_in(index: Index, file: File, *, empty: bool = False, most: int | None = None) -> list[Extent]:
-    """What a shard holds, by offset.
+def extents_in_file(index: Index, file: File, *, empty: bool = False, most: int | None = None) -> list[Extent]:
+    """Returns the extents of a shard by offset.
 
     Args:
-        empty: also arrays without elements.
-        most: extents, about, above which this is refused.
+        empty: whether arrays without elements are included.
+        most: the number of extents, checked after each leaf, above which the shard is refused.
 
     Raises:
         LayoutError: there are more than `most`.
@@ -80,7 +81,7 @@ def extents_in(index: Index, file: File, *, empty: bool = False, most: int | Non
         if leaf.spec is None:
             continue
         itemsize = dtype_of(leaf.spec.dtype).itemsize
-        for region, start in _of_rank(leaf, leaf.spec.shape, file.rank):
+        for region, start in _chunks_of_rank(leaf, leaf.spec.shape, file.rank):
             stop = start + region.size * itemsize
             if low <= start and stop <= high and (empty or start < stop):
                 found.append(Extent(leaf.number, region, start + shift, stop + shift))
@@ -90,8 +91,8 @@ def extents_in(index: Index, file: File, *, empty: bool = False, most: int | Non
     return found
 
 
-def _of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region, int]]:
-    """The chunks that `rank` wrote: region and start in its stream."""
+def _chunks_of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region, int]]:
+    """Returns (region, start in the rank's stream) of each chunk that `rank` wrote."""
     record = leaf.record
     if isinstance(record, PerRankArrays):
         position = np.flatnonzero(decode_runs(leaf.ranks or ()) == rank)
@@ -103,7 +104,7 @@ def _of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region
     if isinstance(chunks, WholeChunk):
         return [(Region.whole(shape), chunks.start)] if chunks.rank == rank else []
     if isinstance(chunks, GridChunks):
-        return _grid_of_rank(chunks, rank)
+        return _grid_chunks_of_rank(chunks, rank)
     if isinstance(chunks, BoxChunks):
         cells = np.flatnonzero(decode_runs(chunks.rank) == rank)
         starts = decode_runs(chunks.start)[cells].tolist()
@@ -113,7 +114,7 @@ def _of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[tuple[Region
     return []
 
 
-def _grid_of_rank(chunks: GridChunks, rank: int) -> list[tuple[Region, int]]:
+def _grid_chunks_of_rank(chunks: GridChunks, rank: int) -> list[tuple[Region, int]]:
     cells = np.flatnonzero(decode_runs(chunks.rank) == rank)
     if not len(cells):
         return []
@@ -129,14 +130,14 @@ def _grid_of_rank(chunks: GridChunks, rank: int) -> list[tuple[Region, int]]:
 
 
 def chunk_count(leaf: Leaf) -> int:
-    """How many chunks a leaf has, without making them."""
+    """Counts the chunks of a leaf without building them."""
     if isinstance(leaf.record, PerRankArrays):
         return length_of(leaf.ranks or ())
     return count_chunks(leaf.record.chunks) if isinstance(leaf.record, ArrayRecord) else 0
 
 
 def layout_of(index: Index, leaf: Leaf) -> MeshLayout | None:
-    """The mesh and placements of an array; None where pieces were given one by one, and for what is no array."""
+    """Returns the mesh and placements of an array; None for arrays of explicit pieces, and for other leaves."""
     record = leaf.record
     if not isinstance(record, ArrayRecord) or not 0 <= record.layout < len(index.layouts):
         return None
@@ -145,7 +146,7 @@ def layout_of(index: Index, leaf: Leaf) -> MeshLayout | None:
 
 
 def holders_of(layout: MeshLayout, shape: tuple[int, ...], region: Region) -> list[int]:
-    """The ranks that held all of a region when it was saved, in the mesh's order."""
+    """Returns the ranks that held all of a region when it was saved, in the order of the mesh."""
     return [
         rank
         for rank in mesh_ranks(layout.mesh).tolist()

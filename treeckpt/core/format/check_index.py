@@ -1,8 +1,9 @@
-"""Whether an index holds together: checks on a decoded one, before anything is expanded or allocated by its word.
+"""Checks that a decoded index is consistent, before anything is expanded or allocated because of it.
 
-Every number that a reader uses as a size, a position or a rank is bounded here, columns by their runs alone. What is
-not checked: that listed boxes leave no gap (the save did), and that the files are as the table says (opening them
-does). `check_there` compares how much an index lists with the files that are there, before that is expanded.
+Every number that a reader uses as a size, a position or a rank is bounded here; columns are checked by their runs,
+without expanding them. Two things are not checked: that listed boxes leave no gap (the save checks that), and that
+files are as the table says (opening them checks that). `check_against_files` compares the number of entries that an
+index lists with the files that exist, before the entries are expanded.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from ..sharding.region import MAX_NDIM
 from ..tree.spec import ArraySpec
 from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
 from .records import AliasRecord, ArrayRecord, Index, PerRankArrays, PerRankValues, ValueRecord
-from .shard_header import MAX_HEADER, MAX_NBYTES, MAX_WORLD, SAVE_ID, reach_of
+from .shard_header import MAX_HEADER, MAX_NBYTES, MAX_WORLD, SAVE_ID, padded_nbytes
 
-__all__ = ["ENTRY", "FREE", "check_index", "check_there", "is_long"]
+__all__ = ["FREE_CHUNKS", "MIN_ENTRY_NBYTES", "check_against_files", "check_index", "needs_file_sizes"]
 
 MAX_FILES = 1 << 20
-"""Rows of the table of files: they are expanded when the checkpoint is read."""
-ENTRY = 48
-"""Bytes that each chunk takes in the header of its shard, at least."""
-FREE = 1 << 15
-"""Chunks that may be made whatever files there are."""
+"""Rows of the table of files, which are expanded when the checkpoint is read."""
+MIN_ENTRY_NBYTES = 48
+"""The least bytes that a chunk takes in the header of its shard."""
+FREE_CHUNKS = 1 << 15
+"""Chunks that may be built whatever files exist."""
 FREE_FILES = 1 << 10
-"""The same of files that are read."""
-LONG = 1 << 17
-"""Files, or chunks of one array, up to which an index is read without the sizes of the files."""
-MAX_TIES = 1 << 22
-"""Ranks of ties that are compared with those of their arrays one by one."""
+"""Files that may be listed whatever files exist."""
+MAX_UNSEEN = 1 << 17
+"""Files, or chunks of one array, up to which an index is read without comparing it with the sizes of the files."""
+MAX_ALIAS_RANKS = 1 << 22
+"""Ranks of aliases, and of their arrays, that are compared one by one."""
 
 
 def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
@@ -42,7 +43,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
 
     Args:
         name: the file, for errors.
-        manifest: chunks and files are still missing.
+        manifest: whether chunks and files are still missing.
 
     Raises:
         FormatError: naming the file, or the leaf in it.
@@ -62,13 +63,13 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
         raise FormatError(name, expected="a tree's structure", found=str(error)[:200]) from error
     if len(paths) != len(index.leaves):
         raise FormatError(name, expected=f"{len(paths)} leaves", found=f"{len(index.leaves)}")
-    # almost never do two paths have the same text, as the groups of ranks under `PerRank` do
+    # only groups of ranks under `PerRank` have paths of equal text; then the pairs of path and ranks are compared
     if len({path for path, _ in paths}) != len(paths) and len(set(paths)) != len(paths):
         raise FormatError(name, expected="a path of its own for each leaf", found="two leaves that share one")
     groups = [ranks for _, ranks in paths]
-    ties = _Ties()
+    ties = _AliasGroups()
     fits: set[tuple[int, int]] = set()  # most leaves repeat a few pairs of spec and layout
-    grids: dict[object, int] = {}  # and a few ways of being cut
+    grids: dict[object, int] = {}  # and a few grids
     for (path, ranks), record in zip(paths, index.leaves, strict=True):
         if ranks is not None:
             check_runs(ranks, path=path, low=0, high=index.world)
@@ -83,22 +84,22 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
                 _check_alias(index, path, groups, ranks, record, ties)
 
 
-def is_long(index: Index, nbytes: int) -> bool:
-    """Whether an index of so many bytes lists more files, or chunks of one array, than are accepted unseen."""
-    return max(index.listed.files, index.listed.most) > max(LONG, nbytes)
+def needs_file_sizes(index: Index, nbytes: int) -> bool:
+    """Returns whether an index of `nbytes` bytes must be compared with the sizes of the files before it is expanded."""
+    return max(index.listed.files, index.listed.most) > max(MAX_UNSEEN, nbytes)
 
 
-def check_there(index: Index, sizes: dict[str, int], name: str) -> None:
+def check_against_files(index: Index, sizes: dict[str, int], name: str) -> None:
     """Refuses an index that lists far more than the files of the checkpoint can hold, before any of it is expanded.
 
     Args:
-        sizes: of the files that are there, in bytes.
+        sizes: bytes of each file that exists.
         name: the checkpoint, for errors.
 
     Raises:
-        CorruptError: more shards, or chunks, than there are.
+        CorruptError: it lists more shards, or chunks, than there can be.
     """
-    listed, there = index.listed, sum(sizes.values())
+    listed, nbytes = index.listed, sum(sizes.values())
     if listed.files > max(FREE_FILES, 2 * len(sizes)):
         raise CorruptError(
             name,
@@ -106,11 +107,11 @@ def check_there(index: Index, sizes: dict[str, int], name: str) -> None:
             found=f"{len(sizes)} files",
             hint="Copy the other shards here too; if there are none, the index is not that of these shards",
         )
-    if (listed.total - FREE) * ENTRY > there:
+    if (listed.total - FREE_CHUNKS) * MIN_ENTRY_NBYTES > nbytes:
         raise CorruptError(
             name,
             expected=f"shards that hold {listed.total} chunks, as the index says",
-            found=f"{there} bytes in all files",
+            found=f"{nbytes} bytes in all files",
             hint="The index is not that of these shards; try treeckpt verify --repair",
         )
 
@@ -138,7 +139,7 @@ def _check_files(index: Index, name: str, manifest: bool) -> None:
 
 def _check_spec(spec: ArraySpec, name: str) -> None:
     legal = len(spec.shape) <= MAX_NDIM and min(spec.shape, default=0) >= 0
-    if not legal or reach_of(spec.shape, dtype_of(spec.dtype).itemsize) >= MAX_NBYTES:
+    if not legal or padded_nbytes(spec.shape, dtype_of(spec.dtype).itemsize) >= MAX_NBYTES:
         raise FormatError(name, expected="a shape", found=f"{spec.shape!r:.80}")
     if spec.regions is not None:
         raise FormatError(name, expected="a spec of a whole array", found=f"regions {spec.regions!r:.80}")
@@ -152,7 +153,7 @@ def _check_layout(layout: Layout, index: Index, name: str) -> None:
         raise FormatError(name, expected="a mesh", found=f"shape {mesh.shape!r:.80}")
     if mesh.names and len(mesh.names) != len(mesh.shape):
         raise FormatError(name, expected=f"{len(mesh.shape)} names of mesh dimensions", found=f"{mesh.names!r:.80}")
-    world, most = index.world, min(index.world, max(LONG, length_of(index.files.rank)))  # every rank has a file
+    world, most = index.world, min(index.world, max(MAX_UNSEEN, length_of(index.files.rank)))  # every rank has a file
     if math.prod(mesh.shape) > most:
         raise FormatError(name, expected=f"a mesh of at most {most} ranks", found=f"shape {mesh.shape!r:.80}")
     check_runs(mesh.ranks, length=math.prod(mesh.shape), path=name, low=0, high=world)
@@ -223,7 +224,7 @@ def _check_chunks(index: Index, path: str, record: ArrayRecord, grids: dict[obje
 
 
 def _check_grid(index: Index, path: str, grid: GridChunks, shape: tuple[int, ...]) -> int:
-    """The number of cells, of a grid whose cuts and ranks are in order."""
+    """Checks the cuts and ranks of a grid, and returns its number of cells."""
     if len(grid.cuts) != len(shape):
         raise FormatError(path, expected=f"cuts of {len(shape)} dimensions", found=f"{len(grid.cuts)}")
     for cut, size in zip(grid.cuts, shape, strict=True):
@@ -236,7 +237,7 @@ def _check_grid(index: Index, path: str, grid: GridChunks, shape: tuple[int, ...
 
 
 MAX_BOX_NUMBERS = 1 << 22
-"""Offsets and shapes of one array's listed boxes, all together: these are expanded when the array is read."""
+"""Numbers in the offsets and shapes of one array's boxes together, which are expanded when the array is read."""
 
 
 def _check_boxes(index: Index, path: str, boxes: BoxChunks, shape: tuple[int, ...]) -> None:
@@ -253,7 +254,7 @@ def _check_boxes(index: Index, path: str, boxes: BoxChunks, shape: tuple[int, ..
 
 
 def _check_alias(
-    index: Index, path: str, groups: list[Runs | None], ranks: Runs | None, record: AliasRecord, ties: _Ties
+    index: Index, path: str, groups: list[Runs | None], ranks: Runs | None, record: AliasRecord, ties: _AliasGroups
 ) -> None:
     base = index.leaves[record.of] if 0 <= record.of < len(index.leaves) else None
     if not isinstance(base, (ArrayRecord, PerRankArrays)) or not 0 <= base.spec < len(index.specs):
@@ -274,14 +275,15 @@ def _check_alias(
         raise FormatError(path, expected=f"a view inside shape {other.shape}", found=f"{record!r:.120}")
 
 
-class _Ties:
-    """Compares the ranks of ties with those of their arrays; nearly always they are the same."""
+class _AliasGroups:
+    """Compares the ranks of aliases with those of their arrays, up to `MAX_ALIAS_RANKS` ranks in all."""
 
     def __init__(self) -> None:
         self._compared = 0
 
     def within(self, ranks: Runs | None, group: Runs | None) -> bool:
+        """Returns whether `ranks` is a subset of `group`; nearly always the two are equal."""
         if ranks is None or group is None or ranks == group:
             return ranks is not None and group is not None
         self._compared += length_of(ranks) + length_of(group)
-        return self._compared <= MAX_TIES and bool(np.isin(decode_runs(ranks), decode_runs(group)).all())
+        return self._compared <= MAX_ALIAS_RANKS and bool(np.isin(decode_runs(ranks), decode_runs(group)).all())

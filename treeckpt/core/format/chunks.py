@@ -1,8 +1,8 @@
-"""How an index stores where an array's chunks lie: one chunk, a grid of cuts, or a list of boxes.
+"""The chunks of an array as an index stores them: one chunk, a grid of cuts, or a list of boxes.
 
-Columns of writing ranks and of starts are run-length coded. `encode_chunks` picks the smallest form and is the only
-place that does, so a plan and the shards' own headers lead to equal records; `chunks_in` finds the chunks that a
-region needs without expanding what it does not.
+Columns of writing ranks and of starts are run-length coded. Only `encode_chunks` chooses the form, the smallest one, so
+that a plan and the headers of the shards give equal records. `chunks_in` finds the chunks of a region without expanding
+the others.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = [
 
 
 class WholeChunk(msgspec.Struct, frozen=True, tag="w", array_like=True, gc=False):
-    """The array is one chunk."""
+    """One chunk that holds the whole array."""
 
     rank: int
     start: int
 
 
 class GridChunks(msgspec.Struct, frozen=True, tag="g", array_like=True):
-    """The array is cut at `cuts[d]` (0 and the size included) along each dimension; columns in row-major order."""
+    """A grid: `cuts[d]` are the borders along dimension d, with 0 and the size; columns are in row-major order."""
 
     cuts: tuple[Runs, ...]
     rank: Runs
@@ -48,7 +48,7 @@ class GridChunks(msgspec.Struct, frozen=True, tag="g", array_like=True):
 
 
 class BoxChunks(msgspec.Struct, frozen=True, tag="b", array_like=True):
-    """The chunks one by one, as a column per dimension of offset and of shape."""
+    """A list of boxes: one column for each dimension of the offsets and of the shapes."""
 
     offset: tuple[Runs, ...]
     shape: tuple[Runs, ...]
@@ -57,14 +57,14 @@ class BoxChunks(msgspec.Struct, frozen=True, tag="b", array_like=True):
 
 
 class NoChunks(msgspec.Struct, frozen=True, tag="n", array_like=True):
-    """Not yet placed: in the manifest that the coordinator's shard carries."""
+    """Not placed yet: in the manifest, which the coordinator's shard holds."""
 
 
 Chunks = WholeChunk | GridChunks | BoxChunks | NoChunks
 
 
 def chunks_in(chunks: Chunks, shape: tuple[int, ...], region: Region | None = None) -> list[Chunk]:
-    """The chunks of an array of `shape`, or only those that share an element with `region`."""
+    """Returns the chunks of an array of `shape`, or only those that share an element with `region`."""
     if isinstance(chunks, WholeChunk):
         return [Chunk(Region.whole(shape), chunks.rank, chunks.start)]
     if isinstance(chunks, GridChunks):
@@ -75,7 +75,7 @@ def chunks_in(chunks: Chunks, shape: tuple[int, ...], region: Region | None = No
 
 
 def count_chunks(chunks: Chunks) -> int:
-    """How many chunks an array has, without making them."""
+    """Counts the chunks of an array without building them."""
     if isinstance(chunks, WholeChunk):
         return 1
     if isinstance(chunks, GridChunks):
@@ -111,7 +111,7 @@ def _grid_chunks(chunks: GridChunks, region: Region | None) -> Iterator[Chunk]:
 
 
 def _lookup(runs: Runs, cells: np.ndarray, total: int) -> list[int]:
-    # one by one costs about (8 + runs) steps a cell, the whole column about one a number
+    # single lookups take about (8 + runs) steps each, expanding the column about one step for each number
     if len(cells) * (8 + len(runs)) < total:
         return [value_at(runs, cell) for cell in cells.tolist()]
     return decode_runs(runs)[cells].tolist()
@@ -138,7 +138,7 @@ def _box_chunks(chunks: BoxChunks, region: Region | None) -> list[Chunk]:
 
 
 def encode_chunks(shape: tuple[int, ...], placed: ChunkOffsets | SingleChunkOffset) -> Chunks:
-    """The columns of an array's chunks: one chunk, a grid where the regions make one, else boxes."""
+    """Encodes an array's chunks: as one chunk, as a grid where the regions form one, else as boxes."""
     if isinstance(placed, SingleChunkOffset):
         return WholeChunk(placed.rank, placed.start)
     owners, starts = placed.owners, placed.starts
@@ -155,7 +155,12 @@ def encode_chunks(shape: tuple[int, ...], placed: ChunkOffsets | SingleChunkOffs
 def encode_boxes(
     shape: tuple[int, ...], offsets: np.ndarray, shapes: np.ndarray, ranks: np.ndarray, starts: np.ndarray
 ) -> Chunks:
-    """The columns of boxes int64[n, ndim], disjoint and by offset: a grid where they make one."""
+    """Encodes disjoint boxes, sorted by offset: as a grid where they form one.
+
+    Args:
+        offsets, shapes: int64[n, ndim].
+        ranks, starts: int64[n].
+    """
     grid = grid_of(shape, offsets, offsets + shapes) if shape and len(offsets) else None
     if grid is not None:
         return _encode_grid(shape, GridOwners(tuple(grid[0]), tuple(grid[1]), ranks), starts)

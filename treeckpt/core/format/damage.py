@@ -1,7 +1,8 @@
-"""Which leaves are hurt by changed bytes? Ranges of files in, leaves out; by the chunks that the index lists.
+"""Finds the leaves that damaged bytes of files make unreadable, by the chunks that the index lists.
 
-A leaf is hurt when any of the bytes that its checksums cover is: by blocks, not by elements. What shares storage with
-a hurt leaf is hurt, and so is all of a keyed table of which a column is, for its rows belong together.
+A leaf is damaged when any byte is that its checksums cover: damage counts by blocks, not by elements. Leaves that share
+storage with a damaged leaf are damaged too, and so are all columns of a keyed table when one of them is, because its
+rows belong together.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Iterable
 import msgspec
 
 from ..tree.structure import TABLE_KEYS
-from .byte_map import extents_in
+from .byte_map import extents_in_file
 from .records import AliasRecord, File, Index
 
-__all__ = ["BadBytes", "Damaged", "damaged_leaves", "leaves_in", "own_path"]
+__all__ = ["BadBytes", "DamagedLeaf", "damaged_leaves", "leaves_in_range", "rank_path"]
 
 
 class BadBytes(msgspec.Struct, frozen=True, array_like=True):
@@ -26,8 +27,8 @@ class BadBytes(msgspec.Struct, frozen=True, array_like=True):
     why: str
 
 
-class Damaged(msgspec.Struct, frozen=True, order=True):
-    """A leaf, and bytes of a file for which it cannot be had."""
+class DamagedLeaf(msgspec.Struct, frozen=True, order=True):
+    """A leaf that cannot be read, and the damaged bytes of a file that are the cause."""
 
     path: str
     file: str
@@ -39,52 +40,54 @@ class Damaged(msgspec.Struct, frozen=True, order=True):
         return f"{self.path or '<root>'}: bytes {self.start}:{self.stop} of {self.file}"
 
 
-def leaves_in(index: Index, file: File, start: int, stop: int) -> list[int]:
-    """The numbers of the leaves with bytes in a stretch of a file; all of its leaves if that is in the header."""
+def leaves_in_range(index: Index, file: File, start: int, stop: int) -> list[int]:
+    """Returns the numbers of the leaves in bytes `start:stop` of a file; all its leaves if its header is hit."""
     whole = start < file.header
-    return [e.leaf for e in extents_in(index, file) if whole or (e.start < stop and e.stop > start)]
+    return [e.leaf for e in extents_in_file(index, file) if whole or (e.start < stop and e.stop > start)]
 
 
-def own_path(path: str, rank: int) -> str:
-    """A path of the index as the shard of one rank names it."""
+def rank_path(path: str, rank: int) -> str:
+    """Returns a path of the index as it stands in the shard of one rank."""
     return path.replace("~rank*", f"~rank{rank}")
 
 
-def damaged_leaves(index: Index, bad: Iterable[BadBytes], *, rank: int | None = None) -> dict[int, tuple[Damaged, ...]]:
-    """By number of a leaf, the bytes for which it cannot be had.
+def damaged_leaves(
+    index: Index, bad: Iterable[BadBytes], *, rank: int | None = None
+) -> dict[int, tuple[DamagedLeaf, ...]]:
+    """Returns the damaged leaves with the bytes that are the cause, by leaf number.
 
     Args:
-        rank: whose state counts under `PerRank`; None for that of all ranks.
+        rank: the rank whose state counts under `PerRank`; None counts that of all ranks.
     """
-    found: dict[int, list[Damaged]] = {}
+    found: dict[int, list[DamagedLeaf]] = {}
     for part in bad:
         file = index.file_names[part.file]
-        for number in dict.fromkeys(leaves_in(index, file, part.start, part.stop)):
+        for number in dict.fromkeys(leaves_in_range(index, file, part.start, part.stop)):
             leaf = index.entries[number]
             if leaf.ranks is None or rank in (None, file.rank):
-                path = leaf.path if rank is not None else own_path(leaf.path, file.rank)
-                found.setdefault(number, []).append(Damaged(path, part.file, part.start, part.stop))
-    for first, others in _together(index, found):
+                path = leaf.path if rank is not None else rank_path(leaf.path, file.rank)
+                found.setdefault(number, []).append(DamagedLeaf(path, part.file, part.start, part.stop))
+    for first, others in _dependents(index, found):
         for other in others:
             new = [msgspec.structs.replace(d, path=index.entries[other].path) for d in found[first]]
             found[other] = sorted({*found.get(other, []), *new})
     return {number: tuple(found[number]) for number in sorted(found)}
 
 
-def _together(index: Index, hurt: Iterable[int]) -> list[tuple[int, list[int]]]:
-    """For each hurt leaf, those that are hurt with it."""
-    met = set(hurt)
-    pairs = [(number, columns) for columns in _tables(index) for number in columns if number in met]
-    reached = met | {number for _, columns in pairs for number in columns}
-    ties: dict[int, list[int]] = {}
+def _dependents(index: Index, damaged: Iterable[int]) -> list[tuple[int, list[int]]]:
+    """Returns for each damaged leaf those that are damaged with it."""
+    known = set(damaged)
+    pairs = [(number, columns) for columns in _table_leaves(index) for number in columns if number in known]
+    reached = known | {number for _, columns in pairs for number in columns}
+    aliases: dict[int, list[int]] = {}
     for leaf in index.entries:
         if isinstance(leaf.record, AliasRecord) and leaf.record.of in reached:
-            ties.setdefault(leaf.record.of, []).append(leaf.number)
-    return pairs + list(ties.items())
+            aliases.setdefault(leaf.record.of, []).append(leaf.number)
+    return pairs + list(aliases.items())
 
 
-def _tables(index: Index) -> list[list[int]]:
-    """The numbers of the leaves of each keyed table."""
+def _table_leaves(index: Index) -> list[list[int]]:
+    """Returns the numbers of the leaves of each keyed table."""
     numbers = {key: number for number, key in enumerate(index.paths)}
     found: list[list[int]] = []
     for ids in index.tables:

@@ -1,21 +1,21 @@
-"""Which files of a checkpoint's directory are ours, of what kind, and of which save? By their names alone.
+"""Builds and parses the names of the files in a checkpoint's directory.
 
     index.json                                   the commit
     shard-<rank>-of-<world>.<save id>.safetensors, timings.<save id>.json, progress-<rank>.<save id>.json
-    deleted.<save id>.json                       that save's checkpoint is to go; written before the index goes
-    lease.<id>.json                              somebody reads; renewed for as long as that lasts
-    pinned.json                                  retention leaves it alone
-    <one of these>.<id>.damaged                  what a repair has replaced
-    .<one of these>.<id>.tmp                     is being published; the id begins with the tag of the process
+    deleted.<save id>.json                       the save's checkpoint is being deleted; written before the index goes
+    lease.<id>.json                              a process is reading; renewed until it ends
+    pinned.json                                  retention does not delete the checkpoint
+    <one of these>.<id>.damaged                  a file that a repair has replaced
+    .<one of these>.<id>.tmp                     a file that is being published; the id begins with the process's tag
 
-Whatever has another name belongs to somebody else.
+Files of any other name do not belong to treeckpt.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from typing import Any, Literal
+from typing import Literal, SupportsIndex, cast
 
 import msgspec
 
@@ -26,18 +26,18 @@ from .shard_header import parse_shard_name
 __all__ = [
     "MAX_STEP",
     "PIN_NAME",
+    "CheckpointFile",
     "FileKind",
-    "Owned",
-    "as_step",
+    "check_step",
     "damaged_name",
     "deleted_name",
+    "final_name",
     "is_step_name",
-    "kind_of",
     "lease_name",
+    "parse_file_name",
     "step_name",
     "step_of",
-    "writing_tag",
-    "written_name",
+    "writer_tag",
 ]
 
 PIN_NAME = "pinned.json"
@@ -54,71 +54,71 @@ MAX_STEP = 10**18 - 1
 _STEP_HINT = "Pass the number of training steps that were done"
 
 
-class Owned(msgspec.Struct, frozen=True):
-    """A file of ours."""
+class CheckpointFile(msgspec.Struct, frozen=True):
+    """The kind of a file that treeckpt wrote, and the save that it belongs to."""
 
     kind: FileKind
     save_id: str | None = None
-    """None where the file belongs to no save in particular."""
+    """None for files that belong to no save in particular."""
 
 
-def kind_of(name: str) -> Owned | None:
-    """What a file is, None if it is not ours."""
+def parse_file_name(name: str) -> CheckpointFile | None:
+    """Returns the kind and save of a file, None for a file that treeckpt did not write."""
     if (shard := parse_shard_name(name)) is not None:
-        return Owned("shard", shard[0])
+        return CheckpointFile("shard", shard[0])
     if (match := _PER_SAVE.fullmatch(name)) is not None:
-        return Owned("timings" if match[1] == "timings" else "deleted", match[2])
+        return CheckpointFile("timings" if match[1] == "timings" else "deleted", match[2])
     if (progress := parse_progress_name(name)) is not None:
-        return Owned("progress", progress[1])
+        return CheckpointFile("progress", progress[1])
     if (match := _TEMPORARY.fullmatch(name)) is not None:
-        inner = kind_of(match[1])
-        return Owned("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None
+        inner = parse_file_name(match[1])
+        return CheckpointFile("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None
     if (match := _DAMAGED.fullmatch(name)) is not None:
-        inner = kind_of(match[1])
-        return Owned("damaged", inner.save_id) if inner is not None and inner.kind != "damaged" else None
+        inner = parse_file_name(match[1])
+        return CheckpointFile("damaged", inner.save_id) if inner is not None and inner.kind != "damaged" else None
     if _LEASE.fullmatch(name) is not None:
-        return Owned("lease")
+        return CheckpointFile("lease")
     named: dict[str, FileKind] = {"index.json": "index", PIN_NAME: "pin"}
-    return Owned(named[name]) if name in named else None
+    return CheckpointFile(named[name]) if name in named else None
 
 
-def written_name(name: str) -> str:
-    """The name under which a temporary file is to be published; any other name as it is."""
+def final_name(name: str) -> str:
+    """Returns the name under which a temporary file will be published; any other name unchanged."""
     match = _TEMPORARY.fullmatch(name)
     return match[1] if match else name
 
 
-def writing_tag(name: str) -> str:
-    """The tag of the process that writes a temporary file, empty where its name has none."""
+def writer_tag(name: str) -> str:
+    """Returns the tag of the process that writes a temporary file; empty where the name has none."""
     match = _TEMPORARY.fullmatch(name)
     return match[2] or "" if match else ""
 
 
 def deleted_name(save_id: str) -> str:
-    """The file that says that this save's checkpoint is being deleted."""
+    """Returns the name of the file that marks a save's checkpoint as being deleted."""
     return f"deleted.{save_id}.json"
 
 
 def damaged_name(name: str, repair_id: str) -> str:
-    """Where a file is kept that a repair has replaced."""
+    """Returns the name under which a repair keeps a file that it has replaced."""
     return f"{name}.{repair_id}.damaged"
 
 
 def lease_name(lease_id: str) -> str:
-    """The file of one reader."""
+    """Returns the name of one reader's lease."""
     return f"lease.{lease_id}.json"
 
 
-def as_step(step: Any) -> int:
-    """A step of any type of integer.
+def check_step(step: object) -> int:
+    """Converts a step of any integer type to int.
 
     Raises:
-        TreeError: it is none, below 0, or of more digits than the name of a directory holds.
+        TreeError: it is no integer, negative, or has more digits than the name of a directory holds.
     """
     try:
-        # bools of every library have an index, but are no steps
+        # bools of every library have `__index__`, but are no steps
         is_bool = isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool")
-        number = None if is_bool else operator.index(step)
+        number = None if is_bool else operator.index(cast(SupportsIndex, step))
     except TypeError:
         number = None
     if number is None:
@@ -131,17 +131,17 @@ def as_step(step: Any) -> int:
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a manager gives a directory this name."""
+    """Returns whether a manager gives a directory this name."""
     step = step_of(name)
     return step is not None and step_name(step) == name
 
 
 def step_name(step: int) -> str:
-    """The name of a step's directory in a run."""
+    """Returns the name of a step's directory in a run."""
     return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step that a directory's name gives, None if it gives none."""
+    """Parses the step from the name of a directory, None if it has none."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None

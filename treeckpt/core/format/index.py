@@ -1,7 +1,7 @@
-"""The index: one JSON file that says what a checkpoint holds and where every byte of it lies.
+"""Encodes and decodes index.json, which describes all that a checkpoint holds and where every byte of it lies.
 
 It is published last; its presence is the commit. A seal and a version come first, so that both can be checked before
-the rest is understood. `rebuild` makes a lost index again from the headers of the shards.
+the rest is decoded. `rebuild` restores a lost index from the headers of the shards.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .shard_header import ShardHeader
 __all__ = ["INDEX_NAME", "VERSION", "decode_index", "encode_index", "encode_manifest", "folded_index", "rebuild"]
 
 VERSION = 2
-"""The newest; an index that version 1 can hold about as shortly is written as such, so that older programs read it."""
+"""The newest version. Where version 1 is about as short, it is written instead, so that older programs can read it."""
 INDEX_NAME = "index.json"
-LINEAGE = "treeckpt.lineage"
-"""The key of the metadata under which a file holds the lineage, as JSON text: readers from before there were lineages
-refuse fields that they do not know, but take any metadata."""
+LINEAGE_KEY = "treeckpt.lineage"
+"""The key of the metadata that holds the lineage as JSON text: readers older than lineages refuse fields that they do
+not know, but accept any metadata."""
 MAX_INDEX = 1 << 30
-SMALL = 256 << 10
-"""Bytes up to which an index is written in the form of version 1: it is read many times as fast."""
-WORTH = 0.75
-"""How much shorter the form of version 2 has to be to be written."""
+MAX_V1_NBYTES = 256 << 10
+"""Bytes up to which an index is always written as version 1, which is read many times as fast."""
+V2_RATIO = 0.75
+"""Version 2 is written only if it has less than this part of the bytes of version 1."""
 _ZEROS = "0" * 16
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True):
-    """The file: the seal and the version first, so that they can be checked before the rest is understood."""
+class _IndexDocument(msgspec.Struct, forbid_unknown_fields=True):
+    """The file: the seal and the version first, so that they can be checked before the rest is decoded."""
 
     seal: str
     format: str
@@ -52,32 +52,32 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode_index(index: Index, *, packed: bool = True) -> bytes:
-    """The bytes of index.json.
+    """Encodes index.json.
 
     Args:
-        packed: in the form of version 2 where there is much to save, and that is much shorter.
+        packed: whether version 2 is written where the index is large and version 2 much shorter.
     """
-    index = _with_text(index)
+    index = _lineage_to_text(index)
     folded = folded_index(index)
     body, version = msgspec.json.encode(folded), 1
-    short = pack(index) if packed and not folded.below and len(body) > SMALL else None
-    if short is not None and len(short) < WORTH * len(body):
+    short = pack(index) if packed and not folded.below and len(body) > MAX_V1_NBYTES else None
+    if short is not None and len(short) < V2_RATIO * len(body):
         body, version = short, 2
-    return sealed(msgspec.json.encode(_Document(_ZEROS, "treeckpt", version, msgspec.Raw(body))))
+    return sealed(msgspec.json.encode(_IndexDocument(_ZEROS, "treeckpt", version, msgspec.Raw(body))))
 
 
 def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
-    """The index of these bytes.
+    """Decodes index.json.
 
     Raises:
-        CorruptError: the seal is broken, or there is none.
+        CorruptError: the seal is broken or missing.
         FormatError: another format or version, unknown fields, or records that contradict each other.
     """
     if len(data) > MAX_INDEX:
         raise FormatError(name, expected=f"at most {MAX_INDEX} bytes", found=f"{len(data)}")
     check_seal(data, name, hint="The file was changed after it was written; try treeckpt verify --repair")
     try:
-        document = msgspec.json.decode(data, type=_Document)
+        document = msgspec.json.decode(data, type=_IndexDocument)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(name, expected="a treeckpt index", found=f"{error}"[:200]) from error
     if document.format != "treeckpt" or document.version not in (1, VERSION):
@@ -96,7 +96,7 @@ def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool
         if index.below:
             whole = SplitStructure(index.structure, index.below).whole(name)
             index = msgspec.structs.replace(index, structure=whole, below=())
-        index = _with_lineage(index)
+        index = _lineage_from_text(index)
         check_index(index, name, manifest=manifest)
         return index
     except TreeckptError:
@@ -105,17 +105,17 @@ def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool
         raise FormatError(name, expected="an index as treeckpt writes it", found=f"{error}"[:200]) from error
 
 
-def _with_text(index: Index) -> Index:
-    """The index as it is written: its lineage is a text in the metadata."""
+def _lineage_to_text(index: Index) -> Index:
+    """Moves the lineage into the metadata, as the file holds it."""
     if index.lineage is None:
         return index
     text = msgspec.json.encode(index.lineage).decode()
-    return msgspec.structs.replace(index, lineage=None, metadata={**index.metadata, LINEAGE: text})
+    return msgspec.structs.replace(index, lineage=None, metadata={**index.metadata, LINEAGE_KEY: text})
 
 
-def _with_lineage(index: Index) -> Index:
-    """The index with the lineage that its metadata holds; what is none stays where it is."""
-    text = index.metadata.get(LINEAGE)
+def _lineage_from_text(index: Index) -> Index:
+    """Moves the lineage out of the metadata; a text that is no sound lineage stays there."""
+    text = index.metadata.get(LINEAGE_KEY)
     if not isinstance(text, str):
         return index
     try:
@@ -124,20 +124,20 @@ def _with_lineage(index: Index) -> Index:
         return index
     if not lineage.is_sound():
         return index
-    metadata = {key: value for key, value in index.metadata.items() if key != LINEAGE}
+    metadata = {key: value for key, value in index.metadata.items() if key != LINEAGE_KEY}
     return msgspec.structs.replace(index, lineage=lineage, metadata=metadata)
 
 
 def encode_manifest(index: Index) -> str:
-    """What the coordinator's shard carries: the index without chunks and files."""
+    """Encodes the manifest, which the coordinator's shard holds: the index without chunks and files."""
     bare = tuple([_without_chunks(record) for record in index.leaves])
     return msgspec.json.encode(
-        msgspec.structs.replace(folded_index(_with_text(index)), leaves=bare, files=FileTable())
+        msgspec.structs.replace(folded_index(_lineage_to_text(index)), leaves=bare, files=FileTable())
     ).decode()
 
 
 def folded_index(index: Index) -> Index:
-    """The index as it is written: deep parts of the structure stand apart."""
+    """Moves deep parts of the structure into `below`, as the file holds them."""
     found = split_structure(index.structure)
     return msgspec.structs.replace(index, structure=found.top, below=found.below) if found.below else index
 
@@ -149,13 +149,13 @@ def _without_chunks(record: LeafRecord) -> LeafRecord:
 
 
 def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) -> Index:
-    """The index that the save of these shards published, or would have.
+    """Rebuilds the index that the save of these shards published, or would have published.
 
     Args:
-        headers: of every shard: bytes of the header, and what it says.
+        headers: (bytes of the header, the decoded header) of every shard.
 
     Raises:
-        CorruptError: a shard is missing, or the one with the manifest is.
+        CorruptError: a shard is missing, such as the one with the manifest, or belongs to another save.
     """
     manifest = next((h.manifest for _, h in headers if h.manifest is not None), None)
     if manifest is None:
@@ -173,19 +173,19 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
             found=f"{len(headers)} shards",
             hint="The save never finished, or shards were lost",
         )
-    entries: dict[str, list[_Found]] = {}
-    met: set[tuple[int, int]] = set()
+    entries: dict[str, list[_RebuiltChunk]] = {}
+    known: set[tuple[int, int]] = set()
     for _, header in headers:
-        if (header.save_id, header.world) != (index.save_id, index.world) or (header.rank, header.part) in met:
+        if (header.save_id, header.world) != (index.save_id, index.world) or (header.rank, header.part) in known:
             raise CorruptError(
                 name,
                 expected=f"one shard of save {index.save_id} for each rank and part, of {index.world} ranks",
                 found=f"one of save {header.save_id}, rank {header.rank} of {header.world}, part {header.part}",
                 hint="Move shards of other saves out of the directory",
             )
-        met.add((header.rank, header.part))
+        known.add((header.rank, header.part))
         for entry in header.entries:
-            at = _Found(entry.region, header.rank, header.stream + entry.start, entry.shape, entry.dtype)
+            at = _RebuiltChunk(entry.region, header.rank, header.stream + entry.start, entry.shape, entry.dtype)
             entries.setdefault(entry.path, []).append(at)
     leaves = tuple(_rebuild_record(leaf, entries) for leaf in index.entries)
     files = file_table((h.rank, h.part, h.stream, h.nbytes, size) for size, h in headers)
@@ -194,8 +194,8 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
     return rebuilt
 
 
-class _Found(msgspec.Struct, frozen=True, order=True, gc=False):
-    """An entry of some shard."""
+class _RebuiltChunk(msgspec.Struct, frozen=True, order=True, gc=False):
+    """An entry of a shard's header, with its rank and its start in the rank's stream."""
 
     region: Region
     rank: int
@@ -204,14 +204,14 @@ class _Found(msgspec.Struct, frozen=True, order=True, gc=False):
     dtype: str
 
 
-def _rebuild_record(leaf: Leaf, entries: dict[str, list[_Found]]) -> LeafRecord:
+def _rebuild_record(leaf: Leaf, entries: dict[str, list[_RebuiltChunk]]) -> LeafRecord:
     record, spec = leaf.record, leaf.spec
     if isinstance(record, PerRankArrays) and leaf.ranks is not None:
         starts: list[int] = []
         for rank in decode_runs(leaf.ranks).tolist():
             found = entries.get(leaf.path.replace("~rank*", f"~rank{rank}"), [])
             if len(found) != 1 or spec is None or (found[0].shape, found[0].dtype) != (spec.shape, spec.dtype):
-                raise _missing(leaf.path, f"rank {rank}'s own array")
+                raise _shard_missing(leaf.path, f"rank {rank}'s own array")
             starts.append(found[0].start)
         return PerRankArrays(record.spec, encode_runs(starts))
     if not isinstance(record, ArrayRecord) or spec is None:
@@ -220,11 +220,11 @@ def _rebuild_record(leaf: Leaf, entries: dict[str, list[_Found]]) -> LeafRecord:
     if any((c.shape, c.dtype) != (spec.shape, spec.dtype) for c in chunks):
         raise FormatError(leaf.path, expected=f"entries of {spec.dtype} {spec.shape}", found="others")
     if not chunks or sum(c.region.size for c in chunks) != math.prod(spec.shape):
-        raise _missing(leaf.path, f"all of shape {spec.shape}")
+        raise _shard_missing(leaf.path, f"all of shape {spec.shape}")
     owners = BoxOwners(tuple((c.rank, c.region) for c in chunks))
     placed = ChunkOffsets(owners, np.array([c.start for c in chunks], np.int64))
     return ArrayRecord(record.spec, record.layout, encode_chunks(spec.shape, placed))
 
 
-def _missing(path: str, expected: str) -> CorruptError:
+def _shard_missing(path: str, expected: str) -> CorruptError:
     return CorruptError(path, expected=expected, found="a part of it in no shard", hint="A shard is missing")

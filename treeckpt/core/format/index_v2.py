@@ -1,13 +1,13 @@
-"""An index whose chunks are ranges of elements, in few bytes: what version 2 of the file holds.
+"""Version 2 of the index: a short encoding for arrays whose chunks are ranges of elements.
 
-Ranks that hold ranges of all arrays laid end to end, as ZeRO's do, cut arrays anywhere: each array has a few chunks, of
-which nothing is regular, and listing them takes fifty bytes a chunk. Here all such arrays stand together, as columns of
-where they are cut and by whom each range was written; boxes follow from that, and starts from the order in which every
-save puts its entries (`core.planning.stream_order`). Subtrees that are alike, as a model's and its moments' are, stand
-once.
+Ranks that hold ranges of all arrays concatenated, as ZeRO's do, cut arrays at any element: each array has a few
+irregular chunks, and listing them takes fifty bytes for each chunk. Here all such arrays share columns of the lengths
+of their ranges and of the ranks that wrote them. Boxes follow from these, and starts from the order in which every save
+writes its entries (`core.planning.stream_order`). Equal subtrees, such as those of a model and of its moments, are
+stored once.
 
-`pack` gives None where this does not describe the very index, and `unpack` gives that very index back: nothing else
-knows of it.
+`pack` returns None where this cannot describe the index exactly, and `unpack` restores exactly the index that was
+packed; no other module depends on the encoding.
 """
 
 from __future__ import annotations
@@ -33,53 +33,53 @@ from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk, encode_boxes
 from .records import ArrayRecord, Index, LeafRecord, PerRankArrays
 from .shard_header import MAX_NBYTES
 
-__all__ = ["Packed", "pack", "unpack"]
+__all__ = ["PackedIndex", "pack", "unpack"]
 
 MAX_NUMBERS = 1 << 17
-"""Offsets of all boxes together, at most, in a small document; they are made when the index is read."""
-MAX_OWN = 1 << 20
-"""Ranks of all leaves under `PerRank`, together."""
-EACH = 2
-"""As many for each byte of a larger one: an uneven range takes eight bytes and more, and is a few boxes."""
-FEW_LEAVES = 16
-"""Leaves for each range of an array that is cut into several, above which an index is not tried."""
-_SHORT = 3
-"""Numbers that are as short one by one as they are as a run."""
+"""Offsets of all boxes together that a small document may describe; they are computed when the index is read."""
+MAX_PER_RANK = 1 << 20
+"""Ranks of all leaves under `PerRank` together."""
+NUMBERS_PER_BYTE = 2
+"""The same for each byte of a larger document: an uneven range takes eight bytes or more, and becomes a few boxes."""
+MAX_LEAVES_PER_RANGE = 16
+"""An index with more leaves than this for each range of a cut array is not packed: it would save too little."""
+_SHORT_RUN = 3
+"""Runs of at most this many numbers are stored as single numbers, which is as short."""
 
 Column = tuple[int | Run, ...]
 """Integers: single ones, and runs as in `core.sharding.int_runs`."""
 
 
-class Ranges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RangeColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arrays that are cut into ranges of their elements in C order."""
 
     leaf: Runs
-    """Their numbers, rising."""
+    """Numbers of the leaves, rising."""
     spec: Column
     layout: Column
     count: Column
-    """Ranges of each."""
+    """Ranges of each array."""
     length: Column
-    """Elements of all ranges, but the last of each array: what is left."""
+    """Elements of each range, except the last of each array, which follows from the shape."""
     first: Column
-    """The rank that wrote the first range of each, less the one that wrote the last range of the array before."""
+    """For the first range of each array: its rank minus the rank of the last range of the array before."""
     turn: Column
-    """Of all other ranges, the rank that wrote it, less the one that wrote the range before."""
+    """For every other range: its rank minus the rank of the range before."""
     start: Column = ()
-    """Where the boxes start in the streams of their ranks; none where that follows from the order of entries."""
+    """Starts of the boxes in the streams of their ranks; empty where they follow from the order of entries."""
 
 
-class Packed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PackedIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An index without the leaves that are in `ranges`, and without the subtrees that are in `shared`."""
 
     index: Index
-    ranges: Ranges
+    ranges: RangeColumns
     shared: tuple[Structure, ...]
-    """A custom node without a class stands for one of these; its auxiliary data is the number."""
+    """In the index, a custom node without a class stands for one of these; its auxiliary data is the position here."""
 
 
-class _Cut(NamedTuple):
-    """An array as ranges: how many elements each has, and who wrote it."""
+class _RangedArray(NamedTuple):
+    """An array as ranges: the elements and the rank of each."""
 
     number: int
     record: ArrayRecord
@@ -88,45 +88,45 @@ class _Cut(NamedTuple):
     ranks: np.ndarray
 
 
-class _Entries(NamedTuple):
+class _BoxColumns(NamedTuple):
     """The boxes of arrays as columns, by array and then in C order."""
 
     boxes: list[tuple[np.ndarray, np.ndarray]]
-    """Of each array: offsets and shapes."""
+    """(offsets, shapes) of each array."""
     ranks: list[np.ndarray]
 
 
 # packing --------------------------------------------------------------------------------------------------------------
 def pack(index: Index) -> bytes | None:
-    """The document of an index in its short form; None where that is none, or would not come back as the same."""
-    cut_up = {n: cut for n, record in enumerate(index.leaves) if (cut := _cut_of(n, record, index)) is not None}
+    """Encodes an index; None where that saves nothing, or `unpack` would not restore the same index."""
+    cut_up = {n: cut for n, record in enumerate(index.leaves) if (cut := _find_ranges(n, record, index)) is not None}
     listed = sum(len(cut.ranks) for cut in cut_up.values())
-    if not listed or listed * FEW_LEAVES < len(index.leaves):
-        return None  # hardly any chunk is listed: not worth the work
-    found = [cut_up.get(n) or _whole_of(n, record, index) for n, record in enumerate(index.leaves)]
+    if not listed or listed * MAX_LEAVES_PER_RANGE < len(index.leaves):
+        return None  # hardly any chunk is listed, so packing would save too little
+    found = [cut_up.get(n) or _single_range(n, record, index) for n, record in enumerate(index.leaves)]
     cuts = [cut for cut in found if cut is not None]
     rest = tuple([record for record, cut in zip(index.leaves, found, strict=True) if cut is None])
     structure, shared = extract_shared_subtrees(index.structure)
     bare = msgspec.structs.replace(index, structure=structure, leaves=rest)
     written = msgspec.json.encode(index)
     for implied in (True, False):
-        body = msgspec.json.encode(Packed(bare, _columns(cuts, implied=implied), shared))
+        body = msgspec.json.encode(PackedIndex(bare, _encode_ranges(cuts, implied=implied), shared))
         with contextlib.suppress(TreeckptError):
             if msgspec.json.encode(unpack(body, "index")) == written:
                 return body
     return None
 
 
-def _whole_of(number: int, record: LeafRecord, index: Index) -> _Cut | None:
-    """An array that one chunk holds, as one range."""
+def _single_range(number: int, record: LeafRecord, index: Index) -> _RangedArray | None:
+    """Returns an array of one chunk as one range, None for any other leaf."""
     if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk):
         return None
     spec = index.specs[record.spec]
-    return _Cut(number, record, spec, np.array([math.prod(spec.shape)]), np.array([record.chunks.rank]))
+    return _RangedArray(number, record, spec, np.array([math.prod(spec.shape)]), np.array([record.chunks.rank]))
 
 
-def _cut_of(number: int, record: LeafRecord, index: Index) -> _Cut | None:
-    """The ranges that an array may have been cut into; whether it was, unpacking tells."""
+def _find_ranges(number: int, record: LeafRecord, index: Index) -> _RangedArray | None:
+    """Returns the ranges that an array may have been cut into; `pack` proves it by unpacking."""
     if not isinstance(record, ArrayRecord) or isinstance(record.chunks, WholeChunk):
         return None
     spec, chunks = index.specs[record.spec], record.chunks
@@ -136,32 +136,32 @@ def _cut_of(number: int, record: LeafRecord, index: Index) -> _Cut | None:
         begins = sum(decode_runs(column) * stride for column, stride in zip(chunks.offset, strides, strict=True))
     elif isinstance(chunks, GridChunks) and all(length_of(cut) == 2 for cut in chunks.cuts[1:]):
         if 4 * len(chunks.cuts[0]) < length_of(chunks.cuts[0]):
-            return None  # a regular one is short as it is
+            return None  # regular cuts are short already
         begins = decode_runs(chunks.cuts[0])[:-1] * math.prod(spec.shape[1:])
     else:
         return None
     ranks = decode_runs(chunks.rank)
     opens = np.flatnonzero(np.diff(ranks, prepend=-1))
     lengths = np.diff(np.append(np.asarray(begins)[opens], size))
-    return _Cut(number, record, spec, lengths, ranks[opens]) if (lengths > 0).all() else None
+    return _RangedArray(number, record, spec, lengths, ranks[opens]) if (lengths > 0).all() else None
 
 
-def _columns(cuts: Sequence[_Cut], *, implied: bool) -> Ranges:
+def _encode_ranges(cuts: Sequence[_RangedArray], *, implied: bool) -> RangeColumns:
     ranks = np.concatenate([cut.ranks for cut in cuts])
     counts = np.array([len(cut.ranks) for cut in cuts])
     opens = np.cumsum(counts) - counts
     turns = np.diff(ranks, prepend=0)
     inner = np.ones(len(ranks), bool)
     inner[opens] = False
-    starts = () if implied else _slim(np.concatenate([_starts(cut.record) for cut in cuts]))
-    return Ranges(
+    starts = () if implied else _encode_column(np.concatenate([_starts(cut.record) for cut in cuts]))
+    return RangeColumns(
         leaf=encode_runs([cut.number for cut in cuts]),
-        spec=_slim([cut.record.spec for cut in cuts]),
-        layout=_slim([cut.record.layout for cut in cuts]),
-        count=_slim(counts),
-        length=_slim(np.concatenate([cut.lengths[:-1] for cut in cuts])),
-        first=_slim(turns[opens]),
-        turn=_slim(turns[inner]),
+        spec=_encode_column([cut.record.spec for cut in cuts]),
+        layout=_encode_column([cut.record.layout for cut in cuts]),
+        count=_encode_column(counts),
+        length=_encode_column(np.concatenate([cut.lengths[:-1] for cut in cuts])),
+        first=_encode_column(turns[opens]),
+        turn=_encode_column(turns[inner]),
         start=starts,
     )
 
@@ -174,10 +174,10 @@ def _starts(record: ArrayRecord) -> np.ndarray:
     return decode_runs(chunks.start)
 
 
-def _slim(values: Sequence[int] | np.ndarray) -> Column:
+def _encode_column(values: Sequence[int] | np.ndarray) -> Column:
     column: list[int | Run] = []
     for run in encode_runs(values):
-        if len(run) == 1 or (len(run) == 3 and run[2] <= _SHORT):
+        if len(run) == 1 or (len(run) == 3 and run[2] <= _SHORT_RUN):
             column += decode_runs((run,)).tolist()
         else:
             column.append(run)
@@ -186,19 +186,19 @@ def _slim(values: Sequence[int] | np.ndarray) -> Column:
 
 # unpacking ------------------------------------------------------------------------------------------------------------
 def unpack(body: bytes, name: str) -> Index:
-    """The index that was packed. What it holds is checked as far as it is expanded here; the rest by `check_index`.
+    """Restores the index that was packed. Only what is expanded here is checked here; `check_index` checks the rest.
 
     Raises:
         FormatError: the columns contradict each other.
-        msgspec.MsgspecError: it is no such document.
+        msgspec.MsgspecError: it is no packed index.
     """
-    packed = msgspec.json.decode(body, type=Packed)
+    packed = msgspec.json.decode(body, type=PackedIndex)
     index, ranges = packed.index, packed.ranges
-    most = max(MAX_NUMBERS, EACH * len(body))
+    most = max(MAX_NUMBERS, NUMBERS_PER_BYTE * len(body))
     structure = expand_shared_subtrees(index.structure, packed.shared, name)
     numbers = _numbers(index, ranges, leaf_count(structure), name)
-    cuts = _cuts(index, ranges, numbers, name, most)
-    entries = _entries(cuts)
+    cuts = _decode_ranges(index, ranges, numbers, name, most)
+    entries = _expand_boxes(cuts)
     taken = set(numbers)
     rest = iter(index.leaves)
     leaves: list[Any] = [None if n in taken else next(rest) for n in range(len(taken) + len(index.leaves))]
@@ -207,7 +207,7 @@ def unpack(body: bytes, name: str) -> Index:
         total = sum(map(len, entries.ranks))
         starts = _column(ranges.start, total, name, low=0, high=MAX_NBYTES)
     else:
-        starts = _implied(bare, leaves, cuts, entries, name)
+        starts = _implied_starts(bare, leaves, cuts, entries, name)
     at = 0
     for cut, (offsets, shapes), ranks in zip(cuts, entries.boxes, entries.ranks, strict=True):
         leaves[cut.number] = _record(cut, offsets, shapes, ranks, starts[at : at + len(ranks)])
@@ -215,8 +215,8 @@ def unpack(body: bytes, name: str) -> Index:
     return msgspec.structs.replace(bare, leaves=tuple(leaves))
 
 
-def _numbers(index: Index, ranges: Ranges, count: int, name: str) -> list[int]:
-    """The numbers of the leaves that are in the columns."""
+def _numbers(index: Index, ranges: RangeColumns, count: int, name: str) -> list[int]:
+    """Decodes the numbers of the leaves that are in the columns."""
     check_runs(ranges.leaf, length=count - len(index.leaves), path=name, low=0, high=count)
     numbers = decode_runs(ranges.leaf)
     if (np.diff(numbers) <= 0).any():
@@ -225,20 +225,21 @@ def _numbers(index: Index, ranges: Ranges, count: int, name: str) -> list[int]:
 
 
 def _column(column: Column, length: int, name: str, *, low: int = -MAX_VALUE, high: int = MAX_VALUE) -> np.ndarray:
-    """The numbers of a column, int64[length], that are `low <= number < high`."""
+    """Decodes a column to int64[length], and checks that `low <= number < high`."""
     runs = tuple([(part,) if type(part) is int else part for part in column])
     check_runs(runs, length=length, path=name, low=low, high=high)  # pyright: ignore[reportArgumentType]
     return decode_runs(runs)  # pyright: ignore[reportArgumentType]
 
 
-def _cuts(index: Index, ranges: Ranges, numbers: list[int], name: str, most: int) -> list[_Cut]:
+def _decode_ranges(index: Index, ranges: RangeColumns, numbers: list[int], name: str, most: int) -> list[_RangedArray]:
     n = len(numbers)
     specs: list[int] = _column(ranges.spec, n, name, low=0, high=len(index.specs)).tolist()
     layouts: list[int] = _column(ranges.layout, n, name, low=-1, high=len(index.layouts)).tolist()
     counts = _column(ranges.count, n, name, low=1, high=most + 1)
     total = int(counts.sum())
     shapes: list[tuple[int, ...]] = [index.specs[spec].shape for spec in specs]
-    if max(map(len, shapes), default=0) > MAX_NDIM or _work(counts.tolist(), shapes) > most:
+    offsets = sum(count * max_boxes(s) * max(1, len(s)) for count, s in zip(counts.tolist(), shapes, strict=True))
+    if max(map(len, shapes), default=0) > MAX_NDIM or offsets > most:
         raise FormatError(name, expected=f"ranges of at most {most} offsets", found="more")
     lengths = _column(ranges.length, total - n, name, low=1, high=MAX_NBYTES)
     opens = np.cumsum(counts) - counts
@@ -250,24 +251,18 @@ def _cuts(index: Index, ranges: Ranges, numbers: list[int], name: str, most: int
     ranks = np.cumsum(turns)
     if total and (ranks.min() < 0 or ranks.max() >= index.world):
         raise FormatError(name, expected=f"ranks below {index.world}", found=f"{ranks.min()} to {ranks.max()}")
-    cuts: list[_Cut] = []
+    cuts: list[_RangedArray] = []
     for i, (number, spec, layout, shape) in enumerate(zip(numbers, specs, layouts, shapes, strict=True)):
         first, stop = int(opens[i]), int(opens[i] + counts[i])
         mine = lengths[first - i : stop - i - 1]
-        left = _left(shape, mine, name)
+        left = _last_length(shape, mine, name)
         record = ArrayRecord(spec, layout, WholeChunk(0, 0))
-        cuts.append(_Cut(number, record, index.specs[spec], np.append(mine, left), ranks[first:stop]))
+        cuts.append(_RangedArray(number, record, index.specs[spec], np.append(mine, left), ranks[first:stop]))
     return cuts
 
 
-def _work(counts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> int:
-    """Numbers that the boxes of arrays in so many ranges come to, at most."""
-    numbers = (count * max_boxes(shape) * max(1, len(shape)) for count, shape in zip(counts, shapes, strict=True))
-    return sum(numbers)
-
-
-def _left(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
-    """Elements of the last range."""
+def _last_length(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
+    """Computes the elements of an array's last range."""
     size = math.prod(shape) if min(shape, default=1) >= 0 else 0
     left = size - sum(lengths.tolist())
     if size >= MAX_NBYTES or (len(lengths) and left < 1):
@@ -275,8 +270,8 @@ def _left(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
     return left
 
 
-def _entries(cuts: Sequence[_Cut]) -> _Entries:
-    """The boxes of all ranges; arrays of one shape at once."""
+def _expand_boxes(cuts: Sequence[_RangedArray]) -> _BoxColumns:
+    """Expands all ranges to boxes, arrays of equal shape together."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, cut in enumerate(cuts):
         alike.setdefault(cut.spec.shape, []).append(i)
@@ -296,11 +291,13 @@ def _entries(cuts: Sequence[_Cut]) -> _Entries:
         borders = np.searchsorted(which, np.cumsum([len(cuts[i].ranks) for i in several])[:-1])
         for i, o, s, r in zip(several, *(np.split(c, borders) for c in (offsets, shapes, writers)), strict=True):
             boxes[i], ranks[i] = (o, s), r
-    return _Entries(boxes, ranks)
+    return _BoxColumns(boxes, ranks)
 
 
-def _implied(index: Index, leaves: list[Any], cuts: Sequence[_Cut], entries: _Entries, name: str) -> np.ndarray:
-    """Where the boxes of all ranges start, by the order in which entries stand."""
+def _implied_starts(
+    index: Index, leaves: list[Any], cuts: Sequence[_RangedArray], entries: _BoxColumns, name: str
+) -> np.ndarray:
+    """Computes the starts of the boxes of all ranges from the order in which saves write entries."""
     by_number = {cut.number: i for i, cut in enumerate(cuts)}
     columns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     listed: list[np.ndarray] = []
@@ -329,20 +326,22 @@ def _implied(index: Index, leaves: list[Any], cuts: Sequence[_Cut], entries: _En
 
 
 def _group(group: Runs, own: int, world: int, name: str) -> np.ndarray:
-    """The ranks of a leaf of their own.
+    """Decodes the ranks of a leaf under `PerRank`.
 
     Args:
-        own: how many ranks this leaf and those before have, together.
+        own: ranks of this leaf and those before together.
     """
     check_runs(group, path=name, low=0, high=world)
-    if length_of(group) > MAX_NUMBERS or own > MAX_OWN:
+    if length_of(group) > MAX_NUMBERS or own > MAX_PER_RANK:
         raise FormatError(
-            name, expected=f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_OWN} in all", found=f"{own}"
+            name, expected=f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_PER_RANK} in all", found=f"{own}"
         )
     return decode_runs(group)
 
 
-def _record(cut: _Cut, offsets: np.ndarray, shapes: np.ndarray, ranks: np.ndarray, starts: np.ndarray) -> ArrayRecord:
+def _record(
+    cut: _RangedArray, offsets: np.ndarray, shapes: np.ndarray, ranks: np.ndarray, starts: np.ndarray
+) -> ArrayRecord:
     if len(ranks) == 1:
         chunks: Chunks = WholeChunk(int(ranks[0]), int(starts[0]))
     else:

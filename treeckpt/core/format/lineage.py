@@ -2,8 +2,8 @@
 
 Every save of a manager gets a sequence number above those of all checkpoints on the disk, and names the save that it
 follows. It also lists the sequence numbers of those that it does not descend from. So the newest checkpoint alone says
-which of the others are on its lineage and which are on abandoned branches, whatever is deleted meanwhile, and no clock
-takes part. A checkpoint without a record, from before there were records or saved by hand, counts by its step.
+which of the others are on its lineage and which are on abandoned branches, even after others were deleted, and no clock
+is used. A checkpoint without a record (older than records, or saved by hand) is ordered by its step.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["Lineage", "Mark", "Order", "Position", "lineage_of"]
+__all__ = ["Lineage", "LineageOrder", "LineagePosition", "SavedCheckpoint", "next_lineage"]
 
 MAX_SEQUENCE = 1 << 62
 
-Ranges = tuple[tuple[int, int], ...]
-"""First and last numbers of ranges, rising."""
+SequenceRanges = tuple[tuple[int, int], ...]
+"""(first, last) of each range, rising."""
 
 
 class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a checkpoint stands in its run."""
+    """The position of a checkpoint in the history of its run."""
 
     sequence: int
-    """Above that of every checkpoint that was there when it was saved."""
+    """Greater than that of every checkpoint that existed when it was saved."""
     follows: str = ""
-    """The save id of the checkpoint from which the training went on; empty where there was none."""
-    abandoned: Ranges = ()
+    """The save id of the checkpoint from which the training continued; empty where there was none."""
+    abandoned: SequenceRanges = ()
     """Sequence numbers of checkpoints of the run that it does not descend from."""
 
     def is_sound(self) -> bool:
-        """Whether the numbers are in order."""
+        """Returns whether the numbers are in order and in bounds."""
         numbers = [number for pair in self.abandoned for number in pair]
         rising = all(low <= high for low, high in self.abandoned) and numbers == sorted(numbers)
         return rising and 0 <= self.sequence < MAX_SEQUENCE and (not numbers or numbers[0] >= 0)
 
 
-class Mark(NamedTuple):
-    """What a lineage is decided from: one checkpoint with an index that can be read."""
+class SavedCheckpoint(NamedTuple):
+    """One checkpoint with a readable index: what a lineage is computed from."""
 
     step: int
     save_id: str
@@ -52,23 +52,23 @@ class Mark(NamedTuple):
         return self.step if self.lineage is None else self.lineage.sequence
 
 
-class Position(NamedTuple):
-    """Where a checkpoint stands among those of its run: the greatest is the newest."""
+class LineagePosition(NamedTuple):
+    """The sort key of a checkpoint among those of its run: the greatest is the newest."""
 
     present: bool
-    """Whether it is on the lineage of the newest, not on an abandoned branch."""
+    """Whether it is on the lineage of the newest checkpoint, not on an abandoned branch."""
     sequence: int
     step: int
 
 
-class Order:
+class LineageOrder:
     """The order of a run's checkpoints.
 
     Args:
-        marks: of all of them that have an index, each step once.
+        marks: all checkpoints with an index, each step once.
     """
 
-    def __init__(self, marks: Iterable[Mark]) -> None:
+    def __init__(self, marks: Iterable[SavedCheckpoint]) -> None:
         self._marks = tuple(marks)
         self._recorded = [mark for mark in self._marks if mark.lineage is not None]
         newest = max(self._recorded, key=lambda mark: (mark.sequence, mark.step), default=None)
@@ -77,25 +77,29 @@ class Order:
         self._steps = [mark.step for mark in present]
         self._highest = list(accumulate((mark.sequence for mark in present), max))
 
-    def position(self, mark: Mark) -> Position:
-        """Where a checkpoint stands."""
+    def position(self, mark: SavedCheckpoint) -> LineagePosition:
+        """Returns the position of a checkpoint."""
         if _within(mark.sequence, self._abandoned):
-            return Position(False, mark.sequence, mark.step)
-        return self.position_of_step(mark.step) if mark.lineage is None else Position(True, mark.sequence, mark.step)
+            return LineagePosition(False, mark.sequence, mark.step)
+        return (
+            self.position_of_step(mark.step)
+            if mark.lineage is None
+            else LineagePosition(True, mark.sequence, mark.step)
+        )
 
-    def position_of_step(self, step: int) -> Position:
-        """Where a directory stands of which only the step is known: on the lineage, above the lower steps."""
+    def position_of_step(self, step: int) -> LineagePosition:
+        """Returns the position of a directory of which only the step is known: on the lineage, above lower steps."""
         at = bisect_right(self._steps, step)
-        return Position(True, max(step, self._highest[at - 1]) if at else step, step)
+        return LineagePosition(True, max(step, self._highest[at - 1]) if at else step, step)
 
-    def newest(self) -> Mark | None:
-        """The checkpoint that was saved last; None where there is none."""
+    def newest(self) -> SavedCheckpoint | None:
+        """Returns the checkpoint that was saved last; None where there is none."""
         return max(self._marks, key=self.position, default=None)
 
-    def ancestors(self, head: Mark) -> list[Mark]:
-        """The checkpoints from which one descends, as far as they are there.
+    def ancestors(self, head: SavedCheckpoint) -> list[SavedCheckpoint]:
+        """Returns the existing checkpoints from which `head` descends.
 
-        A checkpoint without a record may have been saved by hand after `head`: then it counts as one of them.
+        A checkpoint without a record may have been saved by hand after `head`; it counts as an ancestor.
         """
         at = self.position(head)[1:]
         before = head
@@ -111,27 +115,27 @@ class Order:
         ]
 
 
-def _abandoned_by(mark: Mark | None) -> Ranges:
+def _abandoned_by(mark: SavedCheckpoint | None) -> SequenceRanges:
     return () if mark is None or mark.lineage is None else mark.lineage.abandoned
 
 
-def _within(number: int, ranges: Ranges) -> bool:
+def _within(number: int, ranges: SequenceRanges) -> bool:
     at = bisect_right(ranges, number, key=lambda pair: pair[0])
     return bool(at) and number <= ranges[at - 1][1]
 
 
-def lineage_of(marks: Collection[Mark], head: Mark | None, step: int) -> Lineage:
-    """The lineage of a checkpoint that is about to be saved.
+def next_lineage(marks: Collection[SavedCheckpoint], head: SavedCheckpoint | None, step: int) -> Lineage:
+    """Computes the lineage of a checkpoint that is about to be saved.
 
-    It follows `head`. Steps rise along a training, so where `head` is no earlier step, the training has gone back by a
-    load that the manager has not seen: then the checkpoint follows the newest ancestor of `head` with a lower step.
+    It follows `head`. Steps rise during a training, so where `head` is no earlier step, the training went back by a
+    load that the manager did not see; then the checkpoint follows the newest ancestor of `head` with a lower step.
 
     Args:
-        marks: of all checkpoints on the disk; the one of `step` is replaced by the new one.
-        head: the checkpoint that was restored or saved last; None takes the newest on the disk.
-        step: of the new checkpoint.
+        marks: all checkpoints on the disk; that of `step` will be replaced by the new one.
+        head: the checkpoint that was restored or saved last; None means the newest on the disk.
+        step: the step of the new checkpoint.
     """
-    order = Order(marks)
+    order = LineageOrder(marks)
     head = head or order.newest()
     above = max([mark.sequence for mark in marks] + ([head.sequence] if head else []), default=-1)
     if head is not None and head.step >= step:

@@ -1,7 +1,8 @@
-"""The records of an index: what is known of each leaf and each file, and questions to them.
+"""The records of an index: one for each leaf and each file, and look-ups of leaves, chunks and bytes.
 
-Leaves stand in the order of the tree's structure. No file name is stored: names follow from the save id, so none can
-lead astray. Where in a rank's stream of data bytes a chunk starts says which of the rank's files holds it.
+Leaves are in the order of the tree's structure. No file name is stored: names follow from the save id, so that none can
+point to another file. The start of a chunk in its rank's stream of data bytes determines which of the rank's files
+holds it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ __all__ = [
     "File",
     "FileTable",
     "Index",
+    "IndexCounts",
     "Leaf",
     "LeafRecord",
-    "Listed",
     "PerRankArrays",
     "PerRankValues",
     "ValueRecord",
@@ -45,12 +46,12 @@ __all__ = [
 ]
 
 
-SHOWN = 12
-"""Arrays that a notebook lists."""
+NOTEBOOK_ROWS = 12
+"""Arrays that the index shows in a notebook."""
 
 
 class ArrayRecord(msgspec.Struct, frozen=True, tag="a", array_like=True, gc=False):
-    """An array: its spec's and its layout's number (-1: listed pieces), and its chunks."""
+    """An array: the numbers of its spec and its layout (-1 for explicit pieces), and its chunks."""
 
     spec: int
     layout: int
@@ -58,7 +59,7 @@ class ArrayRecord(msgspec.Struct, frozen=True, tag="a", array_like=True, gc=Fals
 
 
 class AliasRecord(msgspec.Struct, frozen=True, tag="t", array_like=True):
-    """A leaf that shares the storage of leaf number `of`: the same array, or a view of it."""
+    """A leaf that shares the storage of the leaf with number `of`: the same array, or a view of it."""
 
     spec: int
     of: int
@@ -88,14 +89,14 @@ LeafRecord = ArrayRecord | AliasRecord | ValueRecord | PerRankArrays | PerRankVa
 
 
 class FileTable(msgspec.Struct, frozen=True):
-    """One row per shard, by rank and part, as columns."""
+    """One row for each shard, sorted by rank and part, as columns."""
 
     rank: Runs = ()
     part: Runs = ()
     stream: Runs = ()
-    """Where the file starts in its rank's stream of data bytes."""
+    """Start of the file in its rank's stream of data bytes."""
     nbytes: Runs = ()
-    """Of the data area."""
+    """Bytes of the data area."""
     header: Runs = ()
     """Bytes before the data area."""
 
@@ -112,7 +113,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 class Leaf(msgspec.Struct, frozen=True, gc=False):
-    """A leaf of the index as a reader wants it. `ranks` is set under `PerRank`, where `~rank*` stands in the path."""
+    """A leaf of the index with its path. `ranks` is set under `PerRank`, where the path contains `~rank*`."""
 
     number: int
     path: str
@@ -122,40 +123,40 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     """None for values."""
 
 
-class Listed(msgspec.Struct, frozen=True):
-    """How much an index lists, counted without expanding it: a run of a few bytes can stand for millions."""
+class IndexCounts(msgspec.Struct, frozen=True):
+    """Numbers of entries of an index, counted without expanding it: a run of a few bytes can stand for millions."""
 
     files: int
     most: int
-    """Chunks of one array, or ranks with a leaf of their own, at most."""
+    """The largest number of chunks of one array, or of ranks of one leaf under `PerRank`."""
     total: int
-    """The same of all leaves; arrays in one chunk and values, which take bytes of the index each, are left out."""
+    """The sum over all leaves, without arrays of one chunk and values, which are not coded as runs."""
 
 
 class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, omit_defaults=True):
-    """All that is known of a checkpoint without opening a shard."""
+    """All metadata of a checkpoint: what is known without opening a shard."""
 
     save_id: str
     step: int | None
     created_ns: int
     """Unix time at which the save began, in nanoseconds, by the coordinator's clock."""
     world: int
-    """Ranks that saved."""
+    """Number of ranks that saved."""
     structure: Structure
     specs: tuple[ArraySpec, ...]
     layouts: tuple[Layout, ...]
     leaves: tuple[LeafRecord, ...]
     files: FileTable
     metadata: dict[str, Value]
-    """The user's own."""
+    """Metadata of the user."""
     lineage: Lineage | None = None
-    """Of a checkpoint that a manager has saved."""
+    """Set for a checkpoint that a manager saved."""
     below: tuple[Structure, ...] = ()
-    """In a file, deep parts of the structure, as `core.tree.nesting` has them; empty once it is read."""
+    """In a file, deep parts of the structure, see `core.tree.nesting`; empty in a decoded index."""
 
     @cached_property
     def paths(self) -> list[tuple[str, Runs | None]]:
-        """Each leaf's path, in the tree's order; under a `PerRank` with the ranks it stands for."""
+        """The path of each leaf in the tree's order; under `PerRank` with the ranks that it stands for."""
         return paths_of(self.structure)
 
     @cached_property
@@ -180,8 +181,8 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         return found
 
     @cached_property
-    def listed(self) -> Listed:
-        """How much is listed here."""
+    def listed(self) -> IndexCounts:
+        """The number of entries, counted without expanding them."""
         most = total = 0
         for record, (_, ranks) in zip(self.leaves, self.paths, strict=True):
             if ranks is None:
@@ -193,18 +194,18 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
             else:
                 count = length_of(ranks)
             most, total = max(most, count), total + count
-        return Listed(length_of(self.files.rank), most, total)
+        return IndexCounts(length_of(self.files.rank), most, total)
 
     @cached_property
     def tables(self) -> dict[int, TableSpec]:
-        """How each keyed table is parted, by the number of its ids."""
+        """The spec of each keyed table, by the leaf number of its ids."""
         found = tables_of(self.structure)
         return {number: found[key] for number, key in enumerate(self.paths) if key in found} if found else {}
 
     @cached_property
     def offsets(self) -> frozenset[int]:
-        """The numbers of the leaves that say where a table's buckets begin: they are no part of the tree itself."""
-        return frozenset(number + 1 for number in self.tables)  # they stand behind the ids
+        """Numbers of the leaves that hold the offsets of tables' buckets, which are no part of the tree itself."""
+        return frozenset(number + 1 for number in self.tables)  # they follow the ids
 
     @cached_property
     def file_list(self) -> tuple[File, ...]:
@@ -229,11 +230,11 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays as stored, each written once."""
+        """Stored bytes of all arrays."""
         return sum(run[0] if len(run) == 1 else int(decode_runs((run,)).sum()) for run in self.files.nbytes)
 
     def _repr_html_(self) -> str:
-        """For notebooks: what the checkpoint is, and its largest arrays."""
+        """Shows in a notebook the checkpoint's facts and its largest arrays."""
         arrays = [
             (math.prod(leaf.spec.shape) * dtype_of(leaf.spec.dtype).itemsize, leaf)
             for leaf in self.entries
@@ -242,7 +243,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         arrays.sort(key=lambda pair: -pair[0])
         rows = [
             (leaf.path, leaf.spec.dtype, shape_text(leaf.spec.shape), bytes_text(nbytes))
-            for nbytes, leaf in arrays[:SHOWN]
+            for nbytes, leaf in arrays[:NOTEBOOK_ROWS]
             if leaf.spec is not None
         ]
         about = [
@@ -252,28 +253,28 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
             ("leaves", len(self.leaves)),
             ("size", f"{bytes_text(self.nbytes)} in {len(self.file_list)} shards"),
         ]
-        more = el("p", f"and {len(arrays) - SHOWN} smaller arrays") if len(arrays) > SHOWN else None
+        more = el("p", f"and {len(arrays) - NOTEBOOK_ROWS} smaller arrays") if len(arrays) > NOTEBOOK_ROWS else None
         return joined([facts(about), table(("path", "dtype", "shape", "size"), rows, right=("size",)), more])
 
     def files_of(self, rank: int) -> Sequence[File]:
-        """The shards of one rank, by where they start in its stream."""
+        """Returns the shards of one rank in the order of its stream."""
         return self._files_by_rank.get(rank, ())
 
     @cached_property
     def borders(self) -> dict[int, Sequence[int]]:
-        """By rank, where in its stream its files begin, but the first; ranks with one file are left out."""
+        """Starts of each rank's files in its stream, without the first file; ranks with one file are left out."""
         ranks = {file.rank for file in self.file_list if file.part}
         return {rank: [file.stream for file in self.files_of(rank)][1:] for rank in ranks}
 
     def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
-        """The file that holds bytes `start:stop` of a rank's stream, and where they start in it (header included).
+        """Finds the file that holds bytes `start:stop` of a rank's stream, and their offset in it (header included).
 
         Raises:
-            FormatError: no such bytes are in any file.
+            FormatError: no file holds these bytes.
         """
         files = self.files_of(rank)
         which = bisect_right(files, start, key=lambda file: file.stream) - 1
-        # an empty file can start where its neighbour does
+        # an empty file may start where its neighbour does
         if which >= 0 and start >= 0 and stop <= files[which].stream + files[which].nbytes and start <= stop:
             return files[which], files[which].header + start - files[which].stream
         raise FormatError(
@@ -284,10 +285,10 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         )
 
     def chunks_of(self, leaf: Leaf, region: Region | None = None, *, rank: int | None = None) -> list[Chunk]:
-        """The chunks of an array, or those that share an element with `region`.
+        """Returns the chunks of an array, or those that share an element with `region`.
 
         Args:
-            rank: whose array, for a leaf under `PerRank`.
+            rank: the rank whose array is meant, for a leaf under `PerRank`.
         """
         record, spec = leaf.record, leaf.spec
         if isinstance(record, AliasRecord):
@@ -309,6 +310,6 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
 
 
 def file_table(rows: Iterable[tuple[int, int, int, int, int]]) -> FileTable:
-    """The table of (rank, part, stream, nbytes, header) rows, in any order."""
+    """Builds the table from rows (rank, part, stream, nbytes, header) in any order."""
     table = np.array(sorted(rows), np.int64).reshape(-1, 5)
     return FileTable(*(encode_runs(column) for column in table.T))

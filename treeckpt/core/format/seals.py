@@ -1,4 +1,4 @@
-"""The seal of a document: the checksum of all of it, in its first bytes, with the seal's own digits taken as zeros."""
+"""The seal of a document: its xxh3-64, computed with the seal's own digits as zeros and stored in its first bytes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import xxhash
 
 from ...errors import CorruptError
 
-__all__ = ["check_seal", "check_text", "sealed"]
+__all__ = ["check_no_zeros", "check_seal", "sealed"]
 
 _RESTORE = "The file was changed after it was written; restore it from a copy"
 _SEAL = b'"seal":"'
 _ZEROS = b"0" * 16
-FIRST = 256
-"""Bytes in which a seal begins."""
+SEAL_WITHIN = 256
+"""Bytes at the start of a document in which the seal must begin."""
 
 
 def sealed(document: bytes) -> bytes:
-    """The JSON document with its first `"seal":"0000000000000000"` filled in."""
+    """Returns the JSON document with its first `"seal":"0000000000000000"` filled in."""
     at = document.index(_SEAL) + len(_SEAL)
     digest = f"{xxhash.xxh3_64_intdigest(document):016x}".encode()
     return document[:at] + digest + document[at + 16 :]
@@ -29,10 +29,10 @@ def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str
         CorruptError: naming the file.
     """
     data = memoryview(document)
-    at = bytes(data[:FIRST]).find(_SEAL) + len(_SEAL)
+    at = bytes(data[:SEAL_WITHIN]).find(_SEAL) + len(_SEAL)
     if at < len(_SEAL):
         raise CorruptError(
-            name, expected="a sealed document", found=f"no seal in bytes 0:{min(FIRST, len(data))}", hint=hint
+            name, expected="a sealed document", found=f"no seal in bytes 0:{min(SEAL_WITHIN, len(data))}", hint=hint
         )
     stored = bytes(data[at : at + 16])
     state = xxhash.xxh3_64()
@@ -43,8 +43,11 @@ def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str
         raise CorruptError(name, expected=f"seal {stored!r}", found=f"{actual!r} for bytes 0:{len(data)}", hint=hint)
 
 
-def check_text(part: bytes | bytearray, at: int, name: str) -> None:
-    """Refuses a part of a document, from byte `at` on, that is no text: a sparse file is zeros, and takes no disk.
+def check_no_zeros(part: bytes | bytearray, at: int, name: str) -> None:
+    """Refuses a part of a document that contains a zero byte: a hole of a sparse file reads as zeros.
+
+    Args:
+        at: offset of `part` in the document, for errors.
 
     Raises:
         CorruptError: naming the file.

@@ -1,12 +1,12 @@
-"""The header of a shard: a valid safetensors header that also explains and verifies the file by itself.
+"""The header of a shard: a valid safetensors header that also describes and verifies the file by itself.
 
     u64 length | JSON, padded with spaces so that the data starts at a multiple of 4096 | data, without holes
 
 An entry is named by its leaf's path, plus `@<offset>` when it is not the whole array. `__metadata__` (text to text, as
 safetensors demands) holds the format version, the save id, rank and part, the global shape of partial entries, the
 names of dtypes that safetensors lacks, and the xxh3-64 of every block of the data area. Its first field is a seal, the
-xxh3-64 of the header itself with the seal's digits taken as zeros. The size of a header depends on nothing that is
-known only after writing, so the data can be written first and hashed on the way.
+xxh3-64 of the header itself with the seal's digits as zeros. The size of a header does not depend on the checksums, so
+the data can be written first and hashed while it is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .seals import check_seal, sealed
 
 __all__ = [
     "BLOCK",
-    "Entry",
+    "ShardEntry",
     "ShardHeader",
     "block_count",
     "decode_header",
@@ -36,8 +36,8 @@ __all__ = [
     "hash_parts",
     "hashes_at",
     "header_nbytes",
+    "padded_nbytes",
     "parse_shard_name",
-    "reach_of",
     "seal_at",
     "shard_name",
     "with_hashes",
@@ -49,10 +49,10 @@ BLOCK = 256 << 10
 PAGE = 4096
 MAX_HEADER = 1 << 30
 MAX_BLOCK = 64 << 20
-"""Larger blocks are refused: a reader makes room for whole ones."""
+"""Larger blocks are refused, because a reader allocates whole blocks."""
 MAX_WORLD = 1 << 24
 MAX_NBYTES = 1 << 62
-"""More bytes than any array or rank has: sums of two such numbers fit an int64."""
+"""More bytes than any array or rank has. The sum of two such numbers fits an int64."""
 SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _SEAL = b'"seal":"'
 _HASHES = b'"hashes":"'
@@ -60,33 +60,33 @@ _ZEROS = b"0" * 16
 _NAME = re.compile(r"shard-([0-9]{5,9})(?:\.([0-9]{3,9}))?-of-([0-9]{5,9})\.([0-9a-f]{16})\.safetensors")
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class ShardEntry(msgspec.Struct, frozen=True, gc=False):
     """One region of one array in the file's data area."""
 
     path: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Shape of the whole array."""
     region: Region
     start: int
     nbytes: int
 
 
 class ShardHeader(msgspec.Struct, frozen=True):
-    """What a shard says of itself."""
+    """The content of a shard's header."""
 
     save_id: str
     rank: int
     world: int
     part: int
     stream: int
-    """Where this file starts in the stream of its rank's data bytes."""
-    entries: tuple[Entry, ...]
+    """Start of this file in the stream of its rank's data bytes."""
+    entries: tuple[ShardEntry, ...]
     hashes: tuple[int, ...]
     """xxh3-64 of every block of `block` bytes of the data area; the last block may be shorter."""
     block: int = BLOCK
     manifest: str | None = None
-    """The coordinator's shard carries what an index holds beside chunks, as JSON."""
+    """In the coordinator's shard: the index without chunks and files, as JSON."""
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +94,7 @@ class ShardHeader(msgspec.Struct, frozen=True):
         return sum(entry.nbytes for entry in self.entries)
 
 
-class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
+class _ShardMetadata(msgspec.Struct, forbid_unknown_fields=True):
     """`__metadata__`; numbers and JSON as text because safetensors allows nothing else."""
 
     seal: str
@@ -112,41 +112,41 @@ class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
     manifest: str = ""
 
 
-class _Tensor(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _TensorEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
 def shard_name(save_id: str, rank: int, world: int, part: int = 0) -> str:
-    """The file name of a shard; part 0 is the only one unless a size limit was given."""
+    """Returns the file name of a shard; part 0 is the only one unless a size limit was given."""
     number = f"{rank:05d}.{part:03d}" if part else f"{rank:05d}"
     return f"shard-{number}-of-{world:05d}.{save_id}.safetensors"
 
 
 def parse_shard_name(name: str) -> tuple[str, int, int, int] | None:
-    """(save id, rank, world, part) of a shard's file name, None for any other name."""
+    """Parses (save id, rank, world, part) from a shard's file name, None for any other name."""
     match = _NAME.fullmatch(name)
     return (match[4], int(match[1]), int(match[3]), int(match[2] or 0)) if match else None
 
 
-def reach_of(shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes of an array, with dimensions of no elements taken as 1: no array library has more than 63 bits for that."""
+def padded_nbytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """Returns the bytes of an array with empty dimensions counted as 1. Array libraries keep this within 63 bits."""
     return math.prod([max(n, 1) for n in shape]) * itemsize
 
 
 def block_count(nbytes: int, block: int = BLOCK) -> int:
-    """How many checksums a data area of `nbytes` has."""
+    """Returns the number of checksums of a data area of `nbytes` bytes."""
     return -(-nbytes // block)
 
 
 def hash_block(data: bytes | memoryview | np.ndarray) -> int:
-    """The checksum of one block."""
+    """Computes the checksum of one block."""
     return xxhash.xxh3_64_intdigest(data)  # pyright: ignore[reportArgumentType] (an ndarray is a buffer)
 
 
 def hash_parts(parts: Sequence[memoryview]) -> int:
-    """The checksum of one block that lies in several places."""
+    """Computes the checksum of one block that lies in several pieces of memory."""
     if len(parts) == 1:
         return hash_block(parts[0])
     state = xxhash.xxh3_64()
@@ -155,18 +155,18 @@ def hash_parts(parts: Sequence[memoryview]) -> int:
     return state.intdigest()
 
 
-def _entry_name(entry: Entry, whole: bool) -> str:
+def _entry_name(entry: ShardEntry, whole: bool) -> str:
     if not whole:
         return f"{entry.path}@{','.join(map(str, entry.region.offset))}"
-    # an @ of the user's own, and safetensors' reserved name, must not read as ours
+    # an @ in a user's path, and safetensors' reserved name, must not be parsed as an offset or as metadata
     return entry.path + "@" if "@" in entry.path or entry.path == "__metadata__" else entry.path
 
 
 def encode_header(header: ShardHeader) -> bytes:
-    """The bytes of the file up to its data. Headers that differ in hashes only have the same length."""
+    """Encodes the file up to its data. Headers that differ in hashes only have the same length."""
     partial: dict[str, tuple[int, ...]] = {}
     logical: dict[str, str] = {}
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, _TensorEntry] = {}
     for entry in header.entries:
         region, dtype = entry.region, dtype_of(entry.dtype)
         whole = region.is_whole(entry.shape)
@@ -178,9 +178,9 @@ def encode_header(header: ShardHeader) -> bytes:
             shape = (*shape, dtype.parts)
         if _PLAIN.get(dtype.tag) != entry.dtype:
             logical[name] = entry.dtype
-        tensors[name] = _Tensor(dtype.tag, shape, (entry.start, entry.start + entry.nbytes))
+        tensors[name] = _TensorEntry(dtype.tag, shape, (entry.start, entry.start + entry.nbytes))
     hashes = np.array(header.hashes, dtype="<u8").tobytes()
-    metadata = _Metadata(
+    metadata = _ShardMetadata(
         seal=_ZEROS.decode(),
         format="treeckpt",
         version=str(VERSION),
@@ -210,17 +210,17 @@ _PLAIN = {
 
 
 def seal_at(encoded: bytes) -> int:
-    """Where in an encoded header the 16 digits of its seal begin."""
+    """Returns the offset in an encoded header of the 16 digits of its seal."""
     return encoded.index(_SEAL) + len(_SEAL)
 
 
 def hashes_at(encoded: bytes) -> int:
-    """Where in an encoded header the text of its checksums begins."""
+    """Returns the offset in an encoded header of the text of its checksums."""
     return encoded.index(_HASHES, 0, 1024) + len(_HASHES)
 
 
 def with_hashes(encoded: bytes, hashes: Sequence[int]) -> bytes:
-    """An encoded header with other checksums, as many as it has."""
+    """Replaces the checksums of an encoded header by as many others."""
     text = base64.b64encode(np.array(hashes, dtype="<u8").tobytes())
     at, seal = hashes_at(encoded), seal_at(encoded)
     unsealed = encoded[:seal] + _ZEROS + encoded[seal + 16 : at] + text + encoded[at + len(text) :]
@@ -228,10 +228,10 @@ def with_hashes(encoded: bytes, hashes: Sequence[int]) -> bytes:
 
 
 def header_nbytes(prefix: bytes | bytearray | memoryview, name: str) -> int:
-    """Bytes of the whole header, from the first 8 bytes of the file.
+    """Returns the bytes of the whole header, from the first 8 bytes of the file.
 
     Raises:
-        CorruptError: no header is that long.
+        CorruptError: the length is none of a header.
     """
     length = int.from_bytes(prefix[:8], "little") + 8
     if len(prefix) < 8 or length % PAGE or not 0 < length <= MAX_HEADER:
@@ -243,25 +243,25 @@ def header_nbytes(prefix: bytes | bytearray | memoryview, name: str) -> int:
     return length
 
 
-class _Front(msgspec.Struct):
+class _HeaderMetadata(msgspec.Struct):
     """The header without its entries."""
 
-    metadata: _Metadata = msgspec.field(name="__metadata__")
+    metadata: _ShardMetadata = msgspec.field(name="__metadata__")
 
 
 def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: bool = True) -> ShardHeader:
-    """What the header of the file called `name` says.
+    """Decodes the header of the file called `name`.
 
     Args:
-        entries: False leaves them out, for a reader that has the index and only wants the checksums.
+        entries: whether entries are decoded; a reader that has the index only needs the checksums.
 
     Raises:
         CorruptError: the seal is broken.
-        FormatError: another version, or no shard of ours.
+        FormatError: another version, or no shard of treeckpt.
     """
     check_seal(data, name)
     try:
-        metadata = msgspec.json.decode(memoryview(data)[8:], type=_Front).metadata
+        metadata = msgspec.json.decode(memoryview(data)[8:], type=_HeaderMetadata).metadata
         if metadata.format != "treeckpt" or metadata.version != str(VERSION):
             raise FormatError(
                 name,
@@ -291,7 +291,7 @@ def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: b
     return header
 
 
-def _decode_entries(data: bytes | bytearray | memoryview, metadata: _Metadata) -> tuple[Entry, ...]:
+def _decode_entries(data: bytes | bytearray | memoryview, metadata: _ShardMetadata) -> tuple[ShardEntry, ...]:
     raw = msgspec.json.decode(bytes(data[8:]), type=dict[str, msgspec.Raw])
     del raw["__metadata__"]
     partial = msgspec.json.decode(metadata.partial, type=dict[str, tuple[int, ...]])
@@ -299,12 +299,12 @@ def _decode_entries(data: bytes | bytearray | memoryview, metadata: _Metadata) -
     if partial.keys() - raw.keys() or logical.keys() - raw.keys():
         raise ValueError("entries are described that are not there")
     return tuple(
-        _decode_entry(key, msgspec.json.decode(value, type=_Tensor), partial.get(key), logical.get(key))
+        _decode_entry(key, msgspec.json.decode(value, type=_TensorEntry), partial.get(key), logical.get(key))
         for key, value in raw.items()
     )
 
 
-def _decode_entry(name: str, tensor: _Tensor, shape: tuple[int, ...] | None, logical: str | None) -> Entry:
+def _decode_entry(name: str, tensor: _TensorEntry, shape: tuple[int, ...] | None, logical: str | None) -> ShardEntry:
     dtype = dtype_of(logical or _PLAIN.get(tensor.dtype, tensor.dtype))
     local = tensor.shape
     if dtype.tag != tensor.dtype or (dtype.parts > 1 and (not local or local[-1] != dtype.parts)):
@@ -321,11 +321,11 @@ def _decode_entry(name: str, tensor: _Tensor, shape: tuple[int, ...] | None, log
         raise ValueError(f"{name[:80]!r} has shape {shape}, offset {region.offset}")
     if any(n < 0 for n in (*region.offset, *local)) or not region.within(Region.whole(shape)):
         raise ValueError(f"{name[:80]!r} lies outside of its shape {shape}")
-    if reach_of(shape, dtype.itemsize) >= MAX_NBYTES:
+    if padded_nbytes(shape, dtype.itemsize) >= MAX_NBYTES:
         raise ValueError(f"{name[:80]!r} is larger than any array")
     if stop - start != math.prod(local) * dtype.itemsize:
         raise ValueError(f"{name[:80]!r} has {stop - start} bytes for shape {local} of {dtype.name}")
-    entry = Entry(path, dtype.name, shape, region, start, stop - start)
+    entry = ShardEntry(path, dtype.name, shape, region, start, stop - start)
     if (right := _entry_name(entry, region.is_whole(shape))) != name:
         raise ValueError(f"{name[:80]!r} is not how {right[:80]!r} is named")
     return entry

@@ -1,8 +1,8 @@
 """The timing record of a save: spans, as the checkpoint stores them and the dashboard draws them.
 
-A span is a named stretch of one rank's time. Spans of a rank nest by `parent`, an index into that rank's own spans.
-Times are Unix nanoseconds by the rank's clock; a rank's spans all come from one monotonic clock, so lengths are exact
-and only the comparison of ranks on different hosts carries the error of their clocks.
+A span is a named interval of one rank's time. Spans of a rank nest by `parent`, an index into that rank's own spans.
+Times are Unix nanoseconds by the rank's clock. All spans of a rank come from one monotonic clock, so durations are
+exact; only comparisons between hosts have the error of their clocks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["BLOCKING", "Host", "Span", "Timings", "decode_timings", "encode_timi
 
 VERSION = 1
 BLOCKING = "blocking"
-"""The span of a save in the background that lasts until the call returned. It lies across the phases and is none."""
-LARGE = 1 << 18
-"""Ranks up to which timings may leave some out."""
+"""The span of a background save from its start until the call returned. It overlaps the phases and is none itself."""
+MAX_PARTIAL_WORLD = 1 << 18
+"""Timings of more ranks than this must have spans of every rank."""
 MAX_TIME = 1 << 62
 """Nanoseconds; differences of two times fit an int64."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One stretch of one rank's time."""
+    """An interval of one rank's time."""
 
     name: str
     """The phase: "save", "flatten", "plan", "agree", "write", "hash", "fsync", "gather", "publish" ..."""
@@ -36,7 +36,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start_ns: int
     stop_ns: int
     nbytes: int = 0
-    """Bytes moved in that time, 0 where it moved none."""
+    """Bytes that were moved in that time."""
     parent: int = -1
     """Position of the enclosing span among the rank's spans, -1 for none."""
 
@@ -53,7 +53,7 @@ class Host(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The spans of every rank of one save; of a failed save too, with its error."""
+    """The spans of every rank of one save; a failed save has them too, with its error."""
 
     save_id: str
     step: int | None
@@ -61,14 +61,14 @@ class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spans: tuple[Span, ...]
     error: str | None = None
     hosts: tuple[Host, ...] = ()
-    """Which ranks ran where; records of older saves lack it."""
+    """The ranks of each machine; records of older saves lack them."""
 
     def of_rank(self, rank: int) -> Sequence[Span]:
-        """One rank's spans, in the order in which `parent` counts them."""
+        """Returns one rank's spans in the order in which `parent` counts them."""
         return [span for span in self.spans if span.rank == rank]
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True):
+class _TimingsDocument(msgspec.Struct, forbid_unknown_fields=True):
     seal: str
     format: str
     version: int
@@ -76,25 +76,25 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def timings_name(save_id: str) -> str:
-    """The file's name."""
+    """Returns the file name of a save's timings."""
     return f"timings.{save_id}.json"
 
 
 def encode_timings(timings: Timings) -> bytes:
-    """The bytes of the file."""
-    return sealed(msgspec.json.encode(_Document("0" * 16, "treeckpt-timings", VERSION, timings)))
+    """Encodes the file."""
+    return sealed(msgspec.json.encode(_TimingsDocument("0" * 16, "treeckpt-timings", VERSION, timings)))
 
 
 def decode_timings(data: bytes, name: str) -> Timings:
-    """The timings of these bytes.
+    """Decodes the file.
 
     Raises:
         CorruptError: the seal is broken.
-        FormatError: another version, or no timings of ours.
+        FormatError: another version, or no timings of treeckpt.
     """
     check_seal(data, name)
     try:
-        document = msgspec.json.decode(data, type=_Document)
+        document = msgspec.json.decode(data, type=_TimingsDocument)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(name, expected="timings as treeckpt writes them", found=f"{error}"[:200]) from error
     if document.format != "treeckpt-timings" or document.version != VERSION:
@@ -119,5 +119,5 @@ def _check_timings(timings: Timings, name: str) -> None:
         if not 0 <= span.rank < timings.world or not in_time or not 0 <= span.nbytes < MAX_NBYTES:
             raise FormatError(name, expected="spans of time of its ranks", found=f"{span!r:.120}")
         counts[span.rank] = before + 1
-    if timings.world > max(LARGE, len(timings.spans)):
+    if timings.world > max(MAX_PARTIAL_WORLD, len(timings.spans)):
         raise FormatError(name, expected="spans of every rank", found=f"{len(timings.spans)} of {timings.world} ranks")

@@ -14,10 +14,10 @@ from ..sharding.region import Region
 from ..sharding.write_assignment import ArrayLeaf, Assignment, writes_of
 from .stream_order import ORDER_CLASSES, order_class, single_writer_arrays
 
-__all__ = ["FilePlan", "SavePlan", "ShardEntry", "plan_save"]
+__all__ = ["FilePlan", "PlannedEntry", "SavePlan", "plan_save"]
 
 
-class ShardEntry(msgspec.Struct, frozen=True, gc=False):
+class PlannedEntry(msgspec.Struct, frozen=True, gc=False):
     """One entry of a shard: a region of a leaf, and where its bytes start in the file's data area."""
 
     leaf: int
@@ -33,7 +33,7 @@ class FilePlan(msgspec.Struct, frozen=True):
     stream: int
     """Where the file starts in the stream of all the rank's data bytes."""
     nbytes: int
-    writes: tuple[ShardEntry, ...]
+    writes: tuple[PlannedEntry, ...]
 
 
 class SavePlan(msgspec.Struct, frozen=True):
@@ -64,13 +64,13 @@ def plan_save(
             nbytes = region.size * leaf.itemsize
             classes[order_class(nbytes, leaf.align or leaf.itemsize)].append((i, region, nbytes))
     files: list[FilePlan] = []
-    writes: list[ShardEntry] = []
+    writes: list[PlannedEntry] = []
     stream = at = 0
     for i, region, nbytes in (entry for entries in classes for entry in entries):
         if writes and at + nbytes > max_shard_bytes:
             files.append(FilePlan(len(files), stream, at, tuple(writes)))
             stream, at, writes = stream + at, 0, []
-        writes.append(ShardEntry(i, region, at, nbytes))
+        writes.append(PlannedEntry(i, region, at, nbytes))
         at += nbytes
     if writes or not files:
         files.append(FilePlan(len(files), stream, at, tuple(writes)))

@@ -1,8 +1,9 @@
-"""Credentials for S3 out of the files of the AWS tools: what obstore, which looks at the environment, does not read.
+"""Credentials for S3 from the profiles in `~/.aws`, which obstore does not read (it reads the environment).
 
-Order, as those tools have it: options that are given, keys or a web identity in the environment, the profile in
-`~/.aws`, then what container and instance give. A profile with plain keys is read here; one that signs on, assumes a
-role or runs a program is left to boto3, where that is installed. Region and endpoint come from the profile too.
+The order is that of the AWS tools: options, keys or a web identity in the environment, the profile in `~/.aws`, then
+the container's and the instance's credentials. A profile with plain keys is read here, so that boto3 is not required;
+a profile that signs on, assumes a role or runs a program needs boto3. Region and endpoint are read from the profile
+too.
 """
 
 from __future__ import annotations
@@ -28,45 +29,45 @@ _BY_BOTO3 = ("sso_session", "sso_start_url", "role_arn", "credential_process", "
 
 
 def s3_options(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """The options with what a profile adds to them.
+    """Returns the options together with the credentials, region and endpoint of the profile.
 
     Args:
         url: for messages.
         env: the environment.
 
     Raises:
-        StoreError: the profile that AWS_PROFILE names is not there, or needs boto3.
+        StoreError: the profile that AWS_PROFILE names does not exist, or needs boto3.
     """
-    made = dict(options)
+    merged = dict(options)
     name = env.get("AWS_PROFILE", "default")
     profile = _profile(name, env)
     if not any(key in options for key in _GIVEN) and not any(key in env for key in _BEFORE):
         if not profile and "AWS_PROFILE" in env:
             raise StoreError(url, expected=f"the profile {name} of AWS_PROFILE", found="no such profile in ~/.aws")
         if "aws_access_key_id" in profile:
-            made.update({key.removeprefix("aws_"): profile[key] for key in _PLAIN if key in profile})
+            merged.update({key.removeprefix("aws_"): profile[key] for key in _PLAIN if key in profile})
         elif any(key in profile for key in _BY_BOTO3):
-            made["credential_provider"] = _by_boto3(url, name)
+            merged["credential_provider"] = _boto3_provider(url, name)
     for option, variables in (
         ("region", ("AWS_REGION", "AWS_DEFAULT_REGION")),
         ("endpoint_url", ("AWS_ENDPOINT_URL",)),
     ):
         given = (option, f"aws_{option}", option.removesuffix("_url"))
         if option in profile and not any(key in options for key in given) and not any(v in env for v in variables):
-            made[option] = profile[option]
-    return made
+            merged[option] = profile[option]
+    return merged
 
 
 def check_instance(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    """Says at once that there are no credentials, where only the instance could give them and there is none.
+    """Raises an error at once if only the instance could give credentials and there is no instance service.
 
-    obstore would go on asking for it for a minute.
+    obstore would retry for a minute.
 
     Args:
-        options: as `s3_options` gives them.
+        options: the result of `s3_options`.
 
     Raises:
-        StoreError: there are none.
+        StoreError: there are no credentials.
     """
     if any(name in options for name in _GIVEN) or any(name in env for name in (*_BEFORE, *_AFTER)):
         return
@@ -83,7 +84,7 @@ def check_instance(url: str, options: Mapping[str, Any], env: Mapping[str, str])
 
 
 def _profile(name: str, env: Mapping[str, str]) -> dict[str, str]:
-    """What both files say of a profile; credentials go before config."""
+    """Returns the settings of a profile in both files; those in credentials override those in config."""
     home = os.path.join(env.get("HOME", os.path.expanduser("~")), ".aws")
     found: dict[str, str] = {}
     for variable, file, section in (
@@ -100,7 +101,7 @@ def _profile(name: str, env: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _by_boto3(url: str, name: str) -> Any:
+def _boto3_provider(url: str, name: str) -> Any:
     try:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider

@@ -1,7 +1,7 @@
-"""What is asked of any place that holds objects under keys: the few calls that a store and a run are made of.
+"""The protocol of object storage (objects under keys) on which stores and runs are built, and the checks of paths.
 
-`obstores` answers them for S3, Google Cloud Storage and Azure, `filesystems` for whatever fsspec knows. Which of the
-two a URL takes is decided here, and neither library is imported before a URL asks for it.
+`obstore` implements it for S3, Google Cloud Storage and Azure, `fsspec` for all other URLs. Neither library is imported
+before a URL needs it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ...errors import CheckpointError, StoreError
 
 __all__ = [
     "OBJECT_SCHEMES",
-    "Bucket",
-    "Found",
-    "Listing",
-    "Tag",
+    "ObjectBucket",
+    "ObjectInfo",
+    "ObjectListing",
+    "VersionTag",
     "check_path",
     "is_url",
     "local_path",
@@ -29,111 +29,114 @@ __all__ = [
 ]
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
-"""Of URLs that go to obstore; all others, but for file://, go to fsspec."""
+"""URL schemes that obstore serves; fsspec serves all others, except file://."""
 
 _LOCAL = ("file://", "local://")
-Tag = Mapping[str, Any]
-"""Which version of an object was read, for writing only over that one."""
+VersionTag = Mapping[str, Any]
+"""Identifies the version of an object that was read, for a conditional write that replaces only this version."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class ObjectInfo(msgspec.Struct, frozen=True):
     """An object in a listing."""
 
     key: str
     nbytes: int
     modified_ns: int
-    """Unix time by the clock of the service, 0 where it tells none."""
+    """Unix time by the clock of the service, 0 if not known."""
     number: int
-    """Changes with the content."""
+    """Another number for another content, as an inode or a hash of the ETag."""
 
 
-class Listing(msgspec.Struct, frozen=True):
-    """What stands straight under a prefix."""
+class ObjectListing(msgspec.Struct, frozen=True):
+    """The direct children of a prefix."""
 
-    files: list[Found]
+    files: list[ObjectInfo]
     folders: list[str]
-    """Keys below which there is more."""
+    """Keys that are prefixes of further keys."""
 
 
-class Bucket(Protocol):
-    """Objects under keys. A key has no leading slash; a prefix stands for the keys below it, with a slash between.
+class ObjectBucket(Protocol):
+    """Objects under keys. A key has no leading slash; a prefix is followed by a slash in the keys below it.
 
-    Every call raises StoreError where the place cannot be reached or refuses, and FileNotFoundError where there is no
-    such object.
+    Every call raises StoreError if the service cannot be reached or refuses, and FileNotFoundError if there is no such
+    object.
     """
 
     @property
     def url(self) -> str:
-        """Of the root, without a slash at the end."""
+        """The URL of the root, without a slash at the end."""
         ...
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """With which it was opened."""
+        """The options with which it was opened."""
         ...
 
     @property
     def shared(self) -> bool:
-        """Whether another process finds the same objects."""
+        """Whether another process that opens the same URL sees the same objects."""
         ...
 
-    def list(self, prefix: str) -> Listing:
-        """What stands straight under a prefix, all pages of it."""
+    def list(self, prefix: str) -> ObjectListing:
+        """Lists the direct children of a prefix, all pages."""
         ...
 
-    def walk(self, prefix: str) -> Iterator[Found]:
-        """Every object below a prefix, page by page."""
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Yields every object below a prefix, page by page."""
         ...
 
     def size(self, key: str) -> int:
-        """Bytes of an object."""
+        """Returns the size of an object in bytes."""
         ...
 
-    def read(self, key: str, limit: int) -> tuple[bytes, Tag]:
-        """A whole object, or what is needed to see that it is longer than `limit`; and which version it is."""
+    def read(self, key: str, limit: int) -> tuple[bytes, VersionTag]:
+        """Returns an object and its version; of an object longer than `limit` only its first `limit + 1` bytes."""
         ...
 
     def read_into(self, key: str, start: int, out: memoryview) -> int:
-        """Fills `out` by requests for ranges; returns how many bytes there were."""
+        """Fills `out` by range requests; returns the number of bytes read, fewer at the end of the object."""
         ...
 
-    def put(self, key: str, data: bytes, *, replace: bool | Tag) -> None:
+    def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:
         """Writes a small object in one request, atomically.
 
         Args:
-            replace: False only where there is none; a tag only over that version.
+            replace: True replaces any version, False writes only a new object, a `VersionTag` replaces only that
+                version.
 
         Raises:
-            FileExistsError: there is one, or another version.
+            FileExistsError: the object exists, or has another version.
         """
         ...
 
     def upload(self, key: str, nbytes: int, blocks: Iterable[bytes]) -> None:
-        """Writes a large object of so many bytes in parts, several at a time; it appears when all is there.
+        """Writes a large object in parts, several at a time; it becomes visible when it is complete.
 
-        What `blocks` raises aborts the upload, and is raised.
+        Args:
+            nbytes: the size of the object.
+            blocks: its content; an error that it raises aborts the upload and is raised.
         """
         ...
 
     def delete(self, key: str) -> None:
-        """Removes an object if it is there."""
+        """Deletes an object if it exists."""
         ...
 
     def tidy(self, prefix: str) -> None:
-        """Removes the directory that an empty prefix may have left."""
+        """Removes the empty directory of a prefix, on file systems that have directories."""
         ...
 
 
 def is_url(path: object) -> TypeGuard[str]:
-    """Whether a path is a URL of a place that is no local directory."""
+    """Whether a path is a URL, other than that of a local directory."""
     return isinstance(path, str) and "://" in path and not path.startswith(_LOCAL)
 
 
 def local_path(path: str) -> str:
-    """The path that a file:// URL names; a path as it is.
+    """Returns the path of a file:// URL; a path is returned as it is.
 
     Raises:
-        CheckpointError: an empty one, which the system takes for the current directory, or one that no file can have.
+        CheckpointError: the path is empty, which pathlib takes for the current directory, or no file can have it.
     """
     check_path(path)
     for scheme in _LOCAL:
@@ -145,14 +148,14 @@ def local_path(path: str) -> str:
 
 
 def check_path(path: str) -> None:
-    """Refuses a path or URL that no system takes.
+    """Checks that a file can have this path or URL.
 
     Raises:
-        CheckpointError: it holds a zero, or characters that no file name is made of.
+        CheckpointError: it contains a zero byte, or code points that cannot be encoded.
     """
     try:
         if is_url(path):
-            path.encode()  # no file system's bytes stand in a URL
+            path.encode()  # unlike a path, a URL cannot hold undecodable bytes of a file name
         if "\0" not in os.fsencode(path).decode("utf-8", "surrogateescape"):
             return
         found = "a zero in"
@@ -163,10 +166,10 @@ def check_path(path: str) -> None:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """(root, key below it) of an object's URL, without slashes at the ends.
+    """Splits an object's URL into (root, key), without slashes at the ends.
 
     Raises:
-        StoreError: it names no bucket, or steps up.
+        StoreError: it names no bucket, or contains `.` or `..`.
     """
     scheme, _, rest = url.partition("://")
     root, _, key = rest.partition("/")
@@ -177,7 +180,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def missing_extra(url: str, module: str, extra: str) -> StoreError:
-    """The error where the library for a kind of URL is not installed."""
+    """Returns the error for a URL whose library is not installed."""
     return StoreError(
         url,
         expected=f"{module}, which reads {url.partition('://')[0]}:// URLs",

@@ -1,4 +1,4 @@
-"""The format of another program's checkpoint at a path, by names of files and first bytes; nothing else is read."""
+"""Recognizes the formats of other programs' checkpoints by file names and first bytes; nothing else is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HFAI_PART = re.compile(r"PART_([0-9]{3,})\.pt")
 PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
 SAFETENSORS_INDEX = ".safetensors.index.json"
 HEAD = 9
-"""First bytes of a file, enough for its format."""
+"""How many first bytes of a file tell its format."""
 _TEXTS = {
     "torch": "a file of torch.save",
     "dcp": "a directory of torch.distributed.checkpoint",
@@ -35,7 +35,7 @@ _TEXTS = {
 
 
 def format_of_names(names: Iterable[str]) -> str | None:
-    """The format of a directory with files of these names: "dcp", "hfai", "paddle", "safetensors", or None."""
+    """Returns the format of a directory by its file names: "dcp", "hfai", "paddle", "safetensors", or None."""
     names = set(names)
     if DCP_METADATA in names:
         return "dcp"
@@ -49,7 +49,7 @@ def format_of_names(names: Iterable[str]) -> str | None:
 
 
 def format_of_head(name: str, head: bytes) -> str | None:
-    """The format of a file, by its name and its first bytes: "torch", "paddle", "safetensors", "pickle", or None."""
+    """Returns the format of a file by its name and first bytes: "torch", "paddle", "safetensors", "pickle", or None."""
     if PADDLE_METADATA.fullmatch(name):
         return "paddle"
     if head[:4] == b"PK\3\4":
@@ -60,7 +60,7 @@ def format_of_head(name: str, head: bytes) -> str | None:
 
 
 def describe_foreign(url: str) -> tuple[str, str] | None:
-    """What other program's checkpoint is at a local path, and how to load it; None where there is no such."""
+    """Describes another program's checkpoint at a local path: (what it is, how to load it); None if there is none."""
     path = Path(url)
     try:
         if "://" in url:

@@ -1,8 +1,8 @@
-"""What fsspec knows (`memory://`, `http://`, `hdfs://`, ...) as a bucket: slower and with fewer promises than obstore.
+"""File systems of fsspec (`memory://`, `http://`, `hdfs://`, ...) as buckets: slower and less atomic than obstore.
 
-A file is replaced as atomically as the file system's own way to write one is. Writing only where there is nothing is as
-atomic as its exclusive mode; one that has none is asked first, which two writers at one moment can both pass. Replacing
-only a certain version is checked the same way.
+A file is replaced as atomically as the file system writes one. Writing only a new file is as atomic as the exclusive
+mode of the file system; without such a mode its existence is checked first, and two writers at one moment can both pass
+that check. Replacing only one version is checked the same way.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import StoreError
-from .bucket import Found, Listing, Tag, missing_extra
+from .bucket import ObjectInfo, ObjectListing, VersionTag, missing_extra
 
-__all__ = ["FilesystemBucket", "open_filesystem"]
+__all__ = ["FsspecBucket", "open_fsspec"]
 
 _TIMES = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
 
 
-def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[FilesystemBucket, str]:
-    """The file system of a URL, and the path in it.
+def open_fsspec(url: str, options: Mapping[str, Any]) -> tuple[FsspecBucket, str]:
+    """Opens the file system of a URL; returns it with the key that the URL names.
 
     Raises:
-        StoreError: fsspec does not know the kind, or needs a library that is not installed.
+        StoreError: fsspec does not know the scheme, or needs a library that is not installed.
     """
     if any(part in (".", "..") for part in url.partition("://")[2].split("/")):
         raise StoreError(url, expected="a path below the root", found="a step up")
@@ -41,22 +41,22 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[FilesystemBuc
     except ImportError as error:
         raise StoreError(url, expected="the library for this kind of URL", found=f"{error}") from error
     scheme, _, rest = url.partition("://")
-    # paths of the web are whole URLs, others are without the scheme, and some without the host
+    # paths of http are whole URLs; others lack the scheme, and some the host
     key = path.removeprefix(f"{scheme}://").partition("/")[2] if "://" in path else path.strip("/")
     key = key.strip("/")
     base = url.rstrip("/")
     root = base[: -len(key)].removesuffix("/") if key and base.endswith(key) else base if rest else f"{scheme}:/"
     above = path.rstrip("/")[: -len(key)] if key else path
-    return FilesystemBucket(fs, root, above, options, shared=scheme != "memory"), key
+    return FsspecBucket(fs, root, above, options, shared=scheme != "memory"), key
 
 
-class FilesystemBucket:
+class FsspecBucket:
     """A file system of fsspec.
 
     Args:
-        url: what to call its root.
-        root: what its paths begin with.
-        shared: whether another process finds the same files.
+        url: the URL of its root, for messages.
+        root: the beginning of its paths.
+        shared: whether another process sees the same files.
     """
 
     def __init__(self, fs: Any, url: str, root: str, options: Mapping[str, Any], *, shared: bool) -> None:
@@ -66,51 +66,51 @@ class FilesystemBucket:
     def _path(self, key: str) -> str:
         return f"{self._root}{key}"
 
-    def list(self, prefix: str) -> Listing:
-        with self._told("list", prefix), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    def list(self, prefix: str) -> ObjectListing:
+        with self._wrapped_errors("list", prefix), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self._fs.invalidate_cache()
             rows = self._fs.ls(self._path(prefix), detail=True)
-            files = [self._found(row) for row in rows if row["type"] == "file"]
-            return Listing(files, [self._key(row["name"]) for row in rows if row["type"] == "directory"])
-        return Listing([], [])
+            files = [self._info(row) for row in rows if row["type"] == "file"]
+            return ObjectListing(files, [self._key(row["name"]) for row in rows if row["type"] == "directory"])
+        return ObjectListing([], [])
 
-    def walk(self, prefix: str) -> Iterator[Found]:
-        with self._told("list", prefix), contextlib.suppress(FileNotFoundError):
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        with self._wrapped_errors("list", prefix), contextlib.suppress(FileNotFoundError):
             self._fs.invalidate_cache()
             rows = self._fs.find(self._path(prefix), detail=True)
-            yield from [self._found(row) for row in rows.values()]
+            yield from [self._info(row) for row in rows.values()]
 
     def _key(self, path: str) -> str:
         return path.removeprefix(self._root).strip("/")
 
-    def _found(self, row: Mapping[str, Any]) -> Found:
+    def _info(self, row: Mapping[str, Any]) -> ObjectInfo:
         tag = next((row[name] for name in ("ETag", "etag", "md5Hash", "ino") if row.get(name)), "")
         moment = next((row[name] for name in _TIMES if row.get(name)), None)
         number = int.from_bytes(hashlib.blake2s(str(tag).encode(), digest_size=7).digest()) if tag else 0
-        return Found(self._key(row["name"]), row.get("size") or 0, _nanoseconds(moment), number)
+        return ObjectInfo(self._key(row["name"]), row.get("size") or 0, _nanoseconds(moment), number)
 
     def size(self, key: str) -> int:
-        with self._told("look at", key):
+        with self._wrapped_errors("look at", key):
             self._fs.invalidate_cache()
             info = self._fs.info(self._path(key))
             if info["type"] != "file":
                 raise FileNotFoundError(f"{self.url}/{key}")
             return info["size"]
 
-    def read(self, key: str, limit: int) -> tuple[bytes, Tag]:
-        with self._told("read", key):
+    def read(self, key: str, limit: int) -> tuple[bytes, VersionTag]:
+        with self._wrapped_errors("read", key):
             data = self._fs.cat_file(self._path(key), start=0, end=limit + 1)
         return data, {"content": hashlib.blake2s(data).digest()}
 
     def read_into(self, key: str, start: int, out: memoryview) -> int:
-        with self._told("read", key):
+        with self._wrapped_errors("read", key):
             data = self._fs.cat_file(self._path(key), start=start, end=start + len(out))
         out[: len(data)] = data
         return len(data)
 
-    def put(self, key: str, data: bytes, *, replace: bool | Tag) -> None:
+    def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:
         path = self._path(key)
-        with self._lock, self._told("write", key):
+        with self._lock, self._wrapped_errors("write", key):
             if isinstance(replace, Mapping):
                 if self.read(key, len(data) + (1 << 30))[1] != replace:
                     raise FileExistsError(f"{self.url}/{key}")
@@ -121,7 +121,7 @@ class FilesystemBucket:
 
     def upload(self, key: str, nbytes: int, blocks: Iterable[bytes]) -> None:
         path = self._path(key)
-        with self._told("write", key):
+        with self._wrapped_errors("write", key):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             file = self._fs.open(path, "wb")
             try:
@@ -136,7 +136,7 @@ class FilesystemBucket:
                 raise
 
     def delete(self, key: str) -> None:
-        with self._told("delete", key), contextlib.suppress(FileNotFoundError):
+        with self._wrapped_errors("delete", key), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(key))
 
     def tidy(self, prefix: str) -> None:
@@ -144,7 +144,7 @@ class FilesystemBucket:
             self._fs.rmdir(self._path(prefix))
 
     @contextlib.contextmanager
-    def _told(self, what: str, key: str) -> Iterator[None]:
+    def _wrapped_errors(self, what: str, key: str) -> Iterator[None]:
         url = f"{self.url}/{key}"
         try:
             yield
@@ -152,7 +152,7 @@ class FilesystemBucket:
             raise
         except NotImplementedError as error:
             raise StoreError(url, expected=f"a file system that can {what}", found="one that cannot") from error
-        except Exception as error:  # each file system has its library's own
+        except Exception as error:  # each file system raises errors of its own library
             raise StoreError(
                 url,
                 expected=f"to {what} it",
@@ -161,7 +161,7 @@ class FilesystemBucket:
             ) from error
 
 
-def _nanoseconds(moment: Any) -> int:
+def _nanoseconds(moment: object) -> int:
     if isinstance(moment, datetime.datetime):
         aware = moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)
         return int(aware.timestamp() * 1e6) * 1000

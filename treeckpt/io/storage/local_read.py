@@ -1,8 +1,8 @@
-"""Reading a local file by ranges, at the rate of whichever holds the bytes: the page cache or the device.
+"""Reads byte ranges of local files, from the page cache or from the device.
 
-What is in the page cache is copied from there; the rest comes by O_DIRECT straight into the caller's memory where
-offset and address are page-aligned, else by a plain read. The kernel is asked first which it is: to try a read that
-may not wait would start its readahead, and every byte would be read twice.
+Bytes that are in the page cache are copied from there. Other bytes are read by O_DIRECT straight into the caller's
+memory if offset and address are page-aligned, otherwise by a plain read. The kernel tells first which bytes are cached:
+a trial read that may not block would start its readahead, and every byte would be read twice.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import CorruptError
-from .mapped_read import Lender
+from .mapped_read import MappedReader
 from .page_cache import is_cached
 
-__all__ = ["LocalReader", "Readers", "open_regular"]
+__all__ = ["LocalReader", "ReaderCache", "open_regular"]
 
 PAGE = 4096
 VECTORS = 256
-"""Pieces of memory that one call fills, at most."""
+"""Buffers that one call fills, at most."""
 MOST = 128
-"""Files of a directory that stay open, with two descriptors each; processes may often have no more than 1,024."""
+"""Files of a directory that stay open, with two descriptors each; the usual limit of a process is 1,024."""
 DIRECT = 64 << 10
-"""Bytes below which a read goes through the page cache: the device would not be faster."""
+"""Bytes below which a read uses the page cache: the device would not be faster."""
 
 
 def open_regular(path: Path, flags: int = 0) -> int:
-    """A descriptor to read a regular file; a link or a FIFO under a name of ours is neither followed nor waited for.
+    """Opens a regular file for reading; returns the descriptor. Links are not followed, and a FIFO does not block.
 
     Raises:
-        FileNotFoundError: there is nothing of that name.
-        CorruptError: there is something else.
+        FileNotFoundError: there is no file of that name.
+        CorruptError: it is not a regular file.
     """
     flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_NONBLOCK)
-    except BlockingIOError:  # somebody's lease, a Samba server's say, which is given back when it is waited for
+    except (
+        BlockingIOError
+    ):  # another process holds a lease, e.g. a Samba server; a blocking open waits until it is released
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise
         fd = os.open(path, flags)
@@ -65,25 +67,28 @@ def _irregular(path: Path, found: str) -> CorruptError:
 
 
 class LocalReader:
-    """One open file; closed when it is dropped, if not before: stores are often read and forgotten."""
+    """One open file. It is closed at the latest when it is garbage-collected: stores are often read and not closed."""
 
     _fd: int = -1
     _direct: int | None = None
-    _lender: Lender | None = None
+    _maps: MappedReader | None = None
     users = 0
-    """Who are reading just now; `Readers` counts them."""
+    """How many calls are reading now; `ReaderCache` counts them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = open_regular(path)
         if hasattr(os, "posix_fadvise"):
-            # ranges are read as they are wanted: what lies behind one is not
+            # no readahead: the bytes behind a range are not needed
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._lock = threading.Lock()
-        self._lender = Lender(self._fd)
+        self._maps = MappedReader(self._fd)
 
     def read_into(self, offset: int, out: memoryview, *, shared: bool = False) -> None:
-        """Fills `out` from `offset` on; what is `shared` comes through the page cache, and stays there.
+        """Fills `out` with the bytes from `offset` on.
+
+        Args:
+            shared: reads through the page cache, where the bytes stay.
 
         Raises:
             CorruptError: the file ends before.
@@ -96,7 +101,7 @@ class LocalReader:
             raise
 
     def read_parts(self, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Fills pieces of memory one after the other from the page cache; False where the file is not all there.
+        """Fills several buffers one after the other from the page cache; returns False if not all bytes are cached.
 
         Raises:
             CorruptError: the file ends before.
@@ -113,10 +118,10 @@ class LocalReader:
         return True
 
     @contextlib.contextmanager
-    def lend(self, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
-        """Bytes of the file where they lie in the page cache, or come into it; None where they cannot be lent."""
-        assert self._lender is not None, "made with the reader"
-        with self._lender.lend(offset, nbytes, fetch=fetch) as memory:  # and this reader stays open meanwhile
+    def mapped(self, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
+        """Gives bytes of the file as a map of the page cache; None if they cannot be mapped."""
+        assert self._maps is not None, "set in __init__"
+        with self._maps.mapped(offset, nbytes, fetch=fetch) as memory:  # this generator keeps the reader open meanwhile
             yield memory
 
     def _fill(self, offset: int, out: memoryview, shared: bool) -> None:
@@ -143,7 +148,7 @@ class LocalReader:
                 rest[0] = rest[0][count:]
 
     def _from_device(self, offset: int, out: memoryview) -> int:
-        """Reads whole pages past the page cache, as far as alignment allows; returns how much is filled."""
+        """Reads whole pages past the page cache, as far as alignment allows; returns the number of bytes read."""
         start, stop = 0, len(out) // PAGE * PAGE
         if offset % PAGE or np.frombuffer(out, np.uint8).ctypes.data % PAGE or (fd := self._direct_fd()) < 0:
             return 0
@@ -170,8 +175,8 @@ class LocalReader:
 
     def close(self) -> None:
         """Closes the file."""
-        if self._lender is not None:
-            self._lender.close()
+        if self._maps is not None:
+            self._maps.close()
         fds = (self._fd, self._direct)
         self._fd = self._direct = -1
         for fd in fds:
@@ -183,8 +188,8 @@ class LocalReader:
         self.close()
 
 
-class Readers:
-    """Open files by name, for several threads. Too many, and `close`, close those that nobody is reading from."""
+class ReaderCache:
+    """Keeps files open by name, for several threads; past `MOST` files the least recently used idle ones are closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -195,11 +200,11 @@ class Readers:
 
     @contextlib.contextmanager
     def using(self, name: str, path: Path) -> Iterator[LocalReader]:
-        """The reader of a file, which stays open while the body runs."""
+        """Gives the reader of a file, which stays open while the body runs."""
         with self._lock:
             reader = self._open.pop(name, None)
             if reader is None:
-                self._let_go(MOST - 1)
+                self._close_idle(MOST - 1)
                 reader = LocalReader(path)
             self._open[name] = reader  # the newest is the last one
             reader.users += 1
@@ -212,14 +217,14 @@ class Readers:
                     reader.close()
 
     def close(self) -> None:
-        """Closes the files, those that are being read from when that is done."""
+        """Closes the files; those that are being read are closed when the read is done."""
         with self._lock:
             for reader in self._open.values():
                 if not reader.users:
                     reader.close()
             self._open.clear()
 
-    def _let_go(self, most: int) -> None:
+    def _close_idle(self, most: int) -> None:
         idle = [name for name, reader in self._open.items() if not reader.users]
         for name in idle[: max(len(self._open) - most, 0)]:
             self._open.pop(name).close()

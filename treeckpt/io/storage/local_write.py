@@ -1,4 +1,4 @@
-"""Writing a new local file, past the page cache where the file system takes that, and making it durable."""
+"""Writes new local files past the page cache where the file system supports that, and makes them durable."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory and what is missing above it, each one durable before anything is made in it.
+    """Creates a directory and its missing parents; each one is durable before anything is created in it.
 
-    One that is there may have been made by a process that was killed before it could sync the parent, so that is done
-    again.
+    An existing directory may have been created by a process that was killed before it could sync the parent, so the
+    parent is synced again.
     """
-    there = directory.is_dir()
-    if not there:
+    exists = directory.is_dir()
+    if not exists:
         make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
     elif os.path.ismount(directory):
         return
-    with contextlib.suppress(*[PermissionError] if there else []):  # a parent of somebody else's, not to be read
+    with contextlib.suppress(*[PermissionError] if exists else []):  # the parent may belong to another user
         sync_directory(directory.parent)
 
 
 class LocalWriter:
-    """A new file, written past the page cache where that is possible."""
+    """A new file, written past the page cache where the file system supports that."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path, self._nbytes = path, nbytes
@@ -65,32 +65,29 @@ class LocalWriter:
 
     def write(self, offset: int, data: memoryview) -> None:
         if self._direct and len(data) % PAGE:
-            # the file's odd end: the block is a page longer in memory, and the file is cut to size at commit
+            # the end of the file: the block is padded to a page, and `commit` truncates the file to its size
             padded = aligned_buffer(-(-len(data) // PAGE) * PAGE)
             padded[: len(data)] = data
             data = padded
         written = 0
         while written < len(data):
-            direct = self._direct  # as it is for this call: others may leave it meanwhile
+            direct = self._direct  # of this call: another thread may switch it off meanwhile
             try:
                 count = os.pwrite(self._fd, data[written:], offset + written)
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     error.filename = str(self._path)
                     raise
-                self._leave_direct()
+                # some file systems accept O_DIRECT at open and refuse it at the first write
+                import fcntl
+
+                flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                self._direct = False
                 continue
             if not count:
                 raise OSError(errno.EIO, f"the disk wrote nothing of {len(data) - written} bytes", str(self._path))
             written += count
-
-    def _leave_direct(self) -> None:
-        """Some file systems take O_DIRECT at open and refuse it at the first write."""
-        import fcntl
-
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self._direct = False
 
     def commit(self) -> None:
         os.ftruncate(self._fd, self._nbytes)

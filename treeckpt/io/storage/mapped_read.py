@@ -1,14 +1,14 @@
-"""Bytes of a file lent as they lie in the page cache: memory to read from, without a copy.
+"""Reads bytes of a file from a memory map of the page cache, without a copy.
 
-A process that touches a mapped file is ended by the kernel if somebody cut the file short meanwhile. So what is lent
-is guarded by the kernel's own lease on the file: whoever would open it to write, or cut it short, waits for the
-milliseconds until everything is given back (45 s at most, by default), and nothing more is lent then. Pages are mapped
-by a call that fails where touching would end the process, as on a broken disk. Where one of these is not to be had
-(files of other users, network and FUSE file systems, old kernels, other systems), nothing is lent and bytes are read as
-ever. The kernel tells of who waits by SIGURG, which nobody hears who does not ask for it.
+A process that touches a mapped file is killed by the kernel if another process has truncated the file meanwhile. So a
+map is guarded by the kernel's own lease on the file: a process that opens it to write, or truncates it, waits for the
+milliseconds until every map is closed (45 s at most, by default), and no new map is created meanwhile. Pages are mapped
+by a call that fails where touching them would kill the process, as on a broken disk. Where one of these is not
+available (files of other users, network and FUSE file systems, old kernels, other systems), nothing is mapped and bytes
+are read by the usual calls. The kernel signals a waiting writer by SIGURG, which is ignored by default.
 
-What is to come into the cache on the way is asked for in huge pages: fewer and larger requests to the device, and less
-work for whoever reads it afterwards.
+Bytes that are to be fetched into the page cache are mapped in huge pages: fewer and larger requests to the device, and
+fewer page faults for later readers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ try:
 except ImportError:
     _leases = None
 
-__all__ = ["Lender"]
+__all__ = ["MappedReader"]
 
 PAGE = mmap.PAGESIZE
 POPULATE_READ = 22
@@ -44,54 +44,54 @@ POPULATE_READ = 22
 LEAST = 64 << 10
 """Bytes below which a copy is cheaper than a map."""
 LOCAL = {0xEF53, 0x58465342, 0xF2F52010, 0x9123683E, 0x01021994}
-"""Magic numbers of ext4, XFS, F2FS, Btrfs and tmpfs, whose files only this kernel changes, so that its leases count."""
+"""Magic numbers of ext4, XFS, F2FS, Btrfs and tmpfs: only this kernel changes their files, so its leases are enough."""
 
 
 @lru_cache(maxsize=1)
 def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap's own, this lets other threads go on while pages are read
+    libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, this releases the GIL while pages are read
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
 
 
 def _is_local(fd: int) -> bool:
-    facts = (ctypes.c_long * 64)()  # of which the kernel fills the first 15; the magic number comes first
+    facts = (ctypes.c_long * 64)()  # the kernel fills the first 15; the magic number comes first
     return _libc().fstatfs(fd, facts) == 0 and facts[0] in LOCAL
 
 
-class Lender:
-    """Lends bytes of one open file, to several threads at once.
+class MappedReader:
+    """Maps byte ranges of one open file, for several threads at once.
 
     Args:
-        fd: a descriptor that is open for reading only; not closed by this.
+        fd: a descriptor that is open for reading only; this class does not close it.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd, self._lock = fd, threading.Lock()
         self._holders: set[object] = set()
-        self._process = os.getpid()  # a lease belongs to the open file, which a fork has too
+        self._process = os.getpid()  # a lease belongs to the open file, which a forked child shares
         self._able = _leases is not None and _is_local(fd)
 
     def close(self) -> None:
-        """Lends nothing more. The lease on what still is lent goes with the last map of it."""
+        """Ends the creation of maps. The lease that guards open maps ends with the last of them."""
         with self._lock:
             self._fd, self._able = -1, False
 
     @contextlib.contextmanager
-    def lend(self, offset: int, nbytes: int, *, fetch: bool = False) -> Iterator[memoryview | None]:
-        """Bytes `offset:offset + nbytes` for as long as the body runs; None where they cannot be lent.
+    def mapped(self, offset: int, nbytes: int, *, fetch: bool = False) -> Iterator[memoryview | None]:
+        """Gives bytes `offset:offset + nbytes` while the body runs; None if they cannot be mapped.
 
-        What is written to them goes to a copy, not to the file.
+        Writes to the memory go to a private copy, not to the file.
 
         Args:
-            fetch: brings them into the page cache; else nothing is lent that is not there.
+            fetch: reads bytes that are missing into the page cache; otherwise only cached bytes are mapped.
         """
         holder, mapped, memory = object(), None, None
         try:
-            # asked first: a cold load should not take a lease for each of its reads
+            # checked first: a cold load should not take a lease for each of its reads
             cached = self._able and nbytes >= LEAST and is_cached(self._fd, offset, nbytes)
             if (cached or (fetch and nbytes >= HUGE)) and self._take(holder):
-                mapped = self._mapped(offset, nbytes, cached)
+                mapped = self._map(offset, nbytes, cached)
             if mapped is not None:
                 memory = memoryview(mapped)[offset % PAGE :]
             yield memory
@@ -102,15 +102,15 @@ class Lender:
                         memory = None if memory is None else memory.release()
                         mapped.close()
             finally:
-                self._give_back(holder)
+                self._release(holder)
 
-    def _mapped(self, offset: int, nbytes: int, cached: bool) -> mmap.mmap | None:
-        if (fd := self._fd) < 0:  # closed just now, and a map of no file would be one of zeros
+    def _map(self, offset: int, nbytes: int, cached: bool) -> mmap.mmap | None:
+        if (fd := self._fd) < 0:  # closed by another thread; mmap with fd -1 would be anonymous memory full of zeros
             return None
         low = offset // PAGE * PAGE
-        way = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+        private = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
         try:
-            mapped = mmap.mmap(fd, offset + nbytes - low, offset=low, **way)
+            mapped = mmap.mmap(fd, offset + nbytes - low, offset=low, **private)
         except (OSError, ValueError):  # past the end of the file, or a file system that does not map
             return None
         address = np.frombuffer(mapped, np.uint8).ctypes.data
@@ -123,29 +123,29 @@ class Lender:
         return mapped
 
     def _take(self, holder: object) -> bool:
-        """Guards the file, once for all that is lent at a time."""
+        """Takes the lease on the file, which all open maps share; returns whether it is held."""
         if not self._able or os.getpid() != self._process:
             return False
         with self._lock:
             if not self._able:
                 return False
             alone = not self._holders
-            self._holders.add(holder)  # first, so that it is given back whatever comes between
+            self._holders.add(holder)  # before the lease is taken, so that an interrupt in between still releases it
             try:
                 if alone:
-                    # what the kernel would send by default ends the process
+                    # the default signal of a lease would end the process
                     _leases.fcntl(self._fd, _leases.F_SETSIG, signal.SIGURG)
                     _leases.fcntl(self._fd, _leases.F_SETLEASE, _leases.F_RDLCK)
                     return True
                 if _leases.fcntl(self._fd, _leases.F_GETLEASE) == _leases.F_RDLCK:
                     return True
             except OSError as error:
-                # EAGAIN: somebody has it open to write; all else will be the same next time
+                # EAGAIN: another process has it open to write; any other error would come again
                 self._able = error.errno == errno.EAGAIN
-            self._holders.discard(holder)  # or somebody waits to write to it
+            self._holders.discard(holder)  # no lease, or another process waits to write
             return False
 
-    def _give_back(self, holder: object) -> None:
+    def _release(self, holder: object) -> None:
         if os.getpid() != self._process:
             return  # a fork inside of the body: the lease is its parent's
         with self._lock:

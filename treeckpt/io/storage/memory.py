@@ -1,31 +1,57 @@
-"""Memory for blocks of files: page-aligned, as reading and writing past the page cache needs it."""
+"""Memory for the blocks of files: page-aligned buffers, and slabs from which a load takes its new arrays."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 
-__all__ = ["HUGE", "PAGE", "aligned_buffer", "ask_for_huge_pages"]
+__all__ = ["HUGE", "PAGE", "SlabAllocator", "advise_huge_pages", "aligned_buffer"]
 
 PAGE = 4096
 HUGE = 2 << 20
+"""Bytes of a huge page."""
+SLAB = 64 << 20
+"""Bytes of address space of one slab; only the pages that are touched take memory."""
+ALIGN = 64
 
 
 def aligned_buffer(nbytes: int, *, huge: bool = False) -> memoryview:
-    """Zeroed, page-aligned memory of its own; in huge pages if asked.
+    """Allocates zeroed, page-aligned memory, as reads and writes past the page cache need it.
 
-    Page faults are half of a load otherwise, and what lies together in memory goes to the device as one request.
+    Args:
+        huge: requests huge pages: page faults take half of the time of a load otherwise, and physically contiguous
+            memory goes to the device as one request.
     """
-    # private: huge pages are mostly switched off for shared memory, which is what mmap makes by itself
+    # private: huge pages are mostly switched off for shared memory, which is the default of mmap
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, max(nbytes, PAGE), **private)
     if huge and nbytes >= HUGE:
-        ask_for_huge_pages(memory)
+        advise_huge_pages(memory)
     return memoryview(memory)[:nbytes]
 
 
-def ask_for_huge_pages(memory: mmap.mmap) -> None:
-    """Asks for them before memory is touched; systems without them, or that refuse, give small ones."""
+def advise_huge_pages(memory: mmap.mmap) -> None:
+    """Requests huge pages for memory that is not touched yet; systems without them use small pages."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+class SlabAllocator:
+    """Allocates arrays from slabs in huge pages.
+
+    Touching new memory in pages of 4 KiB costs as much as reading it from the device. Arrays of a few megabytes are too
+    small for huge pages of their own, so they share slabs; a slab is freed with the last array in it.
+    """
+
+    def __init__(self) -> None:
+        self._rest = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """Returns zeroed memory, aligned to 64 bytes, that no other array shares."""
+        if nbytes >= SLAB // 2:
+            return aligned_buffer(nbytes, huge=True)
+        if nbytes > len(self._rest):
+            self._rest = aligned_buffer(SLAB, huge=True)
+        piece, self._rest = self._rest[:nbytes], self._rest[-(-nbytes // ALIGN) * ALIGN :]
+        return piece

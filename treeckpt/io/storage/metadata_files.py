@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.format.check_index import check_there, is_long
+from ...core.format.check_index import check_against_files, needs_file_sizes
 from ...core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ...core.format.records import Index
 from ...core.format.shard_header import parse_shard_name
@@ -43,8 +43,8 @@ def read_index(store: Store) -> Index:
     except OSError as error:
         raise unreadable(error, label, kind=CorruptError) from error
     index = decode_index(data, label)
-    if is_long(index, len(data)):
-        check_there(index, store.sizes(), store.url)
+    if needs_file_sizes(index, len(data)):
+        check_against_files(index, store.sizes(), store.url)
     return index
 
 

@@ -1,8 +1,8 @@
-"""Writers of objects: small ones in one request, large ones in parts while they are still being made.
+"""Writers of objects: small objects in one request, large objects by multipart upload.
 
-An upload takes its parts in order, from the first byte on, so a large object's writer is `ordered`: its header comes
-first, not last. A thread of its own takes the blocks as they come; no more of them wait here than `WAITING`, and no
-more parts are on their way than the bucket allows, so memory stays bounded whatever the size of the object.
+An upload takes its parts in order, from the first byte on, so the writer of a large object is `ordered`: its header is
+written first, not last. The upload runs in a thread of its own while later blocks are still being produced. At most
+`WAITING` blocks are queued, and the bucket limits the parts in flight, so memory is bounded whatever the object's size.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ import time
 from collections.abc import Iterator
 
 from ...errors import StoreError
-from .bucket import Bucket
+from .bucket import ObjectBucket
 
-__all__ = ["WHOLE", "PartsWriter", "WholeWriter"]
+__all__ = ["SINGLE_PUT_LIMIT", "MultipartWriter", "SinglePutWriter"]
 
-WHOLE = 16 << 20
+SINGLE_PUT_LIMIT = 16 << 20
 """Bytes up to which an object is kept in memory and written in one request."""
 WAITING = 2
+"""Blocks in the queue, at most."""
 PATIENCE = 600.0
-"""Seconds for which a block waits for those before it."""
+"""Seconds that a block waits for the blocks before it."""
 
 
 class _Aborted(Exception):
-    """Ends an upload that is not wanted any more."""
+    """Ends an upload that was aborted."""
 
 
-class WholeWriter:
-    """A small object: blocks are kept, and written at the commit."""
+class SinglePutWriter:
+    """Writes a small object: collects its blocks and writes them in `commit`."""
 
     ordered = False
 
-    def __init__(self, bucket: Bucket, key: str, nbytes: int) -> None:
+    def __init__(self, bucket: ObjectBucket, key: str, nbytes: int) -> None:
         self._bucket, self._key = bucket, key
         self._data: bytearray | None = bytearray(nbytes)
 
@@ -53,12 +54,12 @@ class WholeWriter:
         self._data = None
 
 
-class PartsWriter:
-    """A large object: blocks go out in order, while later ones are still being made."""
+class MultipartWriter:
+    """Writes a large object: uploads its blocks in order while later ones are still being produced."""
 
     ordered = True
 
-    def __init__(self, bucket: Bucket, key: str, nbytes: int) -> None:
+    def __init__(self, bucket: ObjectBucket, key: str, nbytes: int) -> None:
         self._bucket, self._key, self._nbytes = bucket, key, nbytes
         self._taken = 0
         self._ahead = threading.Condition()
@@ -73,7 +74,9 @@ class PartsWriter:
             self._bucket.upload(self._key, self._nbytes, self._stream())
         except BaseException as error:
             self._error = error
-            with contextlib.suppress(queue.Empty):  # whoever waits to put something finds room, and the error
+            with contextlib.suppress(
+                queue.Empty
+            ):  # a writer that waits for room in the queue goes on, and finds the error
                 while True:
                     self._blocks.get_nowait()
         finally:
@@ -88,14 +91,6 @@ class PartsWriter:
             raise _Aborted(f"{self._key}: ended after {self._taken} of {self._nbytes} bytes")
 
     def write(self, offset: int, data: memoryview) -> None:
-        self._wait_for_turn(offset)
-        if len(data):
-            self._put(bytes(data))  # a copy: the caller fills its buffer anew as soon as this returns
-        with self._ahead:
-            self._taken = offset + len(data)
-            self._ahead.notify_all()
-
-    def _wait_for_turn(self, offset: int) -> None:
         with self._ahead:
             waited_since, seen = time.monotonic(), self._taken
             while self._taken != offset and not self._ended:
@@ -105,6 +100,11 @@ class PartsWriter:
                 if offset < self._taken or time.monotonic() - waited_since > PATIENCE:
                     raise ValueError(f"{self._key}: a block at {offset} where {self._taken} is next")
         self._check()
+        if len(data):
+            self._put(bytes(data))  # a copy: the caller reuses its buffer as soon as this returns
+        with self._ahead:
+            self._taken = offset + len(data)
+            self._ahead.notify_all()
 
     def _put(self, block: bytes | None) -> None:
         while True:
@@ -124,7 +124,7 @@ class PartsWriter:
             raise self._error
 
     def abort(self) -> None:
-        """Has the parts that were sent thrown away."""
+        """Aborts the upload: the service discards the parts that were sent."""
         if self._ended:
             return
         self._aborted = True

@@ -1,8 +1,8 @@
 """Runs and checkpoints in object stores: `s3://bucket/run/step_00000100`, `gs://`, `az://`, and what fsspec knows.
 
-A directory is a prefix: it is there as long as an object is. Shards are uploaded in parts and appear whole or not at
-all; the index is published by a conditional write, so of several saves into one place exactly one wins. A crash leaves
-no object behind, only parts of an upload that never ends: those cost money until the bucket's rule for incomplete
+A directory is a prefix: it exists as long as it has an object. Shards are uploaded in parts and become visible when
+complete; the index is published by a conditional write, so of several saves to one path exactly one is committed. A
+crash leaves no object, only parts of an upload that never ends: they cost money until the bucket's rule for incomplete
 multipart uploads removes them (obstore cannot list them).
 
 A whole run is listed by pages of its objects, not directory by directory.
@@ -19,35 +19,35 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import CheckpointExists, CorruptError, StoreError
-from .bucket import OBJECT_SCHEMES, Bucket, Found, Listing, split_url
-from .fsspec import open_filesystem
-from .multipart import WHOLE, PartsWriter, WholeWriter
+from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectInfo, ObjectListing, split_url
+from .fsspec import open_fsspec
+from .multipart import SINGLE_PUT_LIMIT, MultipartWriter, SinglePutWriter
 from .obstore import ObstoreBucket
-from .run_store import Entry
+from .run_store import DirectoryEntry
 from .store import Writer
 
 __all__ = ["ObjectFolder", "ObjectRun", "ObjectStore", "open_address"]
 
 HEAD = 64 << 10
-"""Bytes that the first read of an object's beginning brings: its header comes with the length of it."""
+"""Bytes fetched by the first small read at the beginning of an object: a header comes together with its length."""
 _ODD = re.compile(r"[\x00-\x1f\x7f/]")
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOME", "SSL_CERT_FILE")
 
 
-def open_bucket(url: str, options: Mapping[str, Any]) -> tuple[Bucket, str]:
-    """The place that a URL is in, and the key that it names there.
+def open_bucket(url: str, options: Mapping[str, Any]) -> tuple[ObjectBucket, str]:
+    """Opens the bucket of a URL; returns it with the key that the URL names.
 
     Raises:
-        StoreError: the URL is of no known kind, the library for it is not installed, or an option is wrong.
+        StoreError: the URL's scheme is not known, its library is not installed, or an option is wrong.
     """
     if url.partition("://")[0] in OBJECT_SCHEMES:
         root, key = split_url(url)
         return ObstoreBucket(root, options), key
-    return open_filesystem(url, options)
+    return open_fsspec(url, options)
 
 
 class ObjectStore:
-    """A checkpoint's files as objects under a prefix.
+    """The files of a checkpoint as objects under a prefix.
 
     Args:
         url: `s3://bucket/run/step_00000100` and the like.
@@ -55,7 +55,7 @@ class ObjectStore:
             fsspec file system.
 
     Raises:
-        StoreError: the URL is of no known kind, the library for it is not installed, or an option is wrong.
+        StoreError: the URL's scheme is not known, its library is not installed, or an option is wrong.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -63,18 +63,18 @@ class ObjectStore:
         self._heads: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    _met = ""
-    """An object that was read."""
+    _seen = ""
+    """The name of an object that was read."""
 
     @classmethod
-    def _within(cls, bucket: Bucket, prefix: str) -> ObjectStore:
-        """The store of a prefix in a bucket that is open."""
+    def _within(cls, bucket: ObjectBucket, prefix: str) -> ObjectStore:
+        """Returns the store of a prefix in a bucket that is open."""
         store = cls.__new__(cls)
         store._bucket, store._prefix, store._heads, store._lock = bucket, prefix, {}, threading.Lock()
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.url, dict(self._bucket.options))
+        return _open_store, (self.url, dict(self._bucket.options))
 
     @property
     def url(self) -> str:
@@ -82,7 +82,7 @@ class ObjectStore:
 
     @property
     def address(self) -> bytes | None:
-        """By which another process opens the same store; None where it would find another one, or cannot be told."""
+        """What another process needs to open the same store; None if it cannot open it, or it cannot be pickled."""
         if not self._bucket.shared:
             return None
         env = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
@@ -92,35 +92,35 @@ class ObjectStore:
             return None
 
     def _key(self, name: str) -> str:
-        """The key of a file.
+        """Returns the key of a file.
 
         Raises:
-            StoreError: a name that would lead out of the prefix.
+            StoreError: the name would lead out of the prefix.
         """
         if not _is_plain(name):
             raise StoreError(f"{self.url}/{name!r:.80}", expected="the plain name of a file", found="something else")
         return f"{self._prefix}/{name}".lstrip("/")
 
     def prepare(self) -> None:
-        """There are no directories to make."""
+        """Does nothing: there are no directories."""
 
-    def entries(self) -> dict[str, Entry]:
-        """What stands under the prefix, by name."""
+    def entries(self) -> dict[str, DirectoryEntry]:
+        """Lists the direct children of the prefix, by name."""
         listing = self._bucket.list(self._prefix)
-        found = {name: _entry(one) for name, one in _under(listing, self._prefix).items()}
+        found = {name: _entry(info) for name, info in files_below(listing, self._prefix).items()}
         for key in listing.folders:
-            found.setdefault(key.rpartition("/")[2], Entry(0, 0, regular=False))
-        if not found and self._met:
-            self._refuse_empty(self._met)
+            found.setdefault(key.rpartition("/")[2], DirectoryEntry(0, 0, regular=False))
+        if not found and self._seen:
+            self._check_empty()
         return found
 
-    def _refuse_empty(self, met: str) -> None:
-        """Refuses an empty listing where an object that was read is still there."""
+    def _check_empty(self) -> None:
+        """Raises StoreError for an empty listing if an object that was read still exists."""
         with contextlib.suppress(FileNotFoundError):
-            self._bucket.size(self._key(met))
+            self._bucket.size(self._key(self._seen))
             raise StoreError(
                 self.url,
-                expected=f"a listing with {met}, which is there",
+                expected=f"a listing with {self._seen}, which is there",
                 found="an empty one",
                 hint="Something between here and the store answers in its place: look at the proxy and the endpoint",
             )
@@ -132,7 +132,7 @@ class ObjectStore:
         data, _ = self._bucket.read(self._key(name), limit)
         if len(data) > limit:
             raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found="more")
-        self._met = name
+        self._seen = name
         return data
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
@@ -153,10 +153,10 @@ class ObjectStore:
             )
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
-        return False  # everything comes over the network
+        return False  # nothing is cached on this host
 
     def _head(self, name: str, key: str, offset: int, nbytes: int) -> bytes | None:
-        """The beginning of an object, fetched when the first few bytes of it are wanted; None for what is not in it."""
+        """Returns the first `HEAD` bytes of an object if they hold the range; fetches them for a small read at 0."""
         head = self._heads.get(name)
         if head is None and offset == 0 and nbytes < 4096:
             memory = bytearray(HEAD)
@@ -183,7 +183,7 @@ class ObjectStore:
         try:
             self._bucket.size(key)
         except FileNotFoundError:
-            return (WholeWriter if nbytes <= WHOLE else PartsWriter)(self._bucket, key, nbytes)
+            return (SinglePutWriter if nbytes <= SINGLE_PUT_LIMIT else MultipartWriter)(self._bucket, key, nbytes)
         raise FileExistsError(f"{self.url}/{name}")
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
@@ -192,15 +192,15 @@ class ObjectStore:
         except FileExistsError as error:
             raise self._exists(name) from error
 
-    def swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
-        """Publishes a file over the one that is there, if that is what is expected, and still is at that moment.
+    def compare_and_swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
+        """Replaces a file by a conditional write if its content is as expected; creates it if there is none.
 
         Args:
-            holds: whether what is there is what may be replaced.
-            limit: bytes of what is there, at most.
+            holds: whether this content may be replaced.
+            limit: the size of the present content in bytes, at most.
 
         Raises:
-            CheckpointExists: it is not.
+            CheckpointExists: the content is another one, or was replaced meanwhile.
         """
         key = self._key(name)
         try:
@@ -222,7 +222,7 @@ class ObjectStore:
         self._bucket.delete(self._key(name))
 
     def tidy(self) -> bool:
-        """Removes what an empty directory leaves, where there are such; says whether it is empty."""
+        """Removes the directory of the prefix if it is empty (fsspec has some); returns whether it is empty."""
         if self.entries():
             return False
         self._bucket.tidy(self._prefix)
@@ -233,29 +233,29 @@ class ObjectFolder:
     """A prefix of a run, as a directory.
 
     Args:
-        entries: what a listing has just found in it; None to list it when that is asked for.
+        entries: its content from a listing of the run; None lists it on each call.
     """
 
     is_link = False
 
-    def __init__(self, store: ObjectStore, entries: dict[str, Entry] | None = None) -> None:
+    def __init__(self, store: ObjectStore, entries: dict[str, DirectoryEntry] | None = None) -> None:
         self.store, self.url, self._entries = store, store.url, entries
         self.name = store.url.rpartition("/")[2]
 
     def modified_ns(self) -> int | None:
         return max((entry.modified_ns for entry in self.entries().values()), default=None)
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, DirectoryEntry]:
         return self.store.entries() if self._entries is None else self._entries
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> DirectoryEntry | None:
         return self.entries().get(name)
 
     def sync(self) -> None:
-        """What is deleted stays so."""
+        """Does nothing: deletions are durable."""
 
     def remove(self) -> bool:
-        """There is no directory once nothing is in it."""
+        """Returns whether the prefix is empty: then there is no directory."""
         return self.store.tidy()
 
 
@@ -264,7 +264,7 @@ class ObjectRun:
 
     Args:
         url: `s3://bucket/run` and the like.
-        options: as of `ObjectStore`.
+        options: same as for `ObjectStore`.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -287,26 +287,26 @@ class ObjectRun:
         return ObjectFolder(ObjectStore._within(self._bucket, f"{self._prefix}/{name}".lstrip("/")))
 
     def folders(self) -> list[ObjectFolder]:
-        """All of them with what is in them, by one listing of the whole run."""
-        entries: dict[str, dict[str, Entry]] = {}
+        """Returns all directories with their content, by one listing of the whole run."""
+        entries: dict[str, dict[str, DirectoryEntry]] = {}
         for found in self._bucket.walk(self._prefix):
             if not _is_below(found.key, self._prefix):
                 continue
             name, _, rest = found.key[len(self._prefix) :].lstrip("/").partition("/")
             if rest and _is_plain(name) and not name.startswith("."):
                 inner, _, deeper = rest.partition("/")
-                entries.setdefault(name, {})[inner] = Entry(0, 0, regular=False) if deeper else _entry(found)
+                entries.setdefault(name, {})[inner] = DirectoryEntry(0, 0, regular=False) if deeper else _entry(found)
         return [ObjectFolder(self.folder(name).store, entries[name]) for name in sorted(entries)]
 
 
 def open_address(address: bytes) -> ObjectStore:
-    """The store of an `ObjectStore.address`, in a process that was started for it: takes its credentials over."""
-    url, options, env = pickle.loads(address)  # from our own parent, by a socket that only it has
+    """Opens the store of an `ObjectStore.address` in a writer process; copies the credentials into its environment."""
+    url, options, env = pickle.loads(address)  # safe: it comes from the parent process over a private socket
     os.environ.update(env)
     return ObjectStore(url, **options)
 
 
-def _reopened(url: str, options: Mapping[str, Any]) -> ObjectStore:
+def _open_store(url: str, options: Mapping[str, Any]) -> ObjectStore:
     return ObjectStore(url, **options)
 
 
@@ -318,15 +318,11 @@ def _is_below(key: str, prefix: str) -> bool:
     return not prefix or key.startswith(f"{prefix}/")
 
 
-def _under(listing: Listing, prefix: str) -> dict[str, Found]:
-    """The objects straight under a prefix by name; what a service lists beside that is left out."""
-    found: dict[str, Found] = {}
-    for one in listing.files:
-        name = one.key[len(prefix) :].lstrip("/")
-        if _is_below(one.key, prefix) and _is_plain(name):
-            found[name] = one
-    return found
+def files_below(listing: ObjectListing, prefix: str) -> dict[str, ObjectInfo]:
+    """Returns the objects directly below a prefix by name; other keys, which some services list too, are left out."""
+    names = {info.key[len(prefix) :].lstrip("/"): info for info in listing.files if _is_below(info.key, prefix)}
+    return {name: info for name, info in names.items() if _is_plain(name)}
 
 
-def _entry(found: Found) -> Entry:
-    return Entry(found.nbytes, found.modified_ns, found.number)
+def _entry(found: ObjectInfo) -> DirectoryEntry:
+    return DirectoryEntry(found.nbytes, found.modified_ns, found.number)

@@ -1,4 +1,4 @@
-"""Opens what a path or URL names: the store of a checkpoint, its directory, or a run."""
+"""Opens a path or URL as the store of a checkpoint, as its directory, or as a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["open_folder", "open_run", "open_store"]
 
 
 def open_store(path: str | os.PathLike[str] | Store) -> Store:
-    """The store of a path or URL, or the store itself.
+    """Returns the store of a path or URL; a store is returned as it is.
 
     Raises:
-        StoreError: a URL of a kind that is not known, or whose library is not installed.
-        CheckpointError: nothing like a path, or an empty one.
+        StoreError: the URL's scheme is not known, or its library is not installed.
+        CheckpointError: `path` is not a path, or is empty.
     """
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
@@ -37,11 +37,11 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
 
 
 def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
-    """The run of a path or URL, or the run itself.
+    """Returns the run of a path or URL; a run is returned as it is.
 
     Raises:
-        StoreError: a URL of a kind that is not known, or whose library is not installed.
-        CheckpointError: an empty path.
+        StoreError: the URL's scheme is not known, or its library is not installed.
+        CheckpointError: the path is empty.
     """
     if not isinstance(run, (str, os.PathLike)):
         return run
@@ -53,10 +53,10 @@ def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """The directory of a checkpoint's path or URL.
+    """Returns the directory of a checkpoint's path or URL.
 
     Raises:
-        StoreError: as `open_run`.
+        StoreError, CheckpointError: same as for `open_run`.
     """
     text = os.fspath(path)
     check_path(text)

@@ -1,4 +1,4 @@
-"""Is a stretch of a file in the page cache, and how much would fit? Asked of the kernel, without reading or waiting."""
+"""Tells whether a byte range of a file is in the page cache, and how much memory is available; reads no file data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["cache_room", "is_cached"]
+__all__ = ["available_memory", "is_cached"]
 
 PAGE = mmap.PAGESIZE
 CACHESTAT = 451
-"""The number of the system call, on every machine that has had it since it was given numbers the same everywhere."""
-_answers = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64", "ppc64le", "s390x")
+"""The number of the system call cachestat, the same on all architectures of `_has_cachestat`."""
+_has_cachestat = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64", "ppc64le", "s390x")
 
 
 class _Range(ctypes.Structure):
@@ -28,7 +28,7 @@ class _Range(ctypes.Structure):
 
 
 class _Counts(ctypes.Structure):
-    """Pages of a range: in the cache, and others that are not asked for."""
+    """Page counts of a range; only `cached` is used."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent")]
 
@@ -36,7 +36,7 @@ class _Counts(ctypes.Structure):
 @lru_cache(maxsize=1)
 def _libc() -> Any:
     try:
-        libc = ctypes.PyDLL(None, use_errno=True)  # what takes 2 us is not worth letting go of Python's lock
+        libc = ctypes.PyDLL(None, use_errno=True)  # a call of 2 us is not worth releasing the GIL
         libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
     except (OSError, AttributeError, TypeError):
@@ -45,7 +45,7 @@ def _libc() -> Any:
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Whether all pages of the stretch are in memory; False where that cannot be told."""
+    """Whether all pages of a byte range are in memory; False if that cannot be known."""
     if nbytes <= 0 or (libc := _libc()) is None:
         return False
     low = offset // PAGE * PAGE
@@ -56,21 +56,22 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def _count(libc: Any, fd: int, low: int, length: int) -> int | None:
-    """Pages of a range that are in the page cache; None where the kernel does not say (Linux does, from 6.5 on)."""
-    global _answers
-    if not _answers:
+    """Returns how many pages of a range are in the page cache; None without cachestat (Linux before 6.5)."""
+    global _has_cachestat
+    if not _has_cachestat:
         return None
     counts = _Counts()
     if libc.syscall(CACHESTAT, fd, ctypes.byref(_Range(low, length)), ctypes.byref(counts), 0) == 0:
         return int(counts.cached)
     if ctypes.get_errno() == errno.ENOSYS:
-        _answers = False
+        _has_cachestat = False
     return None
 
 
 def _all_in_core(libc: Any, fd: int, low: int, length: int) -> bool:
-    """The same, asked of older kernels: by a map of the range."""
-    if not hasattr(mmap, "PROT_READ") or not _is_told(fd):
+    """Whether all pages are in memory by mincore on a map of the range, for kernels without cachestat."""
+    # the kernel reports every page of another user's file as cached, to keep their use secret
+    if not hasattr(mmap, "PROT_READ") or os.geteuid() not in (0, os.fstat(fd).st_uid):
         return False
     try:
         mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=low)
@@ -83,13 +84,8 @@ def _all_in_core(libc: Any, fd: int, low: int, length: int) -> bool:
     return found == 0 and bool((pages & 1).all())
 
 
-def _is_told(fd: int) -> bool:
-    """Whether the kernel answers this user truly: of files that are secret to it, it calls every page cached."""
-    return os.geteuid() in (0, os.fstat(fd).st_uid)
-
-
-def cache_room() -> int:
-    """Bytes that the system could use without swapping; 0 where it does not say."""
+def available_memory() -> int:
+    """Returns the bytes of memory that can be used without swapping; 0 if not known."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,7 +1,7 @@
-"""The process that owns a file: this one, and whether another one still runs.
+"""Identifies the process that owns a file, and tells whether it still runs.
 
-The kernel answers for processes of this boot of this host, in the process namespace of this process: in a container the
-same number is another process. Of all other processes only what they write is known here.
+The kernel knows the processes of this boot of this host, in the process namespace of this process: in a container the
+same pid is another process. Whether any other process runs is not known here.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _known: dict[int, Owner] = {}
 
 
 def this_process() -> Owner:
-    """This process, a forked child as itself."""
+    """Returns the identity of this process; a forked child has its own."""
     pid = os.getpid()
     owner = _known.get(pid)
     if owner is None:
         _known.clear()
-        owner = _known[pid] = Owner(socket.gethostname(), pid, _boot(), _stat(pid)[1])
+        owner = _known[pid] = Owner(socket.gethostname(), pid, _boot_id(), _stat(pid)[1])
     return owner
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -37,7 +37,7 @@ def _boot() -> str:
 
 
 def _stat(pid: int) -> tuple[bool, int]:
-    """Whether a process is a zombie of which no thread is left, and when it began; zeros where that is not known."""
+    """Returns whether a process is a zombie without live threads, and its start time; (False, 0) if not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0] in "ZX" and int(fields[17]) <= 1, int(fields[19])
@@ -45,7 +45,7 @@ def _stat(pid: int) -> tuple[bool, int]:
 
 
 def is_running(owner: Owner) -> bool | None:
-    """Whether a process still runs; None where that cannot be known here."""
+    """Whether a process still runs; None if that cannot be known here."""
     here = this_process()
     if owner == here:
         return True
@@ -55,7 +55,7 @@ def is_running(owner: Owner) -> bool | None:
         os.kill(owner.pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # it is another user's
+    except (OSError, OverflowError):  # it belongs to another user
         pass
     ended, started = _stat(owner.pid)
     return not ended and (not started or started == owner.started)

@@ -1,8 +1,8 @@
-"""Keeps the record of a save under way in its directory: small, replaced as a whole, never a reason to fail.
+"""Keeps the progress record of a save in the checkpoint's directory: a small file that is replaced as a whole.
 
-As bytes are written a record is renewed, from `PATIENCE` seconds on, at most every `PAUSE` seconds (`FAR_PAUSE` in an
-object store), and in any case every `BEAT` seconds; it is not made durable. `counting` gives a store through which
-bytes are counted as they are written.
+While bytes are written a record is renewed, from `PATIENCE` seconds on, at most every `PAUSE` seconds (`FAR_PAUSE` in
+an object store), and in any case every `BEAT` seconds. It is not made durable, and an error in writing it never makes
+the save fail.
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ from ...core.format.save_progress import (
     progress_name,
 )
 from ...errors import TreeckptError
+from .counting_store import CountingStore
 from .object_store import ObjectStore
 from .process_owner import is_running, this_process
-from .store import LocalStore, MemoryStore, Store, Writer
+from .store import LocalStore, MemoryStore, Store
 
-__all__ = ["LAPSE", "ProgressNote", "is_alive", "put_note", "read_progress"]
+__all__ = ["LAPSE", "ProgressRecorder", "is_alive", "read_progress", "replace_file"]
 
 PATIENCE = 0.5
 PAUSE = 0.25
 FAR_PAUSE = 5.0
-"""Seconds between renewals where each is a request that costs."""
+"""Seconds between renewals where each one is a request that costs money."""
 BEAT = 15.0
 """Seconds between renewals of a save that writes nothing new."""
 LAPSE = 600.0
-"""Seconds after which a record that was not renewed means that its process has ended, where that cannot be seen; hosts'
-clocks may differ by less."""
+"""Seconds after which a record that was not renewed counts as that of an ended process, where the process cannot be
+seen; the clocks of hosts may differ by less."""
+
+_own_records: set[str] = set()
+"""The names of this process's records of saves that have not ended."""
 
 
-def put_note(store: Store, name: str, data: bytes) -> None:
-    """Replaces a small file atomically, without making it durable where the store can do without."""
+def replace_file(store: Store, name: str, data: bytes) -> None:
+    """Replaces a small file atomically; on a local file system without making it durable."""
     if not isinstance(store, LocalStore):
         store.publish(name, data, replace=True)
         return
@@ -52,15 +56,15 @@ def put_note(store: Store, name: str, data: bytes) -> None:
         with open(temporary, "wb") as file:
             file.write(data)
         os.replace(temporary, store.directory / name)
-    except BaseException:  # a full disk takes the name and not the content
+    except BaseException:  # a full disk creates the name and refuses the content
         temporary.unlink(missing_ok=True)
         raise
 
 
 def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
-    """The records among a directory's files, by save and rank; those that cannot be read are left out.
+    """Reads the progress records among a directory's files, ordered by save and rank; unreadable ones are skipped.
 
-    A save that was killed leaves its record behind: look at `updated_ns`.
+    A save that was killed leaves its record: `updated_ns` says how old it is.
     """
     found: list[Progress] = []
     for name in names:
@@ -74,133 +78,107 @@ def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
     return sorted(found, key=lambda progress: (progress.started_ns, progress.save_id, progress.rank))
 
 
-class ProgressNote:
-    """One rank's record of one save.
+class ProgressRecorder:
+    """Writes the progress record of one rank in one save.
 
-    Rank 0's stands before its first shard is made and until the save has ended: it proves that the save is alive, and,
-    once its process has ended, that the save is dead. In an object store it is put up beside the writing, and stands
-    when `commit` returns. The others put theirs up once the save has taken `PATIENCE` seconds. All are renewed.
+    The record of rank 0 exists from before its first shard is created until the save has ended: it proves that the save
+    is alive, and, once its process has ended, that the save is dead. In an object store it is written at the same time
+    as the shards, and exists when `commit` returns. The other ranks write theirs once the save has taken `PATIENCE`
+    seconds. All are renewed.
 
     Args:
-        first: what it says at the start.
-        heard: is told the bytes written so far, as often as the record is renewed, from the first block on.
+        first: the record at the start of the save.
+        on_progress: called with the bytes written so far, as often as the record is renewed, from the first block on.
     """
 
-    def __init__(self, store: Store, first: Progress, *, heard: Callable[[int], None] = lambda written: None) -> None:
-        self._store, self._now, self._heard = store, msgspec.structs.replace(first, owner=this_process()), heard
+    def __init__(self, store: Store, first: Progress, *, on_progress: Callable[[int], object] | None = None) -> None:
+        self._store, self._on_progress = store, on_progress
+        self._record = msgspec.structs.replace(first, owner=this_process())
         self._name = progress_name(first.rank, first.save_id)
-        self._lock, self._putting = threading.Lock(), threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self._started = self._renewed = time.monotonic()
         far = isinstance(store, ObjectStore)
         self._pause = FAR_PAUSE if far else 0.0
-        self._noted = -FAR_PAUSE
-        self._up, self._stands, self._ended = False, threading.Event(), threading.Event()
-        # what is in this process's memory goes with it
+        self._written_at = -FAR_PAUSE
+        self._exists, self._begun, self._ended = False, threading.Event(), threading.Event()
+        # a store in this process's memory ends with the process
         at_once = first.rank == 0 and not isinstance(store, MemoryStore)
-        self._at_once, self._soon = at_once and not far, at_once and far
+        self._write_in_begin, self._write_in_thread = at_once and not far, at_once and far
 
     def begin(self) -> None:
-        """The save begins to write."""
-        if self._at_once:
-            self._put()
+        """Starts the record, before the save writes its first shard."""
+        if self._write_in_begin:
+            self._write()
         try:
-            _thread.start_new_thread(self._keep, ())  # a Thread's start waits for the thread, which takes milliseconds
+            _thread.start_new_thread(self._keep, ())  # Thread.start waits for the thread, which takes milliseconds
         except RuntimeError:  # no thread can be started, as when the interpreter ends
-            self._stands.set()
+            self._begun.set()
 
     def _keep(self) -> None:
         """Renews the record until the save has ended."""
-        if self._soon:
-            self._put()
-        self._stands.set()
+        if self._write_in_thread:
+            self._write()
+        self._begun.set()
         while not self._ended.wait(BEAT):
-            self._put()
+            self._write()
 
-    def _put(self) -> None:
-        with self._putting, contextlib.suppress(Exception):
+    def _write(self) -> None:
+        with self._writing, contextlib.suppress(Exception):
             if not self._ended.is_set():
-                self._up = True
-                _held.add(self._name)
-                record = msgspec.structs.replace(self._now, alive_ns=time.time_ns())
-                put_note(self._store, self._name, encode_progress(record))
+                self._exists = True
+                _own_records.add(self._name)
+                record = msgspec.structs.replace(self._record, alive_ns=time.time_ns())
+                replace_file(self._store, self._name, encode_progress(record))
 
     def counting(self) -> Store:
-        """The store, with all that is written to new files counted."""
-        return _Counting(self._store, self.add)
+        """Returns the store with all bytes that are written to new files counted in this record."""
+        return CountingStore(self._store, self.add)
 
     def add(self, nbytes: int) -> None:
-        """So many bytes more are written."""
+        """Adds written bytes to the record."""
         with self._lock:
             now = time.monotonic()
             due = now - self._renewed >= PAUSE
-            self._now = msgspec.structs.replace(self._now, written=self._now.written + nbytes)
+            self._record = msgspec.structs.replace(self._record, written=self._record.written + nbytes)
             if due:
                 self._renewed = now
                 self._renew(now)
 
     def commit(self) -> None:
-        """This rank's shards are durable."""
+        """Records that the shards of this rank are durable."""
         with self._lock:
-            self._now = msgspec.structs.replace(self._now, phase="commit", written=self._now.planned)
-            self._stands.wait()
-            if self._up:
+            self._record = msgspec.structs.replace(self._record, phase="commit", written=self._record.planned)
+            self._begun.wait()
+            if self._exists:
                 self._renew(time.monotonic(), last=True)
 
     def _renew(self, now: float, *, last: bool = False) -> None:
-        self._heard(self._now.written)
-        if now - self._started >= PATIENCE and (last or now - self._noted >= self._pause):
-            self._noted = now
-            self._now = msgspec.structs.replace(self._now, updated_ns=time.time_ns())
-            self._put()
+        if self._on_progress is not None:
+            self._on_progress(self._record.written)
+        if now - self._started >= PATIENCE and (last or now - self._written_at >= self._pause):
+            self._written_at = now
+            self._record = msgspec.structs.replace(self._record, updated_ns=time.time_ns())
+            self._write()
 
     def end(self) -> None:
         """Removes the record."""
         self._ended.set()
-        _held.discard(self._name)
-        with self._putting:  # what is being put up now stands before it is removed
-            up, self._up = self._up, False
-        if up:
+        _own_records.discard(self._name)
+        with self._writing:  # a record that is being written now is complete before it is removed
+            exists, self._exists = self._exists, False
+        if exists:
             with contextlib.suppress(Exception):
                 self._store.delete(self._name)
 
 
-_held: set[str] = set()
-"""The names of this process's records of saves that have not ended."""
-
-
 def is_alive(name: str, record: Progress, now_ns: int) -> bool | None:
-    """Whether the process that keeps a record may still be at its save; None where the record does not say.
+    """Whether the process that keeps a record may still run its save; None if the record names no process.
 
-    Where the process cannot be seen from here, the record must have been renewed within `LAPSE`.
+    A process that cannot be seen from here counts as alive if it renewed the record within `LAPSE`.
     """
     if record.owner is None:
         return None
     if record.owner == this_process():
-        return name in _held
+        return name in _own_records
     running = is_running(record.owner)
     return running if running is not None else now_ns - record.alive_ns < LAPSE * 1e9
-
-
-class _Counting:
-    """A store whose new files are counted as they are written."""
-
-    def __init__(self, inner: Store, count: Callable[[int], None]) -> None:
-        self._inner, self._count, self.url = inner, count, inner.url
-        self.prepare, self.sizes, self.read, self.read_into = inner.prepare, inner.sizes, inner.read, inner.read_into
-        self.read_parts, self.map, self.publish = inner.read_parts, inner.map, inner.publish
-        self.delete, self.close = inner.delete, inner.close
-
-    def create(self, name: str, nbytes: int) -> Writer:
-        return _CountingWriter(self._inner.create(name, nbytes), self._count)
-
-
-class _CountingWriter:
-    def __init__(self, inner: Writer, count: Callable[[int], None]) -> None:
-        self._inner, self._count = inner, count
-        self.ordered = getattr(inner, "ordered", False)
-        self.commit, self.abort = inner.commit, inner.abort
-
-    def write(self, offset: int, data: memoryview) -> None:
-        self._inner.write(offset, data)
-        if offset:  # the header is no part of what is planned
-            self._count(len(data))

@@ -1,10 +1,10 @@
-"""Readers' leases: a small file beside the index says that somebody reads, and is renewed for as long as that lasts.
+"""Readers' leases: a small file beside the index that a reader renews for as long as it reads.
 
-A reader writes its lease before it reads the index; a deleter looks for leases after the index went. So either the
-reader finds no index, or the deleter finds the lease and leaves the shards for later. That needs no locks, only that
-what one process writes is seen by others within `LEASE`: local file systems, NFS, Lustre and object stores do so. It
-does not hold where the reader may not write (a load from there is not protected), nor where the clocks of hosts differ
-by more than `LEASE`. The lease of a process that has ended, and whose end can be seen here, does not count.
+A reader writes its lease before it reads the index; a deleter looks for leases after it has deleted the index. So
+either the reader finds no index, or the deleter finds the lease and leaves the shards for later. This needs no locks,
+only that what one process writes is seen by others within `LEASE` seconds, as on local file systems, NFS, Lustre and
+object stores. It does not work where the reader has no write permission (a load from there is not protected), nor where
+the clocks of hosts differ by more than `LEASE`. The lease of a process that is known to have ended does not count.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ...core.format.file_names import kind_of, lease_name
+from ...core.format.file_names import lease_name, parse_file_name
 from ...core.format.save_progress import Owner
 from ...errors import StoreError, TreeckptError
 from .process_owner import is_running, this_process
 from .run_store import Folder
 from .store import Store
 
-__all__ = ["LEASE", "has_readers", "hold_lease", "owner_of"]
+__all__ = ["LEASE", "has_readers", "hold_lease", "lease_owner"]
 
 LEASE = 600.0
-"""Seconds for which a lease counts after it was renewed."""
+"""Seconds for which a lease is valid after it was renewed."""
 RENEW = 60.0
 MAX_LEASE = 4096
 """Bytes of a lease, at most."""
@@ -34,12 +34,12 @@ MAX_LEASE = 4096
 
 @contextlib.contextmanager
 def hold_lease(folder: Folder, *, renew: float = RENEW) -> Iterator[bool]:
-    """Holds a lease while the body runs; gives whether there is one: where nothing can be written there is none.
+    """Holds a lease while the body runs; gives False where none can be written.
 
     Args:
         renew: seconds between renewals.
     """
-    if not folder.entries():  # do not bring a directory back
+    if not folder.entries():  # a lease would create the directory again
         yield False
         return
     name, stop = lease_name(secrets.token_hex(8)), threading.Event()
@@ -67,15 +67,15 @@ def hold_lease(folder: Folder, *, renew: float = RENEW) -> Iterator[bool]:
 
 
 def has_readers(folder: Folder, now_ns: int) -> bool:
-    """Whether somebody holds a lease that counts."""
+    """Whether a reader holds a valid lease."""
     entries = folder.entries().items()
-    leases = [(name, entry) for name, entry in entries if (kind := kind_of(name)) and kind.kind == "lease"]
+    leases = [(name, entry) for name, entry in entries if (kind := parse_file_name(name)) and kind.kind == "lease"]
     recent = [name for name, entry in leases if now_ns - entry.modified_ns < LEASE * 1e9]
-    return any((owner := owner_of(folder.store, name)) is None or is_running(owner) is not False for name in recent)
+    return any((owner := lease_owner(folder.store, name)) is None or is_running(owner) is not False for name in recent)
 
 
-def owner_of(store: Store, name: str) -> Owner | None:
-    """The process that holds a lease, None where it does not say."""
+def lease_owner(store: Store, name: str) -> Owner | None:
+    """Returns the process that holds a lease; None if the lease names none or cannot be read."""
     with contextlib.suppress(OSError, TreeckptError, msgspec.MsgspecError):
         return msgspec.json.decode(store.read(name, limit=MAX_LEASE), type=Owner)
     return None

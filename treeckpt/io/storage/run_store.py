@@ -1,8 +1,8 @@
-"""Where a run's checkpoints live: a directory of directories, local or in memory; or objects, see `objects`.
+"""The directory of a run, with a directory for each checkpoint: local or in memory (`object_store` has it for objects).
 
-A folder is one of those directories: it gives the store of its files, and what a store does not need to know: times,
-and what is no regular file. Retention and the catalog go through this protocol alone. Links are told apart and never
-followed unless the caller asks for it.
+A `Folder` is the directory of one checkpoint: it holds the store of the checkpoint's files, and adds modification times
+and entries that are not regular files. Retention and the catalog use this protocol alone. Symbolic links are recognized
+and never followed unless the caller requests it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from .local_write import sync_directory
 from .store import LocalStore, MemoryStore, Store, Writer
 
 __all__ = [
-    "Entry",
+    "DirectoryEntry",
     "Folder",
     "LocalFolder",
     "LocalRun",
     "MemoryRun",
-    "Remote",
     "RunStore",
-    "changes_of",
-    "folders_of",
+    "SupportsBulkListing",
+    "all_folders",
+    "modified_times",
 ]
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """One name in a folder."""
+class DirectoryEntry(msgspec.Struct, frozen=True):
+    """One entry of a folder."""
 
     nbytes: int
     modified_ns: int
-    """Unix time of the last write, by the clock of whoever holds the files."""
+    """Unix time of the last write, by the clock of the file server or service."""
     number: int = 0
-    """Changes when another file takes the name."""
+    """Another number for another file of the same name, as an inode."""
     regular: bool = True
-    """Whether it is a file, not a directory, a link, a pipe or the like."""
+    """Whether it is a regular file, not a directory, link or pipe."""
 
 
 class Folder(Protocol):
@@ -55,7 +55,7 @@ class Folder(Protocol):
 
     @property
     def url(self) -> str:
-        """What to call it in messages; a path where there is one."""
+        """Its name in messages; a path if it has one."""
         ...
 
     @property
@@ -65,15 +65,15 @@ class Folder(Protocol):
     def is_link(self) -> bool: ...
 
     def modified_ns(self) -> int | None:
-        """When a name was last added or removed; None where there is no such directory."""
+        """Returns when an entry was last added or removed; None if there is no such directory."""
         ...
 
-    def entries(self) -> dict[str, Entry]:
-        """Everything in it; empty where it cannot be listed."""
+    def entries(self) -> dict[str, DirectoryEntry]:
+        """Returns all entries by name; empty if there is no such directory."""
         ...
 
-    def entry(self, name: str) -> Entry | None:
-        """One name in it, None where there is no such file."""
+    def entry(self, name: str) -> DirectoryEntry | None:
+        """Returns one entry, None if there is none of that name."""
         ...
 
     def sync(self) -> None:
@@ -81,48 +81,48 @@ class Folder(Protocol):
         ...
 
     def remove(self) -> bool:
-        """Removes the directory if it is empty, durably; says whether it is gone."""
+        """Removes the directory if it is empty, durably; returns whether it is gone."""
         ...
 
 
 class RunStore(Protocol):
-    """A directory of folders."""
+    """The directory of a run."""
 
     @property
     def url(self) -> str: ...
 
     def names(self) -> list[str]:
-        """Of the directories in it, links to directories too; without hidden ones. Empty where it cannot be listed."""
+        """Returns the names of its directories, links to directories included, hidden ones excluded."""
         ...
 
     def folder(self, name: str) -> Folder:
-        """The folder of that name, whether or not it is there."""
+        """Returns the folder of that name, whether or not it exists."""
         ...
 
 
 @runtime_checkable
-class Remote(Protocol):
-    """A run whose folders are far away: they are listed together, and several are looked at at a time."""
+class SupportsBulkListing(Protocol):
+    """A remote run: its folders are listed together, and several are read at a time."""
 
     def folders(self) -> Sequence[Folder]:
-        """The folders of all names, with what is in them now."""
+        """Returns all folders with their present content."""
         ...
 
 
-def folders_of(run: RunStore) -> Sequence[Folder]:
-    """The folders of all names of a run."""
-    return run.folders() if isinstance(run, Remote) else [run.folder(name) for name in run.names()]
+def all_folders(run: RunStore) -> Sequence[Folder]:
+    """Returns all folders of a run."""
+    return run.folders() if isinstance(run, SupportsBulkListing) else [run.folder(name) for name in run.names()]
 
 
-def changes_of(run: RunStore) -> dict[str, int | None]:
-    """When each folder of a run was last changed, by name; see `Folder.modified_ns`."""
+def modified_times(run: RunStore) -> dict[str, int | None]:
+    """Returns when each folder of a run was last changed, by name; see `Folder.modified_ns`."""
     if isinstance(run, LocalRun):
-        return run.changes()
-    return {folder.name: folder.modified_ns() for folder in folders_of(run)}
+        return run.modified_times()
+    return {folder.name: folder.modified_ns() for folder in all_folders(run)}
 
 
-def _entry(found: os.stat_result) -> Entry:
-    return Entry(found.st_size, found.st_mtime_ns, found.st_ino, stat.S_ISREG(found.st_mode))
+def _entry(found: os.stat_result) -> DirectoryEntry:
+    return DirectoryEntry(found.st_size, found.st_mtime_ns, found.st_ino, stat.S_ISREG(found.st_mode))
 
 
 class LocalFolder:
@@ -145,8 +145,8 @@ class LocalFolder:
             return None
         return found.st_mtime_ns if stat.S_ISDIR(found.st_mode) else None
 
-    def entries(self) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
+    def entries(self) -> dict[str, DirectoryEntry]:
+        found: dict[str, DirectoryEntry] = {}
         try:
             with os.scandir(self.path) as entries:
                 for entry in entries:
@@ -162,7 +162,7 @@ class LocalFolder:
         with contextlib.suppress(FileNotFoundError):  # another process has removed it meanwhile
             sync_directory(self.path)
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> DirectoryEntry | None:
         try:
             return _entry((self.path / name).lstat())
         except OSError:
@@ -182,7 +182,7 @@ class LocalFolder:
 
 
 class LocalRun:
-    """A directory of checkpoint directories. It stays where it was when the process moves to another one."""
+    """A run in a local directory. The path is absolute, so it survives a change of the working directory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -194,11 +194,11 @@ class LocalRun:
                 return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except OSError as error:  # not as if there were nothing: whoever asks would start anew
+        except OSError as error:  # not the same as an empty run: the caller would start training from scratch
             raise unreadable(error, self.url) from error
 
-    def changes(self) -> dict[str, int | None]:
-        """When each directory was last changed, by name: a few microseconds for each."""
+    def modified_times(self) -> dict[str, int | None]:
+        """Returns when each directory was last changed, by name; takes a few microseconds for each."""
         found: dict[str, int | None] = {}
         with contextlib.suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
@@ -215,7 +215,7 @@ class LocalRun:
 
 
 class _TimedStore(MemoryStore):
-    """Files in memory that know when they were written."""
+    """A memory store that records when its files were written."""
 
     def __init__(self, name: str, clock: Callable[[], int]) -> None:
         super().__init__(name)
@@ -240,7 +240,7 @@ class _TimedStore(MemoryStore):
 
 
 class _MemoryFolder:
-    """A store of a `MemoryRun`."""
+    """The folder of one store of a `MemoryRun`."""
 
     is_link = False
 
@@ -251,11 +251,11 @@ class _MemoryFolder:
     def modified_ns(self) -> int | None:
         return self.store.changed_ns
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, DirectoryEntry]:
         sizes, times = self.store.sizes(), self.store.times
-        return {name: Entry(nbytes, times[name], times[name]) for name, nbytes in sizes.items()}
+        return {name: DirectoryEntry(nbytes, times[name], times[name]) for name, nbytes in sizes.items()}
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> DirectoryEntry | None:
         return self.entries().get(name)
 
     def sync(self) -> None:
@@ -269,7 +269,7 @@ class _MemoryFolder:
 
 
 class MemoryRun:
-    """A run in this process's memory: for tests, and for checkpoints that never need a disk."""
+    """A run in this process's memory, for tests and for checkpoints that need no disk."""
 
     def __init__(self, name: str = "run", *, clock: Callable[[], int] = time.time_ns) -> None:
         self.url, self.clock = f"memory://{name}", clock

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ...core.format.damage import leaves_in
+from ...core.format.damage import leaves_in_range
 from ...core.format.records import File, Index
-from ...core.format.seals import check_text
+from ...core.format.seals import check_no_zeros
 from ...core.format.shard_header import ShardHeader, block_count, decode_header, hash_block, hash_parts, header_nbytes
 from ...errors import CheckpointError, CorruptError
 from ..timing import Recorder
 from .memory import PAGE, aligned_buffer
-from .store import TEXT, Lending, Store
+from .store import TEXT, Store, SupportsMappedReads
 
 __all__ = [
     "ByteRange",
@@ -78,11 +78,11 @@ def _header_data(store: Store, name: str, file_size: int | None, wanted: int | N
     data = bytearray(min(size, TEXT))
     store.read_into(name, 0, memoryview(data))
     if size > TEXT:
-        check_text(data[8:], 8, label)
+        check_no_zeros(data[8:], 8, label)
     for at in range(TEXT, size, TEXT):
         part = bytearray(min(size - at, TEXT))
         store.read_into(name, at, memoryview(part))
-        check_text(part, at, label)
+        check_no_zeros(part, at, label)
         data += part
     return data
 
@@ -182,7 +182,7 @@ def _compare(store: Store, opened: Opened, start: int, nbytes: int, found: int) 
 
 def _named(store: Store, index: Index, file: File, first: int, last: int) -> str:
     """A file, after the leaves with bytes in a stretch of it, for an error."""
-    paths = [index.entries[number].path or "<root>" for number in leaves_in(index, file, first, last)]
+    paths = [index.entries[number].path or "<root>" for number in leaves_in_range(index, file, first, last)]
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     return f"{', '.join(paths[:3])}{more}: {store.url}/{file.name}" if paths else f"{store.url}/{file.name}"
 
@@ -218,7 +218,7 @@ class Shards:
 
     def __init__(self, store: Store, index: Index, recorder: Recorder, *, verify: bool, whole: bool = True) -> None:
         self.store, self.index, self.verify, self.recorder, self.whole = store, index, verify, recorder, whole
-        self._lending = store if isinstance(store, Lending) else None
+        self._lending = store if isinstance(store, SupportsMappedReads) else None
         self._opened: dict[str, Opened] = {}
         self._sizes: dict[str, int] | None = None
 
@@ -249,7 +249,7 @@ class Shards:
         begin = self.recorder.now()
         file = stretch.opened.file
         start, nbytes = file.header + stretch.low, stretch.high - stretch.low
-        with self._lending.lend(file.name, start, nbytes, fetch=fetch) as memory:
+        with self._lending.mapped(file.name, start, nbytes, fetch=fetch) as memory:
             if memory is not None:
                 if self.verify:
                     _check_blocks(self.store, stretch.opened, stretch.low, memory)

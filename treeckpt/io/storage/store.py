@@ -1,8 +1,8 @@
-"""Where a checkpoint's files live: a flat directory of named files, local or in memory; or objects, see `objects`.
+"""The store of one checkpoint: a flat directory of named files, local or in memory (`object_store` has it for objects).
 
-A store writes big files in place under names that no other save uses, and publishes small ones atomically. What is
-durable when: a shard after `Writer.commit`, a published file when `publish` returns. Local shards are written with
-O_DIRECT where the file system takes it, so that a save neither waits for nor fills the page cache.
+A store writes large files in place under names that no other save uses, and publishes small files atomically. A shard
+is durable after `Writer.commit`, a published file when `publish` returns. Local shards are written with O_DIRECT where
+the file system supports it, so that a save neither waits for nor fills the page cache.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ...core.format.seals import check_text
+from ...core.format.seals import check_no_zeros
 from ...errors import CheckpointExists, CorruptError
-from .local_read import LocalReader, Readers, open_regular
+from .local_read import LocalReader, ReaderCache, open_regular
 from .local_write import LocalWriter, make_directory, sync_directory
 from .process_owner import this_process
 
-__all__ = ["TEXT", "Lending", "LocalStore", "MemoryStore", "Store", "Swapping", "Writer"]
+__all__ = ["TEXT", "LocalStore", "MemoryStore", "Store", "SupportsCompareAndSwap", "SupportsMappedReads", "Writer"]
 
 TEXT = 32 << 20
-"""Bytes of a text that are read at a time: the first part of a larger one is checked before the rest is read."""
+"""Bytes of a text file that are read at a time: the first part of a larger file is checked before the rest is read."""
 
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-"""Maps without a descriptor each, where Python can do without."""
+"""Options of mmap by which a map keeps no file descriptor open, from Python 3.13 on."""
 
 
 class Writer(Protocol):
-    """A file being written, block by block, in any order.
+    """A file that is being written block by block, in any order.
 
-    One with a true attribute `ordered` takes them in order only, from the first byte on: an upload.
+    A writer with a true attribute `ordered` (an upload) needs its blocks in order, from the first byte on.
     """
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Writes a block. Offsets are multiples of a page; only the block at the end may have an odd length."""
+        """Writes a block. Offsets are multiples of a page; only the last block may end within a page."""
         ...
 
     def commit(self) -> None:
@@ -54,93 +54,110 @@ class Writer(Protocol):
 
 
 class Store(Protocol):
-    """A directory of files."""
+    """The files of one checkpoint."""
 
     @property
     def url(self) -> str:
-        """What to call it in messages."""
+        """Its name in messages."""
         ...
 
     def prepare(self) -> None:
-        """Makes the directory, and what is above it, durably."""
+        """Creates the directory and its parents, durably."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """The files and their sizes in bytes; empty where there is no such directory."""
+        """Returns the files and their sizes in bytes; empty if there is no such directory."""
         ...
 
     def read(self, name: str, *, limit: int) -> bytes:
-        """A whole small file of text. Raises CorruptError past `limit`, FileNotFoundError where there is none.
+        """Reads a whole small text file.
 
-        A large one with zeros in it, as a sparse file has, is refused as soon as these are met.
+        A large file with zero bytes in it, such as a sparse file, is refused as soon as they are read.
+
+        Raises:
+            CorruptError: it is longer than `limit` bytes.
+            FileNotFoundError: there is no such file.
         """
         ...
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
-        """Fills `out` from the file. Raises CorruptError where the file ends before.
+        """Fills `out` from the file.
 
         Args:
-            shared: the same bytes will be read again soon, here or by another process of the host: leave them in the
-                page cache, if there is one.
+            shared: keeps the bytes in the page cache, because they will be read again soon, here or by another process
+                of this host.
+
+        Raises:
+            CorruptError: the file ends before.
         """
         ...
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Fills several pieces of memory, one after the other, if that takes no more than a copy.
+        """Fills several buffers, one after the other, if the bytes are cached in memory.
 
         Returns:
-            False, with nothing read, where the bytes are not at hand, or may not be.
+            False, with nothing read, if the bytes are not cached or if that is not known.
 
-        Raises CorruptError where the file ends before.
+        Raises:
+            CorruptError: the file ends before.
         """
         ...
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
-        """Bytes of a file as memory, read when touched; writing to it changes the copy, not the file.
+        """Maps bytes of a file copy-on-write: they are read when touched, and writes do not reach the file.
 
-        Raises CorruptError where the file ends before.
+        Raises:
+            CorruptError: the file ends before.
         """
         ...
 
     def create(self, name: str, nbytes: int) -> Writer:
-        """Starts a new file of `nbytes`."""
+        """Creates a new file of `nbytes` bytes."""
         ...
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
-        """Writes a small file atomically and durably. Raises CheckpointExists where one is not to be replaced."""
+        """Writes a small file atomically and durably.
+
+        Raises:
+            CheckpointExists: the file exists, and `replace` is False.
+        """
         ...
 
     def delete(self, name: str) -> None:
-        """Removes a file if it is there."""
+        """Deletes a file if it exists."""
         ...
 
     def close(self) -> None:
-        """Lets go of what reading has opened; the store can be used again."""
+        """Closes the files that reads have opened; the store can be used again."""
         ...
 
 
 @runtime_checkable
-class Swapping(Protocol):
-    """A store that can publish a file over a certain one only, whoever else does the same at that moment."""
+class SupportsCompareAndSwap(Protocol):
+    """A store with conditional writes: it replaces a file only if its content is as expected, atomically."""
 
-    def swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
-        """Publishes a file over the one that is there, if `holds` says so of its content.
+    def compare_and_swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
+        """Replaces a file if `holds` returns True for its content; creates it if there is none.
+
+        Args:
+            limit: the size of the present content in bytes, at most.
 
         Raises:
-            CheckpointExists: another one is there, or came meanwhile.
+            CheckpointExists: the content is another one, or was replaced meanwhile.
         """
         ...
 
 
 @runtime_checkable
-class Lending(Protocol):
-    """A store that can lend bytes where they lie, for who only looks at them or copies a part."""
+class SupportsMappedReads(Protocol):
+    """A store that can map bytes without a copy, for callers that only read them or copy a part."""
 
-    def lend(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> AbstractContextManager[memoryview | None]:
-        """Memory with bytes of a file while the body runs; None where the bytes are not at hand, or may not be.
+    def mapped(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> AbstractContextManager[memoryview | None]:
+        """Gives bytes of a file as memory while the body runs; None if they are not cached or cannot be mapped.
 
         Args:
-            fetch: the same bytes will be read again soon, here or by another process of the host: have them at hand.
+            fetch: reads the bytes into the page cache, because they will be read again soon, here or by another process
+                of this host.
         """
         ...
 
@@ -148,13 +165,13 @@ class Lending(Protocol):
 class LocalStore:
     """A directory of a local (or mounted) file system.
 
-    Bytes of shards are read by `read_into`, `read_parts` and `lend`: who changes one of them changes all.
+    `read_into`, `read_parts` and `mapped` all read bytes of shards: a subclass that changes one must change all three.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory).absolute()
-        self._readers = Readers()
-        # bytes that are no text are written out: what it is called goes into messages, which are text
+        self._readers = ReaderCache()
+        # undecodable bytes of the path are escaped: messages are text
         self._url = os.fsencode(self._directory).decode("utf-8", "backslashreplace")
 
     @property
@@ -188,7 +205,7 @@ class LocalStore:
             # read(n) allocates n bytes at once, and a sparse file takes none
             parts, at = [file.read(min(size, TEXT) + 1)], 0
             while size > TEXT and parts[-1]:
-                check_text(parts[-1], at, f"{self.url}/{name}")
+                check_no_zeros(parts[-1], at, f"{self.url}/{name}")
                 at += len(parts[-1])
                 parts.append(file.read(TEXT))
         return b"".join(parts)
@@ -202,8 +219,8 @@ class LocalStore:
             return reader.read_parts(offset, parts)
 
     @contextlib.contextmanager
-    def lend(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
-        with self._reader(name) as reader, reader.lend(offset, nbytes, fetch=fetch) as memory:
+    def mapped(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
+        with self._reader(name) as reader, reader.mapped(offset, nbytes, fetch=fetch) as memory:
             yield memory
 
     def _reader(self, name: str) -> AbstractContextManager[LocalReader]:
@@ -223,7 +240,7 @@ class LocalStore:
             os.close(fd)
 
     def close(self) -> None:
-        """Closes the files that reads have opened, those in use when they no longer are."""
+        """Closes the files that reads have opened; those that are being read are closed when the read is done."""
         self._readers.close()
 
     def create(self, name: str, nbytes: int) -> Writer:
@@ -255,13 +272,13 @@ class LocalStore:
 
 
 def _rename_new(source: Path, target: Path) -> None:
-    """Gives a file a name that must be free: by a hard link, which fails if it is taken, unlike a rename."""
+    """Renames a file to a name that must be free: by a hard link, which fails if the name exists, unlike a rename."""
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        # no hard links here (FAT, some network and FUSE file systems): two that publish at one moment may both succeed
+        # no hard links (FAT, some network and FUSE file systems): two writers at one moment may both succeed
         if os.path.lexists(target):
             raise FileExistsError(target) from error
         os.rename(source, target)
@@ -277,7 +294,7 @@ def _too_short(label: str, offset: int, nbytes: int, found: int) -> CorruptError
 
 
 class MemoryStore:
-    """Files in this process's memory: for tests, and for trees that never need a disk."""
+    """Files in this process's memory, for tests and for trees that need no disk."""
 
     def __init__(self, name: str = "memory") -> None:
         self._name = name

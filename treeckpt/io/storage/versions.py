@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.format.index import INDEX_NAME
 from ...errors import CheckpointError, CheckpointNotFound
-from .store import Lending, Store
+from .store import Store, SupportsMappedReads
 
 __all__ = ["Replaced", "Version"]
 
@@ -30,8 +30,8 @@ class Version:
         self.prepare, self.sizes, self.map, self.close = inner.prepare, inner.sizes, inner.map, inner.close
         self.read_into, self.read_parts = inner.read_into, inner.read_parts
         self.create, self.publish, self.delete = inner.create, inner.publish, inner.delete
-        if isinstance(inner, Lending):
-            self.lend = inner.lend
+        if isinstance(inner, SupportsMappedReads):
+            self.mapped = inner.mapped
 
     def read(self, name: str, *, limit: int) -> bytes:
         if name != INDEX_NAME:
