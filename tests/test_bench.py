@@ -10,13 +10,13 @@ import torch
 
 from tests.background import until
 from treeckpt import bench
-from treeckpt.bench import raw, turns
-from treeckpt.bench.bars import judge, judge_stays
-from treeckpt.bench.meter import Meter, cached_part, drop_cache, fill_cache, sync
+from treeckpt.bench import measure, raw_limits
+from treeckpt.bench.measure import alternate
+from treeckpt.bench.meter import Meter, cached_fraction, drop_cache, fill_cache, sync_files
 from treeckpt.bench.plot import draw
-from treeckpt.bench.results import LIMITS, PHASES, Stay, Trial, summarize, summarize_stays
+from treeckpt.bench.results import LIMITS, PHASES, AsyncTrial, Trial, summarize, summarize_async
 from treeckpt.bench.states import SCENARIOS, bytes_equal, make_state, shapes_bytes, sum_bytes, touch
-from treeckpt.bench.turns import in_turns
+from treeckpt.bench.targets import compare_async_with_targets, compare_with_targets
 from treeckpt.cli.main import main as command_line
 
 
@@ -131,29 +131,29 @@ def test_ratios_are_of_the_trial_and_of_the_limit_beside_it():
 
 
 def test_every_bar_is_computed_from_a_full_run():
-    bars = judge(summarize(one_of_each()))
+    bars = compare_with_targets(summarize(one_of_each()))
     assert {bar.state for bar in bars} == {"ok"}
-    assert {bar.state for bar in judge([])} == {"not measured"}
+    assert {bar.state for bar in compare_with_targets([])} == {"not measured"}
 
 
-def stay(contender: str, blocked: float = 1.0, **changes: Any) -> Stay:
+def stay(contender: str, blocked: float = 1.0, **changes: Any) -> AsyncTrial:
     fields: dict[str, Any] = {"scenario": "async", "contender": contender, "repetition": 1, "nbytes": 1000}
     fields |= {"blocked": blocked, "durable": 2.0, "copy_rate": 1000.0, "interference": 0.1 * blocked}
-    return Stay(**{**fields, "gap": None, "idle_gap": None, **changes})
+    return AsyncTrial(**{**fields, "gap": None, "idle_gap": None, **changes})
 
 
 def test_saves_in_the_background_are_judged_by_the_warm_ones():
     first = [stay("treeckpt", 2.0, repetition=0, interference=0.9), stay("dcp thread", 9.0, repetition=0)]
     warm = [stay("treeckpt"), stay("dcp thread", 4.0), stay("treeckpt lazy", 0.05), stay("torch_checkpointing", 1.5)]
     ticks = [stay("treeckpt", scenario="async-tiny", copy_rate=None, interference=None, gap=0.002, idle_gap=0.001)]
-    rows = summarize_stays([*warm, *first, *ticks])
+    rows = summarize_async([*warm, *first, *ticks])
     assert (rows[0].contender, rows[0].first, rows[0].blocked, rows[0].stall) == ("treeckpt", 2.0, 1.0, 1.0)
-    bars = judge_stays(rows)
+    bars = compare_async_with_targets(rows)
     assert {bar.state for bar in bars} == {"ok"}
     assert [round(bar.figure or 0, 3) for bar in bars] == [4.0, 1.5, 2.0, 1.0, 0.05, 0.1, 4.0, 2.0]
-    assert {bar.state for bar in judge_stays([])} == {"not measured"}
-    slow = summarize_stays([stay("treeckpt", 3.0), stay("dcp thread", 4.0)])
-    assert {bar.state for bar in judge_stays(slow)} == {"short", "ok", "not measured"}
+    assert {bar.state for bar in compare_async_with_targets([])} == {"not measured"}
+    slow = summarize_async([stay("treeckpt", 3.0), stay("dcp thread", 4.0)])
+    assert {bar.state for bar in compare_async_with_targets(slow)} == {"short", "ok", "not measured"}
 
 
 @pytest.mark.parametrize("name", [pytest.param("async", marks=pytest.mark.slow), "async-tiny"])
@@ -174,7 +174,7 @@ def test_saves_in_the_background_are_measured_beside_steps_or_ticks(name, tmp_pa
 
 def test_a_bar_that_is_missed_is_short():
     slow = [trial(limits={"W": 2000.0}), trial("dcp", seconds=2.9), trial("dcp-4", seconds=2.0)]
-    states = {bar.text: bar.state for bar in judge(summarize(slow)) if bar.scenario == "gpt2"}
+    states = {bar.text: bar.state for bar in compare_with_targets(summarize(slow)) if bar.scenario == "gpt2"}
     assert states["save, rate / W"] == "short"
     assert states["save, times faster than dcp"] == "short"
     assert states["save, times faster than dcp-4"] == "ok"
@@ -188,7 +188,7 @@ def test_strict_fails_where_a_bar_is_missed(tmp_path, monkeypatch):
 
 
 def test_a_scenario_that_fails_does_not_lose_the_others(tmp_path, monkeypatch, capsys):
-    from treeckpt.bench.turns import BenchError
+    from treeckpt.bench.measure import BenchError
 
     run = bench._run_scenario
 
@@ -230,12 +230,12 @@ def test_a_contender_that_gives_back_something_else_is_caught(tmp_path):
             raise AssertionError("not asked for")
 
     [scenario] = [s for s in SCENARIOS if s.name == "tiny"]
-    with pytest.raises(turns.BenchError, match=r"wrong: tiny: leaf\.00000 came back changed"):
-        turns.run_alone(scenario, tmp_path, [Wrong()], scale=0.001, repetitions=1, on_trials=lambda _: None)
+    with pytest.raises(measure.BenchError, match=r"wrong: tiny: leaf\.00000 came back changed"):
+        measure.run_alone(scenario, tmp_path, [Wrong()], scale=0.001, repetitions=1, on_trials=lambda _: None)
 
 
 def test_turns_go_forwards_and_backwards():
-    assert "".join(f"{r}{c}" for r, c in in_turns("abc", 3)) == "0a0b0c1c1b1a2a2b2c"
+    assert "".join(f"{r}{c}" for r, c in alternate("abc", 3)) == "0a0b0c1c1b1a2a2b2c"
 
 
 def test_full_sizes_are_those_that_are_told():
@@ -267,19 +267,19 @@ def test_the_meter_sees_memory_that_came_and_went():
 
 def test_the_page_cache_can_be_filled_and_dropped(tmp_path):
     (tmp_path / "file").write_bytes(bytes(mmap.PAGESIZE * 10 + 1))
-    sync(tmp_path)
+    sync_files(tmp_path)
 
     def dropped() -> float:
         drop_cache(tmp_path)
-        return cached_part(tmp_path)
+        return cached_fraction(tmp_path)
 
     assert until(lambda: dropped() in (0.0, 1.0))  # some file systems, tmpfs among them, have no place but the cache
     fill_cache(tmp_path)
-    assert cached_part(tmp_path) == 1.0
+    assert cached_fraction(tmp_path) == 1.0
 
 
 def test_raw_limits_are_measured_and_leave_no_file(tmp_path):
-    limits = raw.Raw(tmp_path / "raw.bin", 0)
+    limits = raw_limits.RawLimits(tmp_path / "raw.bin", 0)
     rates = [limits.write(), limits.read(), limits.read_fresh(), limits.copy(), limits.plain(), limits.plain_fresh()]
     rates += [limits.write_huge(), limits.read_huge()]
     assert all(rate > 0 for rate in rates)

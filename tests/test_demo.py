@@ -17,7 +17,7 @@ import treeckpt as tc
 from treeckpt import demo
 from treeckpt.demo.data import batch, read_text, row_start
 from treeckpt.demo.launch import JobFailed, command_of, follow, run_job, worker_environment
-from treeckpt.demo.report import build_table, differing, judge, largest_gap
+from treeckpt.demo.report import build_table, compare_runs, differing, largest_gap
 from treeckpt.demo.tasks import Resume, Resumed, Saved, Train, Trained
 from treeckpt_dashboard import server
 
@@ -87,7 +87,7 @@ EQUAL = {step.step: (step.digests, step.digests) for step in SAVES}
 
 
 def test_equal_leaves_and_losses_pass():
-    verdict = judge(TRAINED, Resumed(10, 0.1, EQUAL, (1.00001,)), TASK)
+    verdict = compare_runs(TRAINED, Resumed(10, 0.1, EQUAL, (1.00001,)), TASK)
     assert verdict.ok
     assert verdict.complaints() == []
     assert (verdict.leaves, verdict.different) == (8, ())
@@ -105,13 +105,13 @@ def test_equal_leaves_and_losses_pass():
     ids=["one rank's leaf differs", "a leaf is missing", "a rank is missing", "a checkpoint is missing"],
 )
 def test_what_is_not_equal_is_named(digests, complaint):
-    verdict = judge(TRAINED, Resumed(10, 0.1, digests, (1.0,)), TASK)
+    verdict = compare_runs(TRAINED, Resumed(10, 0.1, digests, (1.0,)), TASK)
     assert not verdict.ok
     assert verdict.complaints() == [f"tensor parallel: not as saved: {complaint}"]
 
 
 def test_losses_that_drift_fail():
-    verdict = judge(TRAINED, Resumed(10, 0.1, EQUAL, (1.001,)), TASK)
+    verdict = compare_runs(TRAINED, Resumed(10, 0.1, EQUAL, (1.001,)), TASK)
     assert not verdict.ok
     assert "losses expected within 0.0001, found a gap of 0.001" in verdict.complaints()[0]
 
@@ -137,7 +137,7 @@ def test_largest_gap_is_relative_and_never_lenient(expected, found, gap):
 
 def test_table_fits_into_80_columns():
     digests = {step: ranks * 1 for step, ranks in EQUAL.items()}
-    verdict = judge(TRAINED, Resumed(23_190_000, 0.1, digests, (1.00001,)), TASK)
+    verdict = compare_runs(TRAINED, Resumed(23_190_000, 0.1, digests, (1.00001,)), TASK)
     saves = [Saved(1000, 23_190_000, 12.123, {})]
     console = Console(width=80)
     with console.capture() as captured:

@@ -37,7 +37,7 @@ def test_the_golden_checkpoint_of_version_2_loads():
 
 
 def test_the_index_of_version_2_follows_from_its_shards_and_is_written_the_same(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(index_module, "SMALL", 0)  # it is a small one
+    monkeypatch.setattr(index_module, "MAX_V1_NBYTES", 0)  # it is a small one
     data = (SECOND / "index.json").read_bytes()
     index = decode_index(data)
     assert encode_index(index) == data

@@ -433,7 +433,7 @@ class _Former(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @pytest.mark.parametrize("small", [True, False])
 def test_readers_of_before_read_an_index_with_a_lineage(tmp_path: Path, monkeypatch: Any, small: bool) -> None:
     if not small:
-        monkeypatch.setattr(index_module, "SMALL", 0)
+        monkeypatch.setattr(index_module, "MAX_V1_NBYTES", 0)
     made = rolled_back(tmp_path)
     data = (tmp_path / step_name(22) / INDEX_NAME).read_bytes()
     document = msgspec.json.decode(data)

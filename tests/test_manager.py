@@ -424,8 +424,8 @@ def test_a_run_that_cannot_be_written_is_read_all_the_same(tmp_path, caplog):
     with pytest.raises(tc.CheckpointError, match="Read-only"):
         made.pin(1)
     assert made.steps() == [1, 2]
-    made._sweeper.start()
-    made._sweeper.wait()
+    made._retention.start()
+    made._retention.wait()
     assert "could not be cleaned away" in caplog.text
 
 
@@ -577,8 +577,8 @@ def test_times_are_decided_by_rank_0_for_all(tmp_path):
 
     def act(comm):
         made, said = manager(tmp_path, seconds=10, every=7, comm=comm), []
-        made._pace._clock = lambda: clocks[comm.rank]
-        made._pace.restart()
+        made._schedule._clock = lambda: clocks[comm.rank]
+        made._schedule.restart()
         for step in range(1, 13):
             said.append(made.should_save(step))
             if said[-1]:
@@ -600,10 +600,10 @@ def test_a_signal_on_any_rank_makes_all_save_the_same_step(tmp_path, who):
 
     def act(comm):
         made = manager(tmp_path, comm=comm)
-        made._pace._listening = True
+        made._schedule._listening = True
         for step in range(1, 50):
             if comm.rank == who and step == 5:
-                made._pace._signal = 15
+                made._schedule._signal = 15
             if made.should_save(step):
                 made.save(step, {"s": step})
             if made.stopping:
@@ -621,11 +621,11 @@ def test_a_signal_on_any_rank_makes_all_save_the_same_step(tmp_path, who):
 def test_ranks_that_drift_apart_still_save_the_same_step(tmp_path):
     def act(comm):
         made = manager(tmp_path, comm=comm)
-        made._pace._listening = True
+        made._schedule._listening = True
         for step in range(1, 200):
             time.sleep(0.001 + 0.002 * comm.rank)
             if comm.rank == 2 and step == 5:
-                made._pace._signal = 15
+                made._schedule._signal = 15
             if made.should_save(step):
                 made.save(step, {"s": step})
             if made.stopping:
@@ -747,7 +747,7 @@ def test_a_directory_is_never_cleaned_away_under_a_save_that_begins_in_it(tmp_pa
         return real(removal, grace)
 
     monkeypatch.setattr(made._run, "_remove", remove)
-    made._sweeper.start()
+    made._retention.start()
     assert entered.wait(60)
     made.save(2, {"s": 2})
     order.append("saved")

@@ -14,6 +14,7 @@ from tests.test_manager_background import Gate, GatedRun
 from treeckpt.cli.main import main
 from treeckpt.core.analysis.retention_policy import Best, EveryPeriod, EverySteps, Last, Steps
 from treeckpt.core.format.file_names import step_name
+from treeckpt.runs import options as manager_options
 
 
 def manager(run: Any, **options: Any) -> tc.Manager:
@@ -212,3 +213,14 @@ def test_the_command_line_refuses_what_is_no_step(tmp_path: Path, capsys: pytest
 def test_an_interval_that_is_no_number_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(tc.TreeckptError, match=f"{next(iter(options))}: expected a number"):
         manager(tmp_path, **options)
+
+
+def test_a_manager_passes_on_every_option_of_saves_and_loads() -> None:
+    own = {"step", "comm", "custom_metadata"}
+    for function, keywords in (
+        (tc.save, manager_options.SaveKeywords),
+        (tc.save_async, manager_options.BackgroundSaveKeywords),
+        (tc.load, manager_options.LoadKeywords),
+        (tc.load_into, manager_options.LoadIntoKeywords),
+    ):
+        assert keywords.__optional_keys__ == function.__kwdefaults__.keys() - own

@@ -37,7 +37,7 @@ from treeckpt.errors import FormatError
 def however_small() -> Iterator[None]:
     """Small ones are packed too, here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_module, "SMALL", 0)
+        patch.setattr(index_module, "MAX_V1_NBYTES", 0)
         yield
 
 
@@ -136,7 +136,7 @@ def test_a_small_index_is_of_version_1_and_a_large_one_of_ranges_is_not(monkeypa
     saved = ranges(40)
     size = len(msgspec.json.encode(saved.index))
     for small, version in ((size, 1), (size - 1, 2)):
-        monkeypatch.setattr(index_module, "SMALL", small)
+        monkeypatch.setattr(index_module, "MAX_V1_NBYTES", small)
         data = encode_index(saved.index)
         assert json.loads(data)["version"] == version and decode_index(data) == saved.index
 

@@ -1,7 +1,7 @@
-"""`treeckpt bench`: how fast are saves and loads, beside what the disk can do and beside other libraries, in one run?
+"""`treeckpt bench`: measures saves and loads beside the limits of the disk and beside other libraries, in one run.
 
-Raw limits are measured right before every trial, contenders take turns (A B C, C B A, ...), and medians and ranges are
-told. This module reads the options and runs the scenarios; torch is imported once they are understood.
+Raw limits are measured right before every trial, contenders alternate (A B C, C B A, ...), and medians and ranges are
+reported. This module reads the options and runs the scenarios; torch is imported once they are understood.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..report.terminal import fail, print_line
-from .bars import Bar, judge, judge_stays
 from .machine import Machine, describe_machine
-from .results import Row, Stay, StayRow, Trial, summarize, summarize_stays
-from .show import print_bars, print_rows, print_stays, stay_line, trials_line
+from .results import AsyncSummary, AsyncTrial, Trial, TrialSummary, summarize, summarize_async
+from .show import async_line, print_async, print_rows, print_targets, trials_line
+from .targets import BenchTarget, compare_async_with_targets, compare_with_targets
 
 if TYPE_CHECKING:
     from .states import Scenario
@@ -42,9 +42,9 @@ class Report(msgspec.Struct, frozen=True):
     repetitions: int
     machine: Machine
     trials: list[Trial]
-    rows: list[Row]
-    stays: list[Stay]
-    stay_rows: list[StayRow]
+    rows: list[TrialSummary]
+    stays: list[AsyncTrial]
+    stay_rows: list[AsyncSummary]
     bars: list[dict[str, str | float | None]]
 
 
@@ -101,8 +101,8 @@ def _count(text: str) -> int:
 
 
 def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
+    from .measure import BenchError
     from .states import SCENARIOS
-    from .turns import BenchError
 
     scenarios = [s for s in SCENARIOS if not options.only or s.name in options.only]
     try:
@@ -120,9 +120,9 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
         return 1
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    rows, stay_rows = summarize(trials), summarize_stays(stays)
-    bars = [*judge(rows), *judge_stays(stay_rows)]
-    print_bars(bars, scale)
+    rows, stay_rows = summarize(trials), summarize_async(stays)
+    bars = [*compare_with_targets(rows), *compare_async_with_targets(stay_rows)]
+    print_targets(bars, scale)
     machine = describe_machine()
     report = Report("treeckpt.bench/3", scale, repetitions, machine, trials, rows, stays, stay_rows, _plain(bars))
     _write(options, report)
@@ -130,12 +130,12 @@ def _run(options: argparse.Namespace, scale: float, repetitions: int) -> int:
 
 
 def _check_space(directory: Path, scenarios: Sequence[Scenario], scale: float) -> None:
-    """A checkpoint and the file for raw limits lie there at a time.
+    """Checks that there is room for a checkpoint and the file for raw limits at one time.
 
     Raises:
-        OSError: there is less room.
+        OSError: there is less free space.
     """
-    from .raw import MOST
+    from .raw_limits import MOST
     from .states import shapes_bytes
 
     needed = 2 * max(shapes_bytes(s.shapes(scale)) for s in scenarios) + MOST + MARGIN
@@ -148,32 +148,32 @@ def _check_space(directory: Path, scenarios: Sequence[Scenario], scale: float) -
 
 def _run_scenarios(
     scenarios: Sequence[Scenario], directory: Path, scale: float, repetitions: int, names: Sequence[str]
-) -> tuple[list[Trial], list[Stay], bool]:
-    """What was measured, and whether a scenario failed: the others are run, and told, all the same."""
-    from .turns import BenchError
+) -> tuple[list[Trial], list[AsyncTrial], bool]:
+    """Runs all scenarios, also after one has failed; returns what was measured and whether one failed."""
+    from .measure import BenchError
 
     trials: list[Trial] = []
-    stays: list[Stay] = []
+    stays: list[AsyncTrial] = []
     failed = False
 
     def on_trials(new: Sequence[Trial]) -> None:
         trials.extend(new)
         print(trials_line(new, repetitions), file=sys.stderr, flush=True)
 
-    def on_stay(stay: Stay) -> None:
+    def on_trial(stay: AsyncTrial) -> None:
         stays.append(stay)
-        print(stay_line(stay, repetitions), file=sys.stderr, flush=True)
+        print(async_line(stay, repetitions), file=sys.stderr, flush=True)
 
     for scenario in scenarios:
         try:
-            _run_scenario(scenario, directory, scale, repetitions, names, on_trials, on_stay)
+            _run_scenario(scenario, directory, scale, repetitions, names, on_trials, on_trial)
         except BenchError as error:
             fail(f"treeckpt bench: {scenario.name}: {error}")
             failed = True
         if rows := [row for row in summarize(trials) if row.scenario == scenario.name]:
             print_rows(scenario.text, rows)
-        if stay_rows := [row for row in summarize_stays(stays) if row.scenario == scenario.name]:
-            print_stays(scenario.text, stay_rows)
+        if stay_rows := [row for row in summarize_async(stays) if row.scenario == scenario.name]:
+            print_async(scenario.text, stay_rows)
     return trials, stays, failed
 
 
@@ -184,17 +184,17 @@ def _run_scenario(
     repetitions: int,
     names: Sequence[str],
     on_trials: Callable[[Sequence[Trial]], None],
-    on_stay: Callable[[Stay], None],
+    on_trial: Callable[[AsyncTrial], None],
 ) -> None:
-    from .beside import run_beside
-    from .contenders import chosen, contenders_for
+    from .checkpointers import select_by_name, sync_checkpointers
+    from .measure import run_alone, run_slice
+    from .measure_async import run_async
     from .ranks import run_ranks
     from .tables import run_table
-    from .turns import run_alone, run_slice
 
     how: dict[str, Any] = {"scale": scale, "repetitions": repetitions}
     if scenario.beside:
-        run_beside(scenario, directory, on_stay=on_stay, names=names, **how)
+        run_async(scenario, directory, on_trial=on_trial, names=names, **how)
     elif scenario.keyed:
         run_table(scenario, directory, on_trials=on_trials, names=names, **how)
     elif scenario.ranks > 1:
@@ -202,11 +202,11 @@ def _run_scenario(
     elif scenario.part > 1:
         run_slice(scenario, directory, on_trials=on_trials, names=names, **how)
     else:
-        run_alone(scenario, directory, chosen(contenders_for(1), names), on_trials=on_trials, **how)
+        run_alone(scenario, directory, select_by_name(sync_checkpointers(1), names), on_trials=on_trials, **how)
 
 
-def _plain(bars: Sequence[Bar]) -> list[dict[str, str | float | None]]:
-    """Bars with their state, which is computed."""
+def _plain(bars: Sequence[BenchTarget]) -> list[dict[str, str | float | None]]:
+    """Returns targets as dicts, with their state, which is a property."""
     return [{**msgspec.structs.asdict(bar), "state": bar.state} for bar in bars]
 
 

@@ -1,4 +1,4 @@
-"""On what was this measured? Nothing that names the machine itself."""
+"""Describes the machine on which the benchmark ran, without anything that identifies it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("treeckpt", "torch", "numpy", "safetensors", "orbax-checkpoint", "ja
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What figures depend on."""
+    """The facts about a machine that figures depend on."""
 
     cpus: int
     memory: int
@@ -22,11 +22,11 @@ class Machine(msgspec.Struct, frozen=True):
     system: str
     python: str
     packages: dict[str, str]
-    """The versions of those that are installed."""
+    """The versions of the installed packages."""
 
 
 def describe_machine() -> Machine:
-    """This machine."""
+    """Describes this machine."""
     packages: dict[str, str] = {}
     for name in PACKAGES:
         try:

@@ -1,7 +1,7 @@
-"""How long did an operation take, how much memory at its peak, how many bytes from and to the device?
+"""Measures the time, peak memory and device traffic of an operation, and controls the page cache.
 
-The peak comes from the kernel's own high-water mark, set back right before; where that is refused, a thread samples
-/proc/self/statm. Also the page cache: dropping files from it, reading them into it, and asking how much is in it.
+The peak is the kernel's own high-water mark, reset right before; where that is refused, a thread samples
+/proc/self/statm. Files can be dropped from the page cache, read into it, and their cached part can be measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ import numpy as np
 
 from ..io.storage.memory import advise_huge_pages
 
-__all__ = ["Meter", "Usage", "cached_part", "drop_cache", "files_of", "fill_cache", "hand_memory", "settle", "sync"]
+__all__ = [
+    "Meter",
+    "Usage",
+    "cached_fraction",
+    "drop_cache",
+    "files_of",
+    "fill_cache",
+    "pretouch_memory",
+    "release_memory",
+    "sync_files",
+]
 
 PAGE = mmap.PAGESIZE
 SAMPLE = 0.002
@@ -30,7 +40,7 @@ SAMPLE = 0.002
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What an operation took on one rank."""
+    """The time, memory and device traffic of an operation on one rank."""
 
     seconds: float
     extra_rss: int
@@ -44,13 +54,13 @@ class Meter:
     usage: Usage
 
     def __enter__(self) -> Meter:
-        self._peak: _Peak = _Mark() if _Mark.works() else _Samples()
+        self._peak: _Peak = _KernelPeak() if _KernelPeak.works() else _SampledPeak()
         self._io = _io_bytes()
         self._start = time.perf_counter()
         return self
 
     def lap(self) -> Usage:
-        """Stops, and says what it took."""
+        """Stops, and returns what was measured."""
         seconds = time.perf_counter() - self._start
         extra = self._peak.stop()
         (r0, w0), (r1, w1) = self._io, _io_bytes()
@@ -62,7 +72,7 @@ class Meter:
             self._peak.stop()
 
 
-class _Mark:
+class _KernelPeak:
     """The kernel's high-water mark of resident memory (files and shared memory included)."""
 
     def __init__(self) -> None:
@@ -70,7 +80,7 @@ class _Mark:
 
     @staticmethod
     def works() -> bool:
-        """Sets the mark back; False where that is not possible."""
+        """Resets the mark; returns False if that is not possible."""
         try:
             Path("/proc/self/clear_refs").write_text("5")
             return _status("VmHWM") >= 0
@@ -81,8 +91,8 @@ class _Mark:
         return max(0, _status("VmHWM") - self._before)
 
 
-class _Samples:
-    """A thread that looks at the memory again and again."""
+class _SampledPeak:
+    """A thread that samples the resident memory."""
 
     def __init__(self) -> None:
         self._before = self._peak = _resident()
@@ -100,7 +110,7 @@ class _Samples:
         return max(self._peak, _resident()) - self._before
 
 
-_Peak = _Mark | _Samples
+_Peak = _KernelPeak | _SampledPeak
 
 
 def _status(name: str) -> int:
@@ -126,18 +136,19 @@ def _io_bytes() -> tuple[int, int]:
     return counts["read_bytes"], counts["write_bytes"]
 
 
-def settle() -> None:
-    """Gives freed memory back to the system, so that every contender starts with none that is warm."""
+def release_memory() -> None:
+    """Returns freed memory to the system, so that every contender starts without warm memory."""
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def hand_memory(nbytes: int) -> None:
-    """Touches new memory and gives it back, right before new memory is measured.
+def pretouch_memory(nbytes: int) -> None:
+    """Touches new memory and frees it, right before an operation that allocates new memory is measured.
 
     A virtual machine may have returned its free memory to its host, and getting it again takes many times as long as
-    a load: whoever is first pays for all. So that every contender, and the raw limit, finds the same.
+    a load, which the first contender would pay for all. After this call every contender, and the raw limit, starts
+    alike.
     """
     memory = mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise_huge_pages(memory)
@@ -179,7 +190,7 @@ def fill_cache(directory: Path) -> None:
                 offset += count
 
 
-def cached_part(directory: Path) -> float:
+def cached_fraction(directory: Path) -> float:
     """The part of the files' pages that is in the page cache: 0 to 1."""
     there = total = 0
     libc = ctypes.CDLL(None, use_errno=True)
@@ -198,7 +209,7 @@ def cached_part(directory: Path) -> float:
     return there / total if total else 0.0
 
 
-def sync(directory: Path) -> None:
+def sync_files(directory: Path) -> None:
     """Makes files durable, and the names of files."""
     for path in [*files_of(directory), *(p for p in directory.rglob("*") if p.is_dir()), directory]:
         fd = os.open(path, os.O_RDONLY)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from .results import Phase, Row
+from .results import Phase, TrialSummary
 
 __all__ = ["draw"]
 
@@ -46,7 +46,7 @@ PANELS = (
 )
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[TrialSummary], path: Path) -> None:
     """Writes the picture; its format follows the file's suffix. Panels without figures are left out."""
     import matplotlib as mpl
 
@@ -64,7 +64,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=160, facecolor="white")
 
 
-def _rows_of(rows: Sequence[Row], panel: Panel) -> list[Row]:
+def _rows_of(rows: Sequence[TrialSummary], panel: Panel) -> list[TrialSummary]:
     chosen = [row for row in rows if (row.scenario, row.phase) == (panel.scenario, panel.phase)]
     if panel.phase.startswith("fill"):
         compared = (panel.scenario, panel.phase.replace("fill", "first"))
@@ -73,7 +73,7 @@ def _rows_of(rows: Sequence[Row], panel: Panel) -> list[Row]:
     return sorted(chosen, key=lambda row: row.seconds)
 
 
-def _figure(found: Sequence[tuple[Panel, list[Row]]]) -> Any:
+def _figure(found: Sequence[tuple[Panel, list[TrialSummary]]]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -91,7 +91,7 @@ def _figure(found: Sequence[tuple[Panel, list[Row]]]) -> Any:
     return figure
 
 
-def _draw_panel(ax: Any, panel: Panel, rows: Sequence[Row], *, places: int) -> None:
+def _draw_panel(ax: Any, panel: Panel, rows: Sequence[TrialSummary], *, places: int) -> None:
     """Draws the bars; all panels beside each other have the same number of places, so that bars are equally thick."""
     values = [row.seconds if panel.seconds else row.rate / 1e9 for row in rows]
     ranges = [_range(panel, row) for row in rows]
@@ -117,7 +117,7 @@ def _draw_panel(ax: Any, panel: Panel, rows: Sequence[Row], *, places: int) -> N
     _strip(ax, panel)
 
 
-def _range(panel: Panel, row: Row) -> tuple[float, float]:
+def _range(panel: Panel, row: TrialSummary) -> tuple[float, float]:
     if panel.seconds:
         return row.fastest, row.slowest
     return row.nbytes / row.slowest / 1e9, row.nbytes / row.fastest / 1e9

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..demo.launch import started, worker_environment
-from .contenders import chosen, contenders_for
+from .checkpointers import select_by_name, sync_checkpointers
+from .measure import BenchError, Measurement, OnTrials, alternate
 from .results import Trial
 from .states import SCENARIOS, Scenario, State, local_of, make_state, shapes_bytes
-from .turns import BenchError, OnTrials, Turns, in_turns
 
-__all__ = ["MARK", "Task", "do_task", "run_job", "run_ranks"]
+__all__ = ["MARK", "BenchTask", "do_task", "run_job", "run_ranks"]
 
 MARK = "@trials "
 
 
-class Task(msgspec.Struct, frozen=True):
+class BenchTask(msgspec.Struct, frozen=True):
     """What the processes are told."""
 
     scenario: str
@@ -53,7 +53,7 @@ def run_ranks(
     Raises:
         BenchError: they failed; the message ends with what they said.
     """
-    task = Task(scenario.name, str(directory.absolute()), scale, repetitions, tuple(names))
+    task = BenchTask(scenario.name, str(directory.absolute()), scale, repetitions, tuple(names))
 
     def on_line(line: str) -> None:
         on_trials(msgspec.json.decode(line, type=list[Trial]))
@@ -81,7 +81,7 @@ def run_job(module: str, task: object, *, ranks: int, on_line: Callable[[str], N
         raise BenchError(f"{module}: the ranks ended with exit code {code}. They said last:\n{''.join(said)}")
 
 
-class _Torchrun:
+class _TorchrunGroup:
     """The ranks of this job."""
 
     def __init__(self) -> None:
@@ -93,10 +93,10 @@ class _Torchrun:
         return things
 
 
-def work(task: Task) -> None:
+def work(task: BenchTask) -> None:
     """What each process does."""
     [scenario] = [s for s in SCENARIOS if s.name == task.scenario]
-    group = _Torchrun()
+    group = _TorchrunGroup()
     mesh = init_device_mesh("cpu", (group.size,))
     shapes = scenario.shapes(task.scale)
 
@@ -110,18 +110,20 @@ def work(task: Task) -> None:
         return make_state(shapes, columns)
 
     state, target = make_state(shapes, rows), expected()
-    turns = Turns(scenario, Path(task.directory), group, shapes_bytes(shapes))
-    for repetition, contender in in_turns(chosen(contenders_for(group.size), task.names), task.repetitions):
+    turns = Measurement(scenario, Path(task.directory), group, shapes_bytes(shapes))
+    for repetition, contender in alternate(
+        select_by_name(sync_checkpointers(group.size), task.names), task.repetitions
+    ):
         trials = turns.turn(contender, repetition, state, target, expected if repetition == 0 else None)
         if group.rank == 0:
             print(MARK + msgspec.json.encode(trials).decode(), flush=True)
 
 
-def do_task(work: Callable[[Task], None]) -> None:
+def do_task(work: Callable[[BenchTask], None]) -> None:
     """Does the task on the command line, with the default process group up."""
     dist.init_process_group("gloo")
     try:
-        work(msgspec.json.decode(sys.argv[1], type=Task))
+        work(msgspec.json.decode(sys.argv[1], type=BenchTask))
     finally:
         dist.destroy_process_group()
 

@@ -16,15 +16,15 @@ __all__ = [
     "HUGE",
     "LIMITS",
     "PHASES",
+    "AsyncSummary",
+    "AsyncTrial",
     "Limit",
     "Phase",
-    "Row",
-    "Stay",
-    "StayRow",
     "Trial",
+    "TrialSummary",
     "medians",
     "summarize",
-    "summarize_stays",
+    "summarize_async",
 ]
 
 Phase = Literal["save", "load cold", "load warm", "fill cold", "fill warm", "first cold", "first warm"]
@@ -86,7 +86,7 @@ class Trial(msgspec.Struct, frozen=True):
         return self.rate / limit if limit else None
 
 
-class Stay(msgspec.Struct, frozen=True):
+class AsyncTrial(msgspec.Struct, frozen=True):
     """One save in the background. Repetition 0 is the first, right after what can be prepared was prepared."""
 
     scenario: str
@@ -112,7 +112,7 @@ class Stay(msgspec.Struct, frozen=True):
         return self.blocked * self.copy_rate / self.nbytes if self.copy_rate else None
 
 
-class StayRow(msgspec.Struct, frozen=True):
+class AsyncSummary(msgspec.Struct, frozen=True):
     """All saves in the background of one contender: the first, and medians of those after it."""
 
     scenario: str
@@ -131,21 +131,21 @@ class StayRow(msgspec.Struct, frozen=True):
     idle_gap: float | None
 
 
-def summarize_stays(stays: Sequence[Stay]) -> list[StayRow]:
+def summarize_async(stays: Sequence[AsyncTrial]) -> list[AsyncSummary]:
     """A row for each scenario and contender, as they first occur."""
-    groups: dict[tuple[str, str], list[Stay]] = {}
+    groups: dict[tuple[str, str], list[AsyncTrial]] = {}
     for stay in sorted(stays, key=lambda stay: stay.repetition):
         groups.setdefault((stay.scenario, stay.contender), []).append(stay)
     return [_stay_row(group[0], group[1:] or group) for group in groups.values()]
 
 
-def _stay_row(first: Stay, warm: Sequence[Stay]) -> StayRow:
-    def median(value: Callable[[Stay], float | None]) -> float | None:
+def _stay_row(first: AsyncTrial, warm: Sequence[AsyncTrial]) -> AsyncSummary:
+    def median(value: Callable[[AsyncTrial], float | None]) -> float | None:
         found = [number for stay in warm if (number := value(stay)) is not None]
         return statistics.median(found) if found else None
 
     blocked = [stay.blocked for stay in warm]
-    return StayRow(
+    return AsyncSummary(
         scenario=first.scenario,
         contender=first.contender,
         repetitions=len(warm),
@@ -162,7 +162,7 @@ def _stay_row(first: Stay, warm: Sequence[Stay]) -> StayRow:
     )
 
 
-class Row(msgspec.Struct, frozen=True):
+class TrialSummary(msgspec.Struct, frozen=True):
     """All repetitions of one phase of one contender."""
 
     scenario: str
@@ -190,7 +190,7 @@ class Row(msgspec.Struct, frozen=True):
     cached: float
 
 
-def summarize(trials: Sequence[Trial]) -> list[Row]:
+def summarize(trials: Sequence[Trial]) -> list[TrialSummary]:
     """A row for each scenario, phase and contender, in this order, as they first occur."""
     groups: dict[tuple[str, Phase, str], list[Trial]] = {}
     for trial in trials:
@@ -207,12 +207,12 @@ def _middle(trials: Sequence[Trial], limit: Limit) -> float | None:
     return statistics.median(rates) if rates else None
 
 
-def _row(trials: Sequence[Trial]) -> Row:
+def _row(trials: Sequence[Trial]) -> TrialSummary:
     first = trials[0]
     seconds = [trial.seconds for trial in trials]
     ratios = [ratio for trial in trials if (ratio := trial.ratio) is not None]
     limit = LIMITS[first.phase]
-    return Row(
+    return TrialSummary(
         scenario=first.scenario,
         contender=first.contender,
         phase=first.phase,

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from ..core.text import visible
 from ..report.terminal import print_line, print_table
-from .bars import Bar
-from .results import Row, Stay, StayRow, Trial
+from .results import AsyncSummary, AsyncTrial, Trial, TrialSummary
+from .targets import BenchTarget
 
-__all__ = ["print_bars", "print_rows", "print_stays", "stay_line", "trials_line"]
+__all__ = ["async_line", "print_async", "print_rows", "print_targets", "trials_line"]
 
 MIB = 1 << 20
 
 
-def print_rows(text: str, rows: Sequence[Row]) -> None:
+def print_rows(text: str, rows: Sequence[TrialSummary]) -> None:
     """The rows of one scenario, a group for each phase."""
     print_line("")
     print_line(visible(text), "bold")
@@ -27,7 +27,7 @@ def print_rows(text: str, rows: Sequence[Row]) -> None:
     print_table(columns, cells, right=("s", "range", "GB/s", "of limit", "range ", "memory", "read", "written"))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: TrialSummary) -> tuple[str, ...]:
     return (
         row.contender,
         f"{row.seconds:.3f}",
@@ -42,14 +42,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _limit(row: Row) -> str:
+def _limit(row: TrialSummary) -> str:
     if row.limit_rate is None:
         return ""
     huge = f", {row.huge_rate / 1e9:.2f} in huge pages" if row.huge_rate is not None else ""
     return f"{row.limit} {row.limit_rate / 1e9:.2f}{huge}"
 
 
-def print_stays(text: str, rows: Sequence[StayRow]) -> None:
+def print_async(text: str, rows: Sequence[AsyncSummary]) -> None:
     """The rows of a scenario of saves in the background."""
     print_line("")
     print_line(visible(text), "bold")
@@ -70,13 +70,13 @@ def print_stays(text: str, rows: Sequence[StayRow]) -> None:
     print_table(columns, cells, right=columns[1:])
 
 
-def stay_line(stay: Stay, repetitions: int) -> str:
+def async_line(stay: AsyncTrial, repetitions: int) -> str:
     """What a save in the background took, as it comes."""
     which = "first" if stay.repetition == 0 else f"{stay.repetition}/{repetitions}"
     return f"{stay.scenario} {which} {stay.contender}: blocked {stay.blocked:.3f} s, durable {stay.durable:.3f} s"
 
 
-def print_bars(bars: Sequence[Bar], scale: float) -> None:
+def print_targets(bars: Sequence[BenchTarget], scale: float) -> None:
     """Each bar that was measured, with its figure."""
     measured = [bar for bar in bars if bar.figure is not None]
     print_line("")
@@ -90,11 +90,11 @@ def print_bars(bars: Sequence[Bar], scale: float) -> None:
         print_line(f"the targets are meant for full sizes; this run has {scale:g} of them", "dim")
 
 
-def _figure(bar: Bar) -> str:
+def _figure(bar: BenchTarget) -> str:
     return "-" if bar.figure is None else _amount(bar, bar.figure)
 
 
-def _amount(bar: Bar, figure: float) -> str:
+def _amount(bar: BenchTarget, figure: float) -> str:
     return f"{figure:.2f}" if bar.unit == "x" else f"{figure:.0f} {bar.unit}"
 
 

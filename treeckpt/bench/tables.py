@@ -1,4 +1,4 @@
-"""What does it cost that rows go by id? A keyed table beside dense tensors of the same bytes, both saved by treeckpt.
+"""Measures a keyed table beside dense tensors of the same bytes, both saved by treeckpt.
 
 The ids are all 64 bits in no order at all, so every row has to be moved, as in a table that has grown in training.
 """
@@ -14,15 +14,15 @@ import torch
 
 import treeckpt
 
-from .contenders import chosen
+from .checkpointers import select_by_name
+from .measure import BenchError, Measurement, OnTrials, SingleProcess, alternate
 from .results import Phase
 from .states import Scenario, State, make_state, shapes_bytes
-from .turns import BenchError, OnTrials, Solo, Turns, in_turns
 
-__all__ = ["Dense", "Table", "run_table"]
+__all__ = ["DenseCheckpoint", "TableCheckpoint", "run_table"]
 
 
-class Dense:
+class DenseCheckpoint:
     """The same bytes as plain tensors."""
 
     name = "treeckpt dense"
@@ -40,7 +40,7 @@ class Dense:
         return torch.arange(len(ids))
 
 
-class Table:
+class TableCheckpoint:
     """A keyed table, loaded by an owner of all buckets."""
 
     name = "treeckpt"
@@ -82,15 +82,15 @@ def run_table(
     state = make_state(shapes, lambda full: full)
     ids = make_ids(len(next(iter(state.values()))))
     nbytes = shapes_bytes(shapes) + ids.nbytes
-    turns = Turns(scenario, directory, Solo(), nbytes)
-    contenders: list[Dense | Table] = [Dense(), Table()]
-    for repetition, contender in in_turns(chosen(contenders, names), repetitions):
+    turns = Measurement(scenario, directory, SingleProcess(), nbytes)
+    contenders: list[DenseCheckpoint | TableCheckpoint] = [DenseCheckpoint(), TableCheckpoint()]
+    for repetition, contender in alternate(select_by_name(contenders, names), repetitions):
         place, prepared = turns.begin(), contender.prepare(state, ids)
 
         def save(place: Path = place, prepared: Any = prepared) -> None:
             treeckpt.save(place / "step", prepared)
 
-        def load(place: Path = place, contender: Dense | Table = contender) -> State:
+        def load(place: Path = place, contender: DenseCheckpoint | TableCheckpoint = contender) -> State:
             return contender.load(place)
 
         check = _checker(contender, state, ids) if repetition == 0 else None
@@ -103,7 +103,7 @@ def run_table(
         turns.end()
 
 
-def _checker(contender: Dense | Table, state: State, ids: torch.Tensor) -> Callable[[State], None]:
+def _checker(contender: DenseCheckpoint | TableCheckpoint, state: State, ids: torch.Tensor) -> Callable[[State], None]:
     def check(made: State) -> None:
         order = contender.order(ids)
         for name, leaf in {"ids": ids, **state}.items():

@@ -1,32 +1,27 @@
-"""The command that converts: a checkpoint of one format into another. Under torchrun its ranks share the work."""
+"""The command `convert`: converts a checkpoint to another format. Under torchrun the ranks share the work."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 from ..core.text import bytes_text, seconds_text
 from ..io.comm.waiting import log_if_slow
 from ..report.terminal import print_json, print_line
+from .command import AddCommand
 
 __all__ = ["add_convert"]
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 SHOWN = 12
-"""Findings that are printed of each kind, at most."""
+"""How many findings of each kind are printed, at most."""
 
 
-class Command(Protocol):
-    """Adds a command to the parser."""
-
-    def __call__(self, name: str, run: Callable[[Any], int], text: str, /) -> argparse.ArgumentParser: ...
-
-
-def add_convert(command: Command) -> None:
-    """Adds convert."""
+def add_convert(command: AddCommand) -> None:
+    """Adds `convert`."""
     parser = command("convert", _convert, "write a checkpoint in another format: torch.save, DCP, safetensors, or ours")
     parser.add_argument("source", metavar="SRC", help="also of hfai or Paddle; its format is found by looking")
     parser.add_argument("destination", metavar="DST", help="appears when it is whole")
@@ -63,11 +58,11 @@ def _convert(options: argparse.Namespace) -> int:
             step=options.step,
         )
     if rank == 0:
-        _print(report, options)
+        _print_report(report, options)
     return 0
 
 
-def _print(report: Any, options: argparse.Namespace) -> None:
+def _print_report(report: Any, options: argparse.Namespace) -> None:
     if options.json:
         print_json(report)
         return
@@ -86,7 +81,7 @@ def _print(report: Any, options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _ranks() -> Iterator[int]:
-    """This process's rank; under torchrun the ranks are brought together to share the work."""
+    """Gives the rank of this process; under torchrun with a process group, so that the ranks share the work."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield 0
         return

@@ -1,20 +1,20 @@
-"""Commands that write a file to look at: a report as one HTML page, a save as a trace."""
+"""The commands that export a file: `report` (one HTML page) and `trace` (the timings of a save for Perfetto)."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 from ..core.analysis.perfetto import encode_trace
 from ..core.text import bytes_text
 from ..report.terminal import print_line
 from ..runs import catalog
+from .command import AddCommand
 
 __all__ = ["add_commands"]
 
 
-def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+def add_commands(command: AddCommand) -> None:
     """Adds `report` and `trace`."""
     report = command("report", _report, "write one HTML page of a checkpoint or a run", json=False)
     report.add_argument("path", metavar="CKPT_OR_RUN")
@@ -34,7 +34,6 @@ def _report(options: argparse.Namespace) -> int:
 
 def _trace(options: argparse.Namespace) -> int:
     timings = catalog.read_timings(options.checkpoint)
-    data = encode_trace(timings)
-    Path(options.out).write_bytes(data)
+    Path(options.out).write_bytes(encode_trace(timings))
     print_line(f"{options.out}: {len(timings.spans)} spans; open it at https://ui.perfetto.dev")
     return 0

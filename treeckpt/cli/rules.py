@@ -1,4 +1,4 @@
-"""`treeckpt show --rules`: which leaves rules make of a checkpoint, of which specs, and how. Only the index is read."""
+"""`treeckpt show --rules`: prints the leaves that load rules produce from a checkpoint. Only the index is read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["read_rules", "show_rules"]
 
 
 def read_rules(path: str) -> tuple[Rule, ...]:
-    """The rules of a file: JSON, or statements.
+    """Reads the rules of a file: JSON, or statements.
 
     Raises:
-        FormatError: it cannot be read, or holds neither.
+        FormatError: it cannot be read, or contains neither.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def read_rules(path: str) -> tuple[Rule, ...]:
 
 
 def show_rules(index: Index, options: argparse.Namespace) -> int:
-    """Prints what rules make of an index, as rank 0 sees it, at and below a path."""
+    """Prints the leaves that rules produce from an index on rank 0, at and below a path."""
     view = ruled_view(index, read_rules(options.rules), source_rank=0, rank=0)
     below = options.leaf.rstrip("/")
     rows = [_row(view, path) for path in view.by_path if not below or path == below or path.startswith(below + "/")]
@@ -40,19 +40,16 @@ def show_rules(index: Index, options: argparse.Namespace) -> int:
     if options.json:
         print_json({"leaves": rows, "dropped": dropped})
         return 0
-    print_table(("path", "is", "how"), [(row["path"], _is_text(row), row["how"]) for row in rows])
+    specs = [f"{row['dtype']} {shape_text(row['shape'])}" if row["dtype"] else "value" for row in rows]
+    print_table(("path", "is", "how"), [(row["path"], spec, row["how"]) for row, spec in zip(rows, specs, strict=True)])
     for path in dropped:
         print_line(f"dropped  {path}", "dim")
     return 0
 
 
-def _is_text(row: dict[str, Any]) -> str:
-    return f"{row['dtype']} {shape_text(row['shape'])}" if row["dtype"] else "value"
-
-
 def _row(view: View, path: str) -> dict[str, Any]:
     spec = view.by_path[path][0].spec
     array = spec if isinstance(spec, ArraySpec) else None
-    # the chain ends in the path itself, which stands beside it
+    # the chain ends in the path itself, which is printed beside it
     how = view.chain(path).removesuffix(path).rstrip()
     return {"path": path, "dtype": array and array.dtype, "shape": array and array.shape, "how": how}

@@ -1,34 +1,30 @@
-"""The commands that change a run: gc, pin, unpin. Each says what it did to which step, and why.
+"""The commands that change a run: `gc`, `pin` and `unpin`. Each prints what it did to which step, and why.
 
-`gc` deletes no checkpoint unless a policy is named: without one it only clears away what crashed saves left behind, in
-a run, or in the directory of one checkpoint.
+`gc` deletes no checkpoint unless a policy is given: without one it only removes files that crashed saves left, in a run
+or in the directory of one checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from ..core.analysis.retention_policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
 from ..core.format.file_names import MAX_STEP, is_step_name, step_name
 from ..core.text import bytes_text
-from ..report.terminal import fail, print_json, print_line, print_table
+from ..report.terminal import print_json, print_line, print_table
 from ..runs.catalog import is_checkpoint, run_exists, scan
 from ..runs.run import GRACE, CleanReport, RunDirectory, clean_checkpoint
+from .command import AddCommand, usage_error
 
 __all__ = ["add_commands", "no_checkpoint"]
 
 
-class Command(Protocol):
-    """Adds a command to the parser."""
-
-    def __call__(self, name: str, run: Callable[[Any], int], text: str, /) -> argparse.ArgumentParser: ...
-
-
-def add_commands(command: Command) -> None:
-    """Adds gc, pin and unpin."""
+def add_commands(command: AddCommand) -> None:
+    """Adds `gc`, `pin` and `unpin`."""
     gc = command("gc", _gc, "delete what no policy keeps, and what crashed saves left behind")
     gc.add_argument("run_path", metavar="RUN", help="or a single checkpoint, beside which only leftovers go")
     gc.add_argument("--keep-last", type=_count, metavar="N", help="keep the newest N checkpoints")
@@ -52,8 +48,8 @@ def add_commands(command: Command) -> None:
     )
     gc.add_argument("--dry-run", action="store_true", help="only say what would be done")
     for name, act, text in (
-        ("pin", _pin, "keep a step, whatever the policies say"),
-        ("unpin", _unpin, "let the policies decide about a step again"),
+        ("pin", partial(_pin, pinned=True), "keep a step, whatever the policies say"),
+        ("unpin", partial(_pin, pinned=False), "let the policies decide about a step again"),
     ):
         pin = command(name, act, text)
         pin.add_argument("run_path", metavar="RUN")
@@ -90,7 +86,7 @@ def _steps(text: str) -> tuple[int, ...]:
 
 
 def _best(text: str) -> Best:
-    """A metric, then in any order `min` or `max` and a count; the name itself may have colons."""
+    """Parses a metric, then in any order `min` or `max` and a count; the name itself may contain colons."""
     metric, mode, count = text, None, None
     while ":" in metric:
         rest, _, last = metric.rpartition(":")
@@ -121,14 +117,12 @@ def _policies(options: argparse.Namespace) -> list[Policy]:
 
 def _gc(options: argparse.Namespace) -> int:
     if not run_exists(options.run_path):
-        fail(f"treeckpt: {options.run_path}: no such directory")
-        return 2
+        return usage_error(f"{options.run_path}: no such directory")
     run, alone = RunDirectory(options.run_path), is_checkpoint(options.run_path)
     alone = alone and not run.checkpoints()
     policies = _policies(options)
     if problem := _no_run(options.run_path, run, policies) if alone else _no_metric(run, options.best):
-        fail(f"treeckpt: {problem}")
-        return 2
+        return usage_error(problem)
     if alone:
         report = clean_checkpoint(options.run_path, grace=options.grace, dry_run=options.dry_run)
     else:
@@ -141,14 +135,14 @@ def _gc(options: argparse.Namespace) -> int:
 
 
 def _no_run(path: str, run: RunDirectory, policies: Sequence[Policy]) -> str:
-    """What to do instead where policies are named for a checkpoint in place of its run."""
+    """Returns the error where policies are given for a checkpoint in place of its run, empty if there is none."""
     if policies == [All()]:
         return ""
     return f"{path}: a checkpoint, not a run. Name the run that it is in: {run.url.rstrip('/').rpartition('/')[0]}"
 
 
 def no_checkpoint(options: argparse.Namespace) -> str:
-    """What to do instead where a run is named in the place of one of its checkpoints."""
+    """Returns the error where a run is named in place of one of its checkpoints, empty if there is none."""
     for path in (getattr(options, name, None) for name in ("checkpoint", "first", "second")):
         if path is None or is_checkpoint(path):
             continue
@@ -159,7 +153,7 @@ def no_checkpoint(options: argparse.Namespace) -> str:
 
 
 def _no_metric(run: RunDirectory, policies: Sequence[Best]) -> str:
-    """Which metrics there are, where one is named that no checkpoint has."""
+    """Returns the error, with the known metrics, where a metric is named that no checkpoint has; empty otherwise."""
     infos = [info for info in run.checkpoints() if info.status == "complete"] if policies else []
     there = {name for info in infos for name in info.metrics}
     unknown = [policy.metric for policy in policies if policy.metric not in there]
@@ -188,21 +182,11 @@ def _print_report(report: CleanReport, *, alone: bool) -> None:
     print_line(f"{what}, {bytes_text(report.nbytes)} {freed}", "dim")
 
 
-def _pin(options: argparse.Namespace) -> int:
-    RunDirectory(options.run_path).pin(options.step)
-    return _say_pinned(options, pinned=True)
-
-
-def _unpin(options: argparse.Namespace) -> int:
-    RunDirectory(options.run_path).unpin(options.step)
-    return _say_pinned(options, pinned=False)
-
-
-def _say_pinned(options: argparse.Namespace, *, pinned: bool) -> int:
+def _pin(options: argparse.Namespace, *, pinned: bool) -> int:
+    run = RunDirectory(options.run_path)
+    (run.pin if pinned else run.unpin)(options.step)
     if options.json:
         print_json({"run": options.run_path, "step": options.step, "pinned": pinned})
     else:
-        print_line(
-            f"{RunDirectory(options.run_path).folder(options.step).url} is {'' if pinned else 'no longer '}pinned"
-        )
+        print_line(f"{run.folder(options.step).url} is {'' if pinned else 'no longer '}pinned")
     return 0

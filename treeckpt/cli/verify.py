@@ -1,32 +1,37 @@
-"""The command that compares a checkpoint with its checksums, and mends what can be."""
+"""The commands `verify` and `rebuild-index`: compare a checkpoint with its checksums, and repair it."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
+from .. import api
 from ..core.text import bytes_text, seconds_text
 from ..io.storage.open import open_store
 from ..report.terminal import print_json, print_line
-from ..reports import VerifyReport
 from ..runs import catalog
 from ..runs.progress_bar import reading_bar
-from .runs import Command
+from .command import AddCommand
+from .show import index_summary
 
-__all__ = ["add_verify"]
+__all__ = ["add_rebuild_index", "add_verify"]
 
 SHOWN = 20
 
 
-def add_verify(command: Command) -> None:
-    """Adds verify."""
+def add_verify(command: AddCommand) -> None:
+    """Adds `verify`."""
     verify = command("verify", _verify, "read everything and compare it with its checksums")
     verify.add_argument("checkpoint", metavar="CKPT")
     verify.add_argument("--repair", action="store_true", help="make again what can be, and say what is lost")
 
 
-def _verify(options: Any) -> int:
-    report = _report(options)
+def _verify(options: argparse.Namespace) -> int:
+    if options.repair:
+        report = api.verify(options.checkpoint, repair=True)
+    else:
+        nbytes = None if options.json else catalog.read_info(options.checkpoint, follow=True).nbytes
+        with reading_bar(open_store(options.checkpoint), "verifying", nbytes) as store:
+            report = api.verify(store)
     if options.json:
         print_json({"ok": report.ok, "report": report})
         return 0 if report.ok else 1
@@ -49,11 +54,19 @@ def _verify(options: Any) -> int:
     return 0 if report.ok else 1
 
 
-def _report(options: argparse.Namespace) -> VerifyReport:
-    import treeckpt as tc
+def add_rebuild_index(command: AddCommand) -> None:
+    """Adds `rebuild-index`."""
+    rebuild = command("rebuild-index", _rebuild_index, "make a lost index.json again from the shards")
+    rebuild.add_argument("checkpoint", metavar="CKPT")
+    rebuild.add_argument("--replace", action="store_true", help="even where there is an index")
 
-    if options.repair:
-        return tc.verify(options.checkpoint, repair=True)
-    nbytes = None if options.json else catalog.read_info(options.checkpoint, follow=True).nbytes
-    with reading_bar(open_store(options.checkpoint), "verifying", nbytes) as store:
-        return tc.verify(store)
+
+def _rebuild_index(options: argparse.Namespace) -> int:
+    index = api.rebuild_index(options.checkpoint, replace=options.replace)
+    if options.json:
+        print_json(index_summary(index))
+    else:
+        print_line(
+            f"{options.checkpoint}: index.json made again, {len(index.leaves)} leaves, {bytes_text(index.nbytes)}"
+        )
+    return 0

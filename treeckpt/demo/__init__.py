@@ -1,7 +1,7 @@
 """The main job from end to end: train on 4 ranks, save, start again on 2 ranks and on 1, compare, browse.
 
-This module reads the options and tells the story; `train` is what the ranks do, in processes of their own, so that
-torch is never imported here.
+This module reads the options and runs the jobs; `train` runs on the ranks, in processes of their own, so that torch is
+never imported here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .launch import JobFailed, run_job
-from .report import LOSS_TOLERANCE, Verdict, build_table, judge
+from .report import LOSS_TOLERANCE, Comparison, build_table, compare_runs
 from .tasks import LAYOUTS, RANKS, Outcome, Resume, Resumed, Task, Train, Trained
 
 __all__ = ["main"]
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.print(f"treeckpt demo: {error}", markup=False)
         return 2
     try:
-        verdicts = tell(console, run, options.steps)
+        verdicts = run_jobs(console, run, options.steps)
     except JobFailed as error:
         errors.print(f"treeckpt demo: {error}", markup=False)
         return 1
@@ -98,7 +98,7 @@ def prepare_run(asked: Path | None) -> Path:
     return asked.resolve()
 
 
-def tell(console: Console, run: Path, steps: int) -> list[Verdict]:
+def run_jobs(console: Console, run: Path, steps: int) -> list[Comparison]:
     """Runs the three jobs and prints the table."""
     saves = tuple(steps * quarter // 4 for quarter in (1, 2, 3))
     train = Train(str(run), "hsdp", saves, steps)
@@ -106,11 +106,11 @@ def tell(console: Console, run: Path, steps: int) -> list[Verdict]:
     with progress_bars(console) as run_task:
         trained = run_task(train, f"train on {_ranks(train)} and save")
         assert isinstance(trained, Trained), "the outcome of Train"
-        verdicts: list[Verdict] = []
+        verdicts: list[Comparison] = []
         for task in resumes:
             resumed = run_task(task, f"load on {_ranks(task)} and go on")
             assert isinstance(resumed, Resumed), "the outcome of Resume"
-            verdicts.append(judge(trained, resumed, task))
+            verdicts.append(compare_runs(trained, resumed, task))
     console.print(build_table(trained.saves, train.layout, verdicts))
     console.print(f"run: {run}", markup=False, highlight=False, soft_wrap=True)
     return verdicts

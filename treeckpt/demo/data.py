@@ -1,4 +1,4 @@
-"""Which bytes does the model read at a given step?
+"""The training data of the demo: the bytes that the model reads at each step.
 
 The text is the standard library's own sources, which every machine that runs this has. A batch is a pure function of
 (text, seed, step, row): the start of each row is drawn by a hash of those numbers, so that no generator has to be

@@ -1,9 +1,9 @@
-"""How are a task's processes started, followed and, whatever happens, ended?
+"""Starts the processes of a task, follows their output, and ends them in every case.
 
 Several ranks run under torchrun (which picks a free port for its rendezvous), one runs as it is. Their output comes
-through one pipe: `@step N` lines move the progress bar, `@error RANK LINE` lines tell what a rank died of, all the
-rest is kept for the case that a worker dies without a word of its own. A worker that outlives this process dies of
-its next print.
+through one pipe: `@step N` lines move the progress bar, `@error RANK LINE` lines hold the traceback of a
+rank, and all other lines are kept for the case that a worker ends without a traceback. A worker that outlives this
+process ends at its next print.
 """
 
 from __future__ import annotations

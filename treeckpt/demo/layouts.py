@@ -1,6 +1,6 @@
-"""How is the one model laid out over the ranks?
+"""The three layouts of the model over the ranks.
 
-Three ways, by the recipe that PyTorch documents for each: FSDP2 on a 2x2 mesh (every parameter is cut by rows in two,
+Each follows the recipe that PyTorch documents: FSDP2 on a 2x2 mesh (every parameter is cut by rows in two,
 and each half has two replicas), tensor and sequence parallelism over two ranks (cut by rows or by columns, some not
 at all), and one plain process. The checkpoint code is the same for all three and sees none of this module.
 """
@@ -25,11 +25,11 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from .model import GPT
 from .tasks import RANKS, Layout
 
-__all__ = ["Placed", "place"]
+__all__ = ["PlacedModel", "place"]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedModel:
     """A model on its ranks, and which part of a global batch this rank reads."""
 
     model: GPT
@@ -42,21 +42,21 @@ class Placed:
         return range(self.part * share, (self.part + 1) * share)
 
 
-def place(model: GPT, layout: Layout) -> Placed:
+def place(model: GPT, layout: Layout) -> PlacedModel:
     """Lay the model out in place; a layout of several ranks needs the process group."""
     match layout:
         case "plain":
-            return Placed(model, part=0, parts=1)
+            return PlacedModel(model, part=0, parts=1)
         case "tp":
             mesh = init_device_mesh("cpu", (RANKS[layout],), mesh_dim_names=("tp",))
             split_tensors(model, mesh)
-            return Placed(model, part=0, parts=1)
+            return PlacedModel(model, part=0, parts=1)
         case "hsdp":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=False)  # small: keep for the backward pass
             fully_shard(model, mesh=mesh)
-            return Placed(model, part=mesh.get_rank(), parts=mesh.size())
+            return PlacedModel(model, part=mesh.get_rank(), parts=mesh.size())
 
 
 def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -71,7 +71,7 @@ class FeedForward(nn.Module):
         return self.down(functional.gelu(self.up(x)))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -92,7 +92,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=1e-6)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 

@@ -1,4 +1,4 @@
-"""Was everything equal, and what did it cost? Compares the outcomes, and draws the table.
+"""Compares the outcomes of the jobs, and builds the table that the demo prints.
 
 A leaf is equal if its digest after loading, on every rank, is the one that torch gave for it in memory when it was
 saved. A loss is equal within `LOSS_TOLERANCE`: another layout adds floats in another order, and training amplifies
@@ -16,14 +16,14 @@ from rich.table import Table
 
 from .tasks import LAYOUTS, RANKS, Digests, Layout, Resume, Resumed, Saved, Trained
 
-__all__ = ["LOSS_TOLERANCE", "Verdict", "build_table", "differing", "judge", "largest_gap"]
+__all__ = ["LOSS_TOLERANCE", "Comparison", "build_table", "compare_runs", "differing", "largest_gap"]
 
 LOSS_TOLERANCE = 1e-4
 """Relative."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Comparison:
     """What one fresh start found."""
 
     task: Resume
@@ -53,7 +53,7 @@ class Verdict:
         return found
 
 
-def judge(trained: Trained, resumed: Resumed, task: Resume) -> Verdict:
+def compare_runs(trained: Trained, resumed: Resumed, task: Resume) -> Comparison:
     """Compares a fresh start with the run that never stopped."""
     oracle = {saved.step: saved.digests for saved in trained.saves}
     different: list[str] = []
@@ -66,7 +66,7 @@ def judge(trained: Trained, resumed: Resumed, task: Resume) -> Verdict:
         if len(ranks) != RANKS[task.layout]:
             different.append(f"step {step}: {len(ranks)} ranks answered")
     gap = largest_gap(trained.losses[task.step :], resumed.losses)
-    return Verdict(task, resumed.nbytes, resumed.seconds, leaves, tuple(different), gap)
+    return Comparison(task, resumed.nbytes, resumed.seconds, leaves, tuple(different), gap)
 
 
 def differing(expected: Digests, found: Digests) -> list[str]:
@@ -82,7 +82,7 @@ def largest_gap(expected: Sequence[float], found: Sequence[float]) -> float:
     return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
 
 
-def build_table(saves: Sequence[Saved], source: Layout, verdicts: Sequence[Verdict]) -> Table:
+def build_table(saves: Sequence[Saved], source: Layout, verdicts: Sequence[Comparison]) -> Table:
     """The table that the demo ends with; it fits into 80 columns."""
     table = Table(box=SIMPLE_HEAD, collapse_padding=True)
     table.add_column("what", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Is what a job holds the same as what another one saved?
+"""Digests of a job's state, to compare it with the state that another job saved.
 
 Digests gather each distributed tensor with torch's own `full_tensor` and hash it: an oracle that shares no code with
 the checkpoint.

@@ -1,4 +1,4 @@
-"""What is each process of the demo told to do, and what does it answer?
+"""The tasks of the demo's processes, and their outcomes.
 
 A task goes to the workers as JSON on their command line; rank 0 leaves the outcome as JSON in the run's `.demo`
 folder. Nothing here imports torch.

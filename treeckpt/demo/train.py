@@ -30,7 +30,7 @@ import treeckpt as tc
 from treeckpt import training
 
 from .data import batch, read_text
-from .layouts import Placed, place
+from .layouts import PlacedModel, place
 from .model import ModelConfig, build_model
 from .state import Tree, digests
 from .tasks import RANKS, Digests, Outcome, Resume, Resumed, Saved, Task, Train, Trained, checkpoint_path, outcome_path
@@ -51,7 +51,7 @@ class Trainer:
 
     def __init__(self, task: Task, config: ModelConfig, text: NDArray[np.uint8]) -> None:
         self.config, self.text, self.seed = config, text, task.seed
-        self.placed: Placed = place(build_model(config, task.seed), task.layout)
+        self.placed: PlacedModel = place(build_model(config, task.seed), task.layout)
         self.model = self.placed.model
         # fused: with foreach, the first step under DTensor takes 3 s, and 1 s so (torch 2.13, 4 ranks, 2 cores)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)

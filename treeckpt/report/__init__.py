@@ -1,6 +1,7 @@
-"""A checkpoint or a run as one HTML file that needs nothing else: no network, no server, no torch.
+"""Reports: a checkpoint or a run as one HTML file that needs no network, server or torch; and terminal output.
 
-`report` gives the page; `treeckpt report PATH --html FILE` writes it. Its size is bounded: what is left out is counted.
+It may import all rooms but `cli`, `bench` and `demo`. Start with `page`. `report` returns the page; `treeckpt report
+PATH --html FILE` writes it. The size of a page is bounded: it states how many entries it leaves out.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ __all__ = ["report"]
 
 
 def report(path: str | os.PathLike[str], html: str | os.PathLike[str] | None = None) -> str:
-    """The page of a checkpoint, or of a run and its newest checkpoint.
+    """Renders the page of a checkpoint, or of a run and its newest checkpoint.
 
     Args:
         path: a directory.
-        html: where to write it; an existing file is replaced.
+        html: the file to write; an existing file is replaced.
 
     Returns:
-        the page.
+        The page.
 
     Raises:
         CheckpointNotFound: there is neither a checkpoint nor a run.

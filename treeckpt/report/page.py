@@ -1,4 +1,4 @@
-"""The parts of a report: what a checkpoint is, its sizes, its tree, where large arrays lie, and where the time went."""
+"""Renders the sections of a report: facts, sizes, tree, maps of large arrays, files and timings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core.format.byte_map import chunk_count, layout_of, locate_chunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
 from ..core.html import Child, Html, el, facts, joined, table
 from ..core.sharding.region import Region
-from ..core.text import bytes_text, layout_text, region_text, seconds_text, shape_text, time_text, value_text
+from ..core.text import bytes_text, layout_text, rate_text, region_text, seconds_text, shape_text, time_text, value_text
 from ..core.tree.recursion import Recursive, trampoline
 from ..errors import CheckpointNotFound, TreeckptError
 from ..runs import catalog
@@ -25,21 +25,21 @@ from .pictures import RegionBox, line_chart, shard_map, treemap, waterfall
 __all__ = ["checkpoint_page", "run_page"]
 
 NODES = 2000
-"""Of the tree."""
+"""Nodes of the tree that are listed."""
 CHILDREN = 200
-"""Of one node."""
+"""Children of one node that are listed."""
 CELLS = 300
-"""Of the treemap."""
+"""Leaves that the treemap shows."""
 MAPS = 6
 BOXES = 512
 CHUNKS = 1 << 16
-"""A leaf of more chunks is not drawn."""
+"""A leaf with more chunks is not drawn."""
 FILES = 100
 CHECKPOINTS = 200
 
 
 def checkpoint_page(path: str | os.PathLike[str]) -> str:
-    """One checkpoint, whatever its state.
+    """Renders one checkpoint in any state.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -49,7 +49,7 @@ def checkpoint_page(path: str | os.PathLike[str]) -> str:
 
 
 def run_page(path: str | os.PathLike[str]) -> str:
-    """A run, and its newest checkpoint that can be read.
+    """Renders a run and its newest complete checkpoint.
 
     Raises:
         CheckpointNotFound: there is no checkpoint in it.
@@ -134,7 +134,7 @@ def _facts(index: Index) -> Html:
 
 
 def _sizes(outline: Outline) -> Html:
-    """A treemap of the largest leaves, coloured by the first step of the path, and a table of the largest nodes."""
+    """Draws a treemap of the largest leaves, coloured by the first key of the path, and lists the largest nodes."""
     arrays = sorted(outline.index.entries, key=lambda leaf: -leaf_nbytes(leaf))[:CELLS]
     first = {name: at for at, name in enumerate(dict.fromkeys(leaf.path.partition("/")[0] for leaf in arrays))}
     cells = [
@@ -158,7 +158,7 @@ def _sizes(outline: Outline) -> Html:
 
 
 def _maps(index: Index) -> list[Html]:
-    """The largest arrays that lie in several chunks."""
+    """Draws the largest arrays of several chunks."""
     spread = [
         leaf for leaf in index.entries if isinstance(leaf.record, ArrayRecord) and 1 < chunk_count(leaf) <= CHUNKS
     ]
@@ -168,7 +168,7 @@ def _maps(index: Index) -> list[Html]:
 
 
 def _map(index: Index, leaf: Leaf) -> list[Html]:
-    """The last two dimensions of an array, at the start of the others."""
+    """Draws the last two dimensions of an array at index 0 of the others."""
     assert leaf.spec is not None, "arrays only are drawn"
     shape = leaf.spec.shape
     if not shape or 0 in shape:
@@ -249,12 +249,11 @@ def _timing(path: str | os.PathLike[str]) -> list[Html]:
     profile = study.profile
     if not profile.ranks:
         return []
-    rate = profile.nbytes / profile.seconds if profile.seconds else 0
     about = facts(
         [
             ("took", seconds_text(profile.seconds)),
             ("blocked", seconds_text(profile.blocked_seconds)),
-            ("rate", f"{bytes_text(rate)}/s"),
+            ("rate", rate_text(profile.nbytes, profile.seconds)),
             ("slowest", f"rank {profile.slowest}, {profile.slowdown:.1f}× the median's work"),
         ]
     )

@@ -1,4 +1,4 @@
-"""The style and the script that stand in a report, and what the page may do."""
+"""The style sheet, the script and the Content-Security-Policy of a report."""
 
 from __future__ import annotations
 
@@ -62,4 +62,4 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
     f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'"
 )
-"""Nothing is fetched, and no script runs but ours."""
+"""The page fetches nothing, and only this script runs."""

@@ -1,4 +1,4 @@
-"""Drawings in SVG: a treemap, the map of a sharded array, a waterfall, lines over steps. Every shape has a title."""
+"""Draws SVG: a treemap, the map of a sharded array, a waterfall, a line chart. Every shape has a title."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ..core.analysis.profile import ROOT_SPAN, WAITING_PHASES
 from ..core.analysis.timing_report import TimingReport
 from ..core.html import Html, el, joined
-from ..core.text import bytes_text, seconds_text
+from ..core.text import bytes_text, rate_text, seconds_text
 
 __all__ = ["RegionBox", "line_chart", "shard_map", "treemap", "waterfall"]
 
@@ -15,9 +15,9 @@ COLOURS = 8
 WIDTH = 1000
 RANKS = 40
 SPANS = 200
-"""Of one rank."""
+"""Spans of one rank that are drawn."""
 RegionBox = tuple[int, int, int, int, int, str]
-"""top, left, bottom, right, rank, title."""
+"""(top, left, bottom, right, rank, title) in elements."""
 
 
 def _svg(height: float, *children: Html, label: str) -> Html:
@@ -34,10 +34,10 @@ def _text(x: float, y: float, text: str, kind: str = "t", anchor: str = "start")
 
 
 def treemap(items: Sequence[tuple[str, str, int, int]], *, height: int = 340) -> Html:
-    """Areas in proportion to bytes.
+    """Draws rectangles with areas in proportion to bytes.
 
     Args:
-        items: (short name, title, colour, bytes).
+        items: (short name, title, number of the colour, bytes) of each rectangle.
     """
     shown = sorted((item for item in items if item[3] > 0), key=lambda item: -item[3])
     shapes: list[Html] = []
@@ -49,9 +49,10 @@ def treemap(items: Sequence[tuple[str, str, int, int]], *, height: int = 340) ->
 
 
 def _squares(sizes: Sequence[int], height: float) -> Iterator[tuple[float, float, float, float]]:
-    """Boxes as square as can be: rows along the shorter side, each closed when one more would make it worse.
+    """Yields (x, y, width, height) of rectangles that are nearly square.
 
-    Bruls, Huizing, van Wijk: Squarified Treemaps, 2000.
+    Rows run along the shorter side; a row ends when another rectangle would worsen its aspect ratios. Bruls, Huizing,
+    van Wijk: Squarified Treemaps, 2000.
     """
     x, y, w, h = 0.0, 0.0, float(WIDTH), float(height)
     scale = w * h / (sum(sizes) or 1)
@@ -78,13 +79,13 @@ def _squares(sizes: Sequence[int], height: float) -> Iterator[tuple[float, float
 
 
 def _worst(row: Sequence[float], side: float) -> float:
-    """The largest ratio of sides in a row."""
+    """Returns the largest aspect ratio in a row."""
     total = sum(row)
     return max(side * side * max(row) / total**2, total**2 / (side * side * min(row))) if total and side else 0.0
 
 
 def shard_map(rows: int, columns: int, boxes: Sequence[RegionBox]) -> Html:
-    """A plane of an array's index space, its regions coloured by the rank that wrote them."""
+    """Draws a plane of an array's index space, with regions coloured by the rank that wrote them."""
     height = 40 if rows == 1 else max(60, min(260, 500 * rows / max(columns, 1)))
     sx, sy = WIDTH / max(columns, 1), height / max(rows, 1)
     shapes: list[Html] = [el("rect", x="0", y="0", width=WIDTH, height=f"{height:.0f}", class_="gap")]
@@ -97,7 +98,7 @@ def shard_map(rows: int, columns: int, boxes: Sequence[RegionBox]) -> Html:
 
 
 def waterfall(study: TimingReport) -> Html:
-    """Ranks and phases over time; of many ranks the slowest, and rank 0."""
+    """Draws ranks and phases over time; of many ranks only the slowest and rank 0."""
     profile, spans = study.profile, study.spans
     numbers = sorted(range(len(profile.ranks)), key=lambda n: -profile.ranks[n].busy_ns)[:RANKS]
     order = sorted({0, *numbers}) if profile.ranks else []
@@ -130,15 +131,15 @@ def waterfall(study: TimingReport) -> Html:
 
 
 def line_chart(steps: Sequence[int], series: Sequence[tuple[str, Sequence[float | None]]], *, text: str) -> Html:
-    """Values over steps, from zero.
+    """Draws values over steps; the vertical axis begins at zero.
 
     Args:
-        text: how values read: "bytes" or "seconds".
+        text: the format of the values: "bytes", "seconds" or "rate" (bytes per second).
     """
     height, left, bottom = 170, 80, 22
     most = max((v for _, values in series for v in values if v is not None), default=0) or 1
     span = max(steps[-1] - steps[0], 1) if steps else 1
-    written = {"bytes": bytes_text, "seconds": seconds_text, "rate": lambda v: f"{bytes_text(v)}/s"}[text]
+    written = {"bytes": bytes_text, "seconds": seconds_text, "rate": rate_text}[text]
 
     def place(step: int, value: float) -> tuple[float, float]:
         return left + (step - steps[0]) / span * (WIDTH - left - 20), (height - bottom) - value / most * (height - 40)

@@ -1,44 +1,43 @@
-"""How the command line prints: tables and trees drawn on a terminal, plain columns and JSON elsewhere.
+"""Prints the output of the command line: tables on a terminal, plain columns or JSON elsewhere.
 
-Text from files goes through `visible` here, so no command can let a name steer the terminal.
+All text goes through `visible` here, so that names from files cannot send control sequences to the terminal.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..core.text import visible
+from ..core.text import time_text, visible
 
-__all__ = ["fail", "print_facts", "print_json", "print_line", "print_table"]
+__all__ = ["fail", "local_time_text", "print_facts", "print_json", "print_line", "print_table"]
 
 STYLES = {"complete": "green", "partial": "yellow", "corrupt": "bold red", "foreign": "dim"}
 
 
-def print_json(thing: Any) -> None:
-    """Anything that msgspec knows, indented."""
+def print_json(thing: object) -> None:
+    """Prints indented JSON of any object that msgspec can encode."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(thing), indent=2).decode() + "\n")
 
 
 def print_line(text: str, style: str = "") -> None:
-    """One line of text."""
+    """Prints one line of text."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(visible(text), style=style))
 
 
 def fail(text: str) -> None:
-    """A message on the error stream."""
+    """Prints a message on the error stream."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(Text(visible(text), style="red"))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """A table; a cell that is a status is coloured, columns in `right` are aligned so."""
+    """Prints a table; cells that are a status are coloured, columns named in `right` are aligned to the right."""
     cells = [[visible(cell) for cell in row] for row in rows]
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -63,8 +62,13 @@ def _print_plain(columns: Sequence[str], rows: Sequence[Sequence[str]], right: S
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Names and what they are, a line each."""
+    """Prints names and values, one pair on each line."""
     width = max((len(name) for name, _ in facts), default=0)
     console = Console(highlight=False, soft_wrap=True)
     for name, text in facts:
         console.print(Text.assemble((f"{name:<{width}}  ", "dim"), visible(text)))
+
+
+def local_time_text(ns: int | None) -> str:
+    """Formats a Unix time in the time zone of this machine, to the second."""
+    return time_text(ns, None)

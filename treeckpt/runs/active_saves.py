@@ -1,8 +1,8 @@
-"""Which saves are under way in a checkpoint's directory, and how far? From the small records that ranks keep there.
+"""Lists the saves under way in a checkpoint's directory, and their progress, from the records that ranks keep there.
 
-A save that has ended takes its records away. One that was killed leaves its last. It is said to be killed where its
-coordinator's process is known to have ended; otherwise, after `STALLED` seconds with nothing new, to hang or to be
-killed. Records that do not decode are passed over.
+A save that has ended removes its records; one that was killed leaves its last ones. It is reported as killed if its
+coordinator's process is known to have ended; otherwise, `STALLED` seconds after the last change, as hanging or killed.
+Records that do not decode are skipped.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from ..io.storage.run_store import DirectoryEntry, Folder
 __all__ = ["STALLED", "SaveUnderWay", "saves_under_way", "under_way_text"]
 
 STALLED = 60.0
-"""Seconds after which a record with nothing new means that its rank hangs, or is gone."""
+"""Seconds without a change of its record after which a rank counts as hanging or gone."""
 
 
 class SaveUnderWay(msgspec.Struct, frozen=True):
-    """A save that has not ended, as its ranks tell of it."""
+    """A save that has not ended, as the records of its ranks describe it."""
 
     save_id: str
     step: int | None
     world: int
     ranks: int
-    """That have a record: those that are still busy."""
+    """Ranks that have a record: those that have not ended yet."""
     phase: SavePhase
-    """write, as long as any of them writes."""
+    """write, as long as any of these ranks writes."""
     written: int
     planned: int
-    """Bytes, of those ranks."""
+    """Bytes of these ranks."""
     started_ns: int
     updated_ns: int
     """Unix time of the newest record."""
     done: int = 0
-    """Ranks of these whose bytes are all durable."""
+    """How many of these ranks have made all their bytes durable."""
     alive: bool | None = None
-    """Whether it may still be committed, where that is known: False once its coordinator's process has ended."""
+    """Whether it may still be committed: False once its coordinator's process has ended, None if not known."""
 
     @property
     def fraction(self) -> float:
-        """From 0 to 1, of those ranks' bytes."""
+        """The written part of the bytes of these ranks, 0 to 1."""
         return fraction_of(self.written, self.planned)
 
 
 def saves_under_way(folder: Folder, files: Mapping[str, DirectoryEntry]) -> tuple[SaveUnderWay, ...]:
-    """The saves that have records among these files, by when they began."""
+    """Returns the saves that have records among these files, in the order of their start."""
     found: dict[str, list[Progress]] = {}
     for record in read_progress(folder.store, files):
         found.setdefault(record.save_id, []).append(record)
-    return tuple(sorted((_sum(records) for records in found.values()), key=lambda save: save.started_ns))
+    return tuple(sorted((_merge_records(records) for records in found.values()), key=lambda save: save.started_ns))
 
 
-def _sum(records: Iterable[Progress]) -> SaveUnderWay:
+def _merge_records(records: Iterable[Progress]) -> SaveUnderWay:
     ranks = {record.rank: record for record in records}
     first = next(iter(ranks.values()))
     return SaveUnderWay(
@@ -77,7 +77,7 @@ def _sum(records: Iterable[Progress]) -> SaveUnderWay:
 
 
 def under_way_text(save: SaveUnderWay, now_ns: int) -> str:
-    """A save under way in words."""
+    """Describes a save under way in a sentence."""
     quiet = (now_ns - save.updated_ns) / 1e9
     what = "being written" if save.phase == "write" else "written, waiting for the commit"
     far = f"{save.fraction:.0%} of {bytes_text(save.planned)} on {save.ranks} of {save.world} ranks"

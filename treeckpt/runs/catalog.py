@@ -60,18 +60,18 @@ __all__ = [
     "summarize_index",
 ]
 
-FAR = 16
-"""Folders of an object store that are looked at at a time."""
+CONCURRENT_READS = 16
+"""Folders of an object store that are read at a time."""
 METRICS = "metrics"
 """The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
 
 T = TypeVar("T")
 Files = dict[str, DirectoryEntry]
-"""The regular files of a directory."""
+"""The regular files of a directory, by name."""
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What a list of checkpoints needs of an index."""
+    """The parts of an index that a list of checkpoints needs."""
 
     save_id: str
     step: int | None
@@ -80,27 +80,27 @@ class Summary(msgspec.Struct, frozen=True):
     nbytes: int
     created_ns: int
     sizes: tuple[tuple[str, int], ...]
-    """Every shard and its size as a file."""
+    """Every shard and the size of its file."""
     metrics: dict[str, float]
     held_nbytes: int
     lineage: Lineage | None = None
 
 
 def read_index(path: str | os.PathLike[str]) -> Index:
-    """The index of a checkpoint's directory.
+    """Reads the index of a checkpoint's directory.
 
     Raises:
         CheckpointNotFound: there is none.
-        CheckpointError: it cannot be read, or is no index.
+        CheckpointError: it cannot be read, or does not decode.
     """
     return metadata_files.read_index(open_store(path))
 
 
 def read_timings(path: str | os.PathLike[str] | Folder, *, save_id: str | None = None) -> Timings:
-    """The timing record of a checkpoint: of the save that its index names, else of the newest save that left one.
+    """Reads the timings of a checkpoint: of the save that its index names, else of the newest save that wrote some.
 
     Args:
-        save_id: that the index names, where that is known already: then it is not read.
+        save_id: the save that the index names, if the caller knows it; the index is not read then.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -117,7 +117,7 @@ def _timings_file(folder: Folder, files: Files, save_id: str | None) -> str:
     names = [n for n in files if (k := parse_file_name(n)) and k.kind == "timings" and save_id in (None, k.save_id)]
     if not names:
         label, expected = visible(folder.url), "the timings of a save"
-        if not any(map(_is_ours, files)):
+        if not any(map(_is_checkpoint_file, files)):
             raise CheckpointNotFound(label, expected="a checkpoint", found="none", hint="Check the path")
         if INDEX_NAME not in files:
             hint = "The save is under way, or ended before it wrote them"
@@ -143,21 +143,22 @@ def _regular(entries: Files) -> Files:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory itself holds files of a checkpoint, complete or not."""
+    """Whether a directory itself contains files of a checkpoint, complete or not."""
     if is_url(text := os.fspath(path)):
         entries = open_folder(text).entries()
-        return any(map(_is_ours, _regular(entries))) or INDEX_NAME in entries
+        return any(map(_is_checkpoint_file, _regular(entries))) or INDEX_NAME in entries
     try:
-        with os.scandir(
-            local_path(text)
-        ) as found:  # of a run with thousands of directories, none of these is looked at
-            return any(e.name == INDEX_NAME or (_is_ours(e.name) and e.is_file(follow_symlinks=False)) for e in found)
+        with os.scandir(local_path(text)) as found:  # a run may have thousands of directories: none is opened
+            return any(
+                e.name == INDEX_NAME or (_is_checkpoint_file(e.name) and e.is_file(follow_symlinks=False))
+                for e in found
+            )
     except OSError:
         return False
 
 
 def run_exists(run: str) -> bool:
-    """Whether there is something at a path or URL that may be a run or a checkpoint.
+    """Whether a path or URL exists and may be a run or a checkpoint.
 
     Raises:
         StoreError: an object store cannot be reached, or refuses.
@@ -167,15 +168,15 @@ def run_exists(run: str) -> bool:
     return Path(local_path(run)).is_dir()
 
 
-def _is_ours(name: str) -> bool:
+def _is_checkpoint_file(name: str) -> bool:
     return parse_file_name(name) is not None
 
 
 def scan(run: str | os.PathLike[str] | RunStore, *, cache: StatCache | None = None) -> list[CheckpointInfo]:
-    """Every checkpoint of a run, newest first, then what is none; a checkpoint's own path gives that one.
+    """Lists every checkpoint of a run, newest first, then foreign directories; or the one checkpoint at the path.
 
-    The newest is what was saved last. Abandoned branches come behind all that is on the lineage of the newest.
-    Names that start with a dot, and what is no directory, are left out. A directory that cannot be listed is corrupt.
+    The newest is the one saved last. Abandoned branches follow after the lineage of the newest. Names that start with a
+    dot and entries that are no directories are left out. A directory that cannot be listed is reported as corrupt.
 
     Raises:
         StoreError: the run cannot be reached, or refuses.
@@ -183,45 +184,45 @@ def scan(run: str | os.PathLike[str] | RunStore, *, cache: StatCache | None = No
     cache = cache or LruStatCache(0)
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         return [read_info_or_corrupt(open_folder(run), cache=cache, follow=True)]
-    return in_listing_order(info for _, info in read_infos(open_run(run), cache, anyway=True))
+    return in_listing_order(info for _, info in read_infos(open_run(run), cache, report_errors=True))
 
 
-def read_infos(run: RunStore, cache: StatCache, *, anyway: bool = False) -> list[tuple[Folder, CheckpointInfo]]:
-    """Every folder of a run, and what it is.
+def read_infos(run: RunStore, cache: StatCache, *, report_errors: bool = False) -> list[tuple[Folder, CheckpointInfo]]:
+    """Returns every folder of a run with its description.
 
     Args:
-        anyway: looks by `read_info_or_corrupt`.
+        report_errors: reads with `read_info_or_corrupt`.
 
     Raises:
-        StoreError: where they are cannot be reached.
+        StoreError: the run cannot be reached, or refuses.
     """
-    return _each_folder(run, partial(read_info_or_corrupt if anyway else read_info, cache=cache))
+    return _for_each_folder(run, partial(read_info_or_corrupt if report_errors else read_info, cache=cache))
 
 
-def _each_folder(run: RunStore, one: Callable[[Folder], T]) -> list[tuple[Folder, T]]:
+def _for_each_folder(run: RunStore, one: Callable[[Folder], T]) -> list[tuple[Folder, T]]:
     folders = all_folders(run)
     if not isinstance(run, SupportsBulkListing):
         return [(folder, one(folder)) for folder in folders]
-    with ThreadPoolExecutor(FAR, "treeckpt-look") as pool:
+    with ThreadPoolExecutor(CONCURRENT_READS, "treeckpt-catalog") as pool:
         return list(zip(folders, pool.map(one, folders), strict=True))
 
 
 def read_marks(run: RunStore, cache: StatCache) -> list[SavedCheckpoint]:
-    """What the lineage of a run's checkpoints is decided from: their indexes alone, of which those known are not read.
+    """Returns the data that orders a run's checkpoints by lineage, from their indexes alone; cached ones are not read.
 
     Raises:
         StoreError: the run cannot be reached.
     """
+    return [mark for _, mark in _for_each_folder(run, partial(_read_mark, cache=cache)) if mark is not None]
 
-    def one(folder: Folder) -> SavedCheckpoint | None:
-        index = folder.entry(INDEX_NAME) if is_step_name(folder.name) and not folder.is_link else None
-        with contextlib.suppress(TreeckptError):
-            summary = _recall_summary(folder, index, cache) if index is not None else None
-            if summary is not None and summary.step in (None, step_of(folder.name)):
-                return SavedCheckpoint(step_of(folder.name) or 0, summary.save_id, summary.lineage)
-        return None
 
-    return [mark for _, mark in _each_folder(run, one) if mark is not None]
+def _read_mark(folder: Folder, cache: StatCache) -> SavedCheckpoint | None:
+    index = folder.entry(INDEX_NAME) if is_step_name(folder.name) and not folder.is_link else None
+    with contextlib.suppress(TreeckptError):
+        summary = _read_summary(folder, index, cache) if index is not None else None
+        if summary is not None and summary.step in (None, step_of(folder.name)):
+            return SavedCheckpoint(step_of(folder.name) or 0, summary.save_id, summary.lineage)
+    return None
 
 
 def read_info_or_corrupt(folder: Folder, *, cache: StatCache | None = None, follow: bool = False) -> CheckpointInfo:
@@ -240,13 +241,13 @@ def read_info_or_corrupt(folder: Folder, *, cache: StatCache | None = None, foll
 def read_info(
     path: str | os.PathLike[str] | Folder, *, cache: StatCache | None = None, follow: bool = False
 ) -> CheckpointInfo:
-    """What one directory is.
+    """Describes one directory.
 
     Args:
-        follow: looks behind a symbolic link: for paths that a person gave, not for what stands in a run.
+        follow: follows a symbolic link: for paths that a person gave, not for entries of a run.
 
     Raises:
-        StoreError: it cannot be reached, or refuses to be read, which says nothing of the checkpoint.
+        StoreError: it cannot be reached, or refuses to be read, so that nothing is known about the checkpoint.
     """
     cache = cache or LruStatCache(0)
     folder = open_folder(path) if isinstance(path, (str, os.PathLike)) else path
@@ -257,30 +258,30 @@ def read_info(
     files = _regular(entries)
     if (index := entries.get(INDEX_NAME)) is not None:
         try:
-            summary = _recall_summary(folder, index, cache)
-        except StoreError:  # says nothing of the checkpoint
+            summary = _read_summary(folder, index, cache)
+        except StoreError:  # says nothing about the checkpoint
             raise
         except TreeckptError as error:
             return CheckpointInfo(name, folder.url, "corrupt", step_of(name), error=str(error))
         info = _with_index(folder, summary, files, cache)
         if info.status == "corrupt" and folder.entries().get(INDEX_NAME, index) != index:
-            return read_info(folder, cache=cache, follow=follow)  # another save has replaced it since it was listed
+            return read_info(folder, cache=cache, follow=follow)  # another save has replaced it since the listing
         return info
     exists = folder.modified_ns() is not None
-    if any(map(_is_ours, files)) or (step_of(name) is not None and exists and not entries):
+    if any(map(_is_checkpoint_file, files)) or (step_of(name) is not None and exists and not entries):
         return _without_index(folder, files, cache)
     error = "no checkpoint: neither an index nor shards" if exists else "not a directory"
     return CheckpointInfo(name, folder.url, "foreign", error=error)
 
 
-def _recall_summary(folder: Folder, index: DirectoryEntry, cache: StatCache) -> Summary:
+def _read_summary(folder: Folder, index: DirectoryEntry, cache: StatCache) -> Summary:
     return cache.get_or_read(
         (folder.url, "summary"), index, lambda: summarize_index(metadata_files.read_index(folder.store))
     )
 
 
 def summarize_index(index: Index) -> Summary:
-    """What a list of checkpoints needs of an index."""
+    """Extracts from an index what a list of checkpoints needs."""
     sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
     return Summary(
         save_id=index.save_id,
@@ -297,7 +298,7 @@ def summarize_index(index: Index) -> Summary:
 
 
 def _metrics(value: Value) -> dict[str, float]:
-    """The numbers of a dict; users may keep something else under this key."""
+    """Returns the numbers of a dict; empty for other values, which users may keep under this key."""
     try:
         found = decode_value(value, METRICS)
     except TreeckptError:
@@ -311,31 +312,31 @@ def _is_number(value: object) -> bool:
 
 
 class SaveDuration(msgspec.Struct, frozen=True):
-    """What a list of checkpoints needs of timings."""
+    """The parts of the timings that a list of checkpoints needs."""
 
     seconds: float
     blocked_seconds: float
     error: str | None
 
 
-def _took(folder: Folder, name: str) -> SaveDuration:
+def _read_duration(folder: Folder, name: str) -> SaveDuration:
     timings = _read_timings(folder, name)
     try:
         profile = profile_of(timings)
         return SaveDuration(profile.seconds, profile.blocked_seconds, timings.error)
-    except (ArithmeticError, LookupError) as error:  # times of any size, parents that are none
+    except (ArithmeticError, LookupError) as error:  # the times and parents of spans are not checked before
         raise CorruptError(visible(f"{folder.url}/{name}"), expected="spans of a save", found=f"{error}") from error
 
 
-def _recall_took(folder: Folder, files: Files, save_id: str | None, cache: StatCache) -> SaveDuration:
+def _save_duration(folder: Folder, files: Files, save_id: str | None, cache: StatCache) -> SaveDuration:
     name = _timings_file(folder, files, save_id)
-    return cache.get_or_read((f"{folder.url}/{name}", "took"), files[name], lambda: _took(folder, name))
+    return cache.get_or_read((f"{folder.url}/{name}", "took"), files[name], partial(_read_duration, folder, name))
 
 
 def _with_index(folder: Folder, summary: Summary, files: Files, cache: StatCache) -> CheckpointInfo:
     took = None
-    with contextlib.suppress(TreeckptError):  # timings are a record beside the checkpoint, not part of its state
-        took = _recall_took(folder, files, summary.save_id, cache)
+    with contextlib.suppress(TreeckptError):  # a checkpoint is complete without timings
+        took = _save_duration(folder, files, summary.save_id, cache)
     problem = _shards_problem(summary, files)
     return CheckpointInfo(
         name=folder.name,
@@ -373,7 +374,7 @@ def _without_index(folder: Folder, files: Files, cache: StatCache) -> Checkpoint
     newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
     text, seconds = "no index: the save is under way, or never finished", None
     with contextlib.suppress(TreeckptError):
-        took = _recall_took(folder, files, None, cache)
+        took = _save_duration(folder, files, None, cache)
         seconds = took.seconds
         text = f"no index: the save failed: {took.error}" if took.error else text
     if any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in files):

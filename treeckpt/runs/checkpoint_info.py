@@ -1,4 +1,4 @@
-"""What a directory of a run is, as `catalog` finds it, and the order in which directories are listed."""
+"""Describes one directory of a run, as `catalog` finds it, and defines the order in which directories are listed."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     world: int | None = None
     leaves: int | None = None
     nbytes: int | None = None
-    """Of the arrays, each byte once; of the shards found, for a partial one."""
+    """Bytes of the arrays, each byte counted once; for a partial checkpoint, bytes of the shards found."""
     created_ns: int | None = None
     seconds: float | None = None
-    """From the first rank's start of the save to the end of the last one's."""
+    """Duration of the save: from the start of the first rank to the end of the last rank."""
     blocked_seconds: float | None = None
-    """Until the last rank's call returned; as long as `seconds` where the save was not in the background."""
+    """Until the call returned on the last rank; equal to `seconds` for a save that was not in the background."""
     held_nbytes: int | None = None
-    """Of the arrays as all ranks held them, replicas and all."""
+    """Bytes of the arrays on all ranks together, with every replica counted."""
     error: str | None = None
     metrics: dict[str, float] = {}
     pinned: bool = False
     saving: tuple[SaveUnderWay, ...] = ()
-    """Saves into this directory that have records there: those under way, and those that were killed."""
+    """Saves into this directory that have progress records there: those under way, and those that were killed."""
     lineage: Lineage | None = None
-    """As its index records it."""
+    """The lineage that its index records."""
     sequence: int | None = None
-    """Rises in the order in which the checkpoints of the run were saved; None where that was not asked."""
+    """Rises in the order in which the checkpoints of the run were saved; None if that was not computed."""
     abandoned: bool = False
-    """Whether it is on a branch that the run has left: the newest checkpoint does not descend from it."""
+    """Whether it is on an abandoned branch: the newest checkpoint does not descend from it."""
 
     @property
     def under_way(self) -> tuple[SaveUnderWay, ...]:
@@ -56,12 +56,12 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> str:
-        """The status in words, with the branch."""
+        """The status as text, with whether its branch is abandoned."""
         return self.status + ", abandoned branch" * self.abandoned
 
 
 def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:
-    """What its lineage is decided from; None of what has no index, or was moved from another step."""
+    """Returns the data that orders checkpoints by lineage; None without an index, or if moved from another step."""
     step = step_of(info.name)
     if info.status not in ("complete", "corrupt") or info.save_id is None or step is None or info.step != step:
         return None
@@ -69,7 +69,7 @@ def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:
 
 
 def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The directories of one run as they are listed: newest first, then abandoned branches, then other directories."""
+    """Sorts the directories of one run for lists: newest first, then abandoned branches, then foreign directories."""
     found = [(info, mark_of(info)) for info in infos]
     order = LineageOrder(mark for _, mark in found if mark is not None)
     placed: list[tuple[CheckpointInfo, LineagePosition | None]] = []
@@ -81,10 +81,10 @@ def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
         if position is not None:
             info = msgspec.structs.replace(info, sequence=position.sequence, abandoned=not position.present)
         placed.append((info, position))
-    return [info for info, _ in sorted(placed, key=_listed)]
+    return [info for info, _ in sorted(placed, key=_sort_key)]
 
 
-def _listed(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[Any, ...]:
+def _sort_key(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[Any, ...]:
     info, (present, sequence, step) = placed[0], placed[1] or (True, 0, 0)
     kind = info.status == "foreign", not present, info.step is None
     return *kind, -sequence, -step, -(info.created_ns or 0), info.name

@@ -1,4 +1,4 @@
-"""How fast does a run fill its disk? From when its checkpoints were made and how large they are, nothing else."""
+"""Estimates how fast a run fills its disk, from the times and sizes of its checkpoints alone."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ DAY_NS = 86_400 * 10**9
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """What the newest saves of a run add, if nothing is deleted."""
+    """The growth rate of a run by its newest saves, if nothing is deleted."""
 
     saves: int
-    """That were looked at."""
+    """How many saves the estimate is based on."""
     nbytes_per_day: float
     seconds_between: float
 
 
 def growth_of(saves: Sequence[tuple[int, int]], *, count: int = 50) -> Growth | None:
-    """The growth that the newest saves show; None where there are fewer than two, or all have the same time.
+    """Estimates the growth from the newest saves; None if there are fewer than two, or all have the same time.
 
     Args:
         saves: (Unix nanoseconds, bytes) of each checkpoint, in any order.
-        count: how many of the newest are looked at.
+        count: how many of the newest to use.
     """
     newest = sorted(saves)[-count:]
     if len(newest) < 2 or newest[-1][0] <= newest[0][0]:
@@ -36,5 +36,5 @@ def growth_of(saves: Sequence[tuple[int, int]], *, count: int = 50) -> Growth | 
 
 
 def days_until(free: int, growth: Growth | None) -> float | None:
-    """Days until so many free bytes are used up; None where nothing grows."""
+    """Returns the days until the free bytes are used up; None if the run does not grow."""
     return free / growth.nbytes_per_day if growth is not None and growth.nbytes_per_day > 0 else None

@@ -1,8 +1,8 @@
-"""What the next save of a manager follows: the checkpoint that it restored or saved last.
+"""Determines the lineage of a manager's next save: the checkpoint that it restored or saved last.
 
-The manager notes what it restores and saves, in the order of the calls. What became of a save, the disk alone says: one
-that failed, was skipped or is gone is passed over. Rank 0 decides, when the save before has ended, and outside the
-caller's thread where the save is in the background: it reads every index of the run.
+The manager records what it restores and saves, in the order of the calls. Whether a save was committed is read from the
+disk: one that failed, was skipped or was deleted is skipped here. Rank 0 decides, after the previous save has ended,
+and outside the caller's thread for a save in the background, because it reads every index of the run.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ __all__ = ["SaveHistory"]
 
 
 class _HistoryEntry:
-    """A restored checkpoint, or a save that was called for."""
+    """A restored checkpoint, or a save that was started; `mark` is None until its lineage is known."""
 
     def __init__(self, mark: SavedCheckpoint | None = None, *, restored: bool = False) -> None:
         self.mark, self.restored = mark, restored
 
 
 class SaveHistory:
-    """What a manager has restored and saved.
+    """The checkpoints that a manager has restored and saved.
 
     Args:
-        say: logs a warning about a path.
-        rank: of this process; rank 0 alone decides.
+        warn: logs a warning about a path.
+        rank: the rank of this process; rank 0 alone decides.
     """
 
-    def __init__(self, run: RunDirectory, say: Callable[[str, str], None], rank: int) -> None:
-        self._run, self._say, self._rank = run, say, rank
+    def __init__(self, run: RunDirectory, warn: Callable[[str, str], None], rank: int) -> None:
+        self._run, self._warn, self._rank = run, warn, rank
         self._notes: tuple[_HistoryEntry, ...] = ()
         self._lock = threading.Lock()
 
     def restored(self, mark: SavedCheckpoint) -> None:
-        """Notes that the next save follows this checkpoint."""
+        """Records that the next save follows this checkpoint."""
         with self._lock:
             self._notes = (_HistoryEntry(mark, restored=True),)
 
     def next_save(self, step: int) -> NextSave | None:
-        """Notes a save that is called for; returns what gives its lineage, on rank 0."""
+        """Records a save that is started; returns what determines its lineage, on rank 0."""
         if self._rank:
             return None
         note = _HistoryEntry()
@@ -54,9 +54,9 @@ class SaveHistory:
         """Returns the lineage of a save, from the notes before it and the state of the run; raises nothing."""
         try:
             marks = self._run.marks()
-        except Exception as error:  # the save matters more than its place
+        except Exception as error:  # a save without the right lineage is better than none
             marks = [known.mark for known in before if known.mark is not None]
-            self._say(self._run.url, f"could not be looked at for the lineage of step {step}: {error}")
+            self._warn(self._run.url, f"could not be looked at for the lineage of step {step}: {error}")
         there = {mark.save_id for mark in marks}
         sure = [n for n in before if n.mark is not None and (n.restored or n.mark.save_id in there)]
         lineage = next_lineage(marks, sure[-1].mark if sure else None, step)

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run to resume from, when to make the next, and which to keep: `Manager` decides for all ranks.
+"""`Manager` decides for all ranks when a run is saved, which checkpoint it resumes from, and which ones are kept.
 
     with tc.Manager("run", keep=[Last(3), Best("loss")], every=1000) as manager:
         manager.save_on_signal()
@@ -9,11 +9,11 @@
             if manager.should_save(step):
                 manager.save(step, state, metrics={"loss": loss})
 
-Every method is called on every rank, in the same order. Rank 0 alone looks at the disk and deletes; the others get its
-answer over the comm, without collectives. Nothing is decided from memory: metrics stand in the checkpoint's custom
-metadata, pins are files, and every index records which save it follows, so a restart, or a second manager, decides
-alike. The newest is what was saved last: after a rollback, what was saved since (`core.format.lineage`). What is
-deleted, and how, `run` says; the policies are `core.analysis.retention_policy`'s; when a step is due, `pacing` decides.
+Every method is called on every rank, in the same order. Rank 0 alone reads the disk and deletes; the other ranks get
+its result over the comm, without collectives. Nothing is decided from memory: metrics are in the checkpoint's custom
+metadata, pins are files, and every index records which save it follows, so a restart, or a second manager, decides the
+same. The newest checkpoint is the one saved last: after a rollback, one saved since then (`core.format.lineage`). `run`
+deletes, by the policies of `core.analysis.retention_policy`; `schedule` decides which steps are due.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from signal import SIGTERM
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import msgspec
 
@@ -41,12 +42,19 @@ from ..io.storage.store import Store
 from ..reports import SaveReport
 from ..saving.background import save_async_tree
 from ..saving.future import Pending
-from ..saving.options import SaveOptions, shard_limit
 from ..saving.save import save_tree
 from .catalog import METRICS
 from .history import SaveHistory
 from .notebook import run_html
-from .options import best_policy, check_options, is_maker, numbers_of, policies_of
+from .options import (
+    BackgroundSaveKeywords,
+    LoadKeywords,
+    as_policies,
+    as_save_options,
+    best_policy,
+    is_factory,
+    parse_metrics,
+)
 from .pending_saves import PendingSaves, RetentionRunner
 from .registered_state import RegisteredState, RegistrationMixin
 from .restore import Restorer
@@ -56,24 +64,24 @@ from .select import CheckpointSelector
 
 __all__ = ["Manager"]
 
-AFTER_ERROR = 10.0
+WAIT_AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 
 
 class Manager(RegistrationMixin):
-    """Saves, keeps and restores the checkpoints of a run. Make one on every rank.
+    """Saves, keeps and restores the checkpoints of a run. Create one on every rank.
 
     Args:
         run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`. Nothing
             else in it is ever touched.
         keep: a policy or several of `treeckpt.policy`; a number is `Last(number)`, None keeps everything. The newest
-            and the pinned stay in any case.
+            checkpoint and pinned ones are always kept.
         every: steps between saves.
-        seconds: between saves, by rank 0's clock; saves are due by either.
+        seconds: seconds between saves, by rank 0's clock; a step is due by either interval.
         background: saves with `save_async`: `save` returns as soon as the tree may change.
-        grace: seconds for which files of a save that never finished are left alone.
-        comm: how ranks talk, as for `treeckpt.save`; "alone" is a manager of this process only.
-        options: of `treeckpt.save`, and of `treeckpt.save_async` with `background`. A step that is saved again
+        grace: seconds for which files of a save that never finished are kept.
+        comm: which ranks save, same as for `treeckpt.save`; "alone" manages the saves of this process only.
+        options: those of `treeckpt.save`, and of `treeckpt.save_async` with `background`. A step that is saved again
             replaces the earlier one, which stays valid until then; `overwrite=False` refuses it.
     """
 
@@ -87,24 +95,21 @@ class Manager(RegistrationMixin):
         background: bool = True,
         grace: float = GRACE,
         comm: api.AnyComm = None,
-        **options: Any,
+        **options: Unpack[BackgroundSaveKeywords],
     ) -> None:
-        check_options(options, background=background)
-        self._run, self._policies = RunDirectory(run), policies_of(keep)
-        self._finder = CheckpointSelector(self._run)
+        self._background, self._options = background, as_save_options(options, background=background)
+        self._run, self._policies = RunDirectory(run), as_policies(keep)
+        self._selector = CheckpointSelector(self._run)
         self._saving_comm = as_comm(comm)
         self._comm = Channel(self._saving_comm, "manager")
         self._registered = RegisteredState()
-        self._history = SaveHistory(self._run, self._finder.say, self._comm.rank)
+        self._history = SaveHistory(self._run, self._selector.warn_once, self._comm.rank)
         self._restorer = Restorer(
-            self._run, self._finder, self._comm, self._saving_comm, self._registered, self._history
+            self._run, self._selector, self._comm, self._saving_comm, self._registered, self._history
         )
-        self._pace = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
-        limit = shard_limit(options.get("max_shard_bytes"))
-        self._background = background
-        self._options = SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit})
-        self._flights = PendingSaves(self._sweep)
-        self._sweeper = RetentionRunner(self._run, self._policies, self._finder, self._flights, grace=grace)
+        self._schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
+        self._pending = PendingSaves(self._start_clean)
+        self._retention = RetentionRunner(self._run, self._policies, self._selector, self._pending, grace=grace)
         self._exit: int | None = None
         self._reached: int | None = None
         self.count = 0
@@ -119,16 +124,16 @@ class Manager(RegistrationMixin):
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal has asked to save: after that save, end the training."""
-        return self._pace.stopping
+        """Whether a signal has requested a save: after that save, end the training."""
+        return self._schedule.stopping
 
     # saving --------------------------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Whether this step is to be saved. Call it once a step, on every rank; it is the same on all of them."""
+        """Whether this step is to be saved. Call it once per step, on every rank; all ranks get the same result."""
         step = check_step(step)
-        self._flights.collect()
-        return self._pace.due(step) and (step != self._reached or self.stopping)
+        self._pending.collect()
+        return self._schedule.due(step) and (step != self._reached or self.stopping)
 
     def step(
         self, tree: Any | Callable[[], Any] = ..., *, metrics: Mapping[str, float] | None = None
@@ -136,15 +141,16 @@ class Manager(RegistrationMixin):
         """Counts a step, from the one that was restored, and saves it if it is due.
 
         Args:
-            tree: or a function that gives it, called only then; left out, what is registered is saved alone.
+            tree: the tree, or a function that returns it, called only if the step is due; without it only what is
+                registered is saved.
 
         Returns:
-            What `save` returns; None where nothing was due.
+            The result of `save`; None if the step was not due.
         """
         self.count += 1
         if not self.should_save(self.count):
             return None
-        return self.save(self.count, tree() if is_maker(tree) else tree, metrics=metrics)
+        return self.save(self.count, tree() if is_factory(tree) else tree, metrics=metrics)
 
     def save(
         self,
@@ -157,10 +163,11 @@ class Manager(RegistrationMixin):
     ) -> SaveReport | Pending:
         """Saves a tree as this step, and cleans up when it is committed.
 
-        It follows what was restored or saved last, or of its ancestors the newest with a step below this one.
+        Its lineage follows the checkpoint restored or saved last, or its newest ancestor with a step below this one.
 
         Args:
-            tree: a dict, if anything is registered, which is saved beside it; left out, that is saved alone.
+            tree: must be a dict if anything is registered, which is saved beside it; without a tree only what is
+                registered is saved.
             metrics: numbers by which `Best` and `best` choose; those of rank 0 count.
             pin: keeps the checkpoint until it is unpinned.
 
@@ -168,26 +175,26 @@ class Manager(RegistrationMixin):
             The `SaveReport`, or with `background` the `Pending`.
 
         Raises:
-            As `treeckpt.save`; with `background` also what the save before came to.
-            SystemExit: after a signal, if `save_on_signal` was told to exit.
+            The errors of `treeckpt.save`; with `background` also the error of the previous save.
+            SystemExit: after a signal, if `save_on_signal` was called with `exit`.
         """
         step = check_step(step)
-        named = {} if metrics is None else {METRICS: numbers_of(metrics)}
+        named = {} if metrics is None else {METRICS: parse_metrics(metrics)}
         metadata = {**(custom_metadata or {}), **(named if self._comm.rank == 0 else {})}
         if self.stopping:
-            self._flights.drain()  # the last save is neither skipped nor held up by what went wrong before
+            self._pending.drain()  # an earlier failure must not prevent the last save
         elif self._options.busy == "wait":
-            self._flights.settle()
-        with self._flights.starting(step):
+            self._pending.settle()
+        with self._pending.starting(step):
             result = self._save(step, self._registered.joined(tree), metadata, pin=pin)
         if isinstance(result, SaveReport):
-            self._sweep()
-            self._sweeper.wait()
+            self._start_clean()
+            self._retention.wait()
         self.count = step
         if isinstance(result, Pending) and result.skipped:
             return result
         self._reached = step
-        self._pace.restart()
+        self._schedule.restart()
         if self.stopping and self._exit is not None:
             self.close()
             raise SystemExit(self._exit)
@@ -195,112 +202,117 @@ class Manager(RegistrationMixin):
 
     def _save(self, step: int, tree: Any, metadata: Mapping[str, Any], *, pin: bool) -> SaveReport | Pending:
         options = msgspec.structs.replace(self._options, step=step)
-        # before the save, so that no clean-up comes in between
-        pinned = pin and self._ask(f"pin step {step}", lambda: self._run.put_pin(step), bool)
-
-        def unpin() -> None:
-            if pinned and self._comm.rank == 0:
-                with contextlib.suppress(TreeckptError):
-                    self._run.take_pin_back(step)
-
+        # before the save, so that no clean-up removes the step in between
+        pinned = pin and self._from_rank0(f"pin step {step}", partial(self._run.put_pin, step), bool)
+        unpin = partial(self._undo_pin, step, pinned)
         store, save = self._run.folder(step).store, save_async_tree if self._background else save_tree
         try:
             lineage = self._history.next_save(step)
             result = save(store, tree, self._saving_comm, options, metadata, lineage)
         except BaseException:
             unpin()
-            self._sweep()  # the disk may be full of what would go
+            self._start_clean()  # the disk may be full of checkpoints that no policy keeps
             raise
         if isinstance(result, Pending) and result.skipped:
             unpin()
         elif isinstance(result, Pending):
-            self._flights.add(step, result, unpin)
+            self._pending.add(step, result, unpin)
         return result
 
-    def _sweep(self) -> None:
+    def _undo_pin(self, step: int, pinned: bool) -> None:
+        """Removes the pin of a save that has failed."""
+        if pinned and self._comm.rank == 0:
+            with contextlib.suppress(TreeckptError):
+                self._run.take_pin_back(step)
+
+    def _start_clean(self) -> None:
         if self._comm.rank == 0:
-            self._sweeper.start()
+            self._retention.start()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until everything that was saved is durable, and cleaned up after.
+        """Waits until everything that was saved is durable, and the clean-up after it is done.
 
         Args:
-            timeout: seconds to wait at most for either.
+            timeout: seconds to wait at most for the saves, and again for the clean-up.
 
         Raises:
-            What a save came to, if it failed; CheckpointError, naming what is lost, if one has not ended in time.
+            The error of a save that failed; CheckpointError, which names the lost steps, if one has not ended in time.
         """
-        self._flights.settle(timeout)
-        self._sweeper.wait(timeout)
+        self._pending.settle(timeout)
+        self._retention.wait(timeout)
 
-    # what there is -------------------------------------------------------------------------------------------
+    # listing --------------------------------------------------------------------------------------------------
 
     def latest(self, *, verify: bool = False) -> int | None:
-        """The newest step that can be restored: the one saved last, not the highest. None where there is none.
+        """Returns the newest step that can be restored: the one saved last, not the highest. None if there is none.
 
-        What is passed over is logged. After a rollback the abandoned branch comes last.
+        Checkpoints that are skipped are logged. After a rollback the abandoned branch comes last.
 
         Args:
             verify: reads everything and compares checksums; otherwise the index and the sizes of files are checked.
         """
+        return self._from_rank0("latest", partial(self._newest_step, verify), int | None)
 
-        def answer() -> int | None:
-            found = self._finder.newest(verify=verify, busy=self._flights.busy())
-            return step_info(found).step if found is not None else None
-
-        return self._ask("latest", answer, int | None)
+    def _newest_step(self, verify: bool) -> int | None:
+        found = self._selector.newest(verify=verify, busy=self._pending.busy())
+        return step_info(found).step if found is not None else None
 
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | None:
-        """The step with the best metric, None where none has it.
+        """Returns the step with the best metric, None if no checkpoint has it.
 
         Args:
-            metric: by default that of the first `Best` policy.
-            mode: by default that of the policy with this metric, else "min".
+            metric: by default the metric of the first `Best` policy.
+            mode: by default the mode of the policy with this metric, otherwise "min".
         """
         policy = best_policy(self._policies, metric, mode)
-        return self._ask(f"best {policy.metric}", lambda: self._finder.best(policy), int | None)
+        return self._from_rank0(f"best {policy.metric}", partial(self._selector.best, policy), int | None)
 
     def steps(self) -> list[int]:
-        """The steps that can be restored, in rising order."""
-        return self._ask("steps", lambda: sorted(step_info(i).step for i in self._finder.complete()), list[int])
+        """Returns the steps that can be restored, in rising order."""
+        return self._from_rank0("steps", self._complete_steps, list[int])
+
+    def _complete_steps(self) -> list[int]:
+        return sorted(step_info(info).step for info in self._selector.complete())
 
     def path(self, step: int) -> str:
-        """Where a step is, or would be saved."""
+        """Returns the path or URL of a step, whether or not it is saved."""
         return self._run.folder(step).url
 
     # restoring -----------------------------------------------------------------------------------------------
 
-    def restore(self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Any) -> Any:
-        """Loads a step; `count` and the lineage go on from it, with the next save.
+    def restore(
+        self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[LoadKeywords]
+    ) -> Any:
+        """Loads a step; `count` and the lineage of the next save continue from it.
 
         Args:
-            like: as for `treeckpt.load`.
-            step: by default the newest that loads: where one turns out to be corrupt on any rank, that is logged and
-                all ranks take the one before and fill everything again. After an earlier one, what was saved since is
-                an abandoned branch.
-            into: a tree to fill in place, as `treeckpt.load_into` does, instead.
-            options: of `treeckpt.load`, or `load_into`.
+            like: same as for `treeckpt.load`.
+            step: by default the newest that loads: if one turns out to be corrupt on any rank, that is logged and all
+                ranks load the one before it and fill everything again. If an earlier step is restored, the steps saved
+                after it become an abandoned branch.
+            into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
+            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`.
 
         Returns:
             The tree, or the `LoadReport` with `into`.
 
         Raises:
             CheckpointNotFound: there is nothing to restore.
-            As `treeckpt.load`.
+            The errors of `treeckpt.load`.
         """
         if like is not None and into is not None:
             raise TreeckptError(self._run.url, expected="one target", found="like and into")
         result, self.count = self._restorer.restore(like, into, step, options)
         self._reached = self.count
-        self._pace.restart()
+        self._schedule.restart()
         return result
 
     @contextlib.contextmanager
     def reading(self, step: int) -> Iterator[Store]:
-        """Keeps a step from being deleted while the body reads it; for one process, by itself.
+        """Protects a step from deletion while the body reads it; called by one process alone, not by all ranks.
 
         Raises:
-            CheckpointNotFound: it is not there, or not complete.
+            CheckpointNotFound: it does not exist, or is not complete.
         """
         folder = self._run.folder(step)
         with hold_lease(folder):
@@ -316,7 +328,7 @@ class Manager(RegistrationMixin):
             CheckpointNotFound: there is no such checkpoint.
         """
         step = check_step(step)
-        self._ask(f"pin step {step}", lambda: self._run.pin(step), type(None))
+        self._from_rank0(f"pin step {step}", partial(self._run.pin, step), type(None))
 
     def unpin(self, step: int) -> None:
         """Lets the policies decide about a step again.
@@ -325,44 +337,44 @@ class Manager(RegistrationMixin):
             CheckpointNotFound: there is no such checkpoint.
         """
         step = check_step(step)
-        self._ask(f"unpin step {step}", lambda: self._run.unpin(step), type(None))
+        self._from_rank0(f"unpin step {step}", partial(self._run.unpin, step), type(None))
 
     def clean(self, *, dry_run: bool = False) -> CleanReport:
-        """Deletes what no policy keeps and what crashed saves left behind; it happens by itself after each save.
+        """Deletes checkpoints that no policy keeps and files that crashed saves left; runs after each save, too.
 
         Returns:
-            What stays and why, what was removed and why, what could not be.
+            What is kept and why, what was removed and why, and what could not be removed.
         """
-        return self._ask("clean", lambda: self._sweeper.sweep(dry_run=dry_run), CleanReport)
+        return self._from_rank0("clean", partial(self._retention.clean_now, dry_run=dry_run), CleanReport)
 
     # ending --------------------------------------------------------------------------------------------------
 
     def save_on_signal(
         self, signals: Iterable[int] = (SIGTERM,), *, exit: int | None = None, rank_timeout: float = LIMIT
     ) -> None:
-        """Saves when the process is told to end: on all ranks at the same step, within two steps of the signal.
+        """Saves after a signal that ends the process: on all ranks at the same step, within two steps of the signal.
 
-        The handler only sets a flag. `should_save` and `step` then say so on every rank, whichever got the signal;
-        `stopping` tells the training loop to end.
+        The handler only sets a flag. `should_save` and `step` then return the same on every rank, whichever rank got
+        the signal; `stopping` tells the training loop to end.
 
         Args:
-            exit: the exit code with which `save` ends the process, on every rank, once that checkpoint is durable;
-                None leaves that to the caller.
-            rank_timeout: seconds without an answer of another rank after which waits for it end, from the signal on.
+            exit: the exit code with which `save` ends the process, on every rank, once that checkpoint is durable; None
+                leaves that to the caller.
+            rank_timeout: after the signal, waits for a rank end when it has sent no heartbeat for so many seconds.
 
         Raises:
             TreeckptError: not called in the main thread.
         """
         self._exit = exit
-        self._pace.listen(signals, rank_timeout)
+        self._schedule.listen(signals, rank_timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the saves in flight, as `wait` does, and gives signals back."""
+        """Waits for the pending saves, as `wait` does, and restores the signal handlers."""
         try:
             self.wait(timeout)
         finally:
-            self._pace.close()
-            self._sweeper.close(wait=timeout is None)
+            self._schedule.close()
+            self._retention.close(wait=timeout is None)
 
     def __enter__(self) -> Self:
         return self
@@ -370,12 +382,12 @@ class Manager(RegistrationMixin):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception):  # it matters more than what the saves come to; other ranks may be gone
-            self._pace.close(error)
-            self._flights.drain(AFTER_ERROR)
-            self._sweeper.close()
+        if isinstance(error, Exception):  # it matters more than errors of the saves; other ranks may be gone
+            self._schedule.close(error)
+            self._pending.drain(WAIT_AFTER_ERROR)
+            self._retention.close()
         else:
             self.close()
 
-    def _ask(self, what: str, answer: Callable[[], Any], kind: Any) -> Any:
-        return from_rank0(self._comm, f"{self._run.url} {what}", answer, kind)
+    def _from_rank0(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
+        return from_rank0(self._comm, f"{self._run.url} {what}", call, kind)

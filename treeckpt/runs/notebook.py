@@ -1,4 +1,4 @@
-"""How indexes, reports and managers look in a notebook: a few facts and a short table, small enough to scroll past."""
+"""HTML of managers and runs in a notebook: a few facts and a short table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLUMNS = ("checkpoint", "state", "step", "size", "leaves", "ranks", "saved", "t
 
 
 def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
-    """A row of `COLUMNS` for each checkpoint."""
+    """Returns a row of `COLUMNS` for each checkpoint."""
     return [
         (
             info.name,
@@ -35,7 +35,7 @@ def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
 
 
 def run_html(run: str | RunStore, summary: str) -> Html:
-    """The newest checkpoints of a run."""
+    """Renders the newest checkpoints of a run as a table."""
     found = [info for info in scan(run) if info.status != "foreign"]
     saving = [under_way_text(save, time.time_ns()) for info in found for save in info.saving]
     return joined([

@@ -1,12 +1,11 @@
-"""What a manager is told, understood and checked before anything is done with it."""
+"""Checks and normalizes the arguments of a manager before anything is done with them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Literal, SupportsIndex
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Literal, SupportsIndex, TypedDict
 
-from .. import api
 from ..arrays.registry import abstract_of, is_value
 from ..arrays.stateful import is_stateful
 from ..core.analysis.retention_policy import All, Best, Last, Policy, check_policies
@@ -14,16 +13,76 @@ from ..core.tree.containers import flatten_one_level
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.in_place import update_in_place
 from ..errors import TreeckptError, TreeError
-from ..saving.options import shard_limit
+from ..loading.read_batch import Verify
+from ..loading.transforms import Renaming, Transforms
+from ..reports import LoadReport
+from ..saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
 
-__all__ = ["best_policy", "check_options", "check_thing", "is_maker", "numbers_of", "policies_of"]
+__all__ = [
+    "BackgroundSaveKeywords",
+    "LoadIntoKeywords",
+    "LoadKeywords",
+    "SaveKeywords",
+    "as_policies",
+    "as_save_options",
+    "best_policy",
+    "check_can_restore",
+    "is_factory",
+    "parse_metrics",
+]
 
 
-def policies_of(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:
-    """The policies that `keep` stands for.
+class SaveKeywords(TypedDict, total=False):
+    """The options of `treeckpt.save` that a manager passes on."""
+
+    overwrite: bool
+    verify_replicas: bool
+    allow_pickle: bool
+    max_shard_bytes: int | None
+    namespace: str
+
+
+class BackgroundSaveKeywords(SaveKeywords, total=False):
+    """The options of `treeckpt.save_async` that a manager passes on."""
+
+    staging: StagingMode
+    writer: WriterKind
+    busy: BusyPolicy
+    timeout: float | None
+
+
+class LoadIntoKeywords(TypedDict, total=False):
+    """The options of `treeckpt.load_into` that `Manager.restore` passes on."""
+
+    select: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+    rename: Renaming
+    transforms: Transforms
+    strict: bool
+    cast: bool
+    verify: Verify
+    on_corrupt: Literal["error", "skip"]
+    per_rank: Literal["error", "take"]
+    read: Literal["each", "once"]
+    memory: int
+    allow_pickle: bool
+    namespace: str
+
+
+class LoadKeywords(LoadIntoKeywords, total=False):
+    """The options of `treeckpt.load` that `Manager.restore` passes on."""
+
+    device: str | None
+    copy: bool
+    mmap: bool
+    on_report: Callable[[LoadReport], None] | None
+
+
+def as_policies(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, ...]:
+    """Returns the policies of the argument `keep` of a manager.
 
     Raises:
-        TreeckptError: it stands for none, or for some that keep nothing.
+        TreeckptError: it is no policy, or its policies keep nothing.
     """
     if keep is None:
         return (All(),)
@@ -36,10 +95,10 @@ def policies_of(keep: Policy | Sequence[Policy] | int | None) -> tuple[Policy, .
 
 
 def best_policy(policies: Sequence[Policy], metric: str | None, mode: Literal["min", "max"] | None) -> Best:
-    """The policy by which to choose the best: what is not given is taken from the first that fits.
+    """Returns the policy that selects the best checkpoint; missing arguments come from the first matching policy.
 
     Raises:
-        TreeckptError: no metric is given, and no policy has one; or an unknown mode.
+        TreeckptError: no metric is given, and no policy has one; or the mode is unknown.
     """
     found = next((p for p in policies if isinstance(p, Best) and metric in (None, p.metric)), None)
     if metric is None and found is None:
@@ -51,51 +110,51 @@ def best_policy(policies: Sequence[Policy], metric: str | None, mode: Literal["m
     return policy
 
 
-def is_maker(tree: Any) -> bool:
-    """Whether it gives the tree when it is called. Models can be called too, but are trees themselves."""
+def is_factory(tree: object) -> bool:
+    """Whether a tree argument is a function that returns the tree. A model is callable too, but is itself a tree."""
     return callable(tree) and not is_stateful(tree) and flatten_one_level(tree, "", "", 0) is None
 
 
-def check_options(options: dict[str, Any], *, background: bool) -> None:
-    """Refuses what the save would refuse, but now."""
-    save = api.save_async if background else api.save
-    known = (save.__kwdefaults__ or {}).keys() - {"step", "comm", "custom_metadata"}
-    if unknown := options.keys() - known:
-        raise TypeError(f"{sorted(unknown)[0]!r} is no option of Manager, nor of {save.__name__}")
-    shard_limit(options.get("max_shard_bytes"))
-
-
-def numbers_of(metrics: Any) -> dict[str, float]:
-    """What was measured of a step, by name.
+def as_save_options(options: BackgroundSaveKeywords, *, background: bool) -> SaveOptions:
+    """Returns the options of a manager's saves, which replace a checkpoint of the same step by default.
 
     Raises:
-        TreeError: anything else.
+        TypeError: `save`, or with `background` `save_async`, has no such option.
+        TreeckptError: `max_shard_bytes` is no size.
+    """
+    known = BackgroundSaveKeywords if background else SaveKeywords
+    if unknown := options.keys() - known.__optional_keys__:
+        name = "save_async" if background else "save"
+        raise TypeError(f"{sorted(unknown)[0]!r} is no option of Manager, nor of {name}")
+    limit = shard_limit(options.get("max_shard_bytes"))
+    return SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit})
+
+
+def parse_metrics(metrics: object) -> dict[str, float]:
+    """Returns the metrics of a step as floats by name.
+
+    Raises:
+        TreeError: it is no mapping to numbers.
     """
     if not isinstance(metrics, Mapping):
         raise TreeError("metrics", expected='numbers by name, as {"loss": 0.5}', found=f"{metrics!r:.60}")
-    return {str(name): _number(str(name), value) for name, value in metrics.items()}
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TreeError(f"metrics/{name}", expected="a number", found=f"{value!r:.60}") from error
+    return found
 
 
-def _number(name: str, value: Any) -> float:
-    """The number of a metric.
-
-    Raises:
-        TreeError: it is none.
-    """
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TreeError(f"metrics/{name}", expected="a number", found=f"{value!r:.60}") from error
-
-
-def check_thing(path: str, name: str, thing: Any, namespace: str) -> None:
-    """Refuses to register what holds a value that could not be put back.
+def check_can_restore(path: str, name: str, thing: Any, namespace: str) -> None:
+    """Checks that every value of a registered object can be restored in place.
 
     Args:
-        path: where it would be saved.
+        path: where the object is saved.
 
     Raises:
-        TreeError: naming the value.
+        TreeError: a value cannot be changed in place; the error names it.
     """
     _, leaves = flatten(thing, namespace=namespace)
     kept = [

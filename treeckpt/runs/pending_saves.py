@@ -1,7 +1,7 @@
-"""Saves in flight, and the clean-up after each: what a manager has under way on one rank.
+"""The background saves of a manager on one rank, and the clean-up after each of them.
 
-Cleaning runs in a thread of its own, one at a time, so that deleting terabytes holds no training up; it never makes a
-save fail, only says what it could not do.
+The clean-up runs in a thread of its own, one at a time, so that deleting terabytes does not delay training. It never
+makes a save fail: what it could not do is logged.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _log = logging.getLogger("treeckpt")
 
 
 class PendingSaves:
-    """The background saves that have not ended yet, or whose failure nobody has been told of.
+    """The background saves that have not ended yet, or whose failure was not raised yet.
 
     Args:
-        landed: called after each that has ended.
+        on_end: called after each save that has ended.
     """
 
-    def __init__(self, landed: Callable[[], None]) -> None:
-        self._landed = landed
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
         self._pending: list[tuple[int, Pending]] = []
         self._undo: dict[Pending, Callable[[], None]] = {}
         self._failed: list[Exception] = []
@@ -44,28 +44,28 @@ class PendingSaves:
         reset_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child: the saves are its parent's."""
+        """Drops all saves in a forked child: they belong to the parent."""
         self._pending, self._undo, self._failed = [], {}, []
         self._starting, self._claimed, self._lock = set(), "", threading.Condition()
 
     def add(self, step: int, pending: Pending, undo: Callable[[], None]) -> None:
-        """Takes a save in.
+        """Adds a save that was started.
 
         Args:
-            undo: called if it fails.
+            undo: called if the save fails.
         """
         with self._lock:
             self._pending.append((step, pending))
             self._undo[pending] = undo
 
     def busy(self) -> Set[str]:
-        """The directories that are being saved."""
+        """Returns the names of the directories that are being saved."""
         with self._lock:
             return self._starting.union(step_name(step) for step, _ in self._pending)
 
     @contextlib.contextmanager
     def starting(self, step: int) -> Iterator[None]:
-        """Keeps a directory from being cleaned up while a save into it begins; waits for a clean-up that is at it."""
+        """Protects a directory from clean-up while a save into it starts; waits for a clean-up that runs there."""
         name = step_name(step)
         with self._lock:
             self._lock.wait_for(lambda: self._claimed != name)
@@ -78,7 +78,7 @@ class PendingSaves:
 
     @contextlib.contextmanager
     def claim(self, name: str) -> Iterator[bool]:
-        """Has a directory for a clean-up while the body runs; gives whether it is to be had."""
+        """Reserves a directory for a clean-up while the body runs; gives False if it is being saved."""
         with self._lock:
             free = name not in self.busy()
             self._claimed = name if free else ""
@@ -90,24 +90,24 @@ class PendingSaves:
                 self._lock.notify_all()
 
     def settle(self, timeout: float | None = None) -> None:
-        """Waits for all of them, at most so many seconds.
+        """Waits for all saves, at most so many seconds.
 
         Raises:
-            What the first that failed came to; CheckpointError where one has not ended in time.
+            The error of the first save that failed; CheckpointError if one has not ended in time.
         """
         if not self._wait(timeout):
-            self._give_up(timeout or 0.0)
+            self._abandon(timeout or 0.0)
         if self._failed:
             error, self._failed = self._failed[0], []
             raise error
 
     def drain(self, timeout: float | None = None) -> None:
-        """Waits for all of them, at most so many seconds; what failed is only logged."""
+        """Waits for all saves, at most so many seconds; failures are only logged."""
         self._wait(timeout)
         self._failed.clear()
 
-    def _give_up(self, timeout: float) -> None:
-        """Lets go of what has not ended: nothing waits for it any more, the end of the interpreter neither."""
+    def _abandon(self, timeout: float) -> None:
+        """Drops the saves that have not ended: nothing waits for them any more, not even the end of the interpreter."""
         lost = {step: pending for step, pending in self._pending if not pending.done()}
         for pending in lost.values():
             forget_at_exit(pending)
@@ -123,90 +123,90 @@ class PendingSaves:
         )
 
     def _wait(self, timeout: float | None = None) -> bool:
-        """Whether all have ended."""
+        """Waits for all saves; returns whether they have ended."""
         deadline = time.monotonic() + timeout if timeout is not None else None
         while self._pending:
             limit = max(0.0, deadline - time.monotonic()) if deadline is not None else None
             if not self._pending[0][1].wait(limit):
                 _log.error("saving step %d has not ended yet", self._pending[0][0])
                 return False
-            self._take(0)
+            self._finish(0)
         return True
 
     def collect(self) -> None:
-        """Notes what has ended well, without waiting.
+        """Removes the saves that have succeeded, without waiting.
 
-        Failures stay for `settle`, or for the next save: both tell all ranks alike, whenever each noticed.
+        Failures stay until `settle` or the next save, which raise them on all ranks at the same call.
         """
         for position, (_, pending) in reversed(list(enumerate(self._pending))):
             if pending.done() and pending.unreported_error is None:
-                self._take(position)
+                self._finish(position)
 
-    def _take(self, position: int) -> None:
+    def _finish(self, position: int) -> None:
         step, pending = self._pending[position]
-        told = pending.done() and pending.unreported_error is None
+        raised = pending.done() and pending.unreported_error is None
         try:
             pending.result()
         except Exception as error:
-            if not told:
+            if not raised:
                 _log.error("saving step %d failed: %s", step, error)
                 self._failed.append(error)
             self._undo[pending]()
         with self._lock:
             self._pending.pop(position)
             self._undo.pop(pending)
-        self._landed()
+        self._on_end()
 
 
 class RetentionRunner:
-    """Cleans a run up, on rank 0.
+    """Applies the retention policies of a run, on rank 0.
 
     Args:
-        flights: tell what this process is saving.
+        pending: the saves of this process, whose directories are left alone.
     """
 
     def __init__(
         self,
         run: RunDirectory,
         policies: Sequence[Policy],
-        finder: CheckpointSelector,
-        flights: PendingSaves,
+        selector: CheckpointSelector,
+        pending: PendingSaves,
         *,
         grace: float,
     ) -> None:
-        self._run, self._policies, self._finder, self._flights, self._grace = run, policies, finder, flights, grace
+        self._run, self._policies, self._selector, self._pending, self._grace = run, policies, selector, pending, grace
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
         reset_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child: the thread is its parent's."""
+        """Drops the thread in a forked child: it belongs to the parent."""
         self._pool = self._last = None
 
     def start(self) -> None:
-        """Cleans up soon, beside whatever comes next."""
+        """Starts a clean-up in the background."""
         self._pool = self._pool or ThreadPoolExecutor(1, "treeckpt-clean")
-        self._last = self._pool.submit(self._quietly)
+        self._last = self._pool.submit(self._clean_and_log)
 
-    def _quietly(self) -> None:
+    def _clean_and_log(self) -> None:
         try:
             report = self._clean(dry_run=False)
         except Exception as error:
-            self._finder.say(self._run.url, f"could not be cleaned up: {type(error).__name__}: {error}")
+            self._selector.warn_once(self._run.url, f"could not be cleaned up: {type(error).__name__}: {error}")
             return
         for warning in report.warnings:
-            self._finder.say(self._run.url, warning)
+            self._selector.warn_once(self._run.url, warning)
         for one in report.failed:
-            self._finder.say(one.name, f"could not be cleaned away: {one.why}")
+            self._selector.warn_once(one.name, f"could not be cleaned away: {one.why}")
 
     def _clean(self, *, dry_run: bool) -> CleanReport:
-        flights = self._flights
+        pending = self._pending
         return self._run.clean(
-            self._policies, grace=self._grace, busy=flights.busy(), claim=flights.claim, dry_run=dry_run
+            self._policies, grace=self._grace, busy=pending.busy(), claim=pending.claim, dry_run=dry_run
         )
 
-    def sweep(self, *, dry_run: bool) -> CleanReport:
-        """Cleans up now, after what was started."""
+    def clean_now(self, *, dry_run: bool) -> CleanReport:
+        """Waits for the clean-up that was started last, then cleans up."""
         self.wait()
         return self._clean(dry_run=dry_run)
 
@@ -217,7 +217,7 @@ class RetentionRunner:
                 self._last.result(timeout)
 
     def close(self, *, wait: bool = True) -> None:
-        """Lets the thread go, and waits for it; it can be started again."""
+        """Ends the thread, and waits for it; `start` starts it again."""
         if self._pool is not None:
             self._pool.shutdown(wait)
             self._pool = None

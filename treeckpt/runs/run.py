@@ -1,12 +1,12 @@
-"""A run on disk: which checkpoints it has, what is to be cleaned away, who reads, what is pinned. One process's view.
+"""Lists, pins and deletes the checkpoints of a run, in one process.
 
-Deleting a checkpoint: (1) a mark `deleted.<save id>.json` is written, (2) if the index still names that save, and
-nobody reads or writes there, the index goes and the directory is synced: from now on it is no checkpoint, (3) readers
-are looked for once more, (4) the rest goes, the mark last, then the directory. A deletion that is killed at any point
-is finished by the next clean-up, which finds the mark.
+A checkpoint is deleted in these steps: (1) a mark `deleted.<save id>.json` is written; (2) if the index still names
+that save, and no process reads or writes there, the index is deleted and the directory synced: from now on it is no
+checkpoint; (3) readers' leases are checked once more; (4) the other files are deleted, the mark last, then the
+directory. A deletion that is killed at any point is finished by the next clean-up, which finds the mark.
 
-Readers are told by `io.storage.reader_leases`. Retention is decided by `core.analysis.deletion`; checkpoints are told
-apart by `catalog`.
+`io.storage.reader_leases` finds readers, `core.analysis.deletion` decides what is deleted, and `catalog` describes the
+checkpoints.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ __all__ = ["GRACE", "CleanReport", "RunDirectory", "clean_checkpoint", "steady_c
 
 
 class CleanReport(msgspec.Struct, frozen=True):
-    """What a clean-up did, or would do."""
+    """The result of a clean-up, or with `dry_run` its plan."""
 
     run: str
     kept: dict[int, tuple[str, ...]]
-    """Steps that stay, with the reasons."""
+    """The steps that are kept, with the reasons."""
     removed: tuple[Removal, ...]
     left: tuple[RetainedDirectory, ...]
-    """What stays for now, and why."""
+    """What is kept for now, and why."""
     failed: tuple[RetainedDirectory, ...] = ()
     """What could not be removed, and why."""
     warnings: tuple[str, ...] = ()
-    """What a person should know of the policies: a metric that no checkpoint has."""
+    """Problems of the policies: a metric that no checkpoint has."""
     dry_run: bool = False
-    """Whether nothing was removed: then `removed` is what would be."""
+    """Whether nothing was removed: then `removed` lists what would be."""
     abandoned: tuple[int, ...] = ()
-    """Steps, of those that stay, that are on abandoned branches: the newest checkpoint does not descend from them."""
+    """Kept steps that are on abandoned branches: the newest checkpoint does not descend from them."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were removed, or would be."""
+        """Bytes that were removed, or with `dry_run` would be."""
         return sum(removal.nbytes for removal in self.removed)
 
     def why(self, step: int) -> str:
-        """Why a step stays, in words."""
+        """Returns the reasons for keeping a step as text."""
         return ", ".join(self.kept[step]) + " (on an abandoned branch)" * (step in self.abandoned)
 
     def __str__(self) -> str:
@@ -78,16 +78,16 @@ class CleanReport(msgspec.Struct, frozen=True):
 def steady_clock(
     wall: Callable[[], int] = time.time_ns, monotonic: Callable[[], int] = time.monotonic_ns
 ) -> Callable[[], int]:
-    """A clock in Unix nanoseconds that never runs ahead of the time that has really passed since it was made.
+    """Returns a clock in Unix nanoseconds that is never ahead of the monotonic time since its creation.
 
-    So a system clock that jumps forward does not make the files of a save under way look old.
+    A system clock that jumps forward then does not make the files of a save under way look old.
     """
     start = wall() - monotonic()
     return lambda: min(wall(), start + monotonic())
 
 
 def step_info(info: CheckpointInfo) -> StepInfo:
-    """What retention needs to know of a checkpoint."""
+    """Returns the data of a checkpoint by which policies decide."""
     step = step_of(info.name)
     assert step is not None, "a checkpoint of a run has the name of a step"
     return StepInfo(step, info.created_ns or 0, info.metrics, info.pinned, info.sequence, info.abandoned)
@@ -97,9 +97,9 @@ class RunDirectory:
     """The checkpoints of a run.
 
     Args:
-        run: its directory, or a store of its own kind.
-        clock: Unix nanoseconds.
-        cache: remembers what was made of files.
+        run: its directory or URL, or a `RunStore`.
+        clock: returns Unix nanoseconds.
+        cache: caches indexes and timings.
     """
 
     def __init__(
@@ -115,17 +115,17 @@ class RunDirectory:
         self._clock = clock or steady_clock()
 
     def folder(self, step: int) -> Folder:
-        """The directory of a step, whether or not it is there."""
+        """Returns the directory of a step, whether or not it exists."""
         return self.store.folder(step_name(check_step(step)))
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Every directory that is named as a step is, but for links and what holds no files of ours.
+        """Lists every directory with the name of a step, except links and directories without files of a checkpoint.
 
-        The newest comes first: what was saved last. Abandoned branches come behind the lineage of the newest.
+        The newest, which was saved last, comes first. Abandoned branches follow after the lineage of the newest.
         """
-        return [info for _, info in self._survey()]
+        return [info for _, info in self._read_infos()]
 
-    def _survey(self) -> list[tuple[Folder, CheckpointInfo]]:
+    def _read_infos(self) -> list[tuple[Folder, CheckpointInfo]]:
         seen = read_infos(self.store, self._cache)
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
@@ -134,11 +134,11 @@ class RunDirectory:
         return [(folders[info.name], info) for info in ours]
 
     def marks(self) -> list[SavedCheckpoint]:
-        """What the lineage of a new checkpoint is decided from."""
+        """Returns the data that orders the checkpoints by lineage."""
         return read_marks(self.store, self._cache)
 
     def checkpoint(self, step: int) -> CheckpointInfo:
-        """The complete checkpoint of a step.
+        """Returns the complete checkpoint of a step.
 
         Raises:
             CheckpointNotFound: there is none.
@@ -163,23 +163,23 @@ class RunDirectory:
         self.put_pin(step)
 
     def put_pin(self, step: int) -> bool:
-        """Pins a step that may not be saved yet; says whether it was not pinned before."""
+        """Pins a step that may not be saved yet; returns whether the pin is new."""
         folder = self.folder(step)
-        with _system_errors(folder.url):
+        with _wrapped_os_errors(folder.url):
             folder.store.prepare()
             new = PIN_NAME not in folder.entries()
             folder.store.publish(PIN_NAME, msgspec.json.encode({"pinned_ns": self._clock()}), replace=True)
         return new
 
     def take_pin_back(self, step: int) -> None:
-        """Undoes `put_pin` where the save came to nothing."""
+        """Undoes `put_pin` after the save has failed."""
         folder = self.folder(step)
-        with _system_errors(folder.url):
+        with _wrapped_os_errors(folder.url):
             folder.store.delete(PIN_NAME)
             folder.remove()
 
     def unpin(self, step: int) -> None:
-        """Lets policies decide about a step again; one that is not pinned is no error.
+        """Removes the pin of a step, if there is one.
 
         Raises:
             CheckpointNotFound: there is no such directory.
@@ -187,7 +187,7 @@ class RunDirectory:
         folder = self.folder(step)
         if folder.modified_ns() is None:
             raise CheckpointNotFound(folder.url, expected="a checkpoint", found="no such directory")
-        with _system_errors(folder.url):
+        with _wrapped_os_errors(folder.url):
             folder.store.delete(PIN_NAME)
             folder.sync()
 
@@ -199,25 +199,26 @@ class RunDirectory:
         *,
         grace: float = GRACE,
         busy: Set[str] = frozenset(),
-        claim: Callable[[str], AbstractContextManager[bool]] = lambda name: contextlib.nullcontext(True),
+        claim: Callable[[str], AbstractContextManager[bool]] | None = None,
         dry_run: bool = False,
     ) -> CleanReport:
-        """Deletes what no policy keeps and what crashed saves left behind.
+        """Deletes checkpoints that no policy keeps and files that crashed saves left.
 
         Args:
-            grace: seconds for which files of a save are left alone where nothing shows whether it is alive.
+            grace: seconds for which the files of a save are kept if nothing shows whether it is alive.
             busy: names of the directories in which this process is saving.
-            claim: is entered around each removal; gives whether the directory is still to be had.
-            dry_run: only says what would be done.
+            claim: entered around each removal with the directory's name; gives False if a save has started there.
+            dry_run: only reports what would be done.
         """
-        cleaning = self._plan(policies, grace, frozenset(busy))
+        facts = [self._fact(info, folder) for folder, info in self._read_infos()]
+        cleaning = plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
         if dry_run:
             return _report(self.url, cleaning, cleaning.removals, cleaning.left, dry_run=True)
         removed: list[Removal] = []
         left, failed = list(cleaning.left), list[RetainedDirectory]()
         for removal in cleaning.removals:
             try:
-                with claim(removal.name) as free:
+                with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
                     why = self._remove(removal, grace) if free else "it is being saved"
             except FileNotFoundError:  # another process was faster
                 continue
@@ -230,13 +231,9 @@ class RunDirectory:
                 removed.append(removal)
         return _report(self.url, cleaning, tuple(removed), tuple(left), failed=tuple(failed))
 
-    def _plan(self, policies: Sequence[Policy], grace: float, busy: frozenset[str]) -> CleanupPlan:
-        facts = [self._fact(info, folder) for folder, info in self._survey()]
-        return plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=busy)
-
     def _fact(self, info: CheckpointInfo, folder: Folder) -> StepDirectory:
         step = step_of(info.name)
-        assert step is not None and info.status != "foreign", "look gives only these"
+        assert step is not None and info.status != "foreign", "_read_infos returns only these"
         save_id = info.save_id if info.status != "partial" else None
         return StepDirectory(
             name=info.name,
@@ -274,21 +271,21 @@ class RunDirectory:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            # a full disk takes no mark: what a crash leaves now looks like a save that never finished
-        # what was decided may be old by now: other removals came before this one
+            # a full disk takes no mark: after a crash now, the rest looks like a save that never finished
+        # the plan may be outdated: other removals took place before this one
         info = _checked(read_info(folder, cache=self._cache))
-        now = self._plan_one(info, folder, grace)
-        if committed_save_id(folder) != removal.save_id or isinstance(now, RetainedDirectory):
+        kept = self._reason_to_keep(info, folder, grace)
+        if committed_save_id(folder) != removal.save_id or kept is not None:
             folder.store.delete(mark)
-            return now.why if isinstance(now, RetainedDirectory) else "another save has been committed there meanwhile"
+            return kept.why if kept is not None else "another save has been committed there meanwhile"
         folder.store.delete(INDEX_NAME)
         folder.sync()
         if has_readers(folder, self._clock()):
             return "its index is gone; the rest goes when its reader is done"
         return ""
 
-    def _plan_one(self, info: CheckpointInfo, folder: Folder, grace: float) -> RetainedDirectory | None:
-        """Why a checkpoint must stay after all: it was pinned, or is being read or written."""
+    def _reason_to_keep(self, info: CheckpointInfo, folder: Folder, grace: float) -> RetainedDirectory | None:
+        """Returns why a checkpoint must be kept after all: it was pinned, or is being read or written."""
         if info.pinned:
             return RetainedDirectory(info.name, "it has been pinned meanwhile")
         if info.status != "complete":
@@ -306,10 +303,10 @@ def _report(
 
 
 def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> CleanReport:
-    """Removes what dead saves left beside a checkpoint, or where there is none; the checkpoint itself stays.
+    """Removes what dead saves left in a checkpoint's directory; the checkpoint itself is kept.
 
     Args:
-        grace, dry_run: as for `RunDirectory.clean`.
+        grace, dry_run: same as for `RunDirectory.clean`.
     """
     folder = open_folder(path)
     found = plan_removal(folder, time.time_ns(), grace)
@@ -325,7 +322,7 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:
-    """A checkpoint of another step than its directory's name says is not to be trusted: somebody moved it."""
+    """Marks a checkpoint as corrupt if its index records another step than its directory's name: it was moved."""
     if info.status == "complete" and info.step != step_of(info.name):
         found = f"its index says step {info.step}, not what its name says"
         return msgspec.structs.replace(info, status="corrupt", error=found)
@@ -333,7 +330,7 @@ def _checked(info: CheckpointInfo) -> CheckpointInfo:
 
 
 @contextlib.contextmanager
-def _system_errors(path: str) -> Iterator[None]:
+def _wrapped_os_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

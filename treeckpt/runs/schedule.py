@@ -1,11 +1,11 @@
-"""When a step is to be saved: at an interval, after a time, and when a signal says that the process is to end.
+"""Decides which steps are saved: at an interval of steps or seconds, and after a signal that ends the process.
 
-An interval in steps is the same on every rank by itself. Clocks and signals are not: so rank 0 decides, without waiting
-for anybody, and at its n-th call already for call n + 1. Each rank finds that decision on the board when it makes call
-n + 1, at the latest a moment after rank 0 has made its call n; where ranks train in step it is there already, and
-nobody waits. A signal handler only sets a flag: the next call on that rank posts it, the next call on rank 0 after that
-decides, and all ranks save at the call after: within two steps of the signal, and at the same step on every rank. Once
-the signal has come, waits for a rank without heartbeats end after a few seconds (`io.comm.waiting`).
+An interval in steps is the same on every rank. Clocks and signals differ between ranks, so rank 0 decides, without
+waiting for other ranks, and at its n-th call already for call n + 1. Each rank reads that decision from the message
+store when it makes call n + 1; it is there at the latest a moment after rank 0 has made its call n, so ranks that train
+in step do not wait. A signal handler only sets a flag: the next call on that rank posts it, the next call on rank 0
+after that decides, and all ranks save at the call after: within two steps of the signal, and at the same step on every
+rank. After the signal, waits for a rank without heartbeats end after a few seconds (`io.comm.waiting`).
 
 Without `seconds` and without signals nothing is posted at all.
 """
@@ -33,26 +33,26 @@ __all__ = ["SaveSchedule"]
 
 _log = logging.getLogger("treeckpt")
 _HISTORY = 256
-"""Decisions to save that stay on the board, for ranks that are behind."""
+"""Decisions to save that stay in the message store, for ranks that are behind."""
 
 
 class _SchedulePlan(msgspec.Struct, array_like=True):
-    """What rank 0 has decided."""
+    """The decisions of rank 0."""
 
     decided: int
-    """The last call that is decided about."""
+    """The last call for which there is a decision."""
     due: list[int]
-    """Calls at which the time is up."""
+    """Calls at which the interval in seconds has passed."""
     stop: int
     """The call at which a signal makes all ranks save, 0 for none."""
 
 
 class SaveSchedule:
-    """Says which steps are to be saved.
+    """Decides which steps are saved.
 
     Args:
         every: steps between saves.
-        seconds: between saves, by rank 0's clock.
+        seconds: seconds between saves, by rank 0's clock.
     """
 
     def __init__(
@@ -71,22 +71,22 @@ class SaveSchedule:
                 raise TreeckptError(name, expected=f"a number, {least} or more", found=f"{given!r}", hint=hint)
         self._every, self._seconds, self._clock = every, seconds, clock
         self._comm = Channel(comm, "pace")
-        # every rank makes its managers in the same order: the number tells their messages apart
+        # every rank creates its managers in the same order: the number keeps their messages apart
         self._number = self._comm.memory["managers"] = self._comm.memory.get("managers", 0) + 1
         self._calls, self._last = 0, clock()
         self._plan = _SchedulePlan(1, [], 0)
         self._signal = 0
-        self._asked = self._listening = False
+        self._signal_posted = self._listening = False
         self._handlers: dict[int, Any] = {}
         self.stopping = False
-        """Whether a signal has made the last call say that this step is to be saved."""
+        """Whether the last save was due because of a signal."""
 
     def restart(self) -> None:
-        """Counts the time until the next save from now."""
+        """Restarts the interval in seconds."""
         self._last = self._clock()
 
     def due(self, step: int) -> bool:
-        """Whether to save this step. Call it once a step, on every rank."""
+        """Whether to save this step. Call it once per step, on every rank."""
         self._calls += 1
         at_interval = self._every is not None and step > 0 and step % self._every == 0
         if self._seconds is None and not self._listening:
@@ -94,7 +94,11 @@ class SaveSchedule:
         if self._comm.size == 1:
             stop, self.stopping = bool(self._signal) and not self.stopping, self.stopping or bool(self._signal)
             return at_interval or stop or self._is_time()
-        plan = self._decide() if self._comm.rank == 0 else self._hear()
+        if self._comm.rank == 0:
+            plan = self._decide()
+        else:
+            self._post_signal()
+            plan = self._plan = self._read_plan()
         if self._calls == plan.stop:
             self.stopping = True
         return at_interval or self._calls in (plan.stop, *plan.due)
@@ -108,7 +112,7 @@ class SaveSchedule:
         return f"{self._number}/{what}"
 
     def _decide(self) -> _SchedulePlan:
-        """On rank 0: the plan as it was; then decides about the next call."""
+        """On rank 0: decides about the next call; returns the decisions."""
         plan, following = self._plan, self._calls + 1
         due, stop = plan.due[-_HISTORY:], plan.stop
         if self._is_time():
@@ -120,24 +124,22 @@ class SaveSchedule:
         self._comm.post(self._key("plan"), msgspec.msgpack.encode(self._plan))
         return self._plan
 
-    def _hear(self) -> _SchedulePlan:
-        """On other ranks: tells of a signal, and reads what rank 0 has decided about this call."""
-        if self._signal and not self._asked:
-            self._asked = True
+    def _post_signal(self) -> None:
+        """On other ranks: posts a signal once, for rank 0."""
+        if self._signal and not self._signal_posted:
+            self._signal_posted = True
             self._comm.post(self._key("signal"), b"%d" % self._signal)
-        if self._calls > self._plan.decided:
-            self._read()
-        return self._plan
 
-    def _read(self) -> None:
-        """Waits for the plan that covers this call; it is mostly there already."""
+    def _read_plan(self) -> _SchedulePlan:
+        """On other ranks: waits for the decision about this call; it is mostly there already."""
+        if self._calls <= self._plan.decided:
+            return self._plan
         limit, pause, start, logged = self._comm.timeout * 2 + 1, 0.0005, time.monotonic(), False
         while True:
             data = self._comm.wait([self._key("plan")], 0)[0]
-            if data is not None:
-                self._plan = msgspec.msgpack.decode(data, type=_SchedulePlan)
-            if self._plan.decided >= self._calls:
-                return
+            plan = msgspec.msgpack.decode(data, type=_SchedulePlan) if data is not None else self._plan
+            if plan.decided >= self._calls:
+                return plan
             waited = time.monotonic() - start
             if not logged and waited > waiting.NOTICE:
                 waiting.log_waiting(self._comm.rank, [0], waiting.NOTICE, "should_save or step")
@@ -147,8 +149,8 @@ class SaveSchedule:
                 raise RankError(
                     "ranks",
                     ranks={0: waiting.silence_text(limit)},
-                    expected="rank 0's word on whether to save this step",
-                    hint="Call should_save or step once a step, on every rank",
+                    expected="rank 0's decision on whether to save this step",
+                    hint="Call should_save or step once per step, on every rank",
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
@@ -156,10 +158,10 @@ class SaveSchedule:
     # signals -------------------------------------------------------------------------------------------------
 
     def listen(self, signals: Iterable[int], rank_timeout: float = LIMIT) -> None:
-        """Handles signals from now on.
+        """Installs handlers of the signals.
 
         Args:
-            rank_timeout: seconds without a heartbeat of another rank after which waits for it end, from the signal on.
+            rank_timeout: after the signal, waits for a rank end when it has sent no heartbeat for so many seconds.
 
         Raises:
             TreeckptError: this is not the main thread.
@@ -189,17 +191,17 @@ class SaveSchedule:
         self._listening = True
 
     def close(self, error: BaseException | None = None) -> None:
-        """Gives the signals back to whoever had them, and removes this rank's messages.
+        """Restores the previous signal handlers, and removes this rank's messages.
 
         Args:
-            error: why there will be no save any more: a signal that waits for one does now what it would have done.
+            error: why there will be no further save: a signal that waits for one is raised again with its old handler.
         """
         for number, before in self._handlers.items():
             signal.signal(number, before if before is not None else signal.SIG_DFL)
         if self._handlers:
             ENDING.leave(ended=error is None or not self.stopping)
         self._handlers.clear()
-        if self._asked:
+        if self._signal_posted:
             self._comm.drop([self._key("signal")])
         if error is not None and self._signal and not self.stopping:
             name = signal.Signals(self._signal).name

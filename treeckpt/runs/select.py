@@ -1,7 +1,7 @@
-"""Which checkpoint of a run to take: the newest that is whole, or the best? Says what is passed over, and why.
+"""Selects a checkpoint of a run: the newest complete one, or the best by a metric; logs what is skipped, and why.
 
-By default a checkpoint is whole if its index decodes and every shard that it names has its size; nothing is read for
-that but the index. On request everything is read and compared with its checksums.
+By default a checkpoint is complete if its index decodes and every shard that it names has its size; only the index is
+read for that. On request everything is read and compared with its checksums.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _log = logging.getLogger("treeckpt")
 
 
 class CheckpointSelector:
-    """Looks for checkpoints in a run. Warnings go to the log `treeckpt`, each once."""
+    """Selects checkpoints of a run. Each warning is logged once, to the logger `treeckpt`."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._said: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
-    def say(self, path: str, what: str) -> None:
-        """Logs a warning, unless it was logged before."""
-        if (path, what) not in self._said:
-            self._said.add((path, what))
+    def warn_once(self, path: str, what: str) -> None:
+        """Logs a warning about a path, unless it was logged before."""
+        if (path, what) not in self._logged:
+            self._logged.add((path, what))
             _log.warning("%s: %s", path, what)
 
     def complete(self) -> list[CheckpointInfo]:
-        """Every checkpoint that is whole, newest first."""
+        """Returns the complete checkpoints, newest first."""
         return [info for info in self._run.checkpoints() if info.status == "complete"]
 
     def newest(
         self, *, verify: bool = False, without: Container[int] = (), busy: Container[str] = ()
     ) -> CheckpointInfo | None:
-        """The newest checkpoint that is whole.
+        """Returns the newest complete checkpoint, None if there is none.
 
         Args:
-            verify: reads everything.
-            without: steps that are not wanted.
-            busy: directories in which a save is known to be under way: nothing is said of them.
+            verify: reads everything and compares checksums.
+            without: steps to leave out.
+            busy: directories in which a save is known to be under way: no warning is logged for them.
         """
         for info in self._run.checkpoints():
             if step_info(info).step in without:
@@ -57,7 +57,7 @@ class CheckpointSelector:
             if not why:
                 return info
             if info.name not in busy:
-                self.say(info.path, f"passed over, {info.status}: {why}")
+                self.warn_once(info.path, f"passed over, {info.status}: {why}")
         return None
 
     def _problem(self, info: CheckpointInfo) -> str:
@@ -68,15 +68,15 @@ class CheckpointSelector:
         return "" if report.ok else f"{len(report.problems)} problems, first {report.problems[0].text}"
 
     def best(self, policy: Best) -> int | None:
-        """The step that is best by a policy's metric, None where no checkpoint has it."""
+        """Returns the step that is best by a policy's metric, None if no checkpoint has this metric."""
         found = best_of((step_info(info) for info in self.complete()), policy)
         return found[0].step if found else None
 
     def choose(self, step: int | None, tried: Container[int]) -> CheckpointInfo:
-        """What to restore: this step, or the newest that was not tried yet.
+        """Returns the checkpoint to restore: that of `step`, or the newest that was not tried yet.
 
         Raises:
-            CheckpointNotFound: there is nothing.
+            CheckpointNotFound: there is none.
             CheckpointError: the step is corrupt.
         """
         if step is not None:

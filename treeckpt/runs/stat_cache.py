@@ -1,4 +1,4 @@
-"""Remembering what was made of files, for as long as they stay the same: also that they cannot be read."""
+"""Caches what was read from files for as long as the files do not change; also that they cannot be read."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ T = TypeVar("T")
 
 
 class StatCache(Protocol):
-    """Something that remembers what was made of files."""
+    """A cache of results read from files, which are valid until the file changes."""
 
     def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
-        """`read()`, or its result or error from before; `entry` is the file that it reads, as it is now."""
+        """Returns the cached result or raises the cached error; calls `read` if there is none, or the file has changed.
+
+        Args:
+            entry: the file that `read` reads, as it is now.
+        """
         ...
 
 
 class LruStatCache:
-    """What was last made of files, for as long as their identity, time and size stay the same.
+    """A cache in memory; a file counts as changed if its inode, modification time or size differs.
 
     Args:
         entries: the least recently used is dropped beyond this number.
@@ -37,7 +41,7 @@ class LruStatCache:
         self._lock = threading.Lock()
 
     def get(self, path: Path, read: Callable[[Path], T]) -> T:
-        """`read(path)`, or its result or error from before."""
+        """Returns the cached result of `read(path)` for a local file; see `StatCache.get_or_read`."""
         try:
             found = path.stat(follow_symlinks=False)
         except OSError:
@@ -46,7 +50,7 @@ class LruStatCache:
         return self.get_or_read((str(path), read.__qualname__), entry, lambda: read(path))
 
     def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
-        """`read()`, or its result or error from before; `entry` is the file that it reads, as it is now."""
+        """Returns the cached result or error, or calls `read`; a `StoreError` is raised and not cached."""
         stamp = (entry.modified_ns, entry.nbytes, entry.number)
         with self._lock:
             kept = self._found.get(key)

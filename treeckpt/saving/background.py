@@ -24,7 +24,6 @@ from ..io.comm.failures import wrap_os_error
 from ..io.gc_pause import gc_paused
 from ..io.storage.store import MemoryStore, Store
 from ..io.timing import Recorder
-from ..reports import SaveReport
 from . import at_exit
 from .agree import AgreedSave, agree
 from .future import Pending
@@ -200,7 +199,9 @@ class _BackgroundSave:
                     if writer.trace:
                         failed.add_note(f"In the writer process:\n{writer.trace}")
                     raise
-            report = self._report(agreed)
+            report = msgspec.structs.replace(
+                save_report(agreed), blocked_seconds=self.blocked_seconds, staged_nbytes=self._plan.own.nbytes
+            )
         except BaseException as caught:
             error = caught
         finally:
@@ -217,11 +218,6 @@ class _BackgroundSave:
             return InlineWriter(store, info, plan, recorder, StagedShardSource(plan, arena.memory))
         timeout = agreed.comm.timeout
         return ProcessWriter(process, store, info, plan, recorder, arena, address, timeout=timeout)
-
-    def _report(self, agreed: AgreedSave) -> SaveReport:
-        return msgspec.structs.replace(
-            save_report(agreed), blocked_seconds=self.blocked_seconds, staged_nbytes=self._plan.own.nbytes
-        )
 
     def give_up(self, error: BaseException) -> None:
         """Ends a save whose thread has not begun; its caller raises the error."""

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 
 import numpy as np
 
@@ -178,7 +179,7 @@ class ArenaPool:
     def lease(self, nbytes: int, pin: PinMemory | None = None) -> Lease:
         """Leases an arena of at least so many bytes that no other save uses."""
         with self._lock:
-            free = sorted((a for a in self._arenas if not a.leased), key=lambda a: a.nbytes)
+            free = sorted((a for a in self._arenas if not a.leased), key=attrgetter("nbytes"))
             arena = next((a for a in free if a.nbytes >= nbytes), None)
             if arena is not None:
                 small = nbytes * 2 < arena.nbytes and arena.nbytes > ARENA_GRANULARITY

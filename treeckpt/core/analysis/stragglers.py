@@ -1,8 +1,8 @@
-"""How do ranks differ in a save? A matrix of ranks by phases, pooled by host or by mesh dimension, and its stragglers.
+"""Compares the ranks of a save: a matrix of ranks by phases, grouped by host or mesh dimension, and its stragglers.
 
-A rank stands out in a phase where its time is further above the median rank's than the ranks usually are from it: by
-the modified z-score of Iglewicz and Hoaglin, 0.6745 (x - median) / MAD, above 3.5. Where most ranks take the same time
-to the nanosecond the deviation is zero and says nothing, so a straggler also has to be slower by a fifth.
+A rank is a straggler in a phase where its modified z-score (Iglewicz and Hoaglin), 0.6745 (x - median) / MAD, is above
+3.5. Where most ranks take the same time to the nanosecond, the deviation is zero and the score has no meaning, so a
+straggler must also be slower than the median by a fifth.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ MAX_PHASES = 512
 MIN_SCORE = 3.5
 MIN_SLOWDOWN = 1.2
 MIN_LOSS_NS = 1_000_000
-"""Nanoseconds: who loses less than a millisecond to the median is no straggler."""
+"""Nanoseconds: a rank that loses less than a millisecond to the median is no straggler."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseMatrix:
-    """Rows by phases: nanoseconds, -1 where a row has no such phase."""
+    """The time of each row (a rank or a group of ranks) in each phase."""
 
     phases: tuple[str, ...]
     ranks: np.ndarray
-    """int64[rows]: the rank of each row; of pooled rows, the first."""
+    """int64[rows]: the rank of each row; the first rank of a group."""
     times: np.ndarray
-    """int64[rows, phases]."""
+    """int64[rows, phases]: nanoseconds, -1 where a row has no such phase."""
     slowest: np.ndarray
-    """int64[rows, phases]: whose time it is."""
+    """int64[rows, phases]: the rank whose time it is."""
 
 
 class Straggler(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class Straggler(msgspec.Struct, frozen=True):
 
     rank: int
     phase: str
-    """Empty for all the work that ranks share."""
+    """Empty for all the work that ranks have in common."""
     ns: int
     median_ns: int
     score: float
@@ -71,7 +71,7 @@ class Straggler(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RankGrouping:
-    """Ranks put together: by host, or by their coordinate along one dimension of a mesh."""
+    """A partition of the ranks: by host, or by their coordinate along one dimension of a mesh."""
 
     name: str
     labels: tuple[str, ...]
@@ -80,7 +80,7 @@ class RankGrouping:
 
 
 def phase_matrix(spans: SpanColumns) -> PhaseMatrix:
-    """The time of each rank in each phase but the frame around all, in the order of ranks and of first beginnings."""
+    """Computes the time of each rank in each phase except the root span; phases in the order of their first start."""
     ranks, row = np.unique(spans.rank, return_inverse=True)
     shown = [n for n, name in enumerate(spans.names) if name != ROOT_SPAN and (spans.name == n).any()][:MAX_PHASES]
     column = np.full(len(spans.names), -1)
@@ -96,7 +96,11 @@ def phase_matrix(spans: SpanColumns) -> PhaseMatrix:
 
 
 def group_phase_matrix(matrix: PhaseMatrix, grouping: RankGrouping) -> tuple[PhaseMatrix, tuple[str, ...]]:
-    """One row for each group that has a rank: the longest time in each phase, and whose it is. With the labels."""
+    """Reduces a matrix to one row for each group that has a rank: the longest time in each phase, and its rank.
+
+    Returns:
+        The matrix, and the labels of its rows.
+    """
     of = grouping.of[matrix.ranks] if len(matrix.ranks) else np.zeros(0, np.int64)
     rows = [np.flatnonzero(of == group) for group in range(len(grouping.labels))]
     kept = [(label, row) for label, row in zip(grouping.labels, rows, strict=True) if len(row)]
@@ -112,7 +116,7 @@ def group_phase_matrix(matrix: PhaseMatrix, grouping: RankGrouping) -> tuple[Pha
 
 
 def rank_groupings(world: int, hosts: Sequence[Host], index: Index | None) -> tuple[RankGrouping, ...]:
-    """By which ranks can be put together: the host, then the dimensions of the meshes that arrays were laid out on."""
+    """Returns the groupings of the ranks: by host, then by each dimension of the meshes that arrays were placed on."""
     found: list[RankGrouping] = []
     if hosts:
         of = np.full(world, -1, np.int64)
@@ -136,13 +140,13 @@ def rank_groupings(world: int, hosts: Sequence[Host], index: Index | None) -> tu
 
 
 def _named_meshes(index: Index) -> list[Mesh]:
-    """The named meshes of an index, the largest first."""
+    """Returns the named meshes of an index, the largest first."""
     found = {layout.mesh for layout in index.layouts if isinstance(layout, MeshLayout) and layout.mesh.names}
     return sorted(found, key=lambda mesh: (-len(mesh_ranks(mesh)), -len(mesh.names), mesh.names, mesh.ranks))
 
 
 def find_stragglers(profile: SaveProfile, matrix: PhaseMatrix) -> tuple[Straggler, ...]:
-    """Who is slow, and in what; who loses the most time first. Phases of waiting, or of one rank, have none."""
+    """Returns the stragglers, the largest loss of time first. Phases of waiting or of the coordinator have none."""
     found: list[Straggler] = []
     for column, phase in enumerate(matrix.phases):
         if phase not in WAITING_PHASES | COORDINATOR_PHASES:
@@ -154,7 +158,7 @@ def find_stragglers(profile: SaveProfile, matrix: PhaseMatrix) -> tuple[Straggle
 
 
 def _outliers(phase: str, ranks: np.ndarray, times: np.ndarray) -> list[Straggler]:
-    if len(times) < 3:  # of two, who is the odd one?
+    if len(times) < 3:  # of two ranks none is the outlier
         return []
     median = int(np.partition(times, (len(times) - 1) // 2)[(len(times) - 1) // 2])
     deviation = float(np.median(np.abs(times - median)))

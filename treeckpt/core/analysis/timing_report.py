@@ -1,4 +1,4 @@
-"""All that is known of the time of one save, each part computed when it is first asked for, and once."""
+"""The timing report of one save; each part is computed once, on first access."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TimingReport"]
 
 @dataclass(frozen=True)
 class TimingReport:
-    """The timings of a save, and what follows from them. Safe to share between threads."""
+    """The timings of a save and all analyses of them. Threads may share it."""
 
     timings: Timings
 
@@ -43,15 +43,15 @@ class TimingReport:
 
     @cached_property
     def edges(self) -> np.ndarray:
-        """int64[ranks + 1]: where the spans of each rank of the profile begin."""
+        """int64[ranks + 1]: the first span of each rank of the profile, then the number of spans."""
         ranks = [r.rank for r in self.profile.ranks]
         return np.append(np.searchsorted(self.spans.rank, ranks), len(self.spans.rank))
 
     @cached_property
     def lanes(self) -> np.ndarray:
-        """int64[spans]: the row of each span within its rank, as `span_lanes` gives it.
+        """int64[spans]: the row of each span within its rank, as `span_lanes` returns it.
 
-        That is the depth where no two spans of one depth overlap, which most ranks' spans do not.
+        It is the depth of the span on ranks where no two spans of one depth overlap, which is the case on most.
         """
         spans = self.spans
         lanes = spans.depth.copy()

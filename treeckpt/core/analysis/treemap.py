@@ -1,7 +1,7 @@
-"""Where the bytes of a checkpoint are, as nested boxes: by the tree, its parts, ranks, files or dtypes.
+"""Treemaps of the bytes of a checkpoint: nested boxes by the tree, its parts, ranks, files or dtypes.
 
-A tree of a million leaves has more boxes than a screen has points. So the largest nodes are opened first, until there
-are enough boxes; what is smaller than a point, or does not fit any more, is summed up in one box of its parent.
+A tree of a million leaves has more boxes than a screen has pixels. So the largest nodes are expanded first, until there
+are enough boxes; smaller nodes, and those beyond the limit, are merged into one box of their parent.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ __all__ = ["TreemapBox", "TreemapKey", "state_part", "treemap_of"]
 TreemapKey = Literal["tree", "part", "rank", "file", "dtype"]
 
 MIN_SHARE = 400_000
-"""A box smaller than a share of 1 in this many is no point on a screen."""
+"""A box with a share of less than 1 in this many is smaller than a pixel."""
 MAX_CHILDREN = 20_000
-"""Children of one node that are looked at."""
+"""Children of one node that are considered."""
 MAX_CHUNKS = 4_000_000
-"""Chunks beyond which ranks and files show no leaves."""
+"""With more chunks than this, ranks and files are shown without leaves."""
 
 
 class TreemapBox(msgspec.Struct, frozen=True):
-    """One box."""
+    """One box of a treemap."""
 
     parent: int
-    """Its number in the list, -1 for the root."""
+    """Position of the parent in the list of boxes, -1 for the root."""
     name: str
     nbytes: int
     leaf: int = -1
-    """Number of the leaf that it is; -1 for none."""
+    """Number of the leaf that the box shows; -1 for none."""
     node: str = ""
-    """Positions of the node that it is, see `core.analysis.outline`; empty for none."""
+    """Name of the node that the box shows, see `core.analysis.outline`; empty for none."""
     more: int = 0
-    """How many smaller ones it stands for."""
+    """Number of smaller boxes that are merged in it."""
 
 
 def treemap_of(outline: Outline, by: TreemapKey, *, node: str = "", count: int = 20_000) -> list[TreemapBox]:
-    """Boxes, each after its parent; the first is the whole, or the node asked for.
+    """Returns boxes, each after its parent; the first is the whole checkpoint or the given node.
 
     Args:
-        node: the root of a map by the tree; the others are of the whole checkpoint.
-        count: boxes, at most.
+        node: the root of a map by the tree; the other maps show the whole checkpoint.
+        count: the most boxes.
 
     Raises:
         MismatchError: there is no such node.
@@ -88,16 +88,16 @@ def _box(parent: int, row: OutlineRow) -> TreemapBox:
 
 
 def state_part(path: str) -> str:
-    """The part of a training state that a leaf belongs to: its first step, and where it is deep the last one too.
+    """Returns the part of a training state that a leaf belongs to: its first key, and for deep paths also the last.
 
-    So the moments of an optimizer are parts of their own: `optimizer … exp_avg`.
+    So each moment of an optimizer is a part: `optimizer … exp_avg`.
     """
     steps = path.split("/")
     return steps[0] if len(steps) < 3 else f"{steps[0]} … {steps[-1]}"
 
 
 def _shares(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
-    """(names of groups; then for each share of a leaf in a group: number of the group, number of the leaf, bytes)."""
+    """Returns the names of groups, and for each share of a leaf in a group: number of the group, of the leaf, bytes."""
     if by in ("rank", "file"):
         return _by_writer(index, by)
     numbers: dict[str, int] = {}
@@ -149,17 +149,21 @@ def _group_names(index: Index, by: TreemapKey) -> list[str]:
 
 
 class _LeafChunks(NamedTuple):
-    """A leaf's chunks."""
+    """A leaf's chunks as columns."""
 
     leaf: int
     rank: np.ndarray
     start: Runs
-    """In each rank's stream."""
+    """Start in the rank's stream."""
     nbytes: np.ndarray
 
 
 def _leaf_chunks(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]]) -> _LeafChunks | None:
-    """The chunks of a leaf that has any. Most leaves are cut as another is, which is `known` then."""
+    """Returns the chunks of a leaf, None if it has none.
+
+    Args:
+        known: a cache by form of cut, because most leaves are cut as others are.
+    """
     record, spec = leaf.record, leaf.spec
     if isinstance(record, PerRankArrays) and spec is not None:
         ranks = decode_runs(leaf.ranks or ())
@@ -179,7 +183,7 @@ def _leaf_chunks(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]])
 
 
 def _chunk_columns(spec: ArraySpec, chunks: WholeChunk | GridChunks | BoxChunks) -> tuple[np.ndarray, Runs, np.ndarray]:
-    """(rank, start, bytes) of each chunk."""
+    """Returns (rank, start, bytes) of each chunk."""
     itemsize = dtype_of(spec.dtype).itemsize
     if isinstance(chunks, WholeChunk):
         return np.array([chunks.rank]), ((chunks.start,),), np.array([math.prod(spec.shape) * itemsize])
@@ -187,7 +191,7 @@ def _chunk_columns(spec: ArraySpec, chunks: WholeChunk | GridChunks | BoxChunks)
 
 
 def _chunk_sizes(chunks: GridChunks | BoxChunks) -> np.ndarray:
-    """Elements of each chunk."""
+    """Returns the elements of each chunk."""
     if isinstance(chunks, BoxChunks):
         return np.prod([decode_runs(column) for column in chunks.shape], axis=0, dtype=np.int64)
     sizes = np.ones(1, np.int64)
@@ -197,10 +201,10 @@ def _chunk_sizes(chunks: GridChunks | BoxChunks) -> np.ndarray:
 
 
 def _file_numbers(index: Index, rank: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """The number of the file that each byte of a rank's stream is in."""
+    """Returns the numbers of the files that hold the given bytes of ranks' streams."""
     order = np.lexsort((start, rank))
     firsts = np.array([(file.rank, file.stream) for file in index.file_list], np.int64)
-    # both sorted by rank, then by place: a file's bytes are those before the next file's first
+    # files and bytes are merged by rank and position: a byte is in the last file that starts before it
     marks = np.concatenate([firsts, np.stack([rank, start], 1)[order]])
     kind = np.concatenate([np.zeros(len(firsts), np.int64), np.ones(len(order), np.int64)])
     merged = np.lexsort((kind, marks[:, 1], marks[:, 0]))

@@ -63,11 +63,7 @@ def build_index(
     records: list[LeafRecord] = []
     for n, leaf in enumerate(tree.leaves):
         if leaf.spec is None:
-            if leaf.per_rank is None:
-                records.append(ValueRecord(values[leaf.path]))
-            else:
-                ranks: list[int] = decode_runs(leaf.per_rank).tolist()
-                records.append(PerRankValues(tuple(own_values[leaf.path, rank] for rank in ranks)))
+            records.append(_value_record(leaf, values, own_values))
         elif leaf.alias_of is not None:
             records.append(AliasRecord(specs.number(leaf.spec), _alias_base(tree, numbers, n, leaf), leaf.view))
         elif leaf.per_rank is not None:
@@ -98,6 +94,13 @@ def build_index(
         metadata=dict(metadata),
         lineage=lineage,
     )
+
+
+def _value_record(leaf: LeafSpec, values: Mapping[str, Value], own_values: Mapping[PerRankKey, Value]) -> LeafRecord:
+    if leaf.per_rank is None:
+        return ValueRecord(values[leaf.path])
+    ranks: list[int] = decode_runs(leaf.per_rank).tolist()
+    return PerRankValues(tuple(own_values[leaf.path, rank] for rank in ranks))
 
 
 def _alias_base(tree: GlobalTree, numbers: Mapping[str, int], number: int, leaf: LeafSpec) -> int:

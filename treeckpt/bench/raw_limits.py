@@ -1,4 +1,4 @@
-"""What can this machine do at best? The limits that every trial is compared with, in bytes a second.
+"""Measures the limits of this machine that every trial is compared with, in bytes per second.
 
 W: durable O_DIRECT write (8 MiB blocks, file preallocated, fsync), R: O_DIRECT read into touched memory, R_fresh: the
 same into new memory for which huge pages are asked, each the better of one and two threads; C: copy into touched shared
@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from ..io.storage.memory import advise_huge_pages, aligned_buffer
-from .meter import hand_memory
+from .meter import pretouch_memory
 
-__all__ = ["Raw"]
+__all__ = ["RawLimits"]
 
 BLOCK = 8 << 20
 THREADS = (1, 2)
@@ -31,8 +31,8 @@ LEAST = BLOCK
 """Bytes below which a rate says nothing."""
 
 
-class Raw:
-    """Measures with one file and one piece of memory.
+class RawLimits:
+    """Measures with one file and one buffer.
 
     Args:
         path: of the file; `remove` deletes it.
@@ -112,7 +112,7 @@ class Raw:
         return max(map(self._read_fresh, THREADS))
 
     def _read_fresh(self, threads: int) -> float:
-        hand_memory(self.nbytes)
+        pretouch_memory(self.nbytes)
         start = time.perf_counter()
         with _fresh(self.nbytes, huge=True) as memory:
             made = time.perf_counter() - start
@@ -149,7 +149,7 @@ class Raw:
         """A buffered read of a cached file into new memory, by one thread."""
         with self._opened(0) as fd:
             self._plain(fd, self._memory)
-            hand_memory(self.nbytes)
+            pretouch_memory(self.nbytes)
             start = time.perf_counter()
             with _fresh(self.nbytes, huge=False) as memory:
                 return self._plain(fd, memory, time.perf_counter() - start)
@@ -168,7 +168,7 @@ class Raw:
             os.close(fd)
 
     def _each(self, threads: int, work: Callable[[int], None]) -> None:
-        """Does something at the start of each block."""
+        """Calls `work` with the offset of each block."""
         starts = range(0, self.nbytes, BLOCK)
         if threads == 1:
             for start in starts:

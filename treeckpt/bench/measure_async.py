@@ -1,8 +1,8 @@
-"""Saves beside training: how long do they block, how much do they slow the steps, how long do they hold the GIL?
+"""Measures background saves: how long they block, how much they slow training steps, and how long they hold the GIL.
 
 In a process of its own, under torchrun with one rank (DCP's writer process needs a process group): each contender in
 turn saves a state in the background while this thread goes on with training steps on one core, or, for many small
-leaves, while a thread ticks every millisecond. `run_beside` starts the process; rank 0 prints each stay as JSON.
+leaves, while a thread ticks every millisecond. `run_async` starts the process; rank 0 prints each stay as JSON.
 """
 
 from __future__ import annotations
@@ -17,42 +17,47 @@ from pathlib import Path
 import msgspec
 import torch
 
-from .backers import Backer, backers
-from .contenders import chosen
-from .meter import settle
-from .ranks import MARK, Task, do_task, run_job
-from .raw import LEAST, Raw
-from .results import Stay
+from .async_checkpointers import AsyncCheckpointer, async_checkpointers
+from .checkpointers import select_by_name
+from .measure import alternate
+from .meter import release_memory
+from .ranks import MARK, BenchTask, do_task, run_job
+from .raw_limits import LEAST, RawLimits
+from .results import AsyncTrial
 from .states import SCENARIOS, Scenario, make_state, shapes_bytes
-from .turns import in_turns
 
-__all__ = ["run_beside"]
+__all__ = ["run_async"]
 
 TICK = 0.001
 STEP = 0.02
 """Seconds of a training step, about."""
 
 
-def run_beside(
+def run_async(
     scenario: Scenario,
     directory: Path,
     *,
     scale: float,
     repetitions: int,
-    on_stay: Callable[[Stay], None],
+    on_trial: Callable[[AsyncTrial], None],
     names: Sequence[str] = (),
 ) -> None:
-    """A scenario, in a process of its own.
+    """Runs a scenario in a process of its own.
 
     Raises:
         BenchError: it failed; the message ends with what it said.
     """
-    task = Task(scenario.name, str(directory.absolute()), scale, repetitions, tuple(names))
-    run_job("treeckpt.bench.beside", task, ranks=1, on_line=lambda line: on_stay(msgspec.json.decode(line, type=Stay)))
+    task = BenchTask(scenario.name, str(directory.absolute()), scale, repetitions, tuple(names))
+    run_job(
+        "treeckpt.bench.measure_async",
+        task,
+        ranks=1,
+        on_line=lambda line: on_trial(msgspec.json.decode(line, type=AsyncTrial)),
+    )
 
 
 class _Trainer:
-    """Steps of matrix products on one core."""
+    """Training steps: matrix products on one core."""
 
     def __init__(self) -> None:
         self._a = torch.rand(256, 256)
@@ -71,7 +76,7 @@ class _Trainer:
 
 
 class _Ticker:
-    """A thread that wants the interpreter every millisecond; the longest time that it did not get it."""
+    """A thread that runs every millisecond; records the longest time for which it did not get the GIL."""
 
     def __init__(self) -> None:
         self.gap = 0.0
@@ -99,36 +104,36 @@ def _idle_gap() -> float:
     return ticker.stop()
 
 
-class _Beside:
-    """What stays the same over the stays of a scenario."""
+class _AsyncMeasurement:
+    """The state and the directory of all saves of a scenario."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: BenchTask) -> None:
         [self.scenario] = [s for s in SCENARIOS if s.name == task.scenario]
         shapes = self.scenario.shapes(task.scale)
         self.nbytes = shapes_bytes(shapes)
         self.state = make_state(shapes, lambda full: full)
         self.place = Path(task.directory) / "beside"
-        self._raw = Raw(Path(task.directory) / "raw.bin", self.nbytes) if self.nbytes >= LEAST else None
+        self._raw = RawLimits(Path(task.directory) / "raw.bin", self.nbytes) if self.nbytes >= LEAST else None
 
-    def stay(self, backer: Backer, repetition: int) -> Stay:
+    def measure_save(self, checkpointer: AsyncCheckpointer, repetition: int) -> AsyncTrial:
         """One save."""
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir(parents=True)
         if repetition == 0:
-            backer.prewarm(self.state)
-        settle()
+            checkpointer.prewarm(self.state)
+        release_memory()
         copy = self._raw.copy() if self._raw is not None else None
         idle_gap = _idle_gap() if self.scenario.ticks else None
         trainer = _Trainer()
         begin = time.perf_counter()
-        wait = backer.start(self.place, self.state)
+        wait = checkpointer.start(self.place, self.state)
         blocked = time.perf_counter() - begin
         slower, gap = self._meanwhile(wait, trainer)
         durable = time.perf_counter() - begin
         shutil.rmtree(self.place, ignore_errors=True)
-        return Stay(
+        return AsyncTrial(
             scenario=self.scenario.name,
-            contender=backer.name,
+            contender=checkpointer.name,
             repetition=repetition,
             nbytes=self.nbytes,
             blocked=blocked,
@@ -140,7 +145,7 @@ class _Beside:
         )
 
     def _meanwhile(self, wait: Callable[[], object], trainer: _Trainer) -> tuple[float, float | None]:
-        """Trains, or ticks, until the save is durable: (seconds lost by the steps, longest gap)."""
+        """Trains, or ticks, until the save is durable; returns (seconds lost by the steps, longest gap)."""
         done = threading.Event()
         errors: list[BaseException] = []
 
@@ -165,15 +170,15 @@ class _Beside:
         return lost, gap
 
 
-def work(task: Task) -> None:
-    """What the process does."""
+def work(task: BenchTask) -> None:
+    """Runs the task in this process."""
     torch.set_num_threads(1)
-    here, them = _Beside(task), chosen(backers(), task.names)
-    for repetition, backer in in_turns(them, task.repetitions + 1):
-        stay = here.stay(backer, repetition)
-        print(MARK + msgspec.json.encode(stay).decode(), flush=True)
-    for backer in them:
-        backer.close()
+    measurement, checkpointers = _AsyncMeasurement(task), select_by_name(async_checkpointers(), task.names)
+    for repetition, checkpointer in alternate(checkpointers, task.repetitions + 1):
+        trial = measurement.measure_save(checkpointer, repetition)
+        print(MARK + msgspec.json.encode(trial).decode(), flush=True)
+    for checkpointer in checkpointers:
+        checkpointer.close()
 
 
 if __name__ == "__main__":

@@ -19,11 +19,19 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import treeckpt
 
-from .meter import sync
-from .others import Orbax, TorchCheckpointing
+from .meter import sync_files
+from .optional_checkpointers import SyncOrbax, SyncTorchCheckpointing
 from .states import State
 
-__all__ = ["Comparer", "Contender", "SliceReader", "chosen", "contenders_for", "is_there", "slice_readers"]
+__all__ = [
+    "ComparingCheckpointer",
+    "SliceReader",
+    "SyncCheckpointer",
+    "is_installed",
+    "select_by_name",
+    "slice_readers",
+    "sync_checkpointers",
+]
 
 
 class Named(Protocol):
@@ -35,7 +43,7 @@ class Named(Protocol):
 _Named = TypeVar("_Named", bound=Named)
 
 
-class Contender(Protocol):
+class SyncCheckpointer(Protocol):
     """A library, or a way to use one."""
 
     name: str
@@ -59,7 +67,7 @@ class Contender(Protocol):
         ...
 
 
-class Comparer(Protocol):
+class ComparingCheckpointer(Protocol):
     """A contender that can also compare all checksums before the first byte is written."""
 
     def compare_and_fill(self, directory: Path, state: State) -> None:
@@ -67,7 +75,7 @@ class Comparer(Protocol):
         ...
 
 
-class Treeckpt:
+class SyncTreeckpt:
     """treeckpt with its defaults: durable, checksums written and verified."""
 
     name = "treeckpt"
@@ -97,7 +105,7 @@ class Treeckpt:
         treeckpt.load_into(directory / "step", state, verify="first")
 
 
-class Dcp:
+class SyncDcp:
     """torch.distributed.checkpoint, which syncs its files by default."""
 
     def __init__(self, *, alone: bool, threads: int = 1) -> None:
@@ -129,7 +137,7 @@ class Dcp:
             dcp_load(state, storage_reader=FileSystemReader(directory), no_dist=self._alone)
 
 
-class TorchSave:
+class SyncTorchSave:
     """torch.save and torch.load."""
 
     name = "torch.save"
@@ -142,7 +150,7 @@ class TorchSave:
     def save(self, directory: Path, prepared: State) -> None:
         """One file, synced."""
         torch.save(prepared, directory / "state.pt")
-        sync(directory)
+        sync_files(directory)
 
     def load(self, directory: Path, like: State) -> State:
         """Read, not mapped."""
@@ -155,7 +163,7 @@ class TorchSave:
             leaf.copy_(mapped[name])
 
 
-class Safetensors:
+class SyncSafetensors:
     """safetensors' functions for torch; the file is mapped, so loading is done when every page was touched."""
 
     name = "safetensors"
@@ -170,7 +178,7 @@ class Safetensors:
         from safetensors.torch import save_file
 
         save_file(prepared, directory / "state.safetensors")
-        sync(directory)
+        sync_files(directory)
 
     def load(self, directory: Path, like: State) -> State:
         """Mapped."""
@@ -184,7 +192,7 @@ class Safetensors:
             state[name].copy_(tensor)
 
 
-def is_there(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a module is installed."""
     try:
         return importlib.util.find_spec(module) is not None
@@ -192,23 +200,23 @@ def is_there(module: str) -> bool:
         return False
 
 
-def chosen(found: Sequence[_Named], names: Sequence[str]) -> list[_Named]:
+def select_by_name(found: Sequence[_Named], names: Sequence[str]) -> list[_Named]:
     """Those whose name is, or begins with the word, one of the names; all if there are none."""
     return [one for one in found if not names or {one.name, one.name.partition(" ")[0]} & set(names)]
 
 
-def contenders_for(ranks: int) -> list[Contender]:
+def sync_checkpointers(ranks: int) -> list[SyncCheckpointer]:
     """Who is compared on so many ranks: those of the installed that can."""
     if ranks > 1:
-        return [Treeckpt(alone=False), Dcp(alone=False)]
-    found: list[Contender] = [Treeckpt(alone=True), TorchSave()]
-    if is_there("safetensors"):
-        found.append(Safetensors())
-    found += [Dcp(alone=True), Dcp(alone=True, threads=4)]
-    if is_there("orbax.checkpoint") and is_there("jax"):
-        found.append(Orbax())
-    if is_there("torch_checkpointing"):
-        found.append(TorchCheckpointing())
+        return [SyncTreeckpt(alone=False), SyncDcp(alone=False)]
+    found: list[SyncCheckpointer] = [SyncTreeckpt(alone=True), SyncTorchSave()]
+    if is_installed("safetensors"):
+        found.append(SyncSafetensors())
+    found += [SyncDcp(alone=True), SyncDcp(alone=True, threads=4)]
+    if is_installed("orbax.checkpoint") and is_installed("jax"):
+        found.append(SyncOrbax())
+    if is_installed("torch_checkpointing"):
+        found.append(SyncTorchCheckpointing())
     return found
 
 
@@ -223,14 +231,14 @@ class SliceReader(Protocol):
         ...
 
 
-class _TreeckptRows(Treeckpt):
+class _TreeckptRows(SyncTreeckpt):
     def load_rows(self, directory: Path, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         piece = torch.empty((stop - start, *shape[1:]))
         wanted = treeckpt.Sharded(piece, shape, (start, *(0 for _ in shape[1:])))
         return treeckpt.load(directory / "step", {name: wanted})[name].local
 
 
-class _SafetensorsRows(Safetensors):
+class _SafetensorsRows(SyncSafetensors):
     def load_rows(self, directory: Path, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         from safetensors import safe_open
 
@@ -238,11 +246,11 @@ class _SafetensorsRows(Safetensors):
             return file.get_slice(name)[start:stop]
 
 
-class _TorchRows(TorchSave):
+class _TorchRows(SyncTorchSave):
     def load_rows(self, directory: Path, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         return torch.load(directory / "state.pt", mmap=True)[name][start:stop].clone()
 
 
 def slice_readers() -> list[Any]:
     """Contenders that are `SliceReader`s too."""
-    return [_TreeckptRows(alone=True), _TorchRows(), *([_SafetensorsRows()] if is_there("safetensors") else [])]
+    return [_TreeckptRows(alone=True), _TorchRows(), *([_SafetensorsRows()] if is_installed("safetensors") else [])]

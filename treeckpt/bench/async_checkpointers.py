@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 
 import treeckpt
 
-from .contenders import is_there
-from .meter import sync
+from .checkpointers import is_installed
+from .meter import sync_files
 from .states import State
 
-__all__ = ["Backer", "backers"]
+__all__ = ["AsyncCheckpointer", "async_checkpointers"]
 
 Wait = Callable[[], object]
 
 
-class Backer(Protocol):
+class AsyncCheckpointer(Protocol):
     """A library, or a way to use one."""
 
     name: str
@@ -44,7 +44,7 @@ class Backer(Protocol):
         ...
 
 
-class Treeckpt:
+class AsyncTreeckpt:
     """treeckpt.save_async."""
 
     def __init__(self, *, lazy: bool = False) -> None:
@@ -67,7 +67,7 @@ class Treeckpt:
         """Nothing to do."""
 
 
-class Dcp:
+class AsyncDcp:
     """torch.distributed.checkpoint.async_save, which syncs its files."""
 
     def __init__(self, kind: AsyncCheckpointerType) -> None:
@@ -88,7 +88,7 @@ class Dcp:
         """Its threads and processes are daemons."""
 
 
-class TorchCheckpointing:
+class AsyncTorchCheckpointing:
     """torch_checkpointing with its pool prepared; direct I/O is off, as it fails on ext4, and it syncs nothing."""
 
     name = "torch_checkpointing"
@@ -113,7 +113,7 @@ class TorchCheckpointing:
 
         def wait() -> None:
             found.result()
-            sync(directory)
+            sync_files(directory)
 
         return wait
 
@@ -122,14 +122,14 @@ class TorchCheckpointing:
         self._manager.close()
 
 
-def backers() -> list[Backer]:
+def async_checkpointers() -> list[AsyncCheckpointer]:
     """Those of the installed that save in the background."""
-    found: list[Backer] = [
-        Treeckpt(),
-        Treeckpt(lazy=True),
-        Dcp(AsyncCheckpointerType.THREAD),
-        Dcp(AsyncCheckpointerType.PROCESS),
+    found: list[AsyncCheckpointer] = [
+        AsyncTreeckpt(),
+        AsyncTreeckpt(lazy=True),
+        AsyncDcp(AsyncCheckpointerType.THREAD),
+        AsyncDcp(AsyncCheckpointerType.PROCESS),
     ]
-    if is_there("torch_checkpointing"):
-        found.append(TorchCheckpointing())
+    if is_installed("torch_checkpointing"):
+        found.append(AsyncTorchCheckpointing())
     return found

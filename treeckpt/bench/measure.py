@@ -14,13 +14,13 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from .contenders import Comparer, Contender, SliceReader, chosen, slice_readers
-from .meter import Meter, Usage, cached_part, drop_cache, files_of, fill_cache, hand_memory, settle
-from .raw import LEAST, Raw
+from .checkpointers import ComparingCheckpointer, SliceReader, SyncCheckpointer, select_by_name, slice_readers
+from .meter import Meter, Usage, cached_fraction, drop_cache, files_of, fill_cache, pretouch_memory, release_memory
+from .raw_limits import LEAST, RawLimits
 from .results import HUGE, Limit, Phase, Trial
 from .states import Scenario, State, bytes_equal, make_leaf, make_state, shapes_bytes, sum_bytes, touch
 
-__all__ = ["BenchError", "Group", "Solo", "Turns", "in_turns", "run_alone", "run_slice"]
+__all__ = ["BenchError", "Measurement", "RankGroup", "SingleProcess", "alternate", "run_alone", "run_slice"]
 
 OnTrials = Callable[[Sequence[Trial]], None]
 
@@ -29,7 +29,7 @@ class BenchError(Exception):
     """A contender gave back something else than was saved, or there is no room."""
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The ranks that are measured together."""
 
     rank: int
@@ -40,7 +40,7 @@ class Group(Protocol):
         ...
 
 
-class Solo:
+class SingleProcess:
     """One process."""
 
     rank, size = 0, 1
@@ -50,21 +50,21 @@ class Solo:
         return [thing]
 
 
-def in_turns(contenders: Sequence[Any], repetitions: int) -> Iterator[tuple[int, Any]]:
+def alternate(contenders: Sequence[Any], repetitions: int) -> Iterator[tuple[int, Any]]:
     """(repetition, contender): forwards and backwards by turns."""
     for repetition in range(repetitions):
         for contender in contenders if repetition % 2 == 0 else reversed(contenders):
             yield repetition, contender
 
 
-class Took(msgspec.Struct, frozen=True):
+class OperationCost(msgspec.Struct, frozen=True):
     """What an operation took on one rank, with the time when every byte was added up."""
 
     usage: Usage
     summed: float
 
 
-class Turns:
+class Measurement:
     """What stays the same over the turns of a scenario.
 
     Args:
@@ -72,10 +72,10 @@ class Turns:
         nbytes: unique bytes of the whole state.
     """
 
-    def __init__(self, scenario: Scenario, directory: Path, group: Group, nbytes: int) -> None:
+    def __init__(self, scenario: Scenario, directory: Path, group: RankGroup, nbytes: int) -> None:
         self.scenario, self.directory, self.group, self.nbytes = scenario, directory, group, nbytes
         self._place = directory / "checkpoint"
-        self._raw = Raw(directory / "raw.bin", nbytes) if group.rank == 0 and nbytes >= LEAST else None
+        self._raw = RawLimits(directory / "raw.bin", nbytes) if group.rank == 0 and nbytes >= LEAST else None
 
     def limits(self, *names: Limit) -> dict[Limit, float]:
         """Measures raw rates, on rank 0."""
@@ -120,22 +120,22 @@ class Turns:
         check: Callable[[State], None] | None = None,
     ) -> list[Trial]:
         """Measures one operation on all ranks; the trial is on rank 0."""
-        settle()
+        release_memory()
         cached = 0.0
         if self.group.rank == 0:
             self._cache(key[1])
-            cached = cached_part(self._place)
+            cached = cached_fraction(self._place)
         rates = self.limits(*limits)
         self.group.gather(None)
         # new arrays, and the page cache of who reads through it
         if needed := nbytes * (key[1].startswith("load") + key[1].endswith("cold")):
-            hand_memory(needed // self.group.size)
+            pretouch_memory(needed // self.group.size)
             self.group.gather(None)
         took, made = _measure(work)
         if made is not None and check is not None:
             check(made)
         del made
-        all_took: list[Took] = self.group.gather(took)
+        all_took: list[OperationCost] = self.group.gather(took)
         if self.group.rank:
             return []
         usages = [t.usage for t in all_took]
@@ -167,7 +167,7 @@ class Turns:
 
     def turn(
         self,
-        contender: Contender,
+        contender: SyncCheckpointer,
         repetition: int,
         state: State,
         target: State,
@@ -192,7 +192,7 @@ class Turns:
             return target
 
         def first() -> State:
-            cast(Comparer, contender).compare_and_fill(place, target)
+            cast(ComparingCheckpointer, contender).compare_and_fill(place, target)
             return target
 
         prepared = contender.prepare(state)
@@ -221,7 +221,7 @@ class Turns:
         return trials
 
 
-def _beside(contender: Contender, limit: Limit) -> tuple[Limit, ...]:
+def _beside(contender: SyncCheckpointer, limit: Limit) -> tuple[Limit, ...]:
     """What else is measured beside treeckpt, whose buffers lie in huge pages."""
     return (HUGE[limit],) if limit in HUGE and contender.name == "treeckpt" else ()
 
@@ -231,7 +231,7 @@ def _clear(state: State) -> None:
         leaf.fill_(0)
 
 
-def _measure(work: Callable[[], State | None]) -> tuple[Took, State | None]:
+def _measure(work: Callable[[], State | None]) -> tuple[OperationCost, State | None]:
     with Meter() as meter:
         made = work()
         if made is not None:
@@ -240,14 +240,14 @@ def _measure(work: Callable[[], State | None]) -> tuple[Took, State | None]:
     start = time.perf_counter()
     if made is not None:
         sum_bytes(made)
-        return Took(usage, usage.seconds + time.perf_counter() - start), made
-    return Took(usage, usage.seconds), None
+        return OperationCost(usage, usage.seconds + time.perf_counter() - start), made
+    return OperationCost(usage, usage.seconds), None
 
 
 def run_alone(
     scenario: Scenario,
     directory: Path,
-    contenders: Sequence[Contender],
+    contenders: Sequence[SyncCheckpointer],
     *,
     scale: float,
     repetitions: int,
@@ -257,8 +257,8 @@ def run_alone(
     shapes = scenario.shapes(scale)
     state = make_state(shapes, lambda full: full)
     target = {name: leaf.clone() for name, leaf in state.items()}
-    turns = Turns(scenario, directory, Solo(), shapes_bytes(shapes))
-    for repetition, contender in in_turns(contenders, repetitions):
+    turns = Measurement(scenario, directory, SingleProcess(), shapes_bytes(shapes))
+    for repetition, contender in alternate(contenders, repetitions):
         expected = (lambda: state) if repetition == 0 else None
         on_trials(turns.turn(contender, repetition, state, target, expected))
 
@@ -277,9 +277,9 @@ def run_slice(
     state = {name: make_leaf(shape, 0)}
     start = shape[0] * 3 // scenario.part
     stop = start + max(1, shape[0] // scenario.part)
-    turns = Turns(scenario, directory, Solo(), shapes_bytes({name: shape}))
+    turns = Measurement(scenario, directory, SingleProcess(), shapes_bytes({name: shape}))
     nbytes = shapes_bytes({name: (stop - start, *shape[1:])})
-    for repetition, contender in in_turns(chosen(slice_readers(), names), repetitions):
+    for repetition, contender in alternate(select_by_name(slice_readers(), names), repetitions):
         place = turns.begin()
         contender.save(place, state)
         turns.limits("W")  # makes the file for the limit of the load

@@ -1,4 +1,4 @@
-"""Which figures treeckpt is held to, and does it reach them? Pure: rows and trials in, a list of bars out.
+"""The figures that treeckpt has to reach, compared with the measured ones. Pure functions of rows and trials.
 
 Against raw limits the median of the ratios of single trials counts; against another library the ratio of the median
 times, until every byte was added up; of memory the largest figure counts.
@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from .results import Phase, Row, StayRow
+from .results import AsyncSummary, Phase, TrialSummary
 
-__all__ = ["MEMORY", "Bar", "judge", "judge_stays"]
+__all__ = ["MEMORY", "BenchTarget", "compare_async_with_targets", "compare_with_targets"]
 
 MEMORY = 96 << 20
 """Bytes of memory that a save, or a load beyond its destination, may take."""
@@ -23,7 +23,7 @@ GROUP = 2 << 20
 State = Literal["ok", "short", "not measured"]
 
 
-class Bar(msgspec.Struct, frozen=True):
+class BenchTarget(msgspec.Struct, frozen=True):
     """One figure with its target."""
 
     scenario: str
@@ -43,33 +43,33 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 _FILLS: dict[Phase, Phase] = {"first cold": "fill cold", "first warm": "fill warm"}
-Find = Callable[[str, str, Phase], Row | None]
+Find = Callable[[str, str, Phase], TrialSummary | None]
 
 
-def judge(rows: Sequence[Row]) -> list[Bar]:
-    """Every bar; those whose scenario was not run have no figure."""
+def compare_with_targets(rows: Sequence[TrialSummary]) -> list[BenchTarget]:
+    """Returns every target; targets of scenarios that were not run have no figure."""
     table = {(row.scenario, row.contender, row.phase): row for row in rows}
 
-    def find(scenario: str, contender: str, phase: Phase) -> Row | None:
+    def find(scenario: str, contender: str, phase: Phase) -> TrialSummary | None:
         return table.get((scenario, contender, phase))
 
     return [*_saves(find), *_loads(find), *_on_ranks(find), *_tiny(find), *_tables(find), *_memory(find)]
 
 
-def _against(find: Find, scenario: str, phase: Phase, peer: str, target: float) -> Bar:
-    """Times faster than another library, which fills in one way only."""
+def _against(find: Find, scenario: str, phase: Phase, peer: str, target: float) -> BenchTarget:
+    """Target for how many times faster than another library; the latter has only one way to fill."""
     theirs: Phase = _FILLS.get(phase, phase)
     own, other = find(scenario, "treeckpt", phase), find(scenario, peer, theirs)
     figure = other.summed / own.summed if own and other else None
-    return Bar(scenario, f"{phase}, times faster than {peer}", figure, target, ">=", "x")
+    return BenchTarget(scenario, f"{phase}, times faster than {peer}", figure, target, ">=", "x")
 
 
-def _of_limit(find: Find, phase: Phase, limit: str, target: float) -> Bar:
+def _of_limit(find: Find, phase: Phase, limit: str, target: float) -> BenchTarget:
     row = find("gpt2", "treeckpt", phase)
-    return Bar("gpt2", f"{phase}, rate / {limit}", row.ratio if row else None, target, ">=", "x")
+    return BenchTarget("gpt2", f"{phase}, rate / {limit}", row.ratio if row else None, target, ">=", "x")
 
 
-def _saves(find: Find) -> list[Bar]:
+def _saves(find: Find) -> list[BenchTarget]:
     return [
         _of_limit(find, "save", "W", 0.90),
         _against(find, "gpt2", "save", "dcp", 3.0),
@@ -78,7 +78,7 @@ def _saves(find: Find) -> list[Bar]:
     ]
 
 
-def _loads(find: Find) -> list[Bar]:
+def _loads(find: Find) -> list[BenchTarget]:
     cold: tuple[Phase, ...] = ("fill cold", "first cold", "load cold")
     warm: tuple[Phase, ...] = ("fill warm", "first warm", "load warm")
     return [
@@ -92,7 +92,7 @@ def _loads(find: Find) -> list[Bar]:
     ]
 
 
-def _on_ranks(find: Find) -> list[Bar]:
+def _on_ranks(find: Find) -> list[BenchTarget]:
     return [
         _against(find, "replicated", "save", "dcp", 4.0),
         *(
@@ -104,49 +104,51 @@ def _on_ranks(find: Find) -> list[Bar]:
     ]
 
 
-def _reshard_bytes(find: Find) -> Bar:
+def _reshard_bytes(find: Find) -> BenchTarget:
     """Two ranks, each with a part of both files: four groups of runs, however many runs are in one."""
     row = find("reshard", "treeckpt", "load cold")
     figure = max(0, row.read_bytes - 4 * GROUP) / row.nbytes if row else None
     text = "load cold, bytes read (less 2 MiB for each rank and file) / needed"
-    return Bar("reshard", text, figure, 1.05, "<=", "x")
+    return BenchTarget("reshard", text, figure, 1.05, "<=", "x")
 
 
-def _slice_bytes(find: Find) -> Bar:
+def _slice_bytes(find: Find) -> BenchTarget:
     row = find("slice", "treeckpt", "load cold")
     figure = row.read_bytes / row.nbytes if row else None
-    return Bar("slice", "bytes read / needed, for 1/8 of the rows", figure, 1.05, "<=", "x")
+    return BenchTarget("slice", "bytes read / needed, for 1/8 of the rows", figure, 1.05, "<=", "x")
 
 
-def _tiny(find: Find) -> list[Bar]:
+def _tiny(find: Find) -> list[BenchTarget]:
     phases: tuple[Phase, ...] = ("save", "load cold", "load warm", "fill cold", "fill warm")
     return [_against(find, "tiny", phase, "dcp", 10.0) for phase in phases]
 
 
-def _tables(find: Find) -> list[Bar]:
-    bars: list[Bar] = []
+def _tables(find: Find) -> list[BenchTarget]:
+    bars: list[BenchTarget] = []
     phases: tuple[Phase, ...] = ("save", "load cold", "load warm")
     for phase in phases:
         table, dense = find("table", "treeckpt", phase), find("table", "treeckpt dense", phase)
         figure = table.summed / dense.summed if table and dense else None
-        bars.append(Bar("table", f"{phase}, times as long as dense tensors of the same bytes", figure, 1.3, "<=", "x"))
+        bars.append(
+            BenchTarget("table", f"{phase}, times as long as dense tensors of the same bytes", figure, 1.3, "<=", "x")
+        )
     return bars
 
 
-def _memory(find: Find) -> list[Bar]:
-    bars: list[Bar] = []
+def _memory(find: Find) -> list[BenchTarget]:
+    bars: list[BenchTarget] = []
     for scenario in ("gpt2", "one"):
         for phase in ("save", "load cold", "fill cold"):
             row = find(scenario, "treeckpt", phase)
             beyond = row.nbytes if row and phase == "load cold" else 0
             figure = (row.extra_rss - beyond) / 2**20 if row else None
             text = "memory at the peak" + (", beyond what is loaded" if phase == "load cold" else "")
-            bars.append(Bar(scenario, f"{phase}, {text}", figure, MEMORY / 2**20, "<=", "MiB"))
+            bars.append(BenchTarget(scenario, f"{phase}, {text}", figure, MEMORY / 2**20, "<=", "MiB"))
     return bars
 
 
-def judge_stays(rows: Sequence[StayRow]) -> list[Bar]:
-    """The bars of saves in the background."""
+def compare_async_with_targets(rows: Sequence[AsyncSummary]) -> list[BenchTarget]:
+    """Returns the targets of background saves."""
     table = {(row.scenario, row.contender): row for row in rows}
     own, lazy = table.get(("async", "treeckpt")), table.get(("async", "treeckpt lazy"))
     dcp, rival = table.get(("async", "dcp thread")), table.get(("async", "torch_checkpointing"))
@@ -170,7 +172,7 @@ def judge_stays(rows: Sequence[StayRow]) -> list[Bar]:
             2.0,
             ">=",
         ),
-        Bar(
+        BenchTarget(
             "async-tiny",
             "longest wait for the interpreter",
             max(0.0, tiny.gap) * 1e3 if tiny and tiny.gap is not None else None,
@@ -181,5 +183,5 @@ def judge_stays(rows: Sequence[StayRow]) -> list[Bar]:
     ]
 
 
-def _stay(text: str, figure: float | None, target: float, sense: Literal[">=", "<="]) -> Bar:
-    return Bar("async", text, figure, target, sense, "x")
+def _stay(text: str, figure: float | None, target: float, sense: Literal[">=", "<="]) -> BenchTarget:
+    return BenchTarget("async", text, figure, target, sense, "x")

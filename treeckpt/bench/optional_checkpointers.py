@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from .meter import sync
+from .meter import sync_files
 from .states import State
 
-__all__ = ["Orbax", "TorchCheckpointing"]
+__all__ = ["SyncOrbax", "SyncTorchCheckpointing"]
 
 
-class Orbax:
+class SyncOrbax:
     """Orbax's checkpointer for trees, waited for. JAX's arrays cannot be filled in place."""
 
     name = "orbax"
@@ -36,7 +36,7 @@ class Orbax:
         with self._ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(directory.absolute() / "step", prepared)
             checkpointer.wait_until_finished()
-        sync(directory)
+        sync_files(directory)
 
     def load(self, directory: Path, like: State) -> State:
         """Into arrays of the shapes of `like`."""
@@ -54,7 +54,7 @@ class Orbax:
         raise NotImplementedError("JAX's arrays cannot be filled")
 
 
-class TorchCheckpointing:
+class SyncTorchCheckpointing:
     """torch_checkpointing, saving in the foreground; direct I/O is off, as it fails on ext4, and it syncs nothing."""
 
     name = "torch_checkpointing"
@@ -74,7 +74,7 @@ class TorchCheckpointing:
     def save(self, directory: Path, prepared: State) -> None:
         """One item."""
         self._manager.save(str(directory / "step"), {"state": prepared})
-        sync(directory)
+        sync_files(directory)
 
     def load(self, directory: Path, like: State) -> State:
         """Into new tensors, as it has no other way for tensors."""

@@ -1,0 +1,73 @@
+"""The command `diff`: prints in what two checkpoints differ."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+
+from ..api import opened
+from ..core.analysis.diff import Added, Diff, Moved, Removed, diff
+from ..loading.compare import Side, ValueChange, value_changes
+from ..report.terminal import print_json, print_line, print_table
+from .command import AddCommand
+
+__all__ = ["add_diff"]
+
+_VALUES = (
+    "compare contents too: by the checksums recorded when they were saved, number by number where these "
+    "differ; whether bytes were damaged since says `treeckpt verify`"
+)
+_NOT_COMPARED = "the contents of arrays are not compared without --values"
+_BY_CHECKSUMS = "contents too, by their recorded checksums; treeckpt verify compares these with the bytes"
+
+
+def add_diff(command: AddCommand) -> None:
+    """Adds `diff`."""
+    parser = command("diff", _diff, "say in what two checkpoints differ, by their indexes or by every number")
+    parser.add_argument("--values", action="store_true", help=_VALUES)
+    parser.add_argument("first", metavar="A")
+    parser.add_argument("second", metavar="B")
+
+
+def _diff(options: argparse.Namespace) -> int:
+    with opened(options.first) as one, opened(options.second) as two:
+        a, b = Side(one), Side(two)
+        found = diff(a.index, b.index)
+        values = list(value_changes(a, b, found)) if options.values else None
+    if options.json:
+        compared = {"changes": found.changes, "same": found.same, "values": values, "equal_by": "recorded checksums"}
+        print_json(found if values is None else compared)
+        return 0
+    rows = _diff_rows(found) + [("content", v.path, "", _delta_text(v)) for v in values or ()]
+    print_table(("what", "path", "before", "after"), rows) if rows else None
+    counts = Counter(row[0] for row in rows)
+    changed = {change.path for change in found.changes}
+    alike = found.same - sum(v.path not in changed for v in values or ())
+    parts = [f"{n} {what}" for what, n in counts.most_common()] + [
+        f"{alike} {'leaf' if alike == 1 else 'leaves'} alike"
+    ]
+    print_line(f"{', '.join(parts)} ({_NOT_COMPARED if values is None else _BY_CHECKSUMS})", "dim")
+    return 0
+
+
+def _delta_text(change: ValueChange) -> str:
+    delta = change.delta
+    assert delta is not None, "every difference was measured"
+    text = f"{delta.changed} of {delta.elements} differ"
+    if delta.max_abs is not None and delta.mean_abs is not None:
+        text += f", at most by {delta.max_abs:.6g}, by {delta.mean_abs:.6g} in the mean"
+    return text + (f", {delta.not_finite} of them not finite" if delta.not_finite else "")
+
+
+def _diff_rows(found: Diff) -> list[tuple[str, str, str, str]]:
+    rows: list[tuple[str, str, str, str]] = []
+    for change in found.changes:
+        if isinstance(change, Added):
+            rows.append(("added", change.path, "", change.leaf))
+        elif isinstance(change, Removed):
+            rows.append(("removed", change.path, change.leaf, ""))
+        elif isinstance(change, Moved):
+            rows.append(("moved", change.path, "", change.to))
+        else:
+            rows.append((change.aspect, change.path, change.before, change.after))
+    return rows

@@ -1,0 +1,139 @@
+"""The command `show`: prints what a checkpoint holds, or one part of it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .. import api
+from ..core.analysis.diff import leaf_text
+from ..core.analysis.outline import Outline, OutlineRow
+from ..core.format.byte_map import layout_of, locate_chunks
+from ..core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
+from ..core.sharding.int_runs import length_of
+from ..core.text import bytes_text, layout_text, region_text, shape_text, time_text, value_text, value_type
+from ..report.terminal import fail, print_facts, print_json, print_line, print_table
+from ..runs import catalog
+from .command import AddCommand
+from .listing import print_saves_under_way
+from .rules import show_rules
+
+__all__ = ["add_show", "index_summary"]
+
+MAX_ROWS = 1000
+
+
+def add_show(command: AddCommand) -> None:
+    """Adds `show`."""
+    show = command("show", _show, "show what a checkpoint holds, or one part of it")
+    show.add_argument("checkpoint", metavar="CKPT")
+    show.add_argument("leaf", metavar="PATH", nargs="?", default="", help="of a leaf or of a node of the tree")
+    show.add_argument("--rules", metavar="FILE", help="show what load rules (JSON, or statements) make of it")
+    show.add_argument("--depth", type=int, default=2, help="levels of the tree to print (default: 2)")
+
+
+def _show(options: argparse.Namespace) -> int:
+    info = catalog.read_info(options.checkpoint, follow=True)
+    if info.status == "partial" and not options.json:
+        print_saves_under_way(info)
+    index = api.inspect(options.checkpoint)
+    if options.rules:
+        return show_rules(index, options)
+    outline = Outline(index)
+    row = outline.node_at(options.leaf)
+    if row is None:
+        fail(f"treeckpt: {options.leaf}: no such path in {options.checkpoint}")
+        for leaf in outline.search(options.leaf.rpartition("/")[2], count=5)[0]:
+            fail(f"  there is {leaf.path}")
+        return 2
+    if row.kind == "leaf":
+        return _show_leaf(index, index.entries[row.first], options)
+    rows = _rows_below(outline, row, options.depth)
+    if options.json:
+        print_json({**index_summary(index), "pinned": info.pinned, "saving": info.saving, "rows": rows})
+        return 0
+    if not options.leaf:
+        print_facts([(name, str(fact)) for name, fact in _summary_texts(index)] + [("pinned", "yes")] * info.pinned)
+        print_saves_under_way(info)
+        print_line("")
+    depth = options.leaf.count("/") + bool(options.leaf)
+    texts = [_row_texts(index, r, r.node.count(".") + 1 - depth) for r in rows]
+    print_table(("path", "is", "leaves", "size"), texts, right=("leaves", "size"))
+    return 0
+
+
+def index_summary(index: Index) -> dict[str, Any]:
+    """Returns the facts about a checkpoint that `--json` prints."""
+    return {
+        "save_id": index.save_id,
+        "step": index.step,
+        "created_ns": index.created_ns,
+        "world": index.world,
+        "leaves": len(index.leaves),
+        "nbytes": index.nbytes,
+        "files": len(index.file_list),
+        "metadata": index.metadata,
+    }
+
+
+def _summary_texts(index: Index) -> list[tuple[str, object]]:
+    return [
+        ("step", index.step),
+        ("saved", time_text(index.created_ns, None)),
+        ("save id", index.save_id),
+        ("ranks", index.world),
+        ("leaves", len(index.leaves)),
+        ("size", f"{bytes_text(index.nbytes)} in {len(index.file_list)} shards"),
+        *((f"metadata {name}", value_text(value)) for name, value in index.metadata.items()),
+    ]
+
+
+def _rows_below(outline: Outline, row: OutlineRow, depth: int) -> list[OutlineRow]:
+    found, waiting = list[OutlineRow](), [(row, 0)]
+    while waiting and len(found) <= MAX_ROWS:
+        node, level = waiting.pop()
+        found.append(node)
+        if level < max(depth, 1):
+            waiting += [(child, level + 1) for child in reversed(outline.children(node.node, count=MAX_ROWS))]
+    return found[1:]
+
+
+def _row_texts(index: Index, row: OutlineRow, level: int) -> tuple[str, str, str, str]:
+    what = leaf_text(index, index.entries[row.first]) if row.kind == "leaf" else row.cls or row.kind
+    size = bytes_text(row.nbytes) if row.nbytes else ""
+    return "  " * max(0, level - 1) + row.key, what, "" if row.kind == "leaf" else f"{row.leaves}", size
+
+
+def _show_leaf(index: Index, leaf: Leaf, options: argparse.Namespace) -> int:
+    chunks = locate_chunks(index, leaf)
+    if options.json:
+        layout = layout_of(index, leaf)
+        print_json({"path": leaf.path, "record": leaf.record, "spec": leaf.spec, "layout": layout, "chunks": chunks})
+        return 0
+    print_facts(_leaf_facts(index, leaf))
+    if chunks:
+        print_line("")
+        rows = [
+            (region_text(c.region), f"{c.rank}", c.file.name, f"{c.start}:{c.stop}", bytes_text(c.stop - c.start))
+            for c in chunks[:MAX_ROWS]
+        ]
+        print_table(("region", "rank", "file", "bytes", "size"), rows, right=("rank", "size"))
+        if len(chunks) > MAX_ROWS:
+            print_line(f"... and {len(chunks) - MAX_ROWS} more; --json gives all")
+    return 0
+
+
+def _leaf_facts(index: Index, leaf: Leaf) -> list[tuple[str, str]]:
+    facts = [("path", leaf.path)]
+    record = leaf.record
+    if isinstance(record, ValueRecord):
+        return [*facts, ("type", value_type(record.value)), ("value", value_text(record.value, 2000))]
+    if isinstance(record, PerRankValues):
+        return [*facts, ("values", f"one for each of {len(record.values)} ranks: {leaf_text(index, leaf)}")]
+    assert leaf.spec is not None, "only values have no spec"
+    facts += [("dtype", leaf.spec.dtype), ("shape", shape_text(leaf.spec.shape)), ("kind", leaf.spec.kind)]
+    if isinstance(record, AliasRecord):
+        return [*facts, ("shares", f"the storage of {index.entries[record.of].path}")]
+    if isinstance(record, PerRankArrays):
+        return [*facts, ("layout", f"one for each of {length_of(leaf.ranks or ())} ranks")]
+    return [*facts, ("layout", layout_text(layout_of(index, leaf)))]
