@@ -85,7 +85,7 @@ def column_source(
 ) -> tuple[Source, int | None]:
     """Describes a column that is to be saved; for ids and slots with the number of rows.
 
-    Shape and layout count buckets in the place of rows, see `core.tree.table_rows`; under `PerRank` (`own`) they count
+    Shape and layout count buckets in the place of rows, see `core.tree.keyed_table`; under `PerRank` (`own`) they count
     rows, and there is no layout.
 
     Raises:

@@ -1,7 +1,7 @@
 """Previews a load on another mesh: what each rank would read from which file.
 
 The target is a mesh and rules `glob: placement, placement`; the first rule that matches a leaf's path applies. Regions
-come from `core.sharding.placements` and reads from `core.planning.plan.plan_load`, so the counts are those of the
+come from `core.sharding.placements` and reads from `core.planning.load_plan`, so the counts are those of the
 loader. Ranks are planned one after the other until a budget of chunks is used up, in an order that is spread over the
 mesh: a preview of a large job is exact for the ranks that it shows, and shows fewer ranks.
 """
