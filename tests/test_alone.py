@@ -14,7 +14,7 @@ import pytest
 
 import treeckpt as tc
 from treeckpt.convert import convert
-from treeckpt.io.comm.launchers import launched
+from treeckpt.io.comm.launchers import launched_rank
 
 TREE = {"w": np.arange(5), "own": tc.PerRank(7)}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
@@ -54,13 +54,13 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_launchers_of_several_are_recognised(name: str) -> None:
-    found = launched(SEVERAL[name])
+    found = launched_rank(SEVERAL[name])
     assert found is not None and (found.rank, found.size) == (1, 4)
 
 
 @pytest.mark.parametrize("name", ONE)
 def test_a_process_that_is_alone_is_not_taken_for_one_of_several(name: str) -> None:
-    assert launched(ONE[name]) is None
+    assert launched_rank(ONE[name]) is None
 
 
 def test_jax_distributed_is_asked_without_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +69,8 @@ def test_jax_distributed_is_asked_without_being_imported(monkeypatch: pytest.Mon
         module: Any = types.ModuleType("jax._src.distributed")
         module.global_state = types.SimpleNamespace(process_id=0, num_processes=size)
         monkeypatch.setitem(sys.modules, "jax._src.distributed", module)
-        found = launched({})
-        assert (found is not None and "jax.distributed" in found.said) == (size == 2)
+        found = launched_rank({})
+        assert (found is not None and "jax.distributed" in found.evidence) == (size == 2)
 
 
 CALLS = {

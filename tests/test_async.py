@@ -349,10 +349,10 @@ def test_a_copy_that_fails_stops_neither_training_nor_later_saves(tmp_path: Path
     from treeckpt.arrays import numpy as adapter
 
     def source(leaf: Any, path: str, rank: int) -> Any:
-        from treeckpt.arrays.base import Piece, Source
+        from treeckpt.arrays.base import ArraySource, SourcePiece
 
         found = real(leaf, path, rank)
-        return Source(found.spec, found.layout, (Piece(found.pieces[0].region, Broken()),))
+        return ArraySource(found.spec, found.layout, (SourcePiece(found.pieces[0].region, Broken()),))
 
     real = adapter.source
     with pytest.MonkeyPatch.context() as patch:
@@ -567,7 +567,7 @@ class _Mute:
     """A comm that loses what its rank says on a save once that is agreed on."""
 
     def __init__(self, inner: Comm) -> None:
-        self.rank, self.size, self.memory, self.timeout = inner.rank, inner.size, inner.memory, inner.timeout
+        self.rank, self.size, self.state, self.timeout = inner.rank, inner.size, inner.state, inner.timeout
         self.drop, self._wait, self._post = inner.drop, inner.wait, inner.post
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:

@@ -28,7 +28,7 @@ PAIRS = (2,)
 
 def _hash(size: int, timeout: float, tiers: tuple[int, ...] = ()) -> list[TorchComm]:
     store = dist.HashStore()
-    return [TorchComm(store, rank, size, timeout=timeout, tiers=tiers) for rank in range(size)]
+    return [TorchComm(store, rank, size, timeout=timeout, group_sizes=tiers) for rank in range(size)]
 
 
 def _file(size: int, timeout: float, path: Path) -> list[TorchComm]:
@@ -39,7 +39,7 @@ def _tcp(size: int, timeout: float, tiers: tuple[int, ...] = ()) -> list[TorchCo
     limit = timedelta(seconds=LONG)
     first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
     rest = [dist.TCPStore("127.0.0.1", first.port, is_master=False, timeout=limit) for _ in range(size - 1)]
-    return [TorchComm(s, rank, size, timeout=timeout, tiers=tiers) for rank, s in enumerate([first, *rest])]
+    return [TorchComm(s, rank, size, timeout=timeout, group_sizes=tiers) for rank, s in enumerate([first, *rest])]
 
 
 @pytest.fixture(params=["threads", "hash", "file", "tcp", "threads in pairs", "tcp in pairs"])
@@ -48,7 +48,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
 
     def comms(size: int, *, timeout: float = LONG) -> Sequence[Any]:
         if kind == "threads":
-            return thread_comms(size, timeout=timeout, tiers=tiers)
+            return thread_comms(size, timeout=timeout, group_sizes=tiers)
         if kind == "hash":
             return _hash(size, timeout, tiers)
         return _file(size, timeout, tmp_path) if kind == "file" else _tcp(size, timeout, tiers)
@@ -59,7 +59,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
 def keys_of(comm: Any) -> set[str]:
     """What is left on the board."""
     if not isinstance(comm, TorchComm):
-        return set(comm._board.messages)
+        return set(comm.stores[0].messages)
     store = comm._common.store
     return {key for key in store.list_keys() if key.startswith("treeckpt/")} if hasattr(store, "list_keys") else set()
 
@@ -74,7 +74,7 @@ def talk(comm: Comm, topic: str = "a", *, steps: int = 2) -> list[Any]:
         assert (heard is None) == (comm.rank > 0)
         found.append(heard)
         word = f"{topic} {step} {sorted(heard)}".encode() if heard is not None else None
-        found.append(conversation.share(word, last=step == steps - 1))
+        found.append(conversation.broadcast(word, last=step == steps - 1))
     return found
 
 
@@ -104,7 +104,7 @@ def test_big_messages_go_through(make: Make) -> None:
         conversation = Round(comm, "big")
         conversation.join()
         heard = conversation.gather(bytes([comm.rank]) * 3_000_000)
-        return heard, conversation.share(b"x" * 3_000_000 if heard is not None else None, last=True)
+        return heard, conversation.broadcast(b"x" * 3_000_000 if heard is not None else None, last=True)
 
     outcomes = on_ranks(make(2), act)
     assert errors_of(outcomes) == [None, None]
@@ -121,7 +121,7 @@ def test_silent_ranks_are_named_within_the_limit(make: Make) -> None:
         conversation = Round(comm, "a")
         conversation.join()
         heard = conversation.gather(b"here")
-        conversation.share(b"over" if heard is not None else None, last=True)
+        conversation.broadcast(b"over" if heard is not None else None, last=True)
         return conversation.lost
 
     outcomes = on_ranks(comms, act)
@@ -133,7 +133,7 @@ def test_silent_ranks_are_named_within_the_limit(make: Make) -> None:
 def test_a_silent_coordinator_is_named(make: Make) -> None:
     comms = make(3)
     hasty: Sequence[Any] = [Patient(comm, 0) for comm in comms]
-    if comms[0].tiers:
+    if comms[0].group_sizes:
         hasty = comms  # leaders who seem silent do not change what is said of rank 0
         for comm in comms:
             comm.timeout = 0.1
@@ -142,7 +142,7 @@ def test_a_silent_coordinator_is_named(make: Make) -> None:
         comm.timeout = LONG
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, tc.RankError)
-        limit = 1.2 + 1.125 * len(comms[0].tiers)
+        limit = 1.2 + 1.125 * len(comms[0].group_sizes)
         assert outcome.error.ranks == {0: f"silent for {limit:g} s"} and outcome.error.hint
     outcomes = on_ranks(comms, lambda c: talk(c, "again"))
     assert errors_of(outcomes) == [None] * 3, "the next round is not confused by what was left"
@@ -159,7 +159,7 @@ def _ended(comm: Comm, topic: str, *, joined: Callable[[], Any] = bool) -> str:
     word = f"{topic}: {len(heard)} of {comm.size}".encode() if heard is not None else None
     if heard is not None:
         assert set(heard.values()) == {topic.encode()}, "messages of two saves"
-    return conversation.share(word, last=True).decode()
+    return conversation.broadcast(word, last=True).decode()
 
 
 def _without_rank_2(comms: Sequence[Any], topic: str) -> Any:
@@ -229,9 +229,9 @@ def test_a_rank_that_gave_up_and_came_back_is_not_taken_for_the_same(make: Make)
             conversation.gather(b"")
             greeted.set()
             assert returned.wait(LONG)
-            conversation.share(b"terms")
+            conversation.broadcast(b"terms")
             conversation.gather(b"")
-            conversation.share(b"end", last=True)
+            conversation.broadcast(b"end", last=True)
             lost.update(conversation.lost)
             return
         conversation.join()
@@ -241,9 +241,9 @@ def test_a_rank_that_gave_up_and_came_back_is_not_taken_for_the_same(make: Make)
         again.join()
         again.gather(b"second hello")
         returned.set()
-        assert again.share(None) == b"terms"
+        assert again.broadcast(None) == b"terms"
         again.gather(b"done")
-        again.share(None)
+        again.broadcast(None)
 
     assert errors_of(on_ranks(comms, act)) == [None, None]
     assert lost == {1: "gave up on this save and began another"}

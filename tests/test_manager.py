@@ -641,7 +641,7 @@ def test_without_times_and_signals_nothing_is_posted(tmp_path):
     [comm, _] = thread_comms(2)
     made = manager(tmp_path, every=2, comm=comm)
     assert [made.should_save(step) for step in range(5)] == [False, False, True, False, True]
-    assert not comm._board.messages
+    assert not comm.stores[0].messages
 
 
 def test_a_signal_saves_once_and_ends_the_process_if_asked(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import treeckpt as tc
-from tests.test_trees_exchange import ThreadWire
+from tests.test_trees_exchange import ThreadTransport
 from tests.world import errors_of, on_ranks
 from treeckpt import rules as R
 from treeckpt.core.analysis.element_stats import element_texts
@@ -196,12 +196,18 @@ def test_arrays_are_gathered_and_dealt_out(kind: Any) -> None:
 
     def act(comm: Any) -> None:
         rows = slice(comm.rank * 2, comm.rank * 2 + 2)
-        tree, wire = {"x": tc.Sharded(whole[rows], whole.shape, (comm.rank * 2, 0))}, ThreadWire(comm)
-        found: Any = gathering.gather(tree, wire=wire, ranks=None, device=None, limit=64, namespace="")
+        tree, transport = {"x": tc.Sharded(whole[rows], whole.shape, (comm.rank * 2, 0))}, ThreadTransport(comm)
+        found: Any = gathering.gather(tree, transport=transport, ranks=None, device=None, limit=64, namespace="")
         assert same(found["x"], whole)
         like = {"x": tc.Sharded(np.empty((2, 3), kind), whole.shape, (comm.rank * 2, 0))}
         dealt: Any = sending.distribute(
-            {"x": whole} if not comm.rank else None, like, wire=wire, source=0, device=None, limit=64, namespace=""
+            {"x": whole} if not comm.rank else None,
+            like,
+            transport=transport,
+            source=0,
+            device=None,
+            limit=64,
+            namespace="",
         )
         assert same(dealt["x"].local, whole[rows].copy())
 

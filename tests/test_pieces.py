@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.world import LONG, errors_of, on_ranks
-from treeckpt.arrays.base import Flat, HostArray
+from treeckpt.arrays.base import FlatRangeArray, HostArray
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, held_by, layout_of_group
 from treeckpt.core.sharding.region import Region
@@ -160,7 +160,7 @@ def test_a_flat_range_is_read_and_written_by_boxes_on_any_memory(shape: list[int
     new = np.full(oracle[box].shape, 7777, np.uint32)
     for host in (True, False):
         array = memory.copy()[::3]
-        flat = Flat(HostArray(array) if host else _Device(array), 1, tuple(shape))
+        flat = FlatRangeArray(HostArray(array) if host else _Device(array), 1, tuple(shape))
         assert np.array_equal(flat.read(box), oracle[box])
         flat.write(box, new)
         expected = oracle.copy()
@@ -171,7 +171,7 @@ def test_a_flat_range_is_read_and_written_by_boxes_on_any_memory(shape: list[int
 
 def test_rows_of_a_flat_range_on_a_device_move_alone() -> None:
     device = _Device(np.zeros(1000, np.uint32))
-    flat = Flat(device, 100, (30, 30))
+    flat = FlatRangeArray(device, 100, (30, 30))
     flat.write((slice(3, 5), slice(0, 30)), np.ones((2, 30), np.uint32))
     assert device.moved == 60
     assert flat.read((slice(4, 6), slice(0, 30))).sum() == 30 and device.moved == 120
@@ -180,7 +180,7 @@ def test_rows_of_a_flat_range_on_a_device_move_alone() -> None:
 def test_two_threads_write_boxes_of_a_flat_range_on_a_device_beside_each_other() -> None:
     device = _Device(np.zeros(16, np.uint32))
     device.slow = True
-    flat = Flat(device, 0, (4, 4))
+    flat = FlatRangeArray(device, 0, (4, 4))
     ones = np.ones((4, 2), np.uint32)
     threads = [
         threading.Thread(target=flat.write, args=((slice(0, 4), columns), ones))

@@ -377,7 +377,7 @@ class _Deaf:
 
     def __init__(self, inner: Comm) -> None:
         self.inner, self.rank, self.size, self.timeout = inner, inner.rank, inner.size, LONG
-        self.memory, self.waits = inner.memory, 0
+        self.state, self.waits = inner.state, 0
 
     def post(self, key: str, data: bytes) -> None:
         self.inner.post(key, data)
@@ -403,7 +403,7 @@ def test_without_a_verdict_no_file_is_deleted(fails: bool) -> None:
     from treeckpt.io.comm import rounds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "SETTLE", 0.2)
+        patch.setattr(rounds, "LAST_READ_TIMEOUT", 0.2)
         errors = errors_of(on_ranks(comms, act))
     assert isinstance(errors[1], tc.RankError) and list(errors[1].ranks) == [0]
     assert "may be committed" in errors[1].hint

@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from treeckpt.cli import main
-from treeckpt.convert import FORMATS, SOURCES, converting
+from treeckpt.convert import FORMATS, SOURCES, conversion
 from treeckpt.core.format import shard_header
 from treeckpt.io.storage import obstore
 
@@ -59,7 +59,7 @@ def test_the_dependencies_are_those_that_are_installed() -> None:
 
 
 def test_figures_are_those_of_the_code() -> None:
-    assert f"`memory=` ({converting.MEMORY >> 20} MiB)" in README
+    assert f"`memory=` ({conversion.MEMORY >> 20} MiB)" in README
     assert f"Every {shard_header.BLOCK >> 10} KiB has a checksum" in README
     assert obstore.UPLOADS == 8 and "in parts, eight at a time" in README
 

@@ -77,7 +77,7 @@ def test_uneven_ranges_of_everything_take_few_bytes_each(monkeypatch: pytest.Mon
 
 def _counted(world: int, tiers: tuple[int, ...], messages: list[bytes], word: bytes) -> dict[int, tuple[int, int]]:
     """Messages and bytes at each board, of a round and a branch of it as threads have them; but of the state."""
-    comms = thread_comms(world, tiers=tiers)
+    comms = thread_comms(world, group_sizes=tiers)
     boards = comms[0]._boards
     counts = {rank: [0, 0] for rank in boards}
 
@@ -104,7 +104,7 @@ def _counted(world: int, tiers: tuple[int, ...], messages: list[bytes], word: by
         main.join()
         for conversation in (main, main.branch("done")):
             heard = conversation.gather(messages[comm.rank])
-            conversation.share(word if heard is not None else None, last=True)
+            conversation.broadcast(word if heard is not None else None, last=True)
 
     assert all(outcome.error is None for outcome in on_ranks(comms, act))
     return {rank: (found, nbytes) for rank, (found, nbytes) in counts.items()}
@@ -117,7 +117,7 @@ def test_the_simulated_traffic_is_that_of_real_rounds(tiers: tuple[int, ...]) ->
     talk = Talk(world, tiers)
     for _ in range(2):
         assert talk.gather(messages) == dict(enumerate(messages))
-        talk.share(word, last=True)
+        talk.broadcast(word, last=True)
     found = _counted(world, tiers, messages, word)
     assert found.keys() == talk.servers.keys()
     for rank, load in talk.servers.items():

@@ -17,7 +17,7 @@ import treeckpt as tc
 from tests.world import on_ranks
 from treeckpt.arrays import describe, plain_tensor, torch_memory
 from treeckpt.arrays import torch as torch_leaves
-from treeckpt.arrays.base import HostArray, HostMemory, Source
+from treeckpt.arrays.base import ArraySource, HostArray, HostMemory
 from treeckpt.loading import read_batch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.int16)
@@ -40,7 +40,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return Parameter(base) if kind == "parameter" else Buffer(base) if kind == "buffer" else base
 
 
-def seen(source: Source) -> Any:
+def seen(source: ArraySource) -> Any:
     """All that a save learns of a tensor, its bytes included."""
     [piece] = source.pieces
     box = piece.region.slices()
@@ -56,7 +56,7 @@ def test_a_common_tensor_is_described_as_any_other(tensor: torch.Tensor) -> None
     )
     with pytest.MonkeyPatch.context() as patch:
         for module in (torch_leaves, torch_memory):
-            patch.setattr(module, "is_common", lambda leaf: False)
+            patch.setattr(module, "is_plain", lambda leaf: False)
         long = (
             torch_leaves.source(tensor, "x", 0),
             torch_leaves.target(tensor, "x", 0),
@@ -92,17 +92,17 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 def test_only_tensors_that_are_there_in_one_piece_are_known_by_address() -> None:
     for tensor in (torch.zeros(0), torch.zeros(3, 2).T, torch.zeros(4)[::2]):
-        assert plain_tensor.memory_of(tensor, plain_tensor.describe(tensor)) is None
+        assert plain_tensor.plain_memory(tensor, plain_tensor.plain_info(tensor)) is None
     imaginary = torch.zeros(1, dtype=torch.complex64).conj().imag
-    assert imaginary.is_neg() and plain_tensor.memory_of(imaginary, plain_tensor.describe(imaginary)) is None
+    assert imaginary.is_neg() and plain_tensor.plain_memory(imaginary, plain_tensor.plain_info(imaginary)) is None
     cut = torch.zeros(8)
     cut.untyped_storage().resize_(16)
-    assert plain_tensor.memory_of(cut, plain_tensor.describe(cut)) is None
+    assert plain_tensor.plain_memory(cut, plain_tensor.plain_info(cut)) is None
 
 
 def test_memory_outlives_the_tensor_that_showed_it() -> None:
     tensor = torch.arange(4, dtype=torch.float32)
-    memory = plain_tensor.memory_of(tensor, plain_tensor.describe(tensor))
+    memory = plain_tensor.plain_memory(tensor, plain_tensor.plain_info(tensor))
     assert memory is not None
     tensor.data = torch.zeros(4)
     del tensor
@@ -214,7 +214,7 @@ def test_a_small_array_known_by_address_has_the_digest_of_its_elements(tensor: t
     found = describe.content_digests(describe.describe_tree({"x": tensor}, rank=0), every=False)
     with pytest.MonkeyPatch.context() as patch:
         for module in (torch_leaves, torch_memory):
-            patch.setattr(module, "is_common", lambda leaf: False)
+            patch.setattr(module, "is_plain", lambda leaf: False)
         brought = describe.describe_tree({"x": tensor}, rank=0)
         assert not isinstance(brought.sources["x"].pieces[0].data, HostMemory)
         assert found == describe.content_digests(brought, every=False)

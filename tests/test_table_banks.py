@@ -16,7 +16,7 @@ import treeckpt as tc
 from tests.world import errors_of, on_ranks
 from treeckpt import rules as R
 from treeckpt.arrays.base import Box
-from treeckpt.arrays.table_columns import Picked
+from treeckpt.arrays.table_columns import SelectedRowsWriter
 
 ODD = [-(1 << 63), (1 << 63) - 1, -1, 0, 1, 65_535, 65_536]
 Ids = st.sets(st.sampled_from(ODD) | st.integers(-20, 20), max_size=12)
@@ -284,7 +284,7 @@ class Slices:
 def test_rows_go_to_their_places_in_memory_that_takes_slices(order: list[int], count: int, step: int) -> None:
     memory, places = Slices(10), np.array(order[:count])
     rows = np.arange(count) * 2 + 1
-    picked = Picked(memory, rows, places)
+    picked = SelectedRowsWriter(memory, rows, places)
     for low in range(0, 20, step):
         picked.write((slice(low, min(low + step, 20)),), np.arange(low, min(low + step, 20), dtype=float))
     wanted = np.zeros(10)

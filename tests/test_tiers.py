@@ -16,10 +16,10 @@ import treeckpt as tc
 from tests import test_ranks as ranks
 from tests.test_comm import _ended, _tcp, talk
 from tests.world import assert_holds, errors_of, on_ranks, small_tree
-from treeckpt.io.comm import message_store as io_boards
+from treeckpt.io.comm import message_store
 from treeckpt.io.comm.comm import Comm, TorchComm, thread_comms
-from treeckpt.io.comm.fanout import SPANS, TREE_ABOVE, bundle, children_of, parent_of, spans_for, unbundle
-from treeckpt.io.comm.message_store import LedBoard, StoreBoard
+from treeckpt.io.comm.fanout import GROUP_SIZES, TREE_ABOVE, bundle, children_of, group_sizes_for, parent_of, unbundle
+from treeckpt.io.comm.message_store import LeaderStore, TorchMessageStore
 from treeckpt.io.comm.rounds import Round
 from treeckpt.io.storage.store import MemoryStore
 
@@ -45,9 +45,9 @@ def test_every_rank_speaks_to_one_leader_and_no_message_goes_in_circles(tiers: t
 
 
 def test_small_worlds_speak_to_rank_0_and_in_large_ones_no_leader_hears_many() -> None:
-    assert spans_for(TREE_ABOVE) == () and spans_for(TREE_ABOVE + 1) == SPANS
+    assert group_sizes_for(TREE_ABOVE) == () and group_sizes_for(TREE_ABOVE + 1) == GROUP_SIZES
     for size in (TREE_ABOVE + 1, 16_384, 65_536):
-        assert max(len(children_of(rank, size, SPANS)) for rank in range(0, size, 8)) <= 200
+        assert max(len(children_of(rank, size, GROUP_SIZES)) for rank in range(0, size, 8)) <= 200
 
 
 @settings(max_examples=30)
@@ -65,17 +65,17 @@ def test_equal_messages_of_many_ranks_are_carried_once() -> None:
 
 # rounds ---------------------------------------------------------------------------------------------------------------
 def test_messages_pass_two_leaders_and_words_come_back() -> None:
-    comms = thread_comms(8, tiers=TIERS)
+    comms = thread_comms(8, group_sizes=TIERS)
     outcomes = on_ranks(comms, lambda c: [talk(c, f"save {n}") for n in range(20)])
     assert errors_of(outcomes) == [None] * 8
     assert outcomes[0].value[3][0] == {rank: f"0 of {rank}".encode() for rank in range(8)}
     assert {o.value[19][3] for o in outcomes} == {f"save 19 1 {list(range(8))}".encode()}
-    assert sum(len(board.messages) for board in comms[0]._boards.values()) <= 1, "nothing is left but the state"
+    assert sum(len(store.messages) for store in comms[0].stores.values()) <= 1, "nothing is left but the state"
 
 
 @pytest.mark.parametrize("absent", [{1}, {3}, {2}, {7}, {6}, {4}, {4, 5, 6, 7}, {2, 7}], ids=str)
 def test_whoever_is_silent_is_named_and_nobody_else_and_all_others_are_told(absent: set[int]) -> None:
-    comms = thread_comms(8, timeout=0.2, tiers=TIERS)
+    comms = thread_comms(8, timeout=0.2, group_sizes=TIERS)
     # of those below a silent leader nothing is known
     named = {rank for rank in absent if parent_of(rank, TIERS) not in absent or rank == 4}
     lost: dict[int, str] = {}
@@ -88,7 +88,7 @@ def test_whoever_is_silent_is_named_and_nobody_else_and_all_others_are_told(abse
         heard = conversation.gather(b"here")
         lost.update(conversation.lost if comm.rank == 0 else {})
         word = f"without {sorted(conversation.lost)}".encode() if heard is not None else None
-        return conversation.share(word, last=True).decode()
+        return conversation.broadcast(word, last=True).decode()
 
     outcomes = on_ranks(comms, act)
     assert lost == dict.fromkeys(sorted(named), "silent for 0.2 s")
@@ -100,7 +100,7 @@ def test_whoever_is_silent_is_named_and_nobody_else_and_all_others_are_told(abse
 
 
 def test_a_leader_that_comes_late_is_waited_for_and_so_are_those_below_it() -> None:
-    comms = thread_comms(8, timeout=1.0, tiers=TIERS)
+    comms = thread_comms(8, timeout=1.0, group_sizes=TIERS)
     lost: dict[int, str] = {}
 
     def act(comm: Comm) -> None:
@@ -111,14 +111,14 @@ def test_a_leader_that_comes_late_is_waited_for_and_so_are_those_below_it() -> N
         conversation.join()
         heard = conversation.gather(b"")
         lost.update(conversation.lost if comm.rank == 0 else {})
-        conversation.share(b"end" if heard is not None else None, last=True)
+        conversation.broadcast(b"end" if heard is not None else None, last=True)
 
     assert errors_of(on_ranks(comms, act)) == [None] * 8
     assert lost == {7: "silent for 1 s"}, "not those who waited for it, longer than rank 0 would"
 
 
 def test_a_leader_that_falls_silent_after_it_spoke_leaves_nobody_waiting() -> None:
-    comms = thread_comms(8, timeout=0.3, tiers=TIERS)
+    comms = thread_comms(8, timeout=0.3, group_sizes=TIERS)
 
     def act(comm: Comm) -> Any:
         conversation = Round(comm, "a")
@@ -126,7 +126,7 @@ def test_a_leader_that_falls_silent_after_it_spoke_leaves_nobody_waiting() -> No
         heard = conversation.gather(b"")
         if comm.rank == 4:
             return None  # it has passed on what it heard, and dies
-        return conversation.share(b"end" if heard is not None else None, last=True, settle=False)
+        return conversation.broadcast(b"end" if heard is not None else None, last=True, settle=False)
 
     values = [outcome.value for outcome in on_ranks(comms, act)]
     assert values == [b"end"] * 4 + [None] + [b"end"] * 3
@@ -146,9 +146,9 @@ class Gone:
 def test_leaders_serve_stores_of_their_own() -> None:
     comms = _tcp(4, 10.0, (2,))
     assert errors_of(on_ranks(comms, talk)) == [None] * 4
-    led, above = comms[2]._boards[2], comms[3]._boards[2]
-    assert isinstance(led, LedBoard)
-    assert led._own.store.port == above.store._store.port != comms[0]._common.store.port
+    led, above = comms[2].leader_store(2), comms[3].leader_store(2)
+    assert isinstance(led, LeaderStore)
+    assert led.own.store.port == above.store._store.port != comms[0]._common.store.port
 
 
 def test_a_rank_whose_leader_dies_hears_from_rank_0_who_it_was() -> None:
@@ -160,7 +160,7 @@ def test_a_rank_whose_leader_dies_hears_from_rank_0_who_it_was() -> None:
         if comm.rank == 2:
             return  # with its server
         if comm.rank == 3:
-            comm._boards[2].store = Gone()
+            comm.leader_store(2).store = Gone()
         tc.save(store, small_tree(comm.rank, 4, seed=1), comm=comm, overwrite=True)
 
     errors = errors_of(on_ranks(comms, act))
@@ -180,10 +180,10 @@ released = threading.Event()
 
 
 def test_a_leader_whose_machine_vanished_is_not_waited_for_without_end() -> None:
-    watched = io_boards._Watched(Vanished(), 0.1)
+    watched = message_store._TimeLimitedStore(Vanished(), 0.1)
     comms = _tcp(4, 0.3, (2,))
     assert errors_of(on_ranks(comms, talk)) == [None] * 4
-    comms[3]._boards[2].store = watched
+    comms[3].leader_store(2).store = watched
     store = MemoryStore()
     start = time.monotonic()
     outcomes = on_ranks(comms, lambda c: c.rank == 2 or tc.save(store, {"v": 1}, comm=c))
@@ -198,21 +198,22 @@ def test_a_leader_whose_machine_vanished_is_not_waited_for_without_end() -> None
 def test_ranks_that_cannot_reach_their_leader_meet_it_on_the_common_store(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = io_boards._tcp_store
+    original = message_store._tcp_store
 
     def refuse(host: str, port: int, *, serves: bool) -> Any:
         if serves and fault == "a firewall":
             return original(host, port, serves=True)
         raise dist.DistNetworkError("no route to host")
 
-    monkeypatch.setattr(io_boards, "_tcp_store", refuse)
-    monkeypatch.setattr(io_boards, "DETOUR", 0.05)
+    monkeypatch.setattr(message_store, "_tcp_store", refuse)
+    monkeypatch.setattr(message_store, "FALLBACK_INTERVAL", 0.05)
     comms = _tcp(4, 10.0, (2,))
     for number in range(3):
         outcomes = on_ranks(comms, lambda c, n=number: talk(c, f"save {n}"))
         assert errors_of(outcomes) == [None] * 4
         assert len(outcomes[0].value[0]) == 4
-    assert isinstance(comms[3]._boards[2], StoreBoard) and comms[3]._boards[2].store is comms[3]._common.store
+    met_at = comms[3].leader_store(2)
+    assert isinstance(met_at, TorchMessageStore) and met_at.store is comms[3]._common.store
     assert comms[0]._common.store.num_keys() <= 4, "the state, an address, and a few of the store's own"
 
 
@@ -222,7 +223,7 @@ def in_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the tests of small worlds run with four ranks, of which rank 2 speaks for rank 3."""
 
     def comms(size: int, *, timeout: float = 60.0) -> list[Any]:
-        return thread_comms(size, timeout=timeout, tiers=(2,))
+        return thread_comms(size, timeout=timeout, group_sizes=(2,))
 
     monkeypatch.setattr(ranks, "WORLD", 4)
     monkeypatch.setattr(ranks, "thread_comms", comms)

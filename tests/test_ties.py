@@ -16,7 +16,7 @@ from torch.nn import Parameter
 import treeckpt as tc
 from tests.world import on_ranks
 from treeckpt.arrays import overlaps
-from treeckpt.arrays.base import HostArray, Window
+from treeckpt.arrays.base import HostArray, StridedMemory
 from treeckpt.loading import aliasing
 
 A = torch.arange(6.0).view(2, 3)
@@ -95,8 +95,8 @@ def test_what_the_index_knows_to_be_one_array_is_not_read_to_compare_it(monkeypa
 
 
 def test_many_leaves_of_one_buffer_that_lie_apart_are_no_ties(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlaps, "shared", lambda *_: pytest.fail("some were taken to meet"))
-    monkeypatch.setattr(aliasing, "shared", lambda *_: pytest.fail("some were taken to meet"))
+    monkeypatch.setattr(overlaps, "overlaps_of", lambda *_: pytest.fail("some were taken to meet"))
+    monkeypatch.setattr(aliasing, "overlaps_of", lambda *_: pytest.fail("some were taken to meet"))
     flat = torch.zeros(6000)
     store = saved({f"{n}": torch.full((3,), float(n)) for n in range(2000)})
     tc.load_into(store, {f"{n}": flat[3 * n : 3 * n + 3] for n in range(2000)})
@@ -174,7 +174,7 @@ def test_memory_seen_as_two_dtypes_has_to_agree_by_its_bytes() -> None:
 
 def test_the_window_of_a_reversed_array_reaches_below_its_first_element() -> None:
     base = np.zeros(10, "<f4")
-    assert isinstance(HostArray(base[8:2:-2].view("<u4")).window, Window)
+    assert isinstance(HostArray(base[8:2:-2].view("<u4")).window, StridedMemory)
     at = base.ctypes.data
     assert HostArray(base[8:2:-2].view("<u4")).window.extent == (at + 16, at + 36)
     store = saved({"a": np.arange(3, dtype="f4"), "b": np.arange(3, dtype="f4")})

@@ -1,4 +1,4 @@
-"""Whole trees out of any layout and back, between threads as ranks: only the wire is not that of real processes."""
+"""Gathers and distributes trees of any layout between threads as ranks: only the transport differs from processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.test_reshard import Case, bits, cases, on_ranks
 from treeckpt.core.sharding.region import Region
 from treeckpt.io.comm.comm import ThreadComm
 from treeckpt.trees import gathering, packing, sending
-from treeckpt.trees.wire import Transfer
+from treeckpt.trees.transport import Transfer
 
 
-class ThreadWire:
-    """A wire over a board of messages, each of which has a number of its own."""
+class ThreadTransport:
+    """A transport over a message store, with a number for each message."""
 
     members = None
 
@@ -35,7 +35,7 @@ class ThreadWire:
         assert found is not None, f"rank {self.rank} waits for {key}"
         return found
 
-    def tell(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes) -> list[bytes]:
         self._step += 1
         self._comm.post(f"tell {self._step} {self.rank}", data)
         return [self._wait(f"tell {self._step} {rank}") for rank in range(self.size)]
@@ -72,8 +72,8 @@ def test_any_layout_is_gathered_whole_on_any_ranks(case: Case, limit: int, data:
 
     def act(comm: ThreadComm) -> None:
         tree, before = case.tree(comm.rank, saved=True), case.tree(comm.rank, saved=True)
-        wire = ThreadWire(comm)
-        found = gathering.gather(tree, wire=wire, ranks=chosen, device=None, limit=limit, namespace="")
+        transport = ThreadTransport(comm)
+        found = gathering.gather(tree, transport=transport, ranks=chosen, device=None, limit=limit, namespace="")
         assert found["values"] == list(case.values) and found["none"] == (None, {}, [])
         own = found["own"].value
         assert own["rank"] == comm.rank and torch.equal(own["state"], torch.arange(case.own[comm.rank]))
@@ -100,7 +100,7 @@ def test_one_rank_distributes_over_any_layout(case: Case, limit: int, data: st.D
         like = case.tree(comm.rank, saved=False)["layers"]
         whole = {number: dict.fromkeys(("w", "tied"), full) for number, full in _whole(case).items()}
         found = sending.distribute(
-            whole if comm.rank == source else None, like, wire=ThreadWire(comm), source=source, device=None,
+            whole if comm.rank == source else None, like, transport=ThreadTransport(comm), source=source, device=None,
             limit=limit, namespace="",
         )  # fmt: skip
         assert list(found) == list(expected)
@@ -121,7 +121,9 @@ def test_pieces_that_contradict_each_other_are_not_gathered(low: int) -> None:
         local = torch.full((6, 2), 1.0)
         local[-1] = content
         tree = {"w": tc.Sharded(local, (6 + 3 * low, 2), (start, 0))}
-        return gathering.gather(tree, wire=ThreadWire(comm), ranks=None, device=None, limit=1 << 20, namespace="")
+        return gathering.gather(
+            tree, transport=ThreadTransport(comm), ranks=None, device=None, limit=1 << 20, namespace=""
+        )
 
     assert all((found["w"] == 1).all() for found in on_ranks(4, lambda comm: gather(comm, 1.0)))
     refused: list[str] = []
@@ -141,10 +143,10 @@ def test_replicas_are_not_sent_again_and_each_element_is_sent_once() -> None:
     def act(comm: ThreadComm) -> int:
         low = 10 * comm.rank
         tree = {"replica": full, "rows": tc.Sharded(full[low : low + 10].clone(), full.shape, (low, 0))}
-        wire = ThreadWire(comm)
-        found = gathering.gather(tree, wire=wire, ranks=[2], device=None, limit=1 << 20, namespace="")
+        transport = ThreadTransport(comm)
+        found = gathering.gather(tree, transport=transport, ranks=[2], device=None, limit=1 << 20, namespace="")
         assert comm.rank != 2 or torch.equal(found["rows"], full)
-        return wire.moved
+        return transport.moved
 
     moved = on_ranks(4, act)
     assert moved[2] == 0 and sum(moved) == full.nbytes * 3 // 4, moved
@@ -154,8 +156,8 @@ def test_replicas_are_not_sent_again_and_each_element_is_sent_once() -> None:
 def test_buckets_hold_every_entry_once_in_order_aligned_and_within_their_limit(
     sizes: list[tuple[int, int]], limit: int
 ) -> None:
-    entries = [packing.Entry(n, Region((0,), (size,)), itemsize) for n, (size, itemsize) in enumerate(sizes)]
-    buckets = list(packing.pack_entries(entries, limit))
+    entries = [packing.PackedRegion(n, Region((0,), (size,)), itemsize) for n, (size, itemsize) in enumerate(sizes)]
+    buckets = list(packing.pack_regions(entries, limit))
     packed = [entry for bucket in buckets for entry, _ in bucket.entries]
     assert packed == [entry for entry in entries if entry.nbytes]
     for bucket in buckets:
@@ -171,7 +173,7 @@ def test_a_rank_that_fails_to_begin_is_named_on_all(world: int) -> None:
     def act(comm: ThreadComm) -> tc.RankError:
         tree = {"w": object() if comm.rank == 1 else 5}
         with pytest.raises(tc.RankError, match="rank 1: TreeError: w: expected an array") as caught:
-            gathering.gather(tree, wire=ThreadWire(comm), ranks=None, device=None, limit=1, namespace="")
+            gathering.gather(tree, transport=ThreadTransport(comm), ranks=None, device=None, limit=1, namespace="")
         return caught.value
 
     assert all(list(error.ranks) == [1] for error in on_ranks(world, act))

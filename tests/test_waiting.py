@@ -41,7 +41,7 @@ CALLS: dict[str, Callable[[Path, Comm], Any]] = {
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], threading.Event]]:
     """What was logged, and an event for the first line."""
-    monkeypatch.setattr(waiting, "NOTICE", 0.2)
+    monkeypatch.setattr(waiting, "SLOW_WAIT", 0.2)
     lines: list[str] = []
     first = threading.Event()
 
@@ -96,7 +96,7 @@ import treeckpt as tc
 from treeckpt.convert import convert
 from treeckpt.io.comm import waiting
 rank = int(sys.argv[1])
-waiting.NOTICE = 0.2
+waiting.SLOW_WAIT = 0.2
 dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 2), rank=rank, world_size=2)
 if rank:
     sys.stdin.read()
@@ -127,19 +127,19 @@ tc.save({str(tmp_path / "c")!r}, {{"step": 1}})
 
 
 @pytest.fixture
-def ending() -> Iterator[waiting.Ending]:
+def ending() -> Iterator[waiting.Termination]:
     """This process was told to end, and gives ranks up after half a second."""
-    waiting.ENDING.listen(0.5)
-    waiting.ENDING.signal()
-    yield waiting.ENDING
-    waiting.ENDING.leave(ended=True)
+    waiting.TERMINATION.start_listening(0.5)
+    waiting.TERMINATION.record_signal()
+    yield waiting.TERMINATION
+    waiting.TERMINATION.stop_listening(ended=True)
 
 
 @pytest.mark.parametrize("tiers", [(), (2,)])
 @pytest.mark.parametrize("slow", [0, 1, 3])
 @pytest.mark.parametrize("background", [False, True])
 def test_a_rank_that_still_writes_is_waited_for_after_a_signal(
-    ending: waiting.Ending, slow: int, background: bool, tiers: tuple[int, ...]
+    ending: waiting.Termination, slow: int, background: bool, tiers: tuple[int, ...]
 ) -> None:
     """The last save of a run is what the signal is for: only ranks that give no sign are given up."""
     store = tc.MemoryStore()
@@ -153,12 +153,12 @@ def test_a_rank_that_still_writes_is_waited_for_after_a_signal(
         else:
             tc.save(mine, tree, comm=comm)
 
-    assert errors_of(on_ranks(thread_comms(4, timeout=LONG, tiers=tiers), act)) == [None] * 4
+    assert errors_of(on_ranks(thread_comms(4, timeout=LONG, group_sizes=tiers), act)) == [None] * 4
     assert tc.load(store)["w"].tolist() == [1.0] * 16
 
 
 @pytest.mark.parametrize("dead", [0, 2])
-def test_a_rank_that_gives_no_sign_is_given_up_after_a_signal(ending: waiting.Ending, dead: int) -> None:
+def test_a_rank_that_gives_no_sign_is_given_up_after_a_signal(ending: waiting.Termination, dead: int) -> None:
     store = tc.MemoryStore()
     begin = time.monotonic()
 
@@ -175,7 +175,7 @@ def test_a_rank_that_gives_no_sign_is_given_up_after_a_signal(ending: waiting.En
 
 
 def test_a_signal_cuts_a_wait_short_that_has_begun() -> None:
-    waiting.ENDING.listen(0.3)
+    waiting.TERMINATION.start_listening(0.3)
     try:
         started = threading.Event()
 
@@ -185,12 +185,12 @@ def test_a_signal_cuts_a_wait_short_that_has_begun() -> None:
                 tc.save(tc.MemoryStore(), TREE, comm=comm)
             else:
                 assert started.wait(LONG)
-                waiting.ENDING.signal()
+                waiting.TERMINATION.record_signal()
 
         [error, _] = errors_of(on_ranks(thread_comms(2, timeout=600.0), act))
         assert isinstance(error, tc.RankError) and 1 in error.ranks
     finally:
-        waiting.ENDING.leave(ended=True)
+        waiting.TERMINATION.stop_listening(ended=True)
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
@@ -204,7 +204,7 @@ def test_a_rank_that_died_after_its_report_is_waited_for_no_longer_than_the_comm
 
     class Dies:
         def __init__(self, inner: Comm) -> None:
-            self.rank, self.size, self.timeout, self.memory = inner.rank, inner.size, inner.timeout, inner.memory
+            self.rank, self.size, self.timeout, self.state = inner.rank, inner.size, inner.timeout, inner.state
             self.post, self.drop, self._wait, self._heard = inner.post, inner.drop, inner.wait, 0
 
         def wait(self, keys: Any, timeout: float) -> list[bytes | None]:

@@ -80,7 +80,7 @@ class Patient:
     """
 
     def __init__(self, inner: Comm, *silent: int, timeout: float = 0.1) -> None:
-        self.rank, self.size, self.memory, self.timeout = inner.rank, inner.size, inner.memory, timeout
+        self.rank, self.size, self.state, self.timeout = inner.rank, inner.size, inner.state, timeout
         self.post, self.drop, self._wait = inner.post, inner.drop, inner.wait
         self._silent = {"all" if rank == 0 else str(rank) for rank in silent}
         self.waited: list[int] = []

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from .arrays.stateful import expand, expanded
+from .arrays.stateful import expand_states, state_tree
 from .core.format.file_names import check_step
 from .core.format.records import Index
 from .core.tree.flatten import flatten, replace_leaves
 from .io.comm.comm import Comm, as_comm, global_rank
 from .io.gc_pause import gc_paused
-from .io.os_errors import unreadable
+from .io.os_errors import wrap_read_error
 from .io.storage.metadata_files import read_index
 from .io.storage.open import open_store
 from .io.storage.store import Store
@@ -217,7 +217,7 @@ def load(
     wanted, unwanted, rules = globs_of(select), globs_of(exclude), as_rules(rename, transforms)
     options = LoadOptions(wanted, strict, cast, device, verify, per_rank, copy, mmap, allow_pickle, namespace, read,
         memory, unwanted, rules)  # fmt: skip
-    tree, report = _load(path, like, as_comm(comm, talks=False), options, on_corrupt)
+    tree, report = _load(path, like, as_comm(comm, sends_messages=False), options, on_corrupt)
     if on_report is not None:
         on_report(report)
     return tree
@@ -225,7 +225,7 @@ def load(
 
 def _load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> tuple[Any, LoadReport]:
     if like is not None:
-        like = expanded(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
+        like = state_tree(like, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
 
     def load_version(version: Any) -> tuple[Any, LoadReport]:
         with _origin(version) as (new_tree, _, stores), gc_paused():
@@ -273,7 +273,7 @@ def load_into(
         globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle, namespace, read, memory,
         globs_of(exclude), rules,
     )  # fmt: skip
-    comm = as_comm(comm, talks=False)
+    comm = as_comm(comm, sends_messages=False)
     return on_one_version(
         path,
         lambda version: _load_into(version, tree, comm, options, on_corrupt),
@@ -285,7 +285,7 @@ def load_into(
 def _load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: Any) -> LoadReport:
     with _origin(path) as (new_tree, into_tree, stores), gc_paused():
         options = salvaging(stores, comm, options, on_corrupt)
-        found = expand(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
+        found = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=not options.allow_pickle)
         if found is None:
             return into_tree(tree, comm, options)
 
@@ -321,7 +321,7 @@ def opened(path: Path) -> Iterator[Store]:
     try:
         yield store
     except OSError as error:
-        raise unreadable(error, store.url) from error
+        raise wrap_read_error(error, store.url) from error
     finally:
         store.close()
 
@@ -376,9 +376,9 @@ def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
     """
     from .arrays.registry import abstract_of
 
-    comm = as_comm(comm, talks=False)
+    comm = as_comm(comm, sends_messages=False)
     here = global_rank(comm)
-    tree = expanded(tree, rank=comm.rank, namespace=namespace)
+    tree = state_tree(tree, rank=comm.rank, namespace=namespace)
     _, leaves = flatten(tree, rank=comm.rank, namespace=namespace)
     specs = [abstract_of(leaf, path, here) for path, leaf in leaves]
     new = (leaf if spec is None else spec for (_, leaf), spec in zip(leaves, specs, strict=True))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.convert.checksums import Sum, combine_crcs
+from treeckpt.convert.checksums import EntryChecksum, combine_crcs
 from treeckpt.convert.files import file_window
 
 convert = tc.convert.convert
@@ -129,7 +129,7 @@ def test_an_entry_is_compared_once_all_of_it_was_read(
     path = tmp_path_factory.getbasetemp() / "entry.bin"
     contents = bytes(range(40))
     path.write_bytes(contents)
-    entry = Sum(file_window(path), zlib.crc32(contents) ^ wrong, "entry")
+    entry = EntryChecksum(file_window(path), zlib.crc32(contents) ^ wrong, "entry")
     entry.expect_whole()
     left = set(range(40))
     for low, count in [*reads, (0, 40)]:

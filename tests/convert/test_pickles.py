@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from treeckpt.convert.files import file_window
-from treeckpt.convert.pickles import Opaque, read_pickle
-from treeckpt.convert.values import PLAIN, settle
+from treeckpt.convert.pickle_reader import UnbuiltObject, read_pickle
+from treeckpt.convert.pickle_values import PLAIN, build_tree
 
 MARK = "treeckpt_was_here"
 
@@ -27,7 +27,7 @@ def read(path: Path, data: bytes) -> Any:
     file = path / "data.pkl"
     file.write_bytes(data)
     window = file_window(file)
-    return settle(read_pickle(window, PLAIN), window.label)
+    return build_tree(read_pickle(window, PLAIN), window.label)
 
 
 def archive(path: Path, pickled: bytes, storages: dict[str, bytes] | None = None) -> Path:
@@ -60,7 +60,7 @@ def test_plain_values_come_back_from_any_protocol(value: Any, protocol: int, tmp
 @settings(max_examples=150, deadline=None)
 @given(data=st.binary(max_size=60), at=st.integers(0, 200))
 def test_no_bytes_do_worse_than_an_error_of_ours(data: bytes, at: int, tmp_path_factory: Any) -> None:
-    good = pickle.dumps({"a": [1, (2.5, "x")], "b": {b"y"}, "c": Opaque("x", ())}, 4)
+    good = pickle.dumps({"a": [1, (2.5, "x")], "b": {b"y"}, "c": UnbuiltObject("x", ())}, 4)
     for document in (data, good[:at] + data + good[at + len(data) :]):
         try:
             read(tmp_path_factory.getbasetemp(), document)

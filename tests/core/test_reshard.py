@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.samples import write_checkpoint
-from treeckpt.arrays.base import HostArray, Target, TargetPiece, raw_dtype
+from treeckpt.arrays.base import ArrayTarget, HostArray, TargetPiece, raw_dtype
 from treeckpt.core.analysis.reshard_preview import bit_reversed_order, parse_mesh, parse_rules, plan_reshard
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard, StridedShard, held_by, local_shape
@@ -38,7 +38,7 @@ def read_by_a_load(path, index, layout, rank, glob):
         for held in held_by(layout, leaf.spec.shape, rank):
             memory = np.empty(held.region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
             spec = ArraySpec(leaf.spec.shape, leaf.spec.dtype)
-            filling.want(leaf.path, leaf, Target(spec, memory, [TargetPiece(held.region, HostArray(memory))]))
+            filling.want(leaf.path, leaf, ArrayTarget(spec, memory, [TargetPiece(held.region, HostArray(memory))]))
     filling.run(True, ReadOptions(memory=64 << 20))
     return filling.read_nbytes
 

@@ -7,7 +7,7 @@ import pytest
 from treeckpt import rules as R
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.errors import FormatError
-from treeckpt.loading.transforms.apply_rule import items_of
+from treeckpt.loading.transforms.apply_rule import leaf_states
 from treeckpt.loading.transforms.apply_rules import apply_rules
 
 Q = ("q", "k", "v")
@@ -88,7 +88,7 @@ def test_names_get_a_prefix_and_optimizers_follow_where_that_is_asked_for() -> N
     inner = (R.Permute("model/h.$L.w"), R.Rename("model/h.$L.w", "model/l.$L.w"), R.Drop("model/old"))
     assert rules == (R.Carried(inner),)
     leaves = {"model/h.0.w": ArraySpec((2, 3), "float32"), "optimizer/h.0.w/exp_avg": ArraySpec((2, 3), "float32")}
-    found = apply_rules(items_of({**leaves, "model/old": None}), rules).items
+    found = apply_rules(leaf_states({**leaves, "model/old": None}), rules).items
     assert {path: item.array and item.array.spec.shape for path, item in found.items()} == {
         "model/l.0.w": (3, 2),
         "optimizer/l.0.w/exp_avg": (3, 2),
@@ -98,6 +98,6 @@ def test_names_get_a_prefix_and_optimizers_follow_where_that_is_asked_for() -> N
 def test_what_was_fused_as_text_is_split_as_text() -> None:
     leaves = {name: ArraySpec((4, 8 * n), "float32") for name, n in zip(Q, (4, 1, 1), strict=True)}
     options = "fused_qkv, num_heads=4, num_key_value_groups=1"
-    ruled = apply_rules(items_of(leaves), R.parse(f"q, k, v -> qkv, {options}; qkv -> q, k, v, {options}"))
-    first = apply_rules(items_of(leaves), [])
+    ruled = apply_rules(leaf_states(leaves), R.parse(f"q, k, v -> qkv, {options}; qkv -> q, k, v, {options}"))
+    first = apply_rules(leaf_states(leaves), [])
     assert {p: i.array for p, i in ruled.items.items()} == {p: i.array for p, i in first.items.items()}

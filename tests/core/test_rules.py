@@ -8,8 +8,8 @@ import pytest
 from treeckpt import rules as R
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.errors import FormatError, MismatchError, TreeckptError
-from treeckpt.loading.transforms.apply_rule import chain_of, items_of
-from treeckpt.loading.transforms.apply_rules import Ruled, apply_rules
+from treeckpt.loading.transforms.apply_rule import leaf_states, rule_history
+from treeckpt.loading.transforms.apply_rules import TransformedLeaves, apply_rules
 
 Leaves = dict[str, ArraySpec | None]
 
@@ -18,11 +18,11 @@ def spec(*shape: int, dtype: str = "float32") -> ArraySpec:
     return ArraySpec(shape, dtype)
 
 
-def run(leaves: Leaves, *rules: R.Rule, strict: bool = True) -> Ruled:
-    return apply_rules(items_of(leaves), rules, strict=strict)
+def run(leaves: Leaves, *rules: R.Rule, strict: bool = True) -> TransformedLeaves:
+    return apply_rules(leaf_states(leaves), rules, strict=strict)
 
 
-def shapes(ruled: Ruled) -> dict[str, tuple[int, ...] | None]:
+def shapes(ruled: TransformedLeaves) -> dict[str, tuple[int, ...] | None]:
     return {path: item.array.spec.shape if item.array else None for path, item in ruled.items.items()}
 
 
@@ -42,7 +42,7 @@ def test_numbers_that_only_the_sources_have_are_gone_through_in_order() -> None:
     assert list(found.items) == ["l.0.w", "l.1.w"]
     made = found.items["l.0.w"].array
     assert made is not None and made.spec.shape == (2 * sum(range(3, 12)), 2)
-    assert [part.source for part in made.made.parts][:4] == ["l.0.e.2.a", "l.0.e.2.b", "l.0.e.3.a", "l.0.e.3.b"]
+    assert [part.source for part in made.composed.parts][:4] == ["l.0.e.2.a", "l.0.e.2.b", "l.0.e.3.a", "l.0.e.3.b"]
 
 
 def test_a_stack_of_layers_and_its_rows_are_each_others_inverse() -> None:
@@ -51,7 +51,7 @@ def test_a_stack_of_layers_and_its_rows_are_each_others_inverse() -> None:
     assert shapes(stacked) == {"w": (12, 2, 3)}
     again = run({"w": spec(12, 2, 3)}, R.Unstack("w", "h.$L.w"))
     assert shapes(again) == dict.fromkeys(leaves, (2, 3))
-    assert [part.source for part in stacked.items["w"].array.made.parts] == list(leaves)  # type: ignore[union-attr]
+    assert [part.source for part in stacked.items["w"].array.composed.parts] == list(leaves)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_moments_and_groups_follow_their_parameters(prefix: str) -> None:
     assert shapes(ruled) == {path: s and s.shape for path, s in expected.items()}
     dtypes = {path: item.array.spec.dtype for path, item in ruled.items.items() if item.array}
     assert dtypes["model/l.0.k"] == "bfloat16" and dtypes[f"optimizer/{prefix}l.0.k/exp_avg"] == "float32"
-    chain = chain_of(ruled.items[f"optimizer/{prefix}l.0.q/exp_avg"], "here")
+    chain = rule_history(ruled.items[f"optimizer/{prefix}l.0.q/exp_avg"], "here")
     assert chain.startswith(f"optimizer/{prefix}h.0.qkv/exp_avg -(1.1: rename") and chain.endswith("-> here")
 
 

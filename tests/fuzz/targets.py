@@ -28,8 +28,8 @@ import treeckpt as tc
 from tests.world import on_ranks, small_tree
 from treeckpt.arrays.registry import decode
 from treeckpt.convert.files import file_window
-from treeckpt.convert.pickles import read_pickle
-from treeckpt.convert.values import PLAIN, settle
+from treeckpt.convert.pickle_reader import read_pickle
+from treeckpt.convert.pickle_values import PLAIN, build_tree
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
 from treeckpt.core.format.index import INDEX_NAME, decode_index
@@ -275,7 +275,7 @@ def pickles(document: bytes, at: int, protocol: int) -> None:
             file.write_bytes(content)
             with only_ours():
                 window = file_window(file)
-                settle(read_pickle(window, PLAIN), window.label)
+                build_tree(read_pickle(window, PLAIN), window.label)
 
 
 @bounded

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import treeckpt as tc
 from treeckpt.io.comm.comm import Comm, comm_of, default_comm
+from treeckpt.saving.plan_cache import GlobalPlan
 
 from .layout_models import build_model, models_of
 from .layouts import difference, distribute, mesh_of, seeded
@@ -103,7 +104,7 @@ class Counting:
 
     def __init__(self, inner: Comm) -> None:
         self._inner = inner
-        self.rank, self.size, self.timeout, self.memory = inner.rank, inner.size, inner.timeout, inner.memory
+        self.rank, self.size, self.timeout, self.state = inner.rank, inner.size, inner.timeout, inner.state
         self.messages: list[int] = []
 
     def post(self, key: str, data: bytes) -> None:
@@ -125,7 +126,7 @@ def equal_trees_of_eight_ranks_exchange_digests_only(here: Rank) -> None:
     assert set(alike) < set(models_of(8))
     for layout in alike:
         tree = {f"copy {n}": build_model(layout, here.rank, 8) for n in range(2)}
-        comm.memory.pop("plans", None)
+        comm.state.remove(GlobalPlan)
         comm.messages.clear()
         before = sequence()
         tc.save(here.directory / f"counted {layout}", tree, comm=comm)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import treeckpt as tc
 from treeckpt.io.comm.comm import Comm, default_comm
+from treeckpt.saving.plan_cache import GlobalPlan
 
 from .layouts import build
 from .registry import Rank, case
@@ -64,7 +65,7 @@ class _Counting:
 
     def __init__(self, inner: Comm) -> None:
         self._inner, self._sent = inner, 0
-        self.rank, self.size, self.timeout, self.memory = inner.rank, inner.size, inner.timeout, inner.memory
+        self.rank, self.size, self.timeout, self.state = inner.rank, inner.size, inner.timeout, inner.state
 
     def post(self, key: str, data: bytes) -> None:
         self._sent += len(data)
@@ -89,7 +90,7 @@ INVENTORY = 15_000
 @case("four")
 def equal_trees_exchange_digests_only(here: Rank) -> None:
     comm = _Counting(default_comm())
-    comm.memory.pop("plans", None)
+    comm.state.remove(GlobalPlan)
     for step in range(3):
         tree = {f"layers.{n}.weight": torch.zeros(200, 100) for n in range(300)}
         path = here.directory / f"digests {step}"
@@ -101,7 +102,7 @@ def equal_trees_exchange_digests_only(here: Rank) -> None:
 @case("four")
 def joined_plans_are_remembered(here: Rank) -> None:
     comm = _Counting(default_comm())
-    comm.memory.pop("plans", None)
+    comm.state.remove(GlobalPlan)
     spent = []
     for step in range(3):
         model = {f"layers.{4 * n + here.rank}.weight": torch.zeros(200, 100) for n in range(300)}

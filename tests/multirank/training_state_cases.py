@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import treeckpt as tc
 from treeckpt import training
-from treeckpt.training.optimizers import unwrapped
+from treeckpt.training.optimizers import optimizer_chain
 
 from ..training.odd_optimizers import KINDS
 from ..training.test_state_dict_hooks import job as fused_job
@@ -389,7 +389,7 @@ def state_dicts_of_an_optimizer_s_own_follow_every_arrangement(here: Rank) -> No
         def make(name: str, seed: int, kind: str = kind) -> Job:
             job = arrange(name, 4, seed=seed)
             job.optimizer = KINDS[kind](job.optimizer.param_groups[0]["params"])
-            job.scheduler = torch.optim.lr_scheduler.ExponentialLR(unwrapped(job.optimizer)[-1], 0.9)
+            job.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer_chain(job.optimizer)[-1], 0.9)
             return job
 
         names = ("plain", "fsdp", "fsdp tp", "ddp")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.training.names import get_in, key_path, nested, strip_hops, tie_names
+from treeckpt.training.names import get_in, key_path, nested, strip_wrappers, tie_names
 
 STEPS = st.lists(st.sampled_from(["module", "layers", "0", "weight", "_orig_mod"]), min_size=1, max_size=4)
 HOPS = st.lists(st.sampled_from(["module", "_orig_mod", "_checkpoint_wrapped_module"]), max_size=3, unique=True)
@@ -20,14 +20,14 @@ def test_hops_are_dropped_where_wrappers_stand_and_nowhere_else(steps: list[str]
         chosen = [hop for hop in data.draw(HOPS) if hop != steps[depth]]
         hops[".".join(steps[:depth])] = chosen
         wrapped += [*chosen, steps[depth]]
-    assert strip_hops(".".join(wrapped), hops) == ".".join(steps)
-    assert strip_hops(".".join(steps), hops) == ".".join(steps)
-    assert strip_hops(".".join(steps), {}) == ".".join(steps)
+    assert strip_wrappers(".".join(wrapped), hops) == ".".join(steps)
+    assert strip_wrappers(".".join(steps), hops) == ".".join(steps)
+    assert strip_wrappers(".".join(steps), {}) == ".".join(steps)
 
 
 def test_a_child_named_like_a_hop_keeps_its_name() -> None:
-    assert strip_hops("module.module.weight", {"": ["module"]}) == "module.weight"
-    assert strip_hops("a.module.weight", {"": ["module"]}) == "a.module.weight"
+    assert strip_wrappers("module.module.weight", {"": ["module"]}) == "module.weight"
+    assert strip_wrappers("a.module.weight", {"": ["module"]}) == "a.module.weight"
 
 
 @given(st.dictionaries(st.text("ab/~", min_size=1, max_size=3), st.integers(), max_size=5), st.text("g", min_size=1))

@@ -1,1 +1,5 @@
-"""What a leaf of each library is: how to describe it, read its bytes, and make one to be filled."""
+"""Adapters of array libraries: each describes the library's arrays, reads and writes their bytes, and creates new ones.
+
+It imports `core`; torch only in the modules of its own arrays. Start with `base`, the interfaces, and `registry`, which
+finds the adapter of a leaf.
+"""

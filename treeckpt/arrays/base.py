@@ -1,7 +1,8 @@
-"""The seam between libraries' arrays and the engine: sources to read from and targets to write to, as raw bytes.
+"""Interfaces between array libraries and the reading and writing of files: sources to read from, targets to write to.
 
-Bytes travel as numpy arrays of a *raw* dtype that only knows its width, so bfloat16 and float8 need nothing special. A
-source or target is a list of pieces: a region of the global array, and something that gives or takes boxes of it.
+Elements are moved as numpy arrays of a *raw* dtype that has only a width, so bfloat16 and float8 need no special
+treatment. A source or target is a list of pieces: a region of the global array, and an object that reads or writes
+boxes of it.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from ..core.tree.value_codec import Typed
 
 __all__ = [
     "Adapter",
+    "Allocate",
+    "ArrayReader",
+    "ArraySource",
+    "ArrayTarget",
+    "ArrayWriter",
     "Box",
-    "Flat",
+    "FlatRangeArray",
     "HostArray",
     "HostMemory",
-    "Piece",
-    "Readable",
-    "Source",
-    "Spread",
+    "ScatteredBytes",
+    "SourcePiece",
     "Storage",
-    "Take",
-    "Target",
+    "StridedMemory",
     "TargetPiece",
-    "Window",
-    "Writable",
     "local_pieces",
     "local_shape_of",
     "overlaps_itself",
@@ -49,53 +50,53 @@ _RAW = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("
 
 
 def raw_dtype(itemsize: int) -> np.dtype[Any]:
-    """The numpy dtype under which elements of `itemsize` bytes are moved."""
+    """Returns the numpy dtype under which elements of `itemsize` bytes are moved."""
     return _RAW.get(itemsize) or np.dtype(f"V{itemsize}")
 
 
-class Readable(Protocol):
-    """Gives the elements of a box as a host array of the same width, a view where it can."""
+class ArrayReader(Protocol):
+    """Returns the elements of a box as a host array of the same width, a view where possible."""
 
     def read(self, box: Box) -> np.ndarray: ...
 
 
-class Writable(Protocol):
-    """Takes the elements of a box from a host array of raw dtype, whose memory is another's when `write` returns."""
+class ArrayWriter(Protocol):
+    """Writes a host array of raw dtype to a box; the caller may reuse the array's memory when `write` returns."""
 
     def write(self, box: Box, data: np.ndarray) -> None: ...
 
 
 @runtime_checkable
-class Spread(Protocol):
-    """A stretch of bytes that goes to several places in memory."""
+class ScatteredBytes(Protocol):
+    """A range of bytes that is written to several places in memory."""
 
     def write(self, box: Box, data: np.ndarray) -> None: ...
 
     def parts(self, low: int, high: int) -> list[memoryview] | None:
-        """The memory that bytes `low:high` go to, in order; None where that cannot be told."""
+        """Returns the memory of bytes `low:high`, in order; None where that is not known."""
         ...
 
 
-class Window(msgspec.Struct, frozen=True, gc=False):
-    """Where the elements of an array stand in memory."""
+class StridedMemory(msgspec.Struct, frozen=True, gc=False):
+    """Addresses of the elements of an array."""
 
     address: int
     """Of the first element."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In bytes; for C order those of C order."""
+    """In bytes; equal to `c_strides` for an array in C order, whatever its dimensions of length 1."""
     itemsize: int
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Where its bytes begin and stop."""
+        """Addresses of the first byte, and of the byte after the last."""
         steps = [(n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)]
         low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
         return self.address + low, self.address + high + self.itemsize
 
     @property
     def in_c_order(self) -> bool:
-        """Whether all of it is one run of bytes, in C order."""
+        """Whether the elements are one range of bytes, in C order."""
         pairs = zip(self.shape, self.strides, c_strides(self.shape, self.itemsize), strict=True)
         return all(n == 1 or step == dense for n, step, dense in pairs)
 
@@ -107,16 +108,16 @@ class Window(msgspec.Struct, frozen=True, gc=False):
 
 
 class HostArray(msgspec.Struct, frozen=True, gc=False):
-    """Memory that numpy can address: both readable and writable, without a copy."""
+    """An array in memory that numpy can address: read and written without a copy."""
 
     array: np.ndarray
-    """Any strides; of raw dtype where it is written to."""
+    """Of any strides; of raw dtype where it is written to."""
 
     @property
-    def window(self) -> Window:
-        """Where it stands."""
+    def window(self) -> StridedMemory:
+        """Addresses of the elements."""
         array = self.array
-        return Window(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
+        return StridedMemory(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
 
     def read(self, box: Box) -> np.ndarray:
         return self.array[box]
@@ -126,17 +127,17 @@ class HostArray(msgspec.Struct, frozen=True, gc=False):
 
 
 class HostMemory(msgspec.Struct, frozen=True, gc=False):
-    """A whole array in C order, known by its address: bytes are copied from and to it without making a numpy array.
+    """A whole array in C order, given by its address: bytes are copied from and to it without creating a numpy array.
 
-    Most leaves of an optimizer are of a few bytes, and making an array for each takes longer than all else.
+    Most leaves of an optimizer have a few bytes, and creating an array for each takes longer than all else.
     """
 
     address: int
-    """Of the first element; there is at least one."""
+    """Of the first element; the array has at least one."""
     shape: tuple[int, ...]
     itemsize: int
     owner: Any
-    """Keeps the memory where it is."""
+    """Keeps the memory allocated."""
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class HostMemory(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def array(self) -> np.ndarray:
-        """The same memory for numpy, of raw dtype."""
+        """The same memory as a numpy array of raw dtype."""
         return np.asarray(self)
 
     @property
@@ -153,12 +154,12 @@ class HostMemory(msgspec.Struct, frozen=True, gc=False):
         return math.prod(self.shape) * self.itemsize
 
     @property
-    def window(self) -> Window:
-        """Where it stands."""
-        return Window(self.address, self.shape, c_strides(self.shape, self.itemsize), self.itemsize)
+    def window(self) -> StridedMemory:
+        """Addresses of the elements."""
+        return StridedMemory(self.address, self.shape, c_strides(self.shape, self.itemsize), self.itemsize)
 
     def tobytes(self) -> bytes:
-        """A copy of all of it."""
+        """Returns a copy of all bytes."""
         return ctypes.string_at(self.address, self.nbytes)
 
     def read(self, box: Box) -> np.ndarray:
@@ -168,25 +169,31 @@ class HostMemory(msgspec.Struct, frozen=True, gc=False):
         self.array[box] = data
 
 
-class Flat:
-    """A stretch of a 1-D array seen as a box of a global one."""
+class FlatRangeArray:
+    """A range of a 1-D array that holds a box of a global array, in C order.
+
+    Args:
+        data: reads or writes the 1-D array.
+        start: of the range, in elements.
+        shape: of the box.
+    """
 
     def __init__(self, data: Any, start: int, shape: tuple[int, ...]) -> None:
         self.data, self.start, self.shape = data, start, shape
         self._lock = threading.Lock()
 
     @property
-    def window(self) -> Window | None:
-        """Where it stands, if that is known."""
-        whole: Window | None = getattr(self.data, "window", None)
+    def window(self) -> StridedMemory | None:
+        """Addresses of the elements; None where they are not known."""
+        whole: StridedMemory | None = getattr(self.data, "window", None)
         if whole is None:
             return None
         [step] = whole.strides
         address = whole.address + self.start * step
-        return Window(address, self.shape, c_strides(self.shape, step), whole.itemsize)
+        return StridedMemory(address, self.shape, c_strides(self.shape, step), whole.itemsize)
 
     def _span(self, box: Box) -> tuple[int, int]:
-        """The stretch of the 1-D array from the first element of a box to behind its last."""
+        """Returns the range of the 1-D array from the first element of a box to after its last one."""
         steps = c_strides(self.shape, 1)
         if any(side.stop <= side.start for side in box):
             return self.start, self.start
@@ -195,7 +202,7 @@ class Flat:
         return self.start + first, self.start + last + 1
 
     def _inside(self, span: np.ndarray, box: Box) -> np.ndarray:
-        """A box in the stretch that holds it, sharing its memory."""
+        """Returns a box as a view of the range that holds it."""
         shape = tuple(max(side.stop - side.start, 0) for side in box)
         return np.lib.stride_tricks.as_strided(span, shape, c_strides(self.shape, span.strides[0]))
 
@@ -209,7 +216,9 @@ class Flat:
         if isinstance(self.data, (HostArray, HostMemory)):
             self._inside(self.data.read(where), box)[...] = data
             return
-        with self._lock:  # what lies between is put back as it was, and another thread may be writing there
+        with (
+            self._lock
+        ):  # elements between those of the box are written back unchanged, and another thread may write them
             if high - low == data.size:
                 self.data.write(where, data.reshape(-1))
                 return
@@ -218,48 +227,48 @@ class Flat:
             self.data.write(where, span)
 
 
-Take = Callable[[int], memoryview]
-"""Gives new host memory of so many bytes, which arrays may share the life of; None leaves it to the library."""
+Allocate = Callable[[int], memoryview]
+"""Returns new host memory of so many bytes; a parameter of None leaves the allocation to the library."""
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
-    """A region of a global array and the local memory that holds it."""
+class SourcePiece(msgspec.Struct, frozen=True, gc=False):
+    """A region of a global array, and the local memory that holds it."""
 
     region: Region
-    data: Readable
+    data: ArrayReader
 
 
 class TargetPiece(msgspec.Struct, frozen=True, gc=False):
-    """A region of a global array and the local memory that is to hold it."""
+    """A region of a global array, and the local memory to write it to."""
 
     region: Region
-    data: Writable
+    data: ArrayWriter
 
 
 class Storage(msgspec.Struct, frozen=True, gc=False):
-    """Which memory a plain array shows: arrays whose stretches overlap are ties and views of each other."""
+    """The memory of a plain array: arrays whose ranges overlap are aliases or views of each other."""
 
     address: int
     """Of the first element."""
     nbytes: int
-    """From there to the end of the last element."""
+    """From there to the end of the last element, in bytes."""
     strides: tuple[int, ...] | None
     """In elements; None for C order."""
 
 
-class Source(msgspec.Struct, frozen=True, gc=False):
-    """An array to be saved, as seen by one rank."""
+class ArraySource(msgspec.Struct, frozen=True, gc=False):
+    """An array to save, as one rank holds it."""
 
     spec: ArraySpec
     layout: Layout | None
-    """None for a plain array: all of it is here, and every rank that has it holds a replica."""
-    pieces: Sequence[Piece]
+    """None for a plain array: it is whole here, and every rank that has it holds a replica."""
+    pieces: Sequence[SourcePiece]
     storage: Storage | None = None
-    """None where the memory is not to be compared (on a device of its own, or lazily transformed)."""
+    """None where the memory is not compared with that of other arrays (lazily transformed, for instance)."""
 
 
-class Target(msgspec.Struct, frozen=True, gc=False):
-    """An array to be filled: `leaf` is what the tree gets, `pieces` what the engine writes to."""
+class ArrayTarget(msgspec.Struct, frozen=True, gc=False):
+    """An array to fill: `leaf` is put into the tree, `pieces` are written to."""
 
     spec: ArraySpec
     leaf: Any
@@ -267,10 +276,10 @@ class Target(msgspec.Struct, frozen=True, gc=False):
 
 
 def local_shape_of(spec: ArraySpec) -> tuple[int, ...]:
-    """The shape of an array that holds what a spec asks for.
+    """Returns the shape of the local array that holds the regions of a spec.
 
-    Regions that make a grid, as the pieces of a strided shard do, are packed into one array of as many dimensions; any
-    others, as a flat range cut into boxes, follow each other in one dimension.
+    Regions that form a grid, as the pieces of a strided shard, are packed into one array of as many dimensions; other
+    ones, as a flat range cut into boxes, follow each other in one dimension.
     """
     if spec.regions is None:
         return spec.shape
@@ -280,8 +289,12 @@ def local_shape_of(spec: ArraySpec) -> tuple[int, ...]:
     return tuple(sum(length for _, length in intervals) for intervals in grid)
 
 
-def local_pieces(spec: ArraySpec, at: Callable[[Box], Writable]) -> list[TargetPiece]:
-    """Where each region of a spec stands in an array of its `local_shape_of`; `at` gives a box of that array."""
+def local_pieces(spec: ArraySpec, at: Callable[[Box], ArrayWriter]) -> list[TargetPiece]:
+    """Returns the pieces of a spec's regions in an array of its `local_shape_of`.
+
+    Args:
+        at: returns the writer of a box of that array.
+    """
     if spec.regions is None:
         return [TargetPiece(Region.whole(spec.shape), at(tuple(slice(0, n) for n in spec.shape)))]
     grid = _grid_of(spec.regions)
@@ -289,13 +302,16 @@ def local_pieces(spec: ArraySpec, at: Callable[[Box], Writable]) -> list[TargetP
         starts = [list(itertools.accumulate((n for _, n in intervals), initial=0))[:-1] for intervals in grid]
         boxes = zip(spec.regions, itertools.product(*starts), strict=True)
         return [TargetPiece(r, at(tuple(slice(a, a + n) for a, n in zip(s, r.shape, strict=True)))) for r, s in boxes]
-    whole = at((slice(0, sum(region.size for region in spec.regions)),))
-    ends = itertools.accumulate((region.size for region in spec.regions), initial=0)
-    return [TargetPiece(region, Flat(whole, start, region.shape)) for region, start in zip(spec.regions, ends)]  # noqa: B905
+    ends = list(itertools.accumulate(region.size for region in spec.regions))
+    flat = at((slice(0, sum(region.size for region in spec.regions)),))
+    return [
+        TargetPiece(region, FlatRangeArray(flat, end - region.size, region.shape))
+        for region, end in zip(spec.regions, ends, strict=True)
+    ]
 
 
 def _grid_of(regions: Sequence[Region]) -> list[list[tuple[int, int]]] | None:
-    """Per dimension the (start, length) whose product, in C order, the regions are; None if they are none."""
+    """Returns per dimension the (start, length) whose product, in C order, the regions are; None if there is none."""
     if not regions:
         return None
     sides = [tuple(zip(region.offset, region.shape, strict=True)) for region in regions]
@@ -304,7 +320,7 @@ def _grid_of(regions: Sequence[Region]) -> list[list[tuple[int, int]]] | None:
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements of a strided array may share memory; never False where they do."""
+    """Returns whether two elements of a strided array may share memory; never False where they do."""
     if 0 in shape:
         return False
     reach = 0
@@ -316,46 +332,48 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class Adapter(Protocol):
-    """What a library's module offers; each function says None for a leaf that is not its own."""
+    """The functions of a library's module; each returns None for a leaf of another library."""
 
-    def source(self, leaf: Any, path: str, rank: int) -> Source | None:
-        """Describes an array that is to be saved."""
+    def source(self, leaf: Any, path: str, rank: int) -> ArraySource | None:
+        """Describes an array to save."""
         ...
 
     def abstract(self, leaf: Any, path: str, rank: int) -> ArraySpec | None:
-        """Says what an array is, without its data."""
+        """Returns the spec of an array."""
         ...
 
-    def target(self, leaf: Any, path: str, rank: int) -> Target | None:
-        """Describes an array that is to be filled in place."""
+    def target(self, leaf: Any, path: str, rank: int) -> ArrayTarget | None:
+        """Describes an array to fill in place."""
         ...
 
-    def like(self, leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
-        """Makes a new array of the leaf's shape, dtype, device and layout; on the host in memory from `take`."""
+    def like(
+        self, leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
+    ) -> ArrayTarget | None:
+        """Creates an array of the leaf's shape, dtype, device and layout; on the host in memory from `allocate`."""
         ...
 
-    def empty(self, spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
-        """Makes a new array from a spec; on the host in memory from `take`."""
+    def empty(self, spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
+        """Creates an array from a spec; on the host in memory from `allocate`."""
         ...
 
     def wrap(self, spec: ArraySpec, memory: memoryview, offset: int) -> Any:
-        """An array that shows `memory` from byte `offset` on, without a copy."""
+        """Returns an array that uses `memory` from byte `offset` on, without a copy."""
         ...
 
     def view(self, base: Any, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> Any:
-        """A strided window, in elements, into a contiguous array, sharing its memory."""
+        """Returns a strided view, in elements, of a contiguous array."""
         ...
 
     def known_dtype(self, name: str, path: str = ..., /) -> Any:
-        """The library's dtype of this name.
+        """Returns the library's dtype of this name.
 
         Raises:
-            MismatchError: at `path`; it has none.
+            MismatchError: for `path`: the library has none.
         """
         ...
 
     def mark_written(self, leaves: Sequence[Any]) -> None:
-        """Has the library know that arrays of it are written to past it."""
+        """Tells the library that its arrays were written to without its functions."""
         ...
 
     def cast(self, data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
@@ -363,9 +381,13 @@ class Adapter(Protocol):
         ...
 
     def encode(self, value: Any) -> Typed | None:
-        """The stored form of a value of the library's (a dtype, a device ...)."""
+        """Returns the stored form of a value of the library (a dtype, a device ...)."""
         ...
 
     def decode(self, value: Typed) -> Any:
-        """The inverse of `encode`; raises LookupError for a kind that is not its own."""
+        """Returns the value of a stored form.
+
+        Raises:
+            LookupError: the kind is not of this library.
+        """
         ...

@@ -1,14 +1,14 @@
-"""CUDA memory on its way to the host: on a stream of its own, into pinned memory, beside the training's kernels."""
+"""Copies CUDA memory to the host: on a separate stream, into pinned memory, while the training's kernels run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-__all__ = ["copy_aside", "pin", "pinning", "start_after"]
+__all__ = ["pin", "pin_function", "start_copy_to_host", "wait_for_current_streams"]
 
 
 @lru_cache(maxsize=64)
@@ -16,15 +16,15 @@ def _side_stream(device: int) -> Any:
     return torch.cuda.Stream(device)
 
 
-def start_after() -> None:
-    """Has the copies that follow wait for all that the calling thread's current streams have been given so far."""
+def wait_for_current_streams() -> None:
+    """Makes the copies that follow wait for all work queued so far on the calling thread's current streams."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):
             _side_stream(device).wait_stream(torch.cuda.current_stream(device))
 
 
-def copy_aside(part: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-    """Starts to copy a CUDA tensor to the host; returns what waits for the end of it."""
+def start_copy_to_host(part: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+    """Starts to copy a CUDA tensor to the host; returns a function that waits for the end of the copy."""
     stream = _side_stream(part.device.index)
     if part.is_conj() or part.is_neg():
         # across devices the copy would be conjugated on the host, perhaps before it has arrived
@@ -37,7 +37,7 @@ def copy_aside(part: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
 
 
 def pin(address: int, nbytes: int) -> Callable[[], None]:
-    """Pins host memory, so that copies to it need no detour; returns what unpins it.
+    """Pins host memory, so that copies to it need no intermediate buffer; returns a function that unpins it.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -46,9 +46,9 @@ def pin(address: int, nbytes: int) -> Callable[[], None]:
     status = runtime.cudaHostRegister(address, nbytes, 0)
     if int(status) != 0:
         raise RuntimeError(f"cudaHostRegister of {nbytes} bytes: {status}")
-    return lambda: runtime.cudaHostUnregister(address)
+    return partial(runtime.cudaHostUnregister, address)
 
 
-def pinning() -> Callable[[int, int], Callable[[], None]] | None:
-    """`pin`, in a process that uses CUDA."""
+def pin_function() -> Callable[[int, int], Callable[[], None]] | None:
+    """Returns `pin` in a process that uses CUDA; else None."""
     return pin if torch.cuda.is_available() and torch.cuda.is_initialized() else None

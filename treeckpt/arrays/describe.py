@@ -1,4 +1,4 @@
-"""A tree, as one rank brings it to a save: its inventory, its arrays, its values, and digests of their contents."""
+"""Describes the tree that one rank saves: specs, arrays, values, and digests of their contents."""
 
 from __future__ import annotations
 
@@ -20,23 +20,31 @@ from ..core.tree.nesting import split_structure
 from ..core.tree.spec import StridedView
 from ..core.tree.structure import TABLE_KEYS, index_path, rank_key
 from ..core.tree.value_codec import Value
-from .base import HostMemory, Piece, Readable, Source
-from .overlaps import meeting
+from .base import ArrayReader, ArraySource, HostMemory, SourcePiece
+from .overlaps import overlapping_groups
 from .registry import encode, source_of
 from .sharded import Sharded
-from .table_columns import column_source, placed
+from .table_columns import column_source, shift_rows
 
-__all__ = ["SMALL", "Brought", "box_digests", "content_digests", "describe_tree", "piece_digests", "place_tables"]
+__all__ = [
+    "SMALL_LEAF_NBYTES",
+    "DescribedTree",
+    "box_digests",
+    "content_digests",
+    "describe_tree",
+    "piece_digests",
+    "place_table_rows",
+]
 
-SMALL = 64 << 10
+SMALL_LEAF_NBYTES = 64 << 10
 """Replicas of up to this many bytes are compared on every save."""
 
 
-class Brought(msgspec.Struct, frozen=True):
-    """What one rank brings to a save."""
+class DescribedTree(msgspec.Struct, frozen=True):
+    """The tree that one rank saves."""
 
     inventory: Inventory
-    sources: dict[str, Source]
+    sources: dict[str, ArraySource]
     """Arrays by path (with `~rank*` under `PerRank`)."""
     values: dict[str, Value]
     own_values: dict[str, Value]
@@ -51,19 +59,19 @@ def describe_tree(
     namespace: str = "",
     members: tuple[int, ...] | None = None,
     tables: bool = False,
-) -> Brought:
-    """Takes a tree apart and describes its leaves.
+) -> DescribedTree:
+    """Flattens a tree and describes its leaves.
 
     Args:
-        tables: there may be keyed tables; whose rows are whose, `place_tables` then says.
-        members: where a group of ranks saves, the global rank of each: distributed arrays name ranks by these.
+        tables: there may be keyed tables; `place_table_rows` then sets the global offsets of their rows.
+        members: where a group of ranks saves, the global rank of each, which distributed arrays use.
 
     Raises:
-        TreeError, LayoutError: naming the leaf that cannot be saved.
+        TreeError, LayoutError: a leaf cannot be saved; it is named.
     """
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
     mark = rank_key(rank)
-    sources: dict[str, Source] = {}
+    sources: dict[str, ArraySource] = {}
     values: dict[str, Value] = {}
     own_values: dict[str, Value] = {}
     specs: list[LeafSpec] = []
@@ -86,38 +94,34 @@ def describe_tree(
             layout, first = source.layout, None
             if layout is not None and members is not None:
                 layout = layout_of_group(layout, source.spec.shape, members)
-            if source.storage is None:  # memory tells no ties here: the same object is one still
-                first = unplaced.setdefault((_identity(leaf), own), path)
+            if source.storage is None:  # no aliases by memory; the same object is still one array
+                identity = leaf.identity if isinstance(leaf, Sharded) else id(leaf)
+                first = unplaced.setdefault((identity, own), path)
             if first not in (None, path):
                 specs.append(LeafSpec(path, source.spec, None, first, per_rank=() if own else None))
             else:
                 specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None, rows=rows))
     folded = split_structure(structure)
     inventory = Inventory(folded.top, tuple(_with_aliases(specs, sources)), folded.below)
-    return Brought(inventory, sources, values, own_values)
+    return DescribedTree(inventory, sources, values, own_values)
 
 
-def place_tables(brought: Brought, plenum: GlobalTree, rank: int) -> None:
-    """Moves the rows of tables to where they stand among those of all ranks, in place, now that it is known."""
-    tables = {spec.path for spec in brought.inventory.leaves if spec.rows is not None}
+def place_table_rows(described: DescribedTree, merged: GlobalTree, rank: int) -> None:
+    """Sets the offsets of table rows among those of all ranks, in place, once the global tree is known."""
+    tables = {spec.path for spec in described.inventory.leaves if spec.rows is not None}
     starts: dict[str, tuple[int, str]] = {}
-    for leaf in plenum.leaves if tables else ():
+    for leaf in merged.leaves if tables else ():
         if leaf.path in tables and isinstance(leaf.layout, BoxLayout):
             start = next(region.offset[0] for holder, region in leaf.layout.pieces if holder == rank)
             at = leaf.path.rpartition("/")
             offsets = f"{at[0]}{at[1]}{TABLE_KEYS[1]}"
-            is_ids = at[2] == TABLE_KEYS[0] and offsets in brought.sources and offsets not in tables
+            is_ids = at[2] == TABLE_KEYS[0] and offsets in described.sources and offsets not in tables
             starts[leaf.path] = start, offsets if is_ids else ""
-    placed(brought.sources, starts)
+    shift_rows(described.sources, starts)
 
 
-def _identity(leaf: Any) -> object:
-    """Equal for leaves that are one array by being one object."""
-    return leaf.identity if isinstance(leaf, Sharded) else id(leaf)
-
-
-def _with_aliases(specs: list[LeafSpec], sources: dict[str, Source]) -> Iterable[LeafSpec]:
-    """Marks the leaves that show memory which another leaf shows already."""
+def _with_aliases(specs: list[LeafSpec], sources: dict[str, ArraySource]) -> Iterable[LeafSpec]:
+    """Returns the specs, with those marked as aliases whose memory another leaf has already."""
     aliases: dict[str, LeafSpec] = {}
     for group in _overlapping(specs, sources):
         kinds: dict[tuple[str, bool, bool], list[LeafSpec]] = {}
@@ -131,28 +135,28 @@ def _with_aliases(specs: list[LeafSpec], sources: dict[str, Source]) -> Iterable
     return (aliases.get(spec.path, spec) for spec in specs) if aliases else specs
 
 
-def _overlapping(specs: list[LeafSpec], sources: dict[str, Source]) -> list[list[LeafSpec]]:
-    """Groups of leaves whose memory overlaps, found by sorting addresses."""
+def _overlapping(specs: list[LeafSpec], sources: dict[str, ArraySource]) -> list[list[LeafSpec]]:
+    """Returns groups of leaves whose memory overlaps, found by sorting addresses."""
     arrays = zip([spec for spec in specs if spec.spec is not None], sources.values(), strict=True)
     found = [(spec, source.storage) for spec, source in arrays if source.storage is not None]
     stored = [spec for spec, _ in found]
     starts = [storage.address for _, storage in found]
     stops = [storage.address + storage.nbytes for _, storage in found]
-    return [[stored[number] for number in sorted(group)] for group in meeting(starts, stops)]
+    return [[stored[number] for number in sorted(group)] for group in overlapping_groups(starts, stops)]
 
 
-def _extent(spec: LeafSpec, sources: dict[str, Source]) -> tuple[int, int]:
+def _extent(spec: LeafSpec, sources: dict[str, ArraySource]) -> tuple[int, int]:
     storage = sources[spec.path].storage
     assert storage is not None, "only leaves with storage are compared"
     return storage.address, storage.address + storage.nbytes
 
 
-def _aliases(group: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafSpec]:
+def _aliases(group: list[LeafSpec], sources: dict[str, ArraySource]) -> dict[str, LeafSpec]:
     found: dict[str, LeafSpec] = {}
     distinct: dict[Any, LeafSpec] = {}
     for spec in group:
         source = sources[spec.path]
-        assert source.storage is not None, "the group is made of leaves with storage"
+        assert source.storage is not None, "the group consists of leaves with storage"
         key = (source.storage.address, source.storage.strides, source.spec.shape, spec.layout)
         first = distinct.setdefault(key, spec)
         if first is not spec:
@@ -164,7 +168,7 @@ def _aliases(group: list[LeafSpec], sources: dict[str, Source]) -> dict[str, Lea
 
 
 def _rebased(found: dict[str, LeafSpec]) -> dict[str, LeafSpec]:
-    """A tie of a view is a view itself, of the same base."""
+    """Returns the aliases with an alias of a view turned into a view of the same base."""
     result: dict[str, LeafSpec] = {}
     for path, spec in found.items():
         base = found.get(spec.alias_of or "")
@@ -174,8 +178,8 @@ def _rebased(found: dict[str, LeafSpec]) -> dict[str, LeafSpec]:
     return result
 
 
-def _views(plain: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafSpec]:
-    """Of arrays in one stretch of memory, those that lie inside a contiguous one."""
+def _views(plain: list[LeafSpec], sources: dict[str, ArraySource]) -> dict[str, LeafSpec]:
+    """Returns, of arrays with overlapping memory, those inside a contiguous one as views of it."""
     itemsize = dtype_of(sources[plain[0].path].spec.dtype).itemsize
     found: dict[str, LeafSpec] = {}
     base: LeafSpec | None = None
@@ -185,7 +189,7 @@ def _views(plain: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafS
         low, high = _extent(spec, sources)
         return low, -high, not _contiguous(sources[spec.path])
 
-    # by start, the longest first, so that the array which reaches furthest is the only one to compare with
+    # by start, the longest first, so that only the array with the highest end so far has to be compared
     for spec in sorted(plain, key=order):
         low, high = _extent(spec, sources)
         inside = base is not None and start <= low and high <= stop and (low - start) % itemsize == 0
@@ -200,71 +204,74 @@ def _views(plain: list[LeafSpec], sources: dict[str, Source]) -> dict[str, LeafS
     return found
 
 
-def _contiguous(source: Source) -> bool:
+def _contiguous(source: ArraySource) -> bool:
     return source.storage is not None and source.storage.strides is None
 
 
-def content_digests(brought: Brought, *, every: bool) -> dict[str, bytes]:
-    """Digests of the contents that replicas must have in common: values, and small arrays or all.
+def content_digests(described: DescribedTree, *, every: bool) -> dict[str, bytes]:
+    """Returns digests of values and of replicated arrays, which must be equal on all ranks, by path.
 
-    Pieces of arrays are for `piece_digests` and `box_digests`.
+    Pieces of distributed arrays are in `piece_digests` and `box_digests`.
+
+    Args:
+        every: all arrays, not only small ones.
     """
-    found = {path: xxhash.xxh3_128_digest(msgspec.json.encode(value)) for path, value in brought.values.items()}
-    for spec in brought.inventory.leaves:
-        source = brought.sources.get(spec.path)
+    found = {path: xxhash.xxh3_128_digest(msgspec.json.encode(value)) for path, value in described.values.items()}
+    for spec in described.inventory.leaves:
+        source = described.sources.get(spec.path)
         if source is None or spec.per_rank is not None:
             continue
         itemsize = dtype_of(source.spec.dtype).itemsize
         if spec.rows is not None and isinstance(source.layout, BoxLayout):
-            # which buckets are owned twice over is not known here; equal ids make it the same part of the table
+            # which buckets have two owners is not known here; with equal ids it is the same part of the table
             if every or spec.path.rpartition("/")[2] == TABLE_KEYS[0]:
                 found[piece_key(spec.path, source.layout.pieces[0][1])] = _hash_piece(source.pieces[0], itemsize)
-        elif _is_replica(source) and (every or itemsize * source.pieces[0].region.size <= SMALL):
+        elif _is_replica(source) and (every or itemsize * source.pieces[0].region.size <= SMALL_LEAF_NBYTES):
             found[spec.path] = _hash_piece(source.pieces[0], itemsize)
     return found
 
 
-def piece_digests(brought: Brought, *, world: int, every: bool) -> list[dict[str, bytes]]:
-    """Digests of the pieces of distributed arrays that other ranks hold too, or may hold, small ones or all.
+def piece_digests(described: DescribedTree, *, world: int, every: bool) -> list[dict[str, bytes]]:
+    """Returns digests of the pieces of distributed arrays that other ranks hold too, or may hold, small ones or all.
 
-    Ranks that hold one piece of a dict mostly hold all of them: each dict is of arrays that are cut and replicated
-    along the same dimensions of their meshes. Of a mesh that is the whole world and replicates nothing there is none.
+    Ranks that hold one piece of a dict mostly hold all of them: each dict is of arrays that are sharded and replicated
+    along the same dimensions of their meshes. A mesh of the whole world without replication has no dict.
     """
     groups: dict[object, dict[str, bytes]] = {}
-    for spec in brought.inventory.leaves:
+    for spec in described.inventory.leaves:
         layout = spec.layout
         if not isinstance(layout, MeshLayout) or spec.per_rank is not None:
             continue
-        source = brought.sources[spec.path]
+        source = described.sources[spec.path]
         copies = tuple(isinstance(placement, Replicate) for placement in layout.placements)
         shared = math.prod(n for n, copy in zip(layout.mesh.shape, copies, strict=True) if copy) > 1
         if all(copies) or not (shared or math.prod(layout.mesh.shape) < world):
             continue
         itemsize = dtype_of(source.spec.dtype).itemsize
         for piece in source.pieces:
-            if every or itemsize * piece.region.size <= SMALL:
+            if every or itemsize * piece.region.size <= SMALL_LEAF_NBYTES:
                 group = groups.setdefault((layout.mesh.shape, copies), {})
                 group[piece_key(spec.path, piece.region)] = _hash_piece(piece, itemsize)
     return list(groups.values())
 
 
-def box_digests(brought: Brought, boxes: Sequence[tuple[str, Region]]) -> list[tuple[int, bytes]]:
-    """Digests of boxes of arrays with listed pieces, by number, as each piece of this rank has them."""
-    pieces: dict[str, Sequence[Piece]] = {}
-    for spec in brought.inventory.leaves:
+def box_digests(described: DescribedTree, boxes: Sequence[tuple[str, Region]]) -> list[tuple[int, bytes]]:
+    """Returns (number of the box, digest) for each listed piece of this rank that holds a box."""
+    pieces: dict[str, Sequence[SourcePiece]] = {}
+    for spec in described.inventory.leaves:
         if isinstance(spec.layout, BoxLayout) and spec.rows is None:  # `content_digests` has those of tables
-            pieces[spec.path] = brought.sources[spec.path].pieces
+            pieces[spec.path] = described.sources[spec.path].pieces
     found: list[tuple[int, bytes]] = []
     for number, (path, box) in enumerate(boxes):
         for piece in pieces.get(path, ()):
             if box.within(piece.region):
-                itemsize = dtype_of(brought.sources[path].spec.dtype).itemsize
+                itemsize = dtype_of(described.sources[path].spec.dtype).itemsize
                 digest = _hash_box(piece.data, box.relative_to(piece.region), itemsize)
                 found.append((number, digest))
     return list(dict.fromkeys(found))
 
 
-def _is_replica(source: Source) -> bool:
+def _is_replica(source: ArraySource) -> bool:
     if source.layout is None:
         return True
     if not isinstance(source.layout, MeshLayout) or not source.pieces:
@@ -272,15 +279,15 @@ def _is_replica(source: Source) -> bool:
     return all(isinstance(placement, Replicate) for placement in source.layout.placements)
 
 
-def _hash_piece(piece: Piece, itemsize: int) -> bytes:
-    if isinstance(piece.data, HostMemory) and piece.region.size * itemsize <= SMALL:
+def _hash_piece(piece: SourcePiece, itemsize: int) -> bytes:
+    if isinstance(piece.data, HostMemory) and piece.region.size * itemsize <= SMALL_LEAF_NBYTES:
         return xxhash.xxh3_128_digest(piece.data.tobytes())
     return _hash_box(piece.data, Region.whole(piece.region.shape), itemsize)
 
 
-def _hash_box(data: Readable, box: Region, itemsize: int) -> bytes:
+def _hash_box(data: ArrayReader, box: Region, itemsize: int) -> bytes:
     slices = box.slices()
-    if box.size * itemsize <= SMALL or not slices:
+    if box.size * itemsize <= SMALL_LEAF_NBYTES or not slices:
         return xxhash.xxh3_128_digest(np.ascontiguousarray(data.read(slices)).data)
     state = xxhash.xxh3_128()
     first, stop = box.offset[0], box.stop[0]

@@ -1,4 +1,4 @@
-"""Where does a DTensor's local tensor stand in the global one? Its mesh and placements as a layout of the core."""
+"""Translates the mesh and placements of a DTensor into a layout of `core.sharding`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["is_dtensor", "layout_of", "local_of"]
 
 
 def is_dtensor(leaf: object) -> bool:
-    """Whether a tensor is a DTensor, asked without importing torch.distributed."""
+    """Returns whether a tensor is a DTensor; does not import torch.distributed."""
     return type(leaf).__name__ == "DTensor" and type(leaf).__module__.startswith("torch.distributed")
 
 
 def local_of(leaf: Any, path: str, rank: int) -> tuple[MeshLayout, torch.Tensor]:
-    """The layout of a DTensor and its local tensor.
+    """Returns the layout of a DTensor and its local tensor.
 
     Raises:
-        LayoutError: partial sums, placements of another kind, or a local tensor that does not fit.
+        LayoutError: partial sums, placements of another kind, or a local tensor of another shape than they give.
     """
     layout = layout_of(leaf, path)
     local = leaf._local_tensor.detach()
@@ -42,7 +42,7 @@ def local_of(leaf: Any, path: str, rank: int) -> tuple[MeshLayout, torch.Tensor]
 
 
 def layout_of(leaf: Any, path: str) -> MeshLayout:
-    """The layout of a DTensor.
+    """Returns the layout of a DTensor.
 
     Raises:
         LayoutError: partial sums.

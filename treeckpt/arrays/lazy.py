@@ -1,6 +1,6 @@
-"""Arrays that are read when they are written: a leaf of another file, say, of which a save takes box after box.
+"""Arrays that are read while they are saved, box by box, from another file for instance.
 
-Such a leaf can be saved, by one rank or by many that bring the same, without ever being in memory as a whole.
+Such a leaf can be saved, by one rank or by several that hold the same one, without being in memory as a whole.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
-from .base import Box, Piece, Source, Storage
+from .base import ArraySource, Box, SourcePiece, Storage
 
-__all__ = ["Lazy", "lazy_source"]
+__all__ = ["LazyArray", "lazy_source"]
 
 
-class Lazy:
-    """An array known by its spec and by a function that reads any region of it.
+class LazyArray:
+    """An array given by its spec and by a function that reads any region of it.
 
     Args:
-        read: gives a region's elements, of raw dtype and in the region's shape.
-        storage: which stretch of some address space it shows: lazy arrays that overlap there are ties and views of each
-            other. Choose addresses that no memory has.
+        read: returns a region's elements, of raw dtype and in the region's shape.
+        storage: its range of some address space: lazy arrays that overlap there are aliases or views of each other.
+            Choose addresses that no memory has.
     """
 
     __slots__ = ("_read", "spec", "storage")
@@ -37,20 +37,20 @@ class Lazy:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its elements."""
+        """Size of all elements in bytes."""
         return math.prod(self.spec.shape) * dtype_of(self.spec.dtype).itemsize
 
     def read(self, region: Region) -> np.ndarray:
-        """The elements of a region, of raw dtype."""
+        """Returns the elements of a region, of raw dtype."""
         data = self._read(region)
-        assert data.shape == region.shape, "a reader gives what it was asked for"
+        assert data.shape == region.shape, "a reader returns the region that was requested"
         return data
 
 
-class _Boxes:
-    """A lazy array as the engine reads it."""
+class _LazyReader:
+    """Reads boxes of a lazy array, for a source."""
 
-    def __init__(self, lazy: Lazy) -> None:
+    def __init__(self, lazy: LazyArray) -> None:
         self._lazy = lazy
 
     def read(self, box: Box) -> np.ndarray:
@@ -58,6 +58,6 @@ class _Boxes:
         return self._lazy.read(Region(tuple(a for a, _, _ in pairs), tuple(max(0, b - a) for a, b, _ in pairs)))
 
 
-def lazy_source(leaf: Lazy) -> Source:
-    """Describes a lazy array that is to be saved."""
-    return Source(leaf.spec, None, (Piece(Region.whole(leaf.spec.shape), _Boxes(leaf)),), leaf.storage)
+def lazy_source(leaf: LazyArray) -> ArraySource:
+    """Describes a lazy array to save."""
+    return ArraySource(leaf.spec, None, (SourcePiece(Region.whole(leaf.spec.shape), _LazyReader(leaf)),), leaf.storage)

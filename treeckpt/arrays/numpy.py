@@ -1,4 +1,4 @@
-"""numpy arrays as leaves. Arrays of another byte order are stored, and come back, in little-endian order."""
+"""The adapter of numpy. Arrays of another byte order are stored, and loaded, in little-endian order."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import Typed
 from ..errors import FormatError, MismatchError, TreeError
 from .base import (
+    Allocate,
+    ArraySource,
+    ArrayTarget,
     Box,
     HostArray,
     HostMemory,
-    Piece,
-    Source,
+    SourcePiece,
     Storage,
-    Take,
-    Target,
     TargetPiece,
     local_pieces,
     local_shape_of,
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def dtype_name(dtype: np.dtype[Any], path: str) -> str:
-    """Our name for a numpy dtype.
+    """Returns treeckpt's name of a numpy dtype.
 
     Raises:
         TreeError: object, structured and extended-precision dtypes have no portable bytes.
@@ -66,8 +66,8 @@ def dtype_name(dtype: np.dtype[Any], path: str) -> str:
 known_dtype = numpy_dtype
 
 
-class _Swapped:
-    """A big-endian array: swapped box by box while it is read."""
+class _BigEndianReader:
+    """Reads a big-endian array in little-endian order, box by box."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -89,18 +89,18 @@ def _spec(array: np.ndarray, path: str) -> ArraySpec:
 
 
 def _memory(array: np.ndarray) -> HostMemory:
-    """The memory of an array; all of it in C order, if the array is."""
+    """Returns the memory of an array in C order."""
     return HostMemory(array.__array_interface__["data"][0], array.shape, array.itemsize, array)
 
 
-def source(leaf: Any, path: str, rank: int) -> Source | None:
-    """Describes an array that is to be saved."""
+def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
+    """Describes an array to save."""
     if not isinstance(leaf, np.ndarray):
         return None
     spec = _spec(leaf, path)
     whole = Region.whole(leaf.shape)
     if leaf.dtype.byteorder == ">":
-        return Source(spec, None, (Piece(whole, _Swapped(leaf)),))
+        return ArraySource(spec, None, (SourcePiece(whole, _BigEndianReader(leaf)),))
     storage = None
     if leaf.size and all(step >= 0 and step % leaf.itemsize == 0 for step in leaf.strides):
         strides = None if leaf.flags.c_contiguous else tuple(step // leaf.itemsize for step in leaf.strides)
@@ -108,18 +108,18 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
         memory = _memory(leaf)
         storage = Storage(memory.address, nbytes, strides)
         if strides is None:
-            return Source(spec, None, (Piece(whole, memory),), storage)
+            return ArraySource(spec, None, (SourcePiece(whole, memory),), storage)
     raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
-    return Source(spec, None, (Piece(whole, HostArray(raw)),), storage)
+    return ArraySource(spec, None, (SourcePiece(whole, HostArray(raw)),), storage)
 
 
 def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
-    """What the array is, without its data."""
+    """Returns the spec of an array."""
     return _spec(leaf, path) if isinstance(leaf, np.ndarray) else None
 
 
-def target(leaf: Any, path: str, rank: int) -> Target | None:
-    """Describes an array that is to be filled in place."""
+def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
+    """Describes an array to fill in place."""
     if not isinstance(leaf, np.ndarray):
         return None
     spec = _spec(leaf, path)
@@ -133,20 +133,22 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
         )
     whole = Region.whole(leaf.shape)
     if leaf.size and leaf.flags.c_contiguous:
-        return Target(spec, leaf, (TargetPiece(whole, _memory(leaf)),))
+        return ArrayTarget(spec, leaf, (TargetPiece(whole, _memory(leaf)),))
     raw = leaf.view(np.ndarray).view(raw_dtype(leaf.itemsize))
-    return Target(spec, leaf, (TargetPiece(whole, HostArray(raw)),))
+    return ArrayTarget(spec, leaf, (TargetPiece(whole, HostArray(raw)),))
 
 
-def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
-    """A new array of the leaf's shape and dtype."""
+def like(
+    leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
+) -> ArrayTarget | None:
+    """Creates an array of the leaf's shape and dtype."""
     if not isinstance(leaf, np.ndarray):
         return None
-    return empty(_spec(leaf, path), path, None, take=take)
+    return empty(_spec(leaf, path), path, None, allocate=allocate)
 
 
-def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
-    """A new array from a spec: of its regions, or of the whole.
+def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
+    """Creates an array from a spec: for its regions, or for the whole array.
 
     Raises:
         MismatchError: neither numpy nor ml_dtypes has such a dtype.
@@ -154,55 +156,55 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None =
     dtype = numpy_dtype(spec.dtype, path)
     shape = local_shape_of(spec)
     nbytes = math.prod(shape) * dtype.itemsize
-    array = np.ndarray(shape, dtype, take(nbytes)) if take and nbytes else np.empty(shape, dtype)
+    array = np.ndarray(shape, dtype, allocate(nbytes)) if allocate and nbytes else np.empty(shape, dtype)
     if spec.regions is None and array.size:
-        return Target(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
+        return ArrayTarget(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
     raw = array.view(raw_dtype(dtype.itemsize))
-    return Target(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
+    return ArrayTarget(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
 
 
 def encode(value: Any) -> Typed | None:
-    """numpy's values are the core's own."""
+    """Returns None: `core` encodes numpy's values."""
     return None
 
 
 def decode(value: Typed) -> Any:
-    """numpy's values are the core's own."""
+    """Raises LookupError: `core` decodes numpy's values."""
     raise LookupError(value.kind)
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> np.ndarray:
-    """An array that shows `memory` from byte `offset` on, without a copy."""
+    """Returns an array that uses `memory` from byte `offset` on, without a copy."""
     return np.ndarray(spec.shape, numpy_dtype(spec.dtype), memory, offset)
 
 
 def view(base: np.ndarray, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> np.ndarray:
-    """A strided window into the elements of a contiguous array, sharing its memory."""
+    """Returns a strided view, in elements, of a contiguous array."""
     size = base.itemsize
     return np.ndarray(spec.shape, base.dtype, base, offset * size, tuple(s * size for s in strides))
 
 
 def mark_written(leaves: Sequence[np.ndarray]) -> None:
-    """numpy keeps nothing that depends on what an array holds."""
+    """Does nothing: numpy keeps no state that depends on the content of an array."""
 
 
 def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
-    """Elements of raw dtype, converted from one dtype to another as numpy and ml_dtypes do."""
+    """Converts elements of raw dtype from one dtype to another as numpy and ml_dtypes do."""
     before, after = numpy_dtype(saved), numpy_dtype(wanted)
-    elements = np.ascontiguousarray(data).view(before).reshape(data.shape)  # numpy makes a scalar one-dimensional
+    elements = np.ascontiguousarray(data).view(before).reshape(data.shape)  # numpy turns a scalar into a 1-D array
     try:
         if before.kind == "W":
             elements = elements.astype(np.complex128)
         if elements.dtype.kind == "c" and after.kind != "W" and after.isbuiltin == USER_DEFINED:
-            elements = elements.astype(np.float64)  # warns of the imaginary parts, as ml_dtypes does not
-        made = _direct(elements, after)
+            elements = elements.astype(np.float64)  # warns about imaginary parts, which ml_dtypes does not
+        made = _converted(elements, after)
     except (TypeError, ValueError) as error:
         raise MismatchError("", expected=f"elements that become {wanted}", found=f"{saved} ({error})") from error
     return made.view(raw_dtype(made.itemsize))
 
 
-def _direct(elements: np.ndarray, after: np.dtype[Any]) -> np.ndarray:
-    """Elements of another dtype; by way of float64 where ml_dtypes lacks the direct cast."""
+def _converted(elements: np.ndarray, after: np.dtype[Any]) -> np.ndarray:
+    """Converts elements to another dtype; through float64 where ml_dtypes lacks the direct cast."""
     try:
         return elements.astype(after)
     except TypeError:

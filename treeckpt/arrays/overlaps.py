@@ -1,8 +1,8 @@
-"""Which arrays that are to be filled share memory, and is the same to be put there?
+"""Finds arrays to fill that share memory, and compares the bytes that each would write there.
 
-Extents of memory are compared by sorting, which costs next to nothing where nothing is shared. Of arrays that do share
-some, what is to be put there is read to the side, a few blocks at a time, and compared byte by byte. Windows whose
-elements interleave, as columns of one matrix do, share nothing.
+Address ranges are compared by sorting, which costs next to nothing where none overlap. For arrays that share memory,
+the new content is read into temporary buffers, a few blocks at a time, and compared byte by byte. Strided arrays whose
+elements interleave, as columns of one matrix, share no memory.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ import numpy as np
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, flat_regions, tiles
 from ..core.tree.spec import ArraySpec
-from .base import HostArray, HostMemory, Target, TargetPiece, Window, raw_dtype
+from .base import ArrayTarget, HostArray, HostMemory, StridedMemory, TargetPiece, raw_dtype
 
 __all__ = [
-    "Fill",
-    "Stretch",
+    "FillTargets",
+    "Overlap",
     "first_difference",
+    "in_same_memory",
     "is_equal",
-    "meeting",
-    "pairs_of",
-    "place_of",
-    "same_places",
-    "shared",
+    "memory_key",
+    "overlapping_groups",
+    "overlapping_pairs",
+    "overlaps_of",
 ]
 
-HARD = 1_000_000
-"""Steps that numpy may take to find out whether two windows interleave; beyond, they are looked at as if they met."""
+MAX_OVERLAP_STEPS = 1_000_000
+"""Steps of numpy's search for a shared element of two strided arrays; after these they count as overlapping."""
 
-Fill = Callable[[Sequence[tuple[int, Sequence[TargetPiece]]]], None]
-"""Puts what is meant for numbered targets into other pieces of the same arrays."""
+FillTargets = Callable[[Sequence[tuple[int, Sequence[TargetPiece]]]], None]
+"""Writes the new content of numbered targets into other pieces of the same arrays."""
 
 
-class Stretch(msgspec.Struct, frozen=True):
-    """Parts of two arrays that have bytes in common."""
+class Overlap(msgspec.Struct, frozen=True):
+    """Parts of two targets with bytes in common."""
 
     numbers: tuple[int, int]
     regions: tuple[tuple[Region, ...], tuple[Region, ...]]
-    """What is to be read of each; in this order its bytes follow each other."""
+    """Regions to read of each target, in the order of their bytes."""
     itemsizes: tuple[int, int]
     skip: tuple[int, int] = (0, 0)
-    """Bytes before those that both have."""
+    """Bytes before the common ones."""
     nbytes: int = -1
-    """That both have; all for -1."""
-    windows: tuple[Window, Window] | None = None
-    """Where they stand, if what both have is no run of bytes."""
+    """Number of common bytes; -1 for all."""
+    windows: tuple[StridedMemory, StridedMemory] | None = None
+    """Addresses of both, if the common bytes are no contiguous range."""
 
 
-def meeting(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
-    """Groups of stretches of memory, by number, that overlap directly or through others."""
+def overlapping_groups(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
+    """Returns groups of address ranges, by number, that overlap directly or through others."""
     if len(starts) < 2:
         return []
     lows = np.array(starts, np.int64)
@@ -68,26 +68,26 @@ def meeting(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _windows(target: Target) -> list[tuple[Region, Window]]:
-    """The pieces whose memory can be compared."""
+def _windows(target: ArrayTarget) -> list[tuple[Region, StridedMemory]]:
+    """Returns the pieces whose addresses are known."""
     found = [(piece.region, getattr(piece.data, "window", None)) for piece in target.pieces]
     return [(region, window) for region, window in found if window is not None and region.size]
 
 
-def _extent(target: Target) -> tuple[int, int]:
+def _extent(target: ArrayTarget) -> tuple[int, int]:
     if len(target.pieces) == 1 and isinstance(memory := target.pieces[0].data, HostMemory):
         return memory.address, memory.address + memory.nbytes
     extents = [window.extent for _, window in _windows(target)]
     return min((low for low, _ in extents), default=0), max((high for _, high in extents), default=0)
 
 
-def pairs_of(targets: Sequence[Target]) -> Iterator[tuple[int, int]]:
-    """Pairs of targets of which one may write what the other does, by number, the smaller first.
+def overlapping_pairs(targets: Sequence[ArrayTarget]) -> Iterator[tuple[int, int]]:
+    """Yields pairs of targets that may write to the same memory, by number, the smaller first.
 
-    Of several in the very same places each is paired with the first, and the first with all others.
+    Of several with exactly the same memory each is paired with the first, and the first with all others.
     """
     extents = [_extent(target) for target in targets]
-    for group in meeting([low for low, _ in extents], [high for _, high in extents]):
+    for group in overlapping_groups([low for low, _ in extents], [high for _, high in extents]):
         firsts: dict[object, int] = {}
         for number in sorted(group):
             windows = tuple(_windows(targets[number]))
@@ -100,49 +100,49 @@ def pairs_of(targets: Sequence[Target]) -> Iterator[tuple[int, int]]:
             active.append(number)
 
 
-def same_places(first: Target, second: Target) -> bool:
-    """Whether the same regions go to the same memory."""
+def in_same_memory(first: ArrayTarget, second: ArrayTarget) -> bool:
+    """Returns whether the same regions of two targets are in the same memory."""
     return _windows(first) == _windows(second)
 
 
-def place_of(target: Target) -> object:
-    """Equal for arrays of which to fill one is to fill the other: where all elements stand; None if unknown."""
+def memory_key(target: ArrayTarget) -> object:
+    """Returns a key that is equal for arrays with the same memory for each element; None if it is not known."""
     found = tuple(_windows(target))
     return (target.spec.shape, target.spec.dtype, found) if found and len(found) == len(target.pieces) else None
 
 
-def shared(targets: Sequence[Target], pair: tuple[int, int], limit: int) -> Iterator[Stretch]:
-    """What two targets would both write.
+def overlaps_of(targets: Sequence[ArrayTarget], pair: tuple[int, int], limit: int) -> Iterator[Overlap]:
+    """Yields the parts that two targets would both write.
 
     Args:
-        limit: bytes of a stretch, at most; where no run of bytes is shared, it is as long as the two pieces.
+        limit: bytes of a part, at most; where the common bytes are no contiguous range, it is as long as the pieces.
     """
     left, right = (_windows(targets[number]) for number in pair)
     alike = [window for _, window in left] == [window for _, window in right]
     for i, (a, p) in enumerate(left):
         for j, (b, q) in enumerate(right):
             if alike and i != j:
-                continue  # pieces of one array lie apart
+                continue  # pieces of one array do not overlap
             if p == q or (p.in_c_order and q.in_c_order):
-                yield from _runs(pair, (a, b), (p, q), limit)
-            elif _meet(p, q):
-                yield Stretch(pair, ((a,), (b,)), (p.itemsize, q.itemsize), windows=(p, q))
+                yield from _contiguous_overlaps(pair, (a, b), (p, q), limit)
+            elif _overlap(p, q):
+                yield Overlap(pair, ((a,), (b,)), (p.itemsize, q.itemsize), windows=(p, q))
 
 
-def _meet(p: Window, q: Window) -> bool:
+def _overlap(p: StridedMemory, q: StridedMemory) -> bool:
     (a, b), (c, d) = p.extent, q.extent
     if b <= c or d <= a:
         return False
     try:
-        return np.shares_memory(np.asarray(p), np.asarray(q), max_work=HARD)  # pyright: ignore[reportArgumentType]
+        return np.shares_memory(np.asarray(p), np.asarray(q), max_work=MAX_OVERLAP_STEPS)  # pyright: ignore[reportArgumentType]
     except np.exceptions.TooHardError:
         return True
 
 
-def _runs(
-    pair: tuple[int, int], regions: tuple[Region, Region], windows: tuple[Window, Window], limit: int
-) -> Iterator[Stretch]:
-    """Of windows in C order, or one window, what both have of the elements in C order."""
+def _contiguous_overlaps(
+    pair: tuple[int, int], regions: tuple[Region, Region], windows: tuple[StridedMemory, StridedMemory], limit: int
+) -> Iterator[Overlap]:
+    """Yields the parts that two arrays in C order, or one array, have in common."""
     p, q = windows
     sizes = [region.size * window.itemsize for region, window in zip(regions, windows, strict=True)]
     low, high = max(p.address, q.address), min(p.address + sizes[0], q.address + sizes[1])
@@ -154,60 +154,62 @@ def _runs(
             for region, window in zip(regions, windows, strict=True)
         ]
         skip = parts[0][1], parts[1][1]
-        yield Stretch(pair, (parts[0][0], parts[1][0]), (p.itemsize, q.itemsize), skip, stop - at)
+        yield Overlap(pair, (parts[0][0], parts[1][0]), (p.itemsize, q.itemsize), skip, stop - at)
 
 
 def _cover(region: Region, itemsize: int, low: int, high: int) -> tuple[tuple[Region, ...], int]:
-    """The boxes that hold bytes `low:high` of a region's elements, and how many bytes they have before."""
+    """Returns the boxes that hold bytes `low:high` of a region's elements, and their number of bytes before these."""
     first, last = low // itemsize, -(-high // itemsize)
     boxes = flat_regions(region.shape, first, last)
     return tuple(box.shifted(region.offset) for box in boxes), low - first * itemsize
 
 
-def first_difference(stretches: Iterable[Stretch], fill: Fill, limit: int) -> tuple[int, int] | None:
-    """The first pair of arrays of which different bytes are meant for one place; None if there is none.
+def first_difference(overlaps: Iterable[Overlap], fill: FillTargets, limit: int) -> tuple[int, int] | None:
+    """Returns the first pair of targets with different bytes for one address; None if there is none.
 
     Args:
-        fill: reads what is meant for an array.
-        limit: bytes to read at once; a longer stretch is read alone.
+        fill: reads the new content of targets.
+        limit: bytes to read at a time; a longer part is read alone.
     """
-    batch: list[Stretch] = []
+    batch: list[Overlap] = []
     size = 0
-    for stretch in stretches:
-        batch.append(stretch)
-        size += sum(r.size * n for part, n in zip(stretch.regions, stretch.itemsizes, strict=True) for r in part)
+    for overlap in overlaps:
+        batch.append(overlap)
+        size += sum(r.size * n for part, n in zip(overlap.regions, overlap.itemsizes, strict=True) for r in part)
         if size >= limit:
-            if (found := _differing(batch, fill)) is not None:
+            if (found := _first_difference(batch, fill)) is not None:
                 return found
             batch, size = [], 0
-    return _differing(batch, fill)
+    return _first_difference(batch, fill)
 
 
-def is_equal(spec: ArraySpec, fill: Fill, limit: int) -> bool:
-    """Whether what is meant for targets 0 and 1 is the same, in the regions and the dtype of a spec."""
+def is_equal(spec: ArraySpec, fill: FillTargets, limit: int) -> bool:
+    """Returns whether targets 0 and 1 have the same new content, in the regions and the dtype of a spec."""
     itemsize = dtype_of(spec.dtype).itemsize
     regions = (Region.whole(spec.shape),) if spec.regions is None else spec.regions
     most = max(1, limit // 2 // itemsize)
     parts = (tile for region in regions if region.size for tile in tiles(region, most))
-    stretches = (Stretch((0, 1), ((part,), (part,)), (itemsize, itemsize)) for part in parts)
-    return first_difference(stretches, fill, limit) is None
+    overlaps = (Overlap((0, 1), ((part,), (part,)), (itemsize, itemsize)) for part in parts)
+    return first_difference(overlaps, fill, limit) is None
 
 
-def _differing(batch: Sequence[Stretch], fill: Fill) -> tuple[int, int] | None:
+def _first_difference(batch: Sequence[Overlap], fill: FillTargets) -> tuple[int, int] | None:
     wanted: list[tuple[int, list[TargetPiece]]] = []
     sides: list[list[np.ndarray]] = []
-    for stretch in batch:
-        made = [_pieces(part, n) for part, n in zip(stretch.regions, stretch.itemsizes, strict=True)]
-        wanted += [(number, pieces) for number, (_, pieces) in zip(stretch.numbers, made, strict=True)]
+    for overlap in batch:
+        made = [_pieces(part, n) for part, n in zip(overlap.regions, overlap.itemsizes, strict=True)]
+        wanted += [(number, pieces) for number, (_, pieces) in zip(overlap.numbers, made, strict=True)]
         sides.append([buffer.view(np.uint8) for buffer, _ in made])
     if wanted:
         fill(wanted)
     pairs = zip(batch, sides, strict=True)
-    return next((stretch.numbers for stretch, (left, right) in pairs if not _agree(stretch, left, right)), None)
+    return next(
+        (overlap.numbers for overlap, (left, right) in pairs if not _is_equal_content(overlap, left, right)), None
+    )
 
 
 def _pieces(regions: Sequence[Region], itemsize: int) -> tuple[np.ndarray, list[TargetPiece]]:
-    """Memory for regions, one after the other."""
+    """Returns memory for regions, one after the other, and their pieces in it."""
     buffer = np.empty(sum(region.size for region in regions), raw_dtype(itemsize))
     pieces: list[TargetPiece] = []
     at = 0
@@ -217,23 +219,23 @@ def _pieces(regions: Sequence[Region], itemsize: int) -> tuple[np.ndarray, list[
     return buffer, pieces
 
 
-def _agree(stretch: Stretch, left: np.ndarray, right: np.ndarray) -> bool:
-    if stretch.windows is not None:
-        return _agree_in_place(stretch.windows, left, right)
-    if stretch.nbytes >= 0:
+def _is_equal_content(overlap: Overlap, left: np.ndarray, right: np.ndarray) -> bool:
+    if overlap.windows is not None:
+        return _is_equal_in_place(overlap.windows, left, right)
+    if overlap.nbytes >= 0:
         left, right = (
-            side[skip : skip + stretch.nbytes] for side, skip in zip((left, right), stretch.skip, strict=True)
+            side[skip : skip + overlap.nbytes] for side, skip in zip((left, right), overlap.skip, strict=True)
         )
     return np.array_equal(left, right)
 
 
-def _agree_in_place(windows: tuple[Window, Window], left: np.ndarray, right: np.ndarray) -> bool:
-    """Whether what is put into two windows is the same where they meet: tried on other memory."""
+def _is_equal_in_place(windows: tuple[StridedMemory, StridedMemory], left: np.ndarray, right: np.ndarray) -> bool:
+    """Returns whether two strided arrays have the same content where they overlap: tried on temporary memory."""
     p, q = windows
     low, high = min(p.extent[0], q.extent[0]), max(p.extent[1], q.extent[1])
     memory, touched = np.zeros(high - low, np.uint8), np.zeros(high - low, np.bool_)
 
-    def shown(of: np.ndarray, window: Window) -> np.ndarray:
+    def shown(of: np.ndarray, window: StridedMemory) -> np.ndarray:
         shape, strides = (*window.shape, window.itemsize), (*window.strides, 1)
         return np.ndarray(shape, of.dtype, of, window.address - low, strides)
 

@@ -1,7 +1,7 @@
-"""The common tensor: plain, dense, of a common dtype, on the host. Most leaves are, and most of those are tiny.
+"""Fast path for plain tensors: dense, of a common dtype, on the host. Most leaves are, and most of those are tiny.
 
-What such tensors of one shape and dtype share is worked out once, so that describing one more costs a few questions to
-torch and no call into numpy. What is not common is left to `arrays.torch`, which knows every tensor, and refuses some.
+What such tensors of one shape and dtype share is computed once, so that describing another one costs a few calls of
+torch and none of numpy. All other tensors are left to `arrays.torch`, which handles every tensor, and refuses some.
 """
 
 from __future__ import annotations
@@ -18,17 +18,26 @@ from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from .base import HostMemory
 
-__all__ = ["COMMON", "PLAIN", "Common", "describe", "dtype_name", "is_common", "kind_of", "memory_of"]
+__all__ = [
+    "PLAIN_CLASSES",
+    "PLAIN_DTYPES",
+    "PlainTensorInfo",
+    "dtype_name",
+    "is_plain",
+    "kind_of",
+    "plain_info",
+    "plain_memory",
+]
 
-PLAIN = (torch.Tensor, Parameter)
-COMMON = frozenset(
+PLAIN_CLASSES = (torch.Tensor, Parameter)
+PLAIN_DTYPES = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 )
 
 
 @lru_cache(maxsize=256)
 def dtype_name(dtype: torch.dtype) -> str:
-    """Our name for a torch dtype: its own, without the module.
+    """Returns treeckpt's name of a torch dtype: its own, without the module.
 
     Raises:
         FormatError: a dtype that cannot be stored (quantised ones).
@@ -37,14 +46,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """The kind that a spec tells of: "parameter", "buffer" or "tensor"."""
+    """Returns the kind of a tensor in its spec: "parameter", "buffer" or "tensor"."""
     if type(tensor) is not torch.Tensor and isinstance(tensor, Parameter):
         return "parameter"
-    return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"  # what isinstance asks
+    return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"  # as isinstance(tensor, Buffer) does
 
 
-class Common(msgspec.Struct, frozen=True):
-    """What common tensors that differ in nothing but their bytes share."""
+class PlainTensorInfo(msgspec.Struct, frozen=True):
+    """What plain tensors have in common that differ only in their bytes."""
 
     spec: ArraySpec
     whole: Region
@@ -52,33 +61,37 @@ class Common(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=4096)
-def _common(shape: torch.Size, dtype: torch.dtype, requires_grad: bool, kind: str) -> Common:
+def _plain_info(shape: torch.Size, dtype: torch.dtype, requires_grad: bool, kind: str) -> PlainTensorInfo:
     spec = ArraySpec(tuple(shape), dtype_name(dtype), None, None, requires_grad, kind)
-    return Common(spec, Region.whole(spec.shape), math.prod(shape) * dtype.itemsize)
+    return PlainTensorInfo(spec, Region.whole(spec.shape), math.prod(shape) * dtype.itemsize)
 
 
 _STRIDED = torch.strided
 
 
-def is_common(leaf: torch.Tensor) -> bool:
-    """Whether a tensor is one of the many: plain, dense, of a common dtype, on the host. No other check is needed."""
+def is_plain(leaf: torch.Tensor) -> bool:
+    """Returns whether a tensor is dense, of a plain class and a common dtype, on the host: it needs no other check."""
     return (
-        type(leaf) in PLAIN and leaf.dtype in COMMON and leaf.layout is _STRIDED and leaf.is_cpu and not leaf.is_nested
+        type(leaf) in PLAIN_CLASSES
+        and leaf.dtype in PLAIN_DTYPES
+        and leaf.layout is _STRIDED
+        and leaf.is_cpu
+        and not leaf.is_nested
     )
 
 
-def describe(leaf: torch.Tensor) -> Common:
-    """What a common tensor is."""
-    return _common(leaf.shape, leaf.dtype, leaf.requires_grad, kind_of(leaf))
+def plain_info(leaf: torch.Tensor) -> PlainTensorInfo:
+    """Returns what a plain tensor shares with others."""
+    return _plain_info(leaf.shape, leaf.dtype, leaf.requires_grad, kind_of(leaf))
 
 
-def memory_of(leaf: torch.Tensor, common: Common) -> HostMemory | None:
-    """The memory of a common tensor; None where it is not in one piece, or not all there."""
-    if not common.nbytes or not leaf.is_contiguous() or leaf.is_neg():
+def plain_memory(leaf: torch.Tensor, info: PlainTensorInfo) -> HostMemory | None:
+    """Returns the memory of a plain tensor; None where it is not contiguous, or its storage is too short."""
+    if not info.nbytes or not leaf.is_contiguous() or leaf.is_neg():
         return None
     size = leaf.dtype.itemsize
     address = leaf.data_ptr()
-    storage = leaf.untyped_storage()  # keeps the memory, which the tensor alone does not when its `data` is set anew
-    if not address or leaf.storage_offset() * size + common.nbytes > storage.nbytes():
+    storage = leaf.untyped_storage()  # keeps the memory, which the tensor alone does not when its `data` is replaced
+    if not address or leaf.storage_offset() * size + info.nbytes > storage.nbytes():
         return None
-    return HostMemory(address, common.spec.shape, size, storage)
+    return HostMemory(address, info.spec.shape, size, storage)

@@ -1,7 +1,7 @@
-"""Which adapter knows a leaf, found by the name of the module that its class comes from: no library is imported for it.
+"""Finds the adapter of a leaf by the module name of its class, without importing a library.
 
-An adapter's module is loaded when the first leaf of its library is met, so a program without torch never loads it, and
-nothing here knows more of a library than its name.
+An adapter's module is imported when the first leaf of its library is found, so a program without torch never imports
+it. Of a library only the name is known here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..core.tree.keyed_table import Column
 from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import Typed, Value, decode_value, encode_value
 from ..errors import FormatError, MismatchError, TreeError
-from .base import Adapter, Source, Take, Target, raw_dtype
-from .lazy import Lazy, lazy_source
+from .base import Adapter, Allocate, ArraySource, ArrayTarget, raw_dtype
+from .lazy import LazyArray, lazy_source
 from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sharded_target
 
 __all__ = [
@@ -64,8 +64,8 @@ def _adapter(kind: type) -> Adapter | None:
 _PLAIN_VALUES = frozenset((int, float, bool, str, type(None), bytes, complex))
 
 
-def source_of(leaf: object, path: str, rank: int) -> Source | None:
-    """An array to be saved; None for a leaf that is a value.
+def source_of(leaf: object, path: str, rank: int) -> ArraySource | None:
+    """Describes an array to save; returns None for a value.
 
     Raises:
         TreeError, LayoutError: an array that cannot be saved.
@@ -84,7 +84,7 @@ def source_of(leaf: object, path: str, rank: int) -> Source | None:
             found="a KeyedTable",
             hint="Tables are saved and loaded; other operations take their arrays",
         )
-    if isinstance(leaf, Lazy):
+    if isinstance(leaf, LazyArray):
         return lazy_source(leaf)
     if isinstance(leaf, ArraySpec) or leaf is ...:
         raise TreeError(
@@ -107,7 +107,7 @@ def _inner(leaf: Sharded, path: str) -> Adapter:
 
 
 def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
-    """What an array is, without its data; None for a value."""
+    """Returns the spec of an array; None for a value."""
     if (adapter := _adapter(type(leaf))) is not None:
         return adapter.abstract(leaf, path, rank)
     if isinstance(leaf, ArraySpec):
@@ -120,12 +120,12 @@ def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
 
 
 def library_of(spec: ArraySpec) -> Adapter:
-    """The adapter that makes arrays of the spec's kind."""
+    """Returns the adapter that creates arrays of the spec's kind."""
     return _load("numpy" if spec.kind == "numpy" else "torch")
 
 
-def target_of(leaf: object, path: str, rank: int) -> Target | None:
-    """An array to be filled in place; None for a leaf that is a value."""
+def target_of(leaf: object, path: str, rank: int) -> ArrayTarget | None:
+    """Describes an array to fill in place; returns None for a value."""
     if (adapter := _adapter(type(leaf))) is not None:
         return adapter.target(leaf, path, rank)
     if isinstance(leaf, Sharded):
@@ -134,7 +134,7 @@ def target_of(leaf: object, path: str, rank: int) -> Target | None:
 
 
 def mark_written(leaves: Iterable[object]) -> None:
-    """Has the libraries of arrays know that these are written to past them."""
+    """Tells the libraries of arrays that these were written to without their functions."""
     found: dict[Adapter, list[object]] = {}
     for leaf in leaves:
         for array in leaf.locals if isinstance(leaf, Sharded) else (leaf,):
@@ -144,26 +144,28 @@ def mark_written(leaves: Iterable[object]) -> None:
         adapter.mark_written(arrays)
 
 
-def like_of(leaf: object, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
-    """A new array as the leaf describes it: a known library's array, an `ArraySpec`, or anything with shape and dtype.
+def like_of(
+    leaf: object, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
+) -> ArrayTarget | None:
+    """Creates an array as a leaf describes it: an array, an `ArraySpec`, or anything with shape and dtype.
 
-    None for a leaf that describes no array.
+    Returns None for a leaf that describes no array.
     """
     if isinstance(leaf, ArraySpec):
-        return new_array(leaf, path, device or leaf.device, take=take)
+        return new_array(leaf, path, device or leaf.device, allocate=allocate)
     if isinstance(leaf, Sharded):
-        return sharded_like(leaf, path, rank, device, _inner(leaf, path), take=take)
+        return sharded_like(leaf, path, rank, device, _inner(leaf, path), allocate=allocate)
     adapter = _adapter(type(leaf))
-    if adapter is not None and (made := adapter.like(leaf, path, rank, device, take=take)) is not None:
-        return made
+    if adapter is not None and (target := adapter.like(leaf, path, rank, device, allocate=allocate)) is not None:
+        return target
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None or encodable(leaf):
         return None
-    return new_array(_foreign_spec(tuple(int(n) for n in shape), dtype, path), path, device, take=take)
+    return new_array(_foreign_spec(tuple(int(n) for n in shape), dtype, path), path, device, allocate=allocate)
 
 
 def encodable(leaf: object) -> bool:
-    """Whether the leaf is a value that can be stored (numpy's scalars have a shape too)."""
+    """Returns whether the leaf is a value that can be stored; numpy scalars, which have a shape, are such values."""
     try:
         encode(leaf, "", allow_pickle=False)
     except TreeError:
@@ -172,7 +174,7 @@ def encodable(leaf: object) -> bool:
 
 
 def is_value(leaf: object) -> bool:
-    """Whether the leaf is a Python value, and not `...`, an array, or an object of an unknown kind."""
+    """Returns whether the leaf is a Python value, and not `...`, an array, or an object of an unknown kind."""
     return leaf is not ... and (type(leaf) in _PLAIN_VALUES or encodable(leaf))
 
 
@@ -190,7 +192,7 @@ def _foreign_spec(shape: tuple[int, ...], dtype: Any, path: str) -> ArraySpec:
 
 @lru_cache(maxsize=1024)
 def _cast_error(kind: str, saved: str, wanted: str) -> MismatchError | None:
-    """Why elements of one dtype do not become those of another, found by a try with a one."""
+    """Returns why elements of one dtype cannot be converted to another, found by converting a one; None if they can."""
     raw = raw_dtype(dtype_of(saved).itemsize)
     try:
         library_of(ArraySpec((), wanted, kind=kind)).cast(
@@ -202,10 +204,10 @@ def _cast_error(kind: str, saved: str, wanted: str) -> MismatchError | None:
 
 
 def check_cast(spec: ArraySpec, saved: str, path: str) -> None:
-    """Refuses a cast to a spec's dtype that cannot be made, before anything is read for it.
+    """Checks that elements can be cast to a spec's dtype, before anything is read.
 
     Raises:
-        MismatchError: neither the library nor ml_dtypes can.
+        MismatchError: neither the library nor ml_dtypes can cast them.
     """
     error = _cast_error("numpy" if spec.kind == "numpy" else "tensor", saved, spec.dtype)
     if error is not None:
@@ -213,7 +215,7 @@ def check_cast(spec: ArraySpec, saved: str, path: str) -> None:
 
 
 def check_library(spec: ArraySpec, path: str) -> Adapter:
-    """The adapter that makes arrays as the spec says.
+    """Returns the adapter that creates arrays of a spec's kind and dtype.
 
     Raises:
         MismatchError: the library is not installed, or lacks the dtype.
@@ -229,13 +231,13 @@ def check_library(spec: ArraySpec, path: str) -> Adapter:
     return adapter
 
 
-def new_array(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
-    """A new array of the library that the spec's kind names.
+def new_array(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
+    """Creates an array of the library that the spec's kind names.
 
     Raises:
         MismatchError: the library is not installed.
     """
-    return check_library(spec, path).empty(spec, path, device, take=take)
+    return check_library(spec, path).empty(spec, path, device, allocate=allocate)
 
 
 def _torch(path: str) -> Adapter:
@@ -251,10 +253,10 @@ def _torch(path: str) -> Adapter:
 
 
 def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
-    """The stored form of a value, of any library that is known.
+    """Returns the stored form of a value, of any known library.
 
     Raises:
-        TreeError: no kind of value that is known; with `allow_pickle` only if it cannot be pickled.
+        TreeError: a value of an unknown kind; with `allow_pickle` only if it cannot be pickled.
     """
     adapter = _adapter(type(value))
     try:
@@ -277,10 +279,10 @@ def _extra(value: object) -> Typed | None:
 
 
 def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
-    """The value of a stored form.
+    """Returns the value of a stored form.
 
     Raises:
-        MismatchError: it was pickled and `allow_pickle` is not given.
+        MismatchError: it is a pickle and `allow_pickle` is not given.
     """
     if not isinstance(value, Typed):
         return value
@@ -288,13 +290,11 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
     def extra(typed: Typed) -> object:
         if typed.kind == "pickle":
             return _unpickle(typed, path, allow_pickle)
-        return _load(typed.kind.partition(".")[0]).decode(typed) if typed.kind.startswith("torch.") else _no(typed)
+        if not typed.kind.startswith("torch."):
+            raise LookupError(typed.kind)
+        return _load("torch").decode(typed)
 
     return decode_value(value, path, resolve=resolve, extra=extra)
-
-
-def _no(typed: Typed) -> object:
-    raise LookupError(typed.kind)
 
 
 def _unpickle(typed: Typed, path: str, allow_pickle: bool) -> object:
@@ -320,13 +320,13 @@ def _unpickle(typed: Typed, path: str, allow_pickle: bool) -> object:
 
 
 def resolve(name: str) -> type:
-    """The class `module:qualname`, if its module is imported already; nothing is imported or called.
+    """Returns the class `module:qualname`, if its module is imported already; imports and calls nothing.
 
-    Only what stands in the module's own dict, or in that of a class, is found: an attribute that a module or a
-    metaclass makes when it is asked for is not.
+    Only entries of the module's own dict, or of a class's, are found, not attributes that a module or a metaclass
+    computes on access.
 
     Raises:
-        LookupError: no such class here.
+        LookupError: there is no such class in this process.
     """
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)

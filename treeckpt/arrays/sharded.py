@@ -1,7 +1,7 @@
-"""Explicit pieces: local arrays together with where they stand in a global one, whatever cut it.
+"""`Sharded`: local arrays with their offsets in a global array, for any way of sharding.
 
-What Paddle calls local shape + global offset; and, with an integer offset, a ZeRO-style flat range of the global
-array's elements in C order. A rank may hold one piece or several of them.
+It corresponds to Paddle's local shape and global offset; with an integer offset to a ZeRO-style flat range of the
+global array's elements in C order. A rank may hold one piece or several.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region, flat_regions
 from ..core.tree.spec import ArraySpec
 from ..errors import LayoutError
-from .base import Adapter, Flat, Piece, Source, Take, Target, TargetPiece
+from .base import Adapter, Allocate, ArraySource, ArrayTarget, FlatRangeArray, SourcePiece, TargetPiece
 
 __all__ = ["Sharded", "sharded_abstract", "sharded_like", "sharded_source", "sharded_target", "with_locals"]
 
@@ -62,7 +62,7 @@ class Sharded:
 
     @property
     def several(self) -> bool:
-        """Whether `local` and `offset` list pieces."""
+        """Whether `local` and `offset` are lists of pieces."""
         return isinstance(self.local, tuple) and isinstance(self.offset, tuple)
 
     @property
@@ -77,7 +77,7 @@ class Sharded:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
+        """Shape of the whole array."""
         return self.global_shape
 
     @property
@@ -86,12 +86,12 @@ class Sharded:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Equal for leaves that are one array by being made of the same objects."""
+        """A key that is equal for leaves that consist of the same objects."""
         return (*map(id, self.locals), self.global_shape, self.offset)
 
 
 def _listed(numbers: Any) -> Any:
-    """Integers of an array of numpy or torch as Python's."""
+    """Returns the integers of an array of numpy or torch as Python's."""
     return numbers.tolist() if hasattr(numbers, "tolist") else numbers
 
 
@@ -100,9 +100,9 @@ def _offset(offset: Any) -> Offset:
     return tuple(map(operator.index, offset)) if isinstance(offset, Sequence) else operator.index(offset)
 
 
-def with_locals(leaf: Sharded, made: Sequence[Any]) -> Sharded:
-    """The same pieces of the same array, with other memory."""
-    return Sharded(tuple(made) if leaf.several else made[0], leaf.global_shape, leaf.offset)
+def with_locals(leaf: Sharded, locals_: Sequence[Any]) -> Sharded:
+    """Returns the same pieces with other local arrays."""
+    return Sharded(tuple(locals_) if leaf.several else locals_[0], leaf.global_shape, leaf.offset)
 
 
 def _regions(leaf: Sharded, offset: Offset, local: Sequence[int], path: str) -> tuple[Region, ...]:
@@ -125,8 +125,8 @@ def _regions(leaf: Sharded, offset: Offset, local: Sequence[int], path: str) -> 
     )
 
 
-def _each(leaf: Sharded, path: str, act: Callable[[Any], _T | None]) -> list[_T] | None:
-    """What each piece gives; None if one of them is not the adapter's."""
+def _each(leaf: Sharded, path: str, describe: Callable[[Any], _T | None]) -> list[_T] | None:
+    """Returns the result of `describe` for each piece; None if one of them is not of the adapter's library."""
     if not leaf.locals or len(leaf.locals) != len(leaf.offsets):
         raise LayoutError(
             path,
@@ -134,31 +134,33 @@ def _each(leaf: Sharded, path: str, act: Callable[[Any], _T | None]) -> list[_T]
             found=f"{len(leaf.locals)} pieces, {len(leaf.offsets)} offsets",
             hint="Pass tc.Sharded lists of equal length, or one array and one offset",
         )
-    found = [act(local) for local in leaf.locals]
-    made = [one for one in found if one is not None]
-    return made if len(made) == len(found) else None
+    found = [describe(local) for local in leaf.locals]
+    described = [one for one in found if one is not None]
+    return described if len(described) == len(found) else None
 
 
 def _spec(leaf: Sharded, specs: Sequence[ArraySpec], path: str) -> ArraySpec:
-    """Of the whole array, from those of the pieces."""
+    """Returns the spec of the whole array, from those of the pieces."""
     for spec in specs:
         if spec.dtype != specs[0].dtype:
             raise LayoutError(path, expected=f"pieces of one dtype, as {specs[0].dtype}", found=f"{spec.dtype}")
     return msgspec.structs.replace(specs[0], shape=leaf.global_shape)
 
 
-def _spread(leaf: Sharded, parts: Sequence[tuple[Any, ArraySpec]], path: str) -> Iterator[tuple[Region, Any]]:
-    """Regions of the whole array, and the memory of each."""
+def _regions_of_pieces(
+    leaf: Sharded, parts: Sequence[tuple[Any, ArraySpec]], path: str
+) -> Iterator[tuple[Region, Any]]:
+    """Yields the regions of the whole array, and the memory of each."""
     for offset, (data, spec) in zip(leaf.offsets, parts, strict=True):
         regions = _regions(leaf, offset, spec.shape, path)
         at = 0
         for region in regions:
-            yield region, Flat(data, at, region.shape) if isinstance(offset, int) else data
+            yield region, FlatRangeArray(data, at, region.shape) if isinstance(offset, int) else data
             at += region.size
 
 
-def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Source:
-    """Describes pieces that are to be saved.
+def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArraySource:
+    """Describes pieces to save.
 
     Raises:
         LayoutError: a piece does not lie inside the global shape, or is distributed itself.
@@ -167,9 +169,11 @@ def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Sou
     if inner is None or any(source.layout is not None for source in inner):
         raise _no_array(leaf, path)
     spec = _spec(leaf, [source.spec for source in inner], path)
-    pieces = [Piece(*part) for part in _spread(leaf, [(s.pieces[0].data, s.spec) for s in inner], path)]
+    pieces = [
+        SourcePiece(*part) for part in _regions_of_pieces(leaf, [(s.pieces[0].data, s.spec) for s in inner], path)
+    ]
     layout = BoxLayout(tuple((rank, piece.region) for piece in pieces))
-    return Source(spec, layout, pieces, inner[0].storage if len(inner) == 1 else None)
+    return ArraySource(spec, layout, pieces, inner[0].storage if len(inner) == 1 else None)
 
 
 def _no_array(leaf: Sharded, path: str) -> LayoutError:
@@ -178,7 +182,7 @@ def _no_array(leaf: Sharded, path: str) -> LayoutError:
 
 
 def sharded_abstract(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArraySpec | None:
-    """What the whole array is, and which regions of it the pieces are."""
+    """Returns the spec of the whole array, with the regions of the pieces."""
     inner = _each(leaf, path, lambda local: adapter.abstract(local, path, rank))
     if inner is None:
         return None
@@ -186,7 +190,7 @@ def sharded_abstract(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> A
     return msgspec.structs.replace(_spec(leaf, inner, path), regions=tuple(r for part in regions for r in part))
 
 
-def _as_target(leaf: Sharded, inner: list[Target] | None, path: str) -> Target | None:
+def _as_target(leaf: Sharded, inner: list[ArrayTarget] | None, path: str) -> ArrayTarget | None:
     if inner is None:
         return None
     if any(len(target.pieces) != 1 or target.pieces[0].region.shape != target.spec.shape for target in inner):
@@ -194,17 +198,17 @@ def _as_target(leaf: Sharded, inner: list[Target] | None, path: str) -> Target |
     spec = _spec(leaf, [target.spec for target in inner], path)
     made = with_locals(leaf, [target.leaf for target in inner])
     parts = [(target.pieces[0].data, target.spec) for target in inner]
-    return Target(spec, made, [TargetPiece(*part) for part in _spread(leaf, parts, path)])
+    return ArrayTarget(spec, made, [TargetPiece(*part) for part in _regions_of_pieces(leaf, parts, path)])
 
 
-def sharded_target(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Target | None:
-    """Describes pieces that are to be filled in place."""
+def sharded_target(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArrayTarget | None:
+    """Describes pieces to fill in place."""
     return _as_target(leaf, _each(leaf, path, lambda local: adapter.target(local, path, rank)), path)
 
 
 def sharded_like(
-    leaf: Sharded, path: str, rank: int, device: str | None, adapter: Adapter, *, take: Take | None = None
-) -> Target | None:
-    """New pieces of the same shapes and places."""
-    made = _each(leaf, path, lambda local: adapter.like(local, path, rank, device, take=take))
+    leaf: Sharded, path: str, rank: int, device: str | None, adapter: Adapter, *, allocate: Allocate | None = None
+) -> ArrayTarget | None:
+    """Creates pieces of the same shapes and offsets."""
+    made = _each(leaf, path, lambda local: adapter.like(local, path, rank, device, allocate=allocate))
     return _as_target(leaf, made, path)

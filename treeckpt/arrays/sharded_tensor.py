@@ -1,9 +1,9 @@
-"""Where do the shards of torch.distributed's ShardedTensor stand? Its own metadata says so, for every rank.
+"""The adapter of torch.distributed's ShardedTensor.
 
-The metadata lists offset, sizes and rank of each shard, so every rank knows the whole layout without talk; shards may
-be of any shape, several on a rank or none. The shards themselves are plain tensors, which the torch adapter knows.
-Nothing here calls operators of the ShardedTensor, which it has next to none of. It can be saved and be a target of
-load; without `like` its array comes back as a plain tensor.
+Its metadata lists offset, sizes and rank of each shard, so every rank knows the whole layout without messages; shards
+may be of any shape, several on a rank or none. The shards are plain tensors, for the torch adapter. No operator of the
+ShardedTensor is called, because it has next to none. It can be saved and be a target of load; without `like` its array
+comes back as a plain tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from ..errors import LayoutError
 from . import torch as plain
-from .base import Piece, Source, Take, Target, TargetPiece
+from .base import Allocate, ArraySource, ArrayTarget, SourcePiece, TargetPiece
 
 __all__ = ["abstract", "encode", "like", "mark_written", "source", "target", "with_shards"]
 
@@ -50,7 +50,7 @@ def _spec(leaf: Any) -> ArraySpec:
 
 
 def _regions(leaf: Any, path: str) -> list[Region]:
-    """Where this rank's shards stand."""
+    """Returns the regions of this rank's shards."""
     regions: list[Region] = []
     for shard in leaf.local_shards():
         region, found = _region(shard.metadata), tuple(shard.tensor.shape)
@@ -65,7 +65,7 @@ def _tensors(leaf: Any) -> list[Any]:
 
 
 def with_shards(leaf: Any, tensors: Sequence[Any]) -> Any:
-    """A ShardedTensor of the same layout with other memory for this rank's shards."""
+    """Returns a ShardedTensor of the same layout with other tensors for this rank's shards."""
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
     shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, leaf.local_shards(), strict=True)]
@@ -74,40 +74,42 @@ def with_shards(leaf: Any, tensors: Sequence[Any]) -> Any:
     )
 
 
-def source(leaf: Any, path: str, rank: int) -> Source | None:
-    """Describes a ShardedTensor that is to be saved."""
+def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
+    """Describes a ShardedTensor to save."""
     found = [plain.source(tensor, path, rank) for tensor in _tensors(leaf)]
     data = [one.pieces[0].data for one in found if one is not None]
-    pieces = [Piece(*part) for part in zip(_regions(leaf, path), data, strict=True)]
-    return Source(_spec(leaf), _layout(leaf, path), pieces)
+    pieces = [SourcePiece(*part) for part in zip(_regions(leaf, path), data, strict=True)]
+    return ArraySource(_spec(leaf), _layout(leaf, path), pieces)
 
 
 def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
-    """What the whole array is, and which regions of it this rank holds."""
+    """Returns the spec of the whole array, with the regions that this rank holds."""
     return msgspec.structs.replace(_spec(leaf), regions=tuple(_regions(leaf, path)))
 
 
-def _as_target(leaf: Any, made: Any, found: list[Target | None], path: str) -> Target:
+def _as_target(leaf: Any, made: Any, found: list[ArrayTarget | None], path: str) -> ArrayTarget:
     data = [one.pieces[0].data for one in found if one is not None]
     pieces = [TargetPiece(*part) for part in zip(_regions(leaf, path), data, strict=True)]
-    return Target(_spec(leaf), made, pieces)
+    return ArrayTarget(_spec(leaf), made, pieces)
 
 
-def target(leaf: Any, path: str, rank: int) -> Target | None:
-    """Describes a ShardedTensor that is to be filled in place."""
+def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
+    """Describes a ShardedTensor to fill in place."""
     return _as_target(leaf, leaf, [plain.target(tensor, path, rank) for tensor in _tensors(leaf)], path)
 
 
-def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
-    """A new ShardedTensor of the same layout; its shards are where the leaf's are unless `device` says otherwise."""
-    found = [plain.like(tensor, path, rank, device, take=take) for tensor in _tensors(leaf)]
+def like(
+    leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
+) -> ArrayTarget | None:
+    """Creates a ShardedTensor of the same layout; its shards are on `device`, by default on that of the leaf's."""
+    found = [plain.like(tensor, path, rank, device, allocate=allocate) for tensor in _tensors(leaf)]
     return _as_target(leaf, with_shards(leaf, [one.leaf for one in found if one is not None]), found, path)
 
 
 def mark_written(leaves: Sequence[Any]) -> None:
-    """Of the shards that are here."""
+    """Tells torch that this rank's shards were written to."""
     plain.mark_written([tensor for leaf in leaves for tensor in _tensors(leaf)])
 
 
 def encode(value: Any) -> None:
-    """No value of any kind is this adapter's."""
+    """Returns None: there are no values of this adapter."""

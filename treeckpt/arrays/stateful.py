@@ -1,8 +1,8 @@
-"""Objects that keep a state of their own, anywhere in a tree: whatever has `state_dict` and `load_state_dict`.
+"""Stateful objects anywhere in a tree: objects with `state_dict` and `load_state_dict`.
 
-To be saved, such an object is replaced by what its `state_dict()` gives. To be restored, the arrays of that state are
-filled in place, as those of the tree are, and the state is then handed to `load_state_dict`. An object whose state
-holds no arrays may have grown (a data loader's queue): its state is loaded as it was saved, and the object judges it.
+To save, such an object is replaced by the result of its `state_dict()`. To restore, the arrays of that state are filled
+in place, as those of the tree are, and the state is then passed to `load_state_dict`. An object whose state holds no
+arrays may have grown (a data loader's queue): its state is loaded as it was saved, and the object checks it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,31 @@ from ..core.tree.structure import index_path, key_text, rank_key
 from ..errors import MismatchError, TreeError
 from .registry import is_value
 
-__all__ = ["AsSaved", "Expanded", "expand", "expanded", "hand_over", "holds_stateful", "is_optimizer", "is_stateful"]
+__all__ = [
+    "ExpandedTree",
+    "LoadsSavedState",
+    "expand_states",
+    "holds_stateful",
+    "is_optimizer",
+    "is_stateful",
+    "load_exact_state",
+    "state_tree",
+]
 
 
 def is_stateful(value: object) -> bool:
-    """Whether an object keeps a state that it gives and takes as a tree."""
+    """Returns whether an object has a state that it returns and loads as a tree."""
     return is_stateful_type(type(value))
 
 
 @lru_cache(maxsize=1024)
 def _is_mapping(kind: type) -> bool:
-    """Whether a class that is no container is filled key by key, as a subclass of dict is."""
+    """Returns whether a class that is no container is filled key by key, as a subclass of dict."""
     return issubclass(kind, MutableMapping) and kind is not collections.Counter
 
 
-def _is_owner(kind: type, mappings: bool) -> bool:
-    return is_stateful_type(kind) or (mappings and _is_mapping(kind))
-
-
 def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) -> bool:
-    """Whether there is one such object; cheap for the trees without, which most are."""
+    """Returns whether a tree holds a stateful object; cheap for trees without, which most are."""
     met: dict[int, Any] = {}
     waiting: list[Any] = [tree]
     while waiting:
@@ -56,9 +61,9 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
             try:
                 taken = flatten_one_level(node, "", namespace, 0)
             except TreeError:
-                return True  # flattening says where
+                return True  # flattening raises the error with the path
             if taken is None:
-                if _is_owner(kind, mappings):
+                if is_stateful_type(kind) or (mappings and _is_mapping(kind)):
                     return True
                 continue
             children = taken.children
@@ -68,20 +73,20 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
     return False
 
 
-class AsSaved:
-    """An object that takes its state as it was saved, arrays too: nothing is filled in place."""
+class LoadsSavedState:
+    """Base class of objects that load their state as it was saved, arrays too: nothing is filled in place."""
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether something has what an optimizer has; some wrappers are of no class of torch."""
+    """Returns whether an object has the attributes of an optimizer; some wrappers derive from no class of torch."""
     names = "param_groups", "state_dict", "load_state_dict"
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
-def hand_over(owner: Any, state: Any) -> None:
-    """Has an object take its state. What an optimizer keeps of a parameter stays of the dtype that it is given in.
+def load_exact_state(owner: Any, state: Any) -> None:
+    """Loads the state of an object; the state of an optimizer's parameters keeps the dtypes of `state`.
 
-    torch casts it to the dtype of the parameter, also in an optimizer that another one wraps.
+    torch casts it to the dtype of the parameter, also in an optimizer inside a wrapper.
     """
     owner.load_state_dict(state)
     optimizers = _optimizers_in(owner)
@@ -95,11 +100,11 @@ def hand_over(owner: Any, state: Any) -> None:
             for number, parameter in zip(numbers, parameters, strict=True):
                 mine, part = live.get(parameter), given["state"].get(number)
                 if isinstance(mine, dict) and isinstance(part, dict) and part.keys() <= mine.keys():
-                    live[parameter] = _exact(mine, part)
+                    live[parameter] = _uncast(mine, part)
 
 
 def _optimizers_in(owner: object) -> list[Any]:
-    """An optimizer, and those that it wraps."""
+    """Returns an optimizer, and those that it wraps."""
     found: list[Any] = []
     waiting = [owner]
     while waiting:
@@ -111,7 +116,7 @@ def _optimizers_in(owner: object) -> list[Any]:
 
 
 def _states_in(state: Any) -> Iterator[Mapping[str, Any]]:
-    """The state dicts of optimizers of torch in a state."""
+    """Yields the state dicts of torch optimizers in a state."""
     waiting = [state]
     while waiting:
         node = waiting.pop()
@@ -124,79 +129,77 @@ def _states_in(state: Any) -> Iterator[Mapping[str, Any]]:
             waiting += (part for key, part in node.items() if key not in ("param_groups", "state"))
 
 
-def _exact(loaded: Any, given: Any) -> Any:
-    """What `load_state_dict` made of a part, with what it was given where it has cast that."""
+def _uncast(loaded: Any, given: Any) -> Any:
+    """Returns a loaded part of a state, with the given arrays in place of those that `load_state_dict` has cast."""
     if hasattr(given, "dtype") and hasattr(given, "shape"):
         was_cast = type(loaded) is type(given) and loaded.shape == given.shape and loaded.dtype != given.dtype
         return given.to(loaded.device) if was_cast and hasattr(given, "to") else loaded
     if isinstance(given, Mapping) and isinstance(loaded, dict):
         for key in loaded.keys() & given.keys():
-            loaded[key] = _exact(loaded[key], given[key])
+            loaded[key] = _uncast(loaded[key], given[key])
     elif type(given) in (list, tuple) and type(loaded) is type(given) and len(loaded) == len(given):
-        parts = [_exact(*pair) for pair in zip(loaded, given, strict=True)]
+        parts = [_uncast(*pair) for pair in zip(loaded, given, strict=True)]
         return parts if isinstance(given, list) else tuple(parts)
     return loaded
 
 
-def _is_array(leaf: tuple[str, object]) -> bool:
-    return hasattr(leaf[1], "shape") and hasattr(leaf[1], "dtype")
-
-
-class _Found(msgspec.Struct):
-    """One object of a tree, and its state at the moment."""
+class _StatefulLeaf(msgspec.Struct):
+    """One stateful object of a tree, and its present state."""
 
     path: str
     owner: Any
     state: Any
     has_arrays: bool
-    inside: Expanded | None = None
-    """The content of a mapping, which may hold such objects itself."""
+    inside: ExpandedTree | None = None
+    """The content of a mapping, which may hold stateful objects itself."""
 
 
-class Expanded:
-    """A tree with the states of its objects in their places.
+class ExpandedTree:
+    """A tree with each stateful object replaced by its state.
 
     Args:
-        mappings: objects that are mappings, and no containers, are expanded too, to be filled key by key.
+        mappings: objects that are mappings, and no containers, are replaced too, to be filled key by key.
         above: the path of the tree.
     """
 
     def __init__(self, tree: object, rank: int, namespace: str, *, mappings: bool = False, above: str = "") -> None:
         self.original, self.rank, self.namespace, self._above = tree, rank, namespace, above
         _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
-        self.found: dict[int, _Found] = {}
+        self.found: dict[int, _StatefulLeaf] = {}
         for position, (below, leaf) in enumerate(self.leaves):
             path = f"{above}/{below}" if above and below else above or below
             if is_stateful(leaf):
                 state = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
                 _, inner = flatten(state, rank=rank, namespace=namespace)
-                has_arrays = not isinstance(leaf, AsSaved) and any(map(_is_array, inner))
-                self.found[position] = _Found(path, leaf, state, has_arrays)
+                arrays = (part for _, part in inner if hasattr(part, "shape") and hasattr(part, "dtype"))
+                has_arrays = not isinstance(leaf, LoadsSavedState) and any(True for _ in arrays)
+                self.found[position] = _StatefulLeaf(path, leaf, state, has_arrays)
             elif mappings and _is_mapping(type(leaf)):
-                inside = Expanded(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
-                self.found[position] = _Found(path, leaf, inside.tree, True, inside)
+                inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
+                self.found[position] = _StatefulLeaf(path, leaf, inside.tree, True, inside)
         self.tree = self._rebuilt(lambda found: found.state)
 
-    def _rebuilt(self, of: Callable[[_Found], Any]) -> Any:
+    def _rebuilt(self, of: Callable[[_StatefulLeaf], Any]) -> Any:
+        """Returns the tree with `of(object)` in place of each stateful object."""
         leaves = (of(self.found[i]) if i in self.found else leaf for i, (_, leaf) in enumerate(self.leaves))
         return replace_leaves(self.original, leaves, namespace=self.namespace)
 
     def target(self) -> Any:
-        """The tree to fill: states without arrays are left out, to be loaded as they were saved."""
+        """Returns the tree to fill, without the states that hold no arrays, which are loaded as they were saved."""
         for found in self.found.values():
             if found.inside is not None:
                 found.state = found.inside.target()
         return self._rebuilt(lambda found: found.state if found.has_arrays else ...)
 
     def restore(self, load: Callable[[str], Any], fill: Callable[[Any], Any]) -> tuple[Any, int]:
-        """Has everything loaded, and each object take its state.
+        """Loads everything, and passes each object its state.
 
         Args:
-            load: gives the tree as saved, of what lies at a path.
+            load: returns the tree as saved, with the leaves below a path.
             fill: fills a tree in place.
 
         Returns:
-            what `fill` gave, and how many leaves were loaded beside.
+            the result of `fill`, and how many further leaves were loaded.
         """
         self._load_states(load)
         target = self.target()
@@ -208,16 +211,16 @@ class Expanded:
             if found.inside is not None:
                 found.inside._load_states(load)
             elif not found.has_arrays:
-                found.state = _at(load(index_path(found.path, self.rank)), found, self.rank, self.namespace)
+                found.state = _state_at(load(index_path(found.path, self.rank)), found, self.rank, self.namespace)
 
     def _take_back(self, target: Any) -> int:
-        """Gives objects their states, and containers the values of a tree that was filled; how many leaves besides."""
+        """Passes objects their states, and stores values of a filled tree in containers; returns the further leaves."""
         whole = {id(found.state) for found in self.found.values() if found.has_arrays}
         owners = {self.leaves[position][0]: found.owner for position, found in self.found.items()}
         _, leaves = flatten(target, rank=self.rank, namespace=self.namespace, whole=whole)
         filled = iter([owners.get(path, leaf) for path, leaf in leaves])
         new = replace_leaves(target, filled, namespace=self.namespace, whole=whole)
-        objects = {id(found.owner) for found in self.found.values()}  # each stays, in a new tuple too
+        objects = {id(found.owner) for found in self.found.values()}  # each object stays, in a new tuple too
         update_in_place(
             self.original, new, is_value=lambda x: id(x) in objects or is_value(x), namespace=self.namespace
         )
@@ -228,36 +231,36 @@ class Expanded:
                 content: Any = found.inside.original
                 found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
             elif found.has_arrays:
-                hand_over(found.owner, found.state)
+                load_exact_state(found.owner, found.state)
             elif (size := self._size(found.state)) is not None:
-                hand_over(found.owner, found.state)
+                load_exact_state(found.owner, found.state)
                 loaded += size
         return loaded
 
     def _size(self, state: Any) -> int | None:
-        """The leaves of a state; None where a part of it could not be loaded."""
+        """Returns the number of leaves of a state; None where a part of it could not be loaded."""
         _, leaves = flatten(state, rank=self.rank, namespace=self.namespace)
         return None if any(leaf is ... for _, leaf in leaves) else len(leaves)
 
 
-def expand(tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> Expanded | None:
-    """The tree with states in the places of objects; None for a tree without such objects."""
+def expand_states(tree: object, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> ExpandedTree | None:
+    """Returns the tree with stateful objects replaced by their states; None for a tree without such objects."""
     if not holds_stateful(tree, namespace, mappings=mappings):
         return None
-    return Expanded(tree, rank, namespace, mappings=mappings)
+    return ExpandedTree(tree, rank, namespace, mappings=mappings)
 
 
-def expanded(tree: Any, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> Any:
-    """The tree with states in the places of objects; the tree itself where it holds none."""
-    found = expand(tree, rank=rank, namespace=namespace, mappings=mappings)
+def state_tree(tree: Any, *, rank: int = 0, namespace: str = "", mappings: bool = False) -> Any:
+    """Returns the tree with stateful objects replaced by their states; the tree itself where it holds none."""
+    found = expand_states(tree, rank=rank, namespace=namespace, mappings=mappings)
     return tree if found is None else found.tree
 
 
-def _at(tree: Any, found: _Found, rank: int, namespace: str) -> Any:
-    """What stands at a path of a loaded tree.
+def _state_at(tree: Any, found: _StatefulLeaf, rank: int, namespace: str) -> Any:
+    """Returns the state of an object in a loaded tree.
 
     Raises:
-        MismatchError: nothing, or the arrays of an optimizer, which only their parameters can tell where to go.
+        MismatchError: there is none, or it holds arrays of a fresh optimizer, whose devices its parameters determine.
     """
     node, steps = tree, found.path.split("/") if found.path else []
     for step in steps:

@@ -1,7 +1,7 @@
-"""The columns of keyed tables: rows in the order in which they are saved, taken out of the program's own arrays.
+"""The columns of keyed tables: reads the rows of the program's arrays in the order in which they are saved.
 
-Ids are put in order once for all columns; rows are then gathered piece by piece while they are written, so that no
-second table is ever made. Arrays may be of any library that has an adapter.
+Ids are sorted once for all columns; rows are then gathered piece by piece while they are written, so that no second
+table is created. Arrays may be of any library that has an adapter.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from ..core.tree.keyed_table import Column
 from ..core.tree.row_order import Executor, RowOrder, buckets_of, sort_rows
 from ..core.tree.spec import ArraySpec, TableSpec
 from ..errors import TreeError
-from .base import Box, HostArray, HostMemory, Piece, Readable, Source, Writable, raw_dtype
+from .base import ArrayReader, ArraySource, ArrayWriter, Box, HostArray, HostMemory, SourcePiece, raw_dtype
 from .threads import WorkerThreads
 
-__all__ = ["Picked", "check_order", "column_source", "placed", "read_ids"]
+__all__ = ["SelectedRowsWriter", "check_order", "column_source", "read_ids", "shift_rows"]
 
 INT64 = "int64"
-AT_ONCE = 1 << 20
-"""Rows that are looked at at a time where only a yes or no comes of it."""
+CHECKED_ROWS = 1 << 20
+"""Rows whose order is checked at a time."""
 THREADS = 4
-"""That gather rows: each waits for memory most of the time, which has room for more."""
-SHARE = 1 << 20
+"""Threads that gather rows: each waits for memory most of the time, whose bandwidth allows more."""
+GATHER_NBYTES = 1 << 20
 """Bytes that a thread gathers at a time."""
 
 
-class Held(msgspec.Struct, frozen=True):
-    """The rows of a table that is saved."""
+class TableRows(msgspec.Struct, frozen=True):
+    """The ids of a table to save, and their order."""
 
     ids: np.ndarray
-    """In host memory, as they stand in the table, int64[N]."""
+    """In host memory, in the order of the table, int64[N]."""
     arranged: RowOrder
     together: Executor
 
@@ -48,12 +48,12 @@ class Held(msgspec.Struct, frozen=True):
         return int(self.arranged.starts[-1])
 
 
-class _Gathered:
-    """Rows of an array in host memory, in another order."""
+class _ReorderedRows:
+    """Reads rows of an array in host memory in another order."""
 
     def __init__(self, rows: np.ndarray, order: np.ndarray, together: Executor) -> None:
         self._array, self._order, self._together = rows, order, together
-        # numpy copies a row as one element: several times faster than number by number
+        # numpy copies a row as one element, several times faster than number by number
         self._rows = rows.reshape(len(rows), -1).view(f"V{rows[:1].nbytes}")[:, 0]
 
     def read(self, box: Box) -> np.ndarray:
@@ -62,37 +62,37 @@ class _Gathered:
     def gather(self, rows: slice, target: np.ndarray) -> None:
         """Puts whole rows into memory, uint8[bytes of the rows]."""
         wanted, made = self._order[rows], target.view(self._rows.dtype)
-        step = max(1, SHARE // self._rows.itemsize)
+        step = max(1, GATHER_NBYTES // self._rows.itemsize)
         parts = [slice(low, low + step) for low in range(0, len(wanted), step)]
         self._together([partial(np.take, self._rows, wanted[part], out=made[part], mode="clip") for part in parts])
 
 
-class _Indexed:
-    """Rows of an array that is not in host memory, gathered by its own library."""
+class _IndexedRows:
+    """Reads rows of an array that is not in host memory, gathered by its own library."""
 
-    def __init__(self, array: Any, order: np.ndarray, source_of: Callable[[Any], Source | None]) -> None:
+    def __init__(self, array: Any, order: np.ndarray, source_of: Callable[[Any], ArraySource | None]) -> None:
         self._array, self._order, self._source_of = array, order, source_of
 
     def read(self, box: Box) -> np.ndarray:
         part = self._array[self._order[box[0]]]
         source = self._source_of(part)
-        assert source is not None, "a part of an array is one"
+        assert source is not None, "a part of an array is an array"
         return source.pieces[0].data.read((slice(0, len(part)), *box[1:]))
 
 
 def column_source(
-    column: Column, path: str, rank: int, source_of: Callable[[Any, str, int], Source | None], *, own: bool = False
-) -> tuple[Source, int | None]:
-    """Describes a column that is to be saved; for ids and slots with the number of rows.
+    column: Column, path: str, rank: int, source_of: Callable[[Any, str, int], ArraySource | None], *, own: bool = False
+) -> tuple[ArraySource, int | None]:
+    """Describes a column to save; for ids and slots with the number of rows.
 
-    Shape and layout count buckets in the place of rows, see `core.tree.keyed_table`; under `PerRank` (`own`) they count
+    Shape and layout count buckets instead of rows, see `core.tree.keyed_table`; under `PerRank` (`own`) they count
     rows, and there is no layout.
 
     Raises:
-        TreeError: the table is none.
+        TreeError: the arrays are no valid table.
     """
 
-    def describe(array: Any) -> Source:
+    def describe(array: Any) -> ArraySource:
         return _plain(source_of(array, path, rank), array, path)
 
     table = column.view.table
@@ -106,22 +106,22 @@ def column_source(
         spec = ArraySpec((table.spec.buckets,), INT64, kind="numpy")
         layout = None if own else BoxLayout(((rank, Region((start,), (stop - start,))),))
         region = Region((0,), spec.shape) if own else Region((start,), (stop - start,))
-        return Source(spec, layout, (Piece(region, HostArray(offsets)),)), None
+        return ArraySource(spec, layout, (SourcePiece(region, HostArray(offsets)),)), None
     source, rows = describe(column.array), held.count
     found = source.spec.shape[0] if source.spec.shape else None
     if found != describe(table.ids).spec.shape[0]:
         raise TreeError(path, expected="a row for each id", found=f"shape {source.spec.shape}")
     row = source.spec.shape[1:]
     data = _in_order(column, held, source, source_of, path)
-    piece = Piece(Region((0, *(0 for _ in row)), (rows, *row)), data)
+    piece = SourcePiece(Region((0, *(0 for _ in row)), (rows, *row)), data)
     if own:
-        return Source(msgspec.structs.replace(source.spec, shape=piece.region.shape), None, (piece,)), None
+        return ArraySource(msgspec.structs.replace(source.spec, shape=piece.region.shape), None, (piece,)), None
     spec = msgspec.structs.replace(source.spec, shape=(table.spec.buckets, *row))
     held = Region((start, *(0 for _ in row)), (stop - start, *row))
-    return Source(spec, BoxLayout(((rank, held),)), (piece,)), rows
+    return ArraySource(spec, BoxLayout(((rank, held),)), (piece,)), rows
 
 
-def _plain(source: Source | None, array: Any, path: str) -> Source:
+def _plain(source: ArraySource | None, array: Any, path: str) -> ArraySource:
     if source is None or source.layout is not None:
         kind, no_array = type(array).__name__, "Make it a numpy array or a tensor, of a row for each id"
         raise TreeError(
@@ -134,31 +134,35 @@ def _plain(source: Source | None, array: Any, path: str) -> Source:
 
 
 def _in_order(
-    column: Column, held: Held, source: Source, source_of: Callable[[Any, str, int], Source | None], path: str
-) -> Readable:
+    column: Column,
+    held: TableRows,
+    source: ArraySource,
+    source_of: Callable[[Any, str, int], ArraySource | None],
+    path: str,
+) -> ArrayReader:
     data = HostArray(held.ids.view(raw_dtype(8))) if column.kind == "ids" else source.pieces[0].data
     order = held.arranged.order
     if order is None:
         return data
     if isinstance(data, (HostArray, HostMemory)) and data.array.flags.c_contiguous and data.array.nbytes:
-        return _Gathered(data.array, order, held.together)
-    return _Indexed(column.array, order, lambda part: source_of(part, path, 0))
+        return _ReorderedRows(data.array, order, held.together)
+    return _IndexedRows(column.array, order, lambda part: source_of(part, path, 0))
 
 
-def read_ids(source: Source) -> np.ndarray:
-    """Ids in host memory, int64[N]."""
+def read_ids(source: ArraySource) -> np.ndarray:
+    """Returns ids in host memory, int64[N]."""
     data = source.pieces[0].data.read((slice(0, source.spec.shape[0]),))
     return np.ascontiguousarray(data).view(np.int64)
 
 
-def _held(column: Column, path: str, source: Source) -> Held:
-    """Puts the ids of a column's table in order, and compares them with what the table says it owns."""
+def _held(column: Column, path: str, source: ArraySource) -> TableRows:
+    """Sorts the ids of a column's table, and checks that they are of buckets that the table owns."""
     table = column.view.table
     if source.spec.dtype != INT64 or len(source.spec.shape) != 1:
         raise TreeError(path, expected="ids of int64[N]", found=f"{source.spec.dtype} of shape {source.spec.shape}")
     ids, together = read_ids(source), WorkerThreads(min(THREADS, os.cpu_count() or 1))
     arranged = sort_rows(ids, table.spec, table.keep, path, execute=together)
-    held, starts, (start, stop) = Held(ids, arranged, together), arranged.starts, table.owned
+    held, starts, (start, stop) = TableRows(ids, arranged, together), arranged.starts, table.owned
     if starts[stop] - starts[start] != held.count:
         stray = np.delete(arranged.of(ids), slice(starts[start], starts[stop]))
         raise TreeError(
@@ -170,32 +174,32 @@ def _held(column: Column, path: str, source: Source) -> Held:
     return held
 
 
-def placed(sources: dict[str, Source], starts: dict[str, tuple[int, str]]) -> None:
-    """Moves the rows of tables to where they stand among those of all ranks, in place.
+def shift_rows(sources: dict[str, ArraySource], starts: dict[str, tuple[int, str]]) -> None:
+    """Sets the offsets of table rows among those of all ranks, in place.
 
     Args:
-        starts: by path the row with which this rank's begin; for ids also the path of the offsets, else "".
+        starts: by path the first row of this rank; for ids also the path of the bucket offsets, else "".
     """
     for path, (start, offsets) in starts.items():
         source = sources[path]
         piece = source.pieces[0]
         region = Region((start, *piece.region.offset[1:]), piece.region.shape)
-        sources[path] = msgspec.structs.replace(source, pieces=(Piece(region, piece.data),))
+        sources[path] = msgspec.structs.replace(source, pieces=(SourcePiece(region, piece.data),))
         if offsets:
             memory = sources[offsets].pieces[0].data
-            assert isinstance(memory, HostArray), "as column_source made it"
+            assert isinstance(memory, HostArray), "as column_source created it"
             memory.array[...] += start - (memory.array[0] if memory.array.size else 0)
 
 
-class Picked:
-    """Takes rows as they are read, and puts those with the given numbers into an array of their own.
+class SelectedRowsWriter:
+    """Writes those rows that have the given numbers to an array, and ignores the others.
 
     Args:
-        rows: their numbers, rising.
-        places: the row of the array that each is to be; by default they follow each other.
+        rows: their numbers, ascending.
+        places: the row of the array for each; by default they follow each other.
     """
 
-    def __init__(self, inner: Writable, rows: np.ndarray, places: np.ndarray | None = None) -> None:
+    def __init__(self, inner: ArrayWriter, rows: np.ndarray, places: np.ndarray | None = None) -> None:
         self._inner, self._rows, self._places = inner, rows, places
 
     def write(self, box: Box, data: np.ndarray) -> None:
@@ -211,7 +215,7 @@ class Picked:
             self._write_runs(self._places[low:high], box, data)
 
     def _write_runs(self, places: np.ndarray, box: Box, data: np.ndarray) -> None:
-        """Writes rows whose places follow each other together."""
+        """Writes rows with consecutive places together."""
         starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
         for start, stop in itertools.pairwise(starts):
             first = int(places[start])
@@ -219,10 +223,10 @@ class Picked:
 
 
 def check_order(ids: np.ndarray, spec: TableSpec, owned: tuple[int, int]) -> str:
-    """What is wrong with ids that were loaded as those of these buckets: "" if nothing is."""
+    """Returns what is wrong with ids that were loaded as those of these buckets; "" if nothing is."""
     last: tuple[int, int] = (-1, -1)
-    for low in range(0, len(ids), AT_ONCE):
-        part = ids[low : low + AT_ONCE]
+    for low in range(0, len(ids), CHECKED_ROWS):
+        part = ids[low : low + CHECKED_ROWS]
         buckets, unsigned = buckets_of(part, spec), part.view(np.uint64)
         first, end = (int(buckets[0]), int(unsigned[0])), (int(buckets[-1]), int(unsigned[-1]))
         rising = (buckets[1:] > buckets[:-1]) | ((buckets[1:] == buckets[:-1]) & (unsigned[1:] > unsigned[:-1]))

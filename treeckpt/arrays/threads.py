@@ -1,6 +1,8 @@
-"""Calls functions at the same time, in the caller's thread and a few others.
+"""Calls functions in parallel, in the caller's thread and in those of an executor.
 
-Worth it for what leaves Python's lock alone for long, as numpy's copies and sorts do.
+It is of use for functions that release Python's global lock for long, as numpy's copies and sorts. An executor alone
+does not suffice: it refuses work while the interpreter exits, when saves at exit still run, and after an error it
+leaves other functions running, which may write to memory that the caller reuses.
 """
 
 from __future__ import annotations
@@ -14,35 +16,35 @@ __all__ = ["WorkerThreads"]
 
 
 class WorkerThreads:
-    """Some threads, which start with the first work and end when nobody has the team any more.
+    """A group of threads, which start with the first call and end when the object is deleted.
 
     Args:
-        threads: the caller's among them.
+        threads: their number, including the caller's thread.
     """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "treeckpt-team")
 
-    def __call__(self, works: Sequence[Callable[[], object]]) -> None:
-        """Calls all of them, in about their order; when none is running any more, returns or raises the first error."""
-        left = deque(works)
+    def __call__(self, functions: Sequence[Callable[[], object]]) -> None:
+        """Calls all functions, in about their order; once none runs any more, returns or raises the first error."""
+        left = deque(functions)
 
         def work() -> None:
             while left:
                 try:
-                    one = left.popleft()
+                    function = left.popleft()
                 except IndexError:  # another thread took the last one
                     return
                 try:
-                    one()
+                    function()
                 except BaseException:
                     left.clear()
                     raise
 
         helpers: list[Future[None]] = []
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts no thread any more: less help then
-            helpers.extend(self._pool.submit(work) for _ in range(min(self._threads, len(works)) - 1))
+        with contextlib.suppress(RuntimeError):  # the interpreter exits and starts no thread: fewer helpers then
+            helpers.extend(self._pool.submit(work) for _ in range(min(self._threads, len(functions)) - 1))
         try:
             work()
         finally:

@@ -1,7 +1,7 @@
-"""torch tensors as leaves: Tensor, Parameter, Buffer, and DTensor on any mesh.
+"""The adapter of torch: Tensor, Parameter, Buffer, and DTensor on any mesh.
 
 A CPU tensor is addressed in place through numpy, whatever its strides. Tensors on other devices, and conjugate or
-negative views, are read and written box by box. A DTensor's pieces follow from its mesh and placements.
+negative views, are read and written box by box. A DTensor's pieces are computed from its mesh and placements.
 """
 
 from __future__ import annotations
@@ -21,14 +21,26 @@ from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import Typed
 from ..errors import FormatError, MismatchError, TreeError
-from .base import Box, Piece, Source, Storage, Take, Target, TargetPiece, local_pieces, local_shape_of, overlaps_itself
+from .base import (
+    Allocate,
+    ArraySource,
+    ArrayTarget,
+    Box,
+    SourcePiece,
+    Storage,
+    TargetPiece,
+    local_pieces,
+    local_shape_of,
+    overlaps_itself,
+)
 from .dtensor import is_dtensor, layout_of, local_of
 from .numpy import cast as cast_as_numpy
-from .plain_tensor import COMMON, PLAIN, describe, dtype_name, is_common, kind_of, memory_of
-from .torch_memory import data_of, raw_of, signed
+from .plain_tensor import PLAIN_CLASSES, PLAIN_DTYPES, dtype_name, is_plain, kind_of, plain_info, plain_memory
+from .torch_memory import raw_array, signed_dtype, tensor_data
 
 __all__ = [
     "abstract",
+    "as_kind",
     "cast",
     "decode",
     "dtype_name",
@@ -46,12 +58,12 @@ __all__ = [
 
 @lru_cache(maxsize=256)
 def torch_dtype(name: str, path: str = "") -> torch.dtype:
-    """The torch dtype of this name.
+    """Returns the torch dtype of a name.
 
     Raises:
-        MismatchError: this torch has none.
+        MismatchError: this version of torch has none.
     """
-    dtype = vars(torch).get(name)  # getattr imports what torch loads late
+    dtype = vars(torch).get(name)  # getattr imports modules that torch loads lazily
     if not isinstance(dtype, torch.dtype):
         raise MismatchError(
             path, expected="a dtype that torch has", found=name, hint="Load it as a numpy array, with like="
@@ -63,7 +75,7 @@ known_dtype = torch_dtype
 
 
 def _check(leaf: torch.Tensor, path: str) -> None:
-    """Refuses what has no bytes of its own, or none that mean the same elsewhere."""
+    """Refuses tensors without bytes of their own, and those whose bytes depend on more than dtype and shape."""
     kind = type(leaf)
     reason = None
     if leaf.is_nested:
@@ -74,7 +86,7 @@ def _check(leaf: torch.Tensor, path: str) -> None:
         reason = f"a tensor of layout {leaf.layout}"
     elif leaf.is_quantized:
         reason = f"a quantised tensor ({leaf.dtype})"
-    elif kind not in PLAIN and not is_dtensor(leaf):
+    elif kind not in PLAIN_CLASSES and not is_dtensor(leaf):
         reason = f"the tensor subclass {kind.__module__}.{kind.__qualname__}"
     if reason is not None:
         raise TreeError(
@@ -99,15 +111,15 @@ def _spec(leaf: torch.Tensor) -> ArraySpec:
     return ArraySpec(tuple(leaf.shape), dtype_name(leaf.dtype), None, device, leaf.requires_grad, kind_of(leaf))
 
 
-def source(leaf: Any, path: str, rank: int) -> Source | None:
-    """Describes a tensor that is to be saved."""
+def source(leaf: Any, path: str, rank: int) -> ArraySource | None:
+    """Describes a tensor to save."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    if is_common(leaf):
-        common = describe(leaf)
-        if (memory := memory_of(leaf, common)) is not None:
-            return Source(
-                common.spec, None, (Piece(common.whole, memory),), Storage(memory.address, common.nbytes, None)
+    if is_plain(leaf):
+        common = plain_info(leaf)
+        if (memory := plain_memory(leaf, common)) is not None:
+            return ArraySource(
+                common.spec, None, (SourcePiece(common.whole, memory),), Storage(memory.address, common.nbytes, None)
             )
     _check(leaf, path)
     if leaf.is_meta:
@@ -118,18 +130,20 @@ def source(leaf: Any, path: str, rank: int) -> Source | None:
             hint="Materialise the module before saving (to_empty, then load or initialise)",
         )
     spec = _spec(leaf)
-    if type(leaf) not in PLAIN and is_dtensor(leaf):
+    if type(leaf) not in PLAIN_CLASSES and is_dtensor(leaf):
         layout, local = local_of(leaf, path, rank)
         held = held_by(layout, spec.shape, rank)
         storage = _storage(local, path)
-        return Source(spec, layout, [Piece(h.region, data_of(local[_box(h.local, h.region)])) for h in held], storage)
+        return ArraySource(
+            spec, layout, [SourcePiece(h.region, tensor_data(local[_box(h.local, h.region)])) for h in held], storage
+        )
     tensor = leaf.detach() if spec.requires_grad else leaf
     storage = _storage(tensor, path)
-    return Source(spec, None, (Piece(Region.whole(spec.shape), data_of(tensor)),), storage)
+    return ArraySource(spec, None, (SourcePiece(Region.whole(spec.shape), tensor_data(tensor)),), storage)
 
 
 _NUMPY = {name: np.dtype(name) for name in ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")}
-"""The common dtypes that numpy has too."""
+"""The plain dtypes that numpy has too."""
 
 
 def _box(start: tuple[int, ...], region: Region) -> Box:
@@ -137,7 +151,7 @@ def _box(start: tuple[int, ...], region: Region) -> Box:
 
 
 def _storage(tensor: torch.Tensor, path: str) -> Storage | None:
-    """Which memory a tensor shows.
+    """Returns the memory of a tensor.
 
     Raises:
         TreeError: more than its storage has.
@@ -162,11 +176,11 @@ def _storage(tensor: torch.Tensor, path: str) -> Storage | None:
 
 
 def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
-    """What the tensor is, without its data; of a DTensor also which regions this rank holds."""
+    """Returns the spec of a tensor; for a DTensor with the regions that this rank holds."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    if is_common(leaf):
-        return describe(leaf).spec
+    if is_plain(leaf):
+        return plain_info(leaf).spec
     _check(leaf, path)
     spec = _spec(leaf)
     if not is_dtensor(leaf):
@@ -178,14 +192,14 @@ def abstract(leaf: Any, path: str, rank: int) -> ArraySpec | None:
     return msgspec.structs.replace(spec, regions=regions)
 
 
-def target(leaf: Any, path: str, rank: int) -> Target | None:
-    """Describes a tensor that is to be filled in place."""
+def target(leaf: Any, path: str, rank: int) -> ArrayTarget | None:
+    """Describes a tensor to fill in place."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    if is_common(leaf):
-        common = describe(leaf)
-        if (memory := memory_of(leaf, common)) is not None:
-            return Target(common.spec, leaf, (TargetPiece(common.whole, memory),))
+    if is_plain(leaf):
+        common = plain_info(leaf)
+        if (memory := plain_memory(leaf, common)) is not None:
+            return ArrayTarget(common.spec, leaf, (TargetPiece(common.whole, memory),))
     _check(leaf, path)
     if leaf.device.type == "meta":
         raise MismatchError(
@@ -193,7 +207,7 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
         )
     if is_dtensor(leaf):
         layout, local = local_of(leaf, path, rank)
-        return Target(_spec(leaf), leaf, _pieces(layout, local, tuple(leaf.shape), rank))
+        return ArrayTarget(_spec(leaf), leaf, _pieces(layout, local, tuple(leaf.shape), rank))
     tensor = leaf.detach()
     try:
         _storage(tensor, path)
@@ -206,50 +220,54 @@ def target(leaf: Any, path: str, rank: int) -> Target | None:
             found=f"strides {tensor.stride()} for shape {tuple(tensor.shape)}",
             hint="Use load(path, like=tree), which makes new tensors",
         )
-    return Target(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), data_of(tensor)),))
+    return ArrayTarget(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), tensor_data(tensor)),))
 
 
 def _pieces(layout: MeshLayout, local: torch.Tensor, shape: tuple[int, ...], rank: int) -> list[TargetPiece]:
-    return [TargetPiece(h.region, data_of(local[_box(h.local, h.region)])) for h in held_by(layout, shape, rank)]
+    return [TargetPiece(h.region, tensor_data(local[_box(h.local, h.region)])) for h in held_by(layout, shape, rank)]
 
 
-def like(leaf: Any, path: str, rank: int, device: str | None, *, take: Take | None = None) -> Target | None:
-    """A new tensor of the leaf's shape, dtype, device and layout; on the host where the leaf is on meta."""
+def like(
+    leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
+) -> ArrayTarget | None:
+    """Creates a tensor of the leaf's shape, dtype, device and layout; on the host where the leaf is on meta."""
     if not isinstance(leaf, torch.Tensor):
         return None
     _check(leaf, path)
     where = _device(device, path) or leaf.device
     spec = _spec(leaf)
     if is_dtensor(leaf):
-        return _like_dtensor(leaf, spec, path, rank, where, take)
-    tensor = _new(spec.shape, leaf.dtype, torch.device("cpu") if where.type == "meta" else where, take)
-    return Target(spec, _dress(tensor, spec), (TargetPiece(Region.whole(spec.shape), data_of(tensor)),))
+        return _like_dtensor(leaf, spec, path, rank, where, allocate)
+    tensor = _new(spec.shape, leaf.dtype, torch.device("cpu") if where.type == "meta" else where, allocate)
+    return ArrayTarget(spec, as_kind(tensor, spec), (TargetPiece(Region.whole(spec.shape), tensor_data(tensor)),))
 
 
-def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, take: Take | None) -> torch.Tensor:
+def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
-    if take is None or device.type != "cpu" or not nbytes:
+    if allocate is None or device.type != "cpu" or not nbytes:
         return torch.empty(shape, dtype=dtype, device=device)
-    return _shown(take(nbytes), dtype, 0, math.prod(shape)).view(shape)
+    return _from_buffer(allocate(nbytes), dtype, 0, math.prod(shape)).view(shape)
 
 
-def _like_dtensor(leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch.device, take: Take | None) -> Target:
+def _like_dtensor(
+    leaf: Any, spec: ArraySpec, path: str, rank: int, where: torch.device, allocate: Allocate | None
+) -> ArrayTarget:
     from torch.distributed.tensor import DTensor
 
     layout = layout_of(leaf, path)
     shape = local_shape(layout, spec.shape, rank)
     device = torch.device(leaf.device_mesh.device_type) if where.type == "meta" else where
-    local = _new(shape if shape is not None else (0,), leaf.dtype, device, take)
+    local = _new(shape if shape is not None else (0,), leaf.dtype, device, allocate)
     pieces = _pieces(layout, local, spec.shape, rank) if shape is not None else ()
     made = DTensor(local, leaf._spec, requires_grad=False)  # from_local loses the shape of a scalar outside of the mesh
-    return Target(spec, _dress(made, spec), pieces)
+    return ArrayTarget(spec, as_kind(made, spec), pieces)
 
 
 def _device(device: str | None, path: str) -> torch.device | None:
-    """The device that load was told to use, None where each tensor has its own."""
+    """Returns the device that was passed to load; None where each tensor keeps its own."""
     if device in (None, "original"):
         return None
-    where = _here(str(device), "device")
+    where = _checked_device(str(device), "device")
     if where.type == "meta":
         raise MismatchError(
             path,
@@ -261,11 +279,11 @@ def _device(device: str | None, path: str) -> torch.device | None:
 
 
 @lru_cache(maxsize=64)
-def _here(device: str, path: str) -> torch.device:
-    """A device of this program.
+def _checked_device(device: str, path: str) -> torch.device:
+    """Returns a device of this machine.
 
     Raises:
-        MismatchError: no such device, or it is not here.
+        MismatchError: there is no such device.
     """
     try:
         where = torch.device(device)
@@ -273,26 +291,26 @@ def _here(device: str, path: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA raises an AssertionError
         raise MismatchError(
             path,
-            expected=f'a device of torch that is here, as "{_devices()[-1]}"',
-            found=f"{device!r:.60}, with {', '.join(_devices())} here",
+            expected=f'a device of torch that is here, as "{_device_names()[-1]}"',
+            found=f"{device!r:.60}, with {', '.join(_device_names())} here",
             hint=f"{error!s:.300}",
         ) from error
     return where
 
 
-def _devices() -> list[str]:
-    """The devices of this program, as far as there are few."""
+def _device_names() -> list[str]:
+    """Returns the names of the devices of this machine, at most eight of a kind."""
     kinds = [
         kind for kind in ("cuda", "xpu", "mps") if (module := getattr(torch, kind, None)) and module.is_available()
     ]
     return ["cpu", *(f"{kind}:{i}" for kind in kinds for i in range(min(8, getattr(torch, kind).device_count())))]
 
 
-def _dress(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
-    """The tensor as the kind that the spec says. Its memory is filled later, which autograd does not see.
+def as_kind(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
+    """Returns the tensor as the kind that the spec names. Its memory is filled later, which autograd does not record.
 
     Raises:
-        FormatError: it is to have gradients, and its dtype can have none.
+        FormatError: the spec requires gradients, and its dtype cannot have any.
     """
     if spec.requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
         raise FormatError(
@@ -305,39 +323,39 @@ def _dress(tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
     return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
-def empty(spec: ArraySpec, path: str, device: str | None, *, take: Take | None = None) -> Target:
-    """A new tensor from a spec: of its regions, or of the whole; on the host unless `device` says otherwise."""
-    where = _here(spec.device or "cpu", path) if device == "original" else _device(device, path)
-    tensor = _new(local_shape_of(spec), torch_dtype(spec.dtype, path), where or torch.device("cpu"), take)
-    return Target(spec, _dress(tensor, spec), local_pieces(spec, lambda box: data_of(tensor[box])))
+def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate | None = None) -> ArrayTarget:
+    """Creates a tensor from a spec: for its regions, or for the whole array; on the host unless `device` is given."""
+    where = _checked_device(spec.device or "cpu", path) if device == "original" else _device(device, path)
+    tensor = _new(local_shape_of(spec), torch_dtype(spec.dtype, path), where or torch.device("cpu"), allocate)
+    return ArrayTarget(spec, as_kind(tensor, spec), local_pieces(spec, lambda box: tensor_data(tensor[box])))
 
 
 def wrap(spec: ArraySpec, memory: memoryview, offset: int) -> torch.Tensor:
-    """A tensor that shows `memory` from byte `offset` on, without a copy."""
-    if (known := _NUMPY.get(spec.dtype)) is not None:  # half the time of frombuffer and view
-        return _dress(torch.from_numpy(np.ndarray(spec.shape, known, memory, offset)), spec)
-    tensor = _shown(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
-    return _dress(tensor if tensor.shape == spec.shape else tensor.view(spec.shape), spec)
+    """Returns a tensor that uses `memory` from byte `offset` on, without a copy."""
+    if (known := _NUMPY.get(spec.dtype)) is not None:  # takes half the time of frombuffer and view
+        return as_kind(torch.from_numpy(np.ndarray(spec.shape, known, memory, offset)), spec)
+    tensor = _from_buffer(memory, torch_dtype(spec.dtype), offset, math.prod(spec.shape))
+    return as_kind(tensor if tensor.shape == spec.shape else tensor.view(spec.shape), spec)
 
 
-def _shown(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
-    if dtype in COMMON:
+def _from_buffer(memory: memoryview, dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
+    if dtype in PLAIN_DTYPES:
         return torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size * dtype.itemsize, offset=offset).view(dtype)
 
 
 def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> torch.Tensor:
-    """A strided window into the elements of a contiguous tensor, sharing its memory."""
-    return _dress(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
+    """Returns a strided view, in elements, of a contiguous tensor."""
+    return as_kind(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
 
 
 def mark_written(leaves: Sequence[torch.Tensor]) -> None:
-    """A backward that needs what a tensor held before raises, as after `copy_`, instead of giving wrong gradients."""
+    """Raises the version counters: a backward that needs the old content raises, as after `copy_`."""
     torch.autograd.graph.increment_version(leaves)
 
 
 def encode(value: Any) -> Typed | None:
-    """torch.Size, dtype, device, layout and memory format."""
+    """Returns the stored form of a torch.Size, dtype, device, layout or memory format."""
     if type(value) is torch.Size:
         return Typed("torch.Size", tuple(value))
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
@@ -348,7 +366,7 @@ def encode(value: Any) -> Typed | None:
 
 
 def decode(value: Typed) -> Any:
-    """The inverse of `encode`."""
+    """Returns the value of a stored form."""
     kind, items = value.kind.removeprefix("torch."), value.items
     if not value.kind.startswith("torch."):
         raise LookupError(value.kind)
@@ -364,9 +382,9 @@ def decode(value: Typed) -> Any:
 
 
 def cast(data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
-    """Elements of raw dtype, converted from one dtype to another as torch does, else as ml_dtypes does."""
+    """Converts elements of raw dtype from one dtype to another as torch does, else as ml_dtypes does."""
     try:
-        part = torch.from_numpy(np.ascontiguousarray(data).view(signed(data.itemsize))).view(torch_dtype(saved))
-        return raw_of(part.to(torch_dtype(wanted)))
+        part = torch.from_numpy(np.ascontiguousarray(data).view(signed_dtype(data.itemsize))).view(torch_dtype(saved))
+        return raw_array(part.to(torch_dtype(wanted)))
     except (MismatchError, NotImplementedError):  # torch has no such dtype, or cannot convert it
         return cast_as_numpy(data, saved, wanted)

@@ -1,4 +1,4 @@
-"""The memory of tensors as the engine sees it: through numpy where that can address it, else box by box."""
+"""Reads and writes the memory of tensors: through numpy where that can address it, else box by box."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from .base import Box, HostArray, HostMemory, Window, raw_dtype
-from .cuda import copy_aside
-from .plain_tensor import describe, is_common, memory_of
+from .base import Box, HostArray, HostMemory, StridedMemory, raw_dtype
+from .cuda import start_copy_to_host
+from .plain_tensor import is_plain, plain_info, plain_memory
 
-__all__ = ["DeviceArray", "data_of", "raw_of", "signed"]
+__all__ = ["DeviceArray", "raw_array", "signed_dtype", "tensor_data"]
 
 _RAW = {size: raw_dtype(size).str for size in (1, 2, 4, 8, 16)}
 
 
-class _Memory:
-    """A tensor's memory for numpy. `Tensor.numpy` would do, but marks the user's storage as not to be resized."""
+class _ArrayInterface:
+    """A tensor's memory for numpy. `Tensor.numpy` is not used because it marks the user's storage as not resizable."""
 
     __slots__ = ("__array_interface__", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.dtype.itemsize
-        self._tensor = tensor  # numpy keeps this object, and so the memory, alive
+        self._tensor = tensor  # numpy keeps this object alive, and so the memory
         self.__array_interface__ = {
             "version": 3,
             "shape": tuple(tensor.shape),
@@ -34,55 +34,57 @@ class _Memory:
         }
 
 
-def raw_of(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as a numpy array of raw dtype with the same shape and strides."""
+def raw_array(tensor: torch.Tensor) -> np.ndarray:
+    """Returns the tensor's memory as a numpy array of raw dtype with the same shape and strides."""
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), raw_dtype(tensor.dtype.itemsize))
-    return np.asarray(_Memory(tensor))
+    return np.asarray(_ArrayInterface(tensor))
 
 
 class DeviceArray:
-    """A tensor that numpy cannot address: moved box by box."""
+    """Reads and writes a tensor that numpy cannot address, box by box."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
     @property
-    def window(self) -> Window | None:
-        """Where it stands; None where its bytes are not those of its elements."""
+    def window(self) -> StridedMemory | None:
+        """Addresses of the elements; None where the bytes there are not those of the elements (conjugate views)."""
         tensor, size = self.tensor, self.tensor.dtype.itemsize
         if not tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
             return None
-        return Window(tensor.data_ptr(), tuple(tensor.shape), tuple(step * size for step in tensor.stride()), size)
+        return StridedMemory(
+            tensor.data_ptr(), tuple(tensor.shape), tuple(step * size for step in tensor.stride()), size
+        )
 
     def read(self, box: Box) -> np.ndarray:
         part = self.tensor[box].resolve_conj().resolve_neg()
-        return raw_of(part.cpu())
+        return raw_array(part.cpu())
 
     def copy_to(self, box: Box, target: np.ndarray) -> Callable[[], None] | None:
-        """Copies a box to bytes of host memory; returns what waits for it, None if it is done."""
+        """Copies a box to host memory; returns a function that waits for the end, None if the copy is complete."""
         part = self.tensor[box]
         out = torch.from_numpy(target).view(part.dtype).view(part.shape)
         if part.is_cuda:
-            return copy_aside(part, out)
+            return start_copy_to_host(part, out)
         out.copy_(part)
         return None
 
     def write(self, box: Box, data: np.ndarray) -> None:
-        part = torch.from_numpy(np.ascontiguousarray(data).view(signed(data.itemsize)))
+        part = torch.from_numpy(np.ascontiguousarray(data).view(signed_dtype(data.itemsize)))
         target = self.tensor[box]
-        target.copy_(part.view(self.tensor.dtype).view(target.shape))  # numpy makes a scalar one-dimensional
+        target.copy_(part.view(self.tensor.dtype).view(target.shape))  # numpy turns a scalar into a 1-D array
 
 
-def signed(size: int) -> np.dtype[Any]:
-    """A numpy dtype that torch takes over, for elements of a width."""
+def signed_dtype(size: int) -> np.dtype[Any]:
+    """Returns the numpy dtype of elements of `size` bytes that torch accepts."""
     return np.dtype("<c16") if size == 16 else np.dtype(f"<i{size}") if size > 1 else np.dtype("u1")
 
 
-def data_of(tensor: torch.Tensor) -> HostMemory | HostArray | DeviceArray:
-    """What gives and takes the elements of a tensor."""
-    if is_common(tensor) and (memory := memory_of(tensor, describe(tensor))) is not None:
+def tensor_data(tensor: torch.Tensor) -> HostMemory | HostArray | DeviceArray:
+    """Returns the reader and writer of a tensor's elements."""
+    if is_plain(tensor) and (memory := plain_memory(tensor, plain_info(tensor))) is not None:
         return memory
     if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
-        return HostArray(raw_of(tensor))
+        return HostArray(raw_array(tensor))
     return DeviceArray(tensor)

@@ -9,7 +9,7 @@ written, with the leaf's path; `dry_run=True` lists it all.
 """
 
 from .contents import Finding
-from .converting import (
+from .conversion import (
     FORMATS,
     SOURCES,
     ConvertReport,

@@ -1,9 +1,9 @@
-"""Are the bytes of an archive's entry those that were written? The CRC-32 that stands beside them, compared once.
+"""Verification of the CRC-32 of archive entries, once for each entry.
 
-An entry that is to be read as a whole (`expect_whole`) is summed up while it is read: each stretch has its own CRC,
-whoever reads it and in whatever order; when none is left these are put together by arithmetic over GF(2), as zlib's
-crc32_combine does it. Any other entry is read through once before the first of its bytes is given away. A CRC of zero
-says nothing: torch writes it where it was told not to compute them (`set_crc32_options`).
+The CRC of an entry that is read as a whole (`expect_whole`) is computed while it is read: each range has its own CRC,
+in any order and from any thread; when no range is left they are combined by arithmetic over GF(2), as zlib's
+crc32_combine does. Any other entry is read completely once before its first bytes are returned. A CRC of zero is not
+compared: torch writes it when checksums are disabled (`set_crc32_options`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..errors import CorruptError
 from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
-from .files import Addresses, Window
+from .files import AddressSpace, FileRange
 
-__all__ = ["Storages", "Sum", "combine_crcs"]
+__all__ = ["ArchiveStorages", "EntryChecksum", "combine_crcs"]
 
 BLOCK = 1 << 20
 """Bytes that are read at a time where an entry is read through."""
@@ -62,7 +62,7 @@ def combine_crcs(parts: Iterable[tuple[int, int]]) -> int:
     return crc
 
 
-class Sum:
+class EntryChecksum:
     """An entry of an archive, whose bytes are compared with its CRC-32 when they are read.
 
     Args:
@@ -70,7 +70,7 @@ class Sum:
         name: of the entry.
     """
 
-    def __init__(self, window: Window, crc: int, name: str) -> None:
+    def __init__(self, window: FileRange, crc: int, name: str) -> None:
         self.window, self.crc, self.name = window, crc, name
         self.leaf = ""
         """The path of a leaf that it holds, for errors."""
@@ -171,7 +171,7 @@ class Sum:
         self._sound = True
 
 
-class Storages(Addresses):
+class ArchiveStorages(AddressSpace):
     """The storages that one conversion meets: their addresses, and the sums of those that are entries of archives.
 
     Args:
@@ -181,17 +181,17 @@ class Storages(Addresses):
     def __init__(self, *, alone: bool = True) -> None:
         super().__init__()
         self.alone = alone
-        self._sums: dict[tuple[str, int], Sum] = {}
+        self._sums: dict[tuple[str, int], EntryChecksum] = {}
         self._lock = threading.Lock()
         self._starts: list[int] = []
         """Addresses of entries, which grow."""
-        self._entries: list[Sum] = []
+        self._entries: list[EntryChecksum] = []
 
-    def sum_of(self, window: Window, crc: int, name: str) -> Sum:
+    def sum_of(self, window: FileRange, crc: int, name: str) -> EntryChecksum:
         """The sum of an entry: the same, however often its archive is opened."""
-        return self._sums.setdefault((window.label, window.start), Sum(window, crc, name))
+        return self._sums.setdefault((window.label, window.start), EntryChecksum(window, crc, name))
 
-    def take_entry(self, entry: Sum) -> int:
+    def take_entry(self, entry: EntryChecksum) -> int:
         """The first address of a stretch for all of an entry."""
         with self._lock:  # archives may be opened while others are read
             address = self.take(entry.window.size)
@@ -199,9 +199,9 @@ class Storages(Addresses):
             self._entries.append(entry)
             return address
 
-    def note(self, path: str, leaf: Any) -> Sum | None:
+    def note(self, path: str, leaf: Any) -> EntryChecksum | None:
         """Learns that a leaf will be read; the entry that it shows, if it shows one."""
-        storage = leaf.storage if isinstance(leaf, Lazy) else None
+        storage = leaf.storage if isinstance(leaf, LazyArray) else None
         entry = self._at(storage.address) if storage is not None else None
         if storage is None or entry is None:
             return None
@@ -215,7 +215,7 @@ class Storages(Addresses):
         """The leaves of entries that were to be read as a whole, and were not."""
         return [entry.leaf for entry in self._entries if entry.is_owing]
 
-    def _at(self, address: int) -> Sum | None:
+    def _at(self, address: int) -> EntryChecksum | None:
         """Whose stretch an address lies in."""
         with self._lock:
             at = bisect.bisect_right(self._starts, address) - 1

@@ -1,4 +1,4 @@
-"""What a conversion carries: a tree as structure and leaves, with arrays that are still in their files.
+"""The tree of a conversion, as structure and leaves, with arrays that are still in their files.
 
 Pure operations on it: taking a subtree, leaving parts out, casting, and putting plain containers in the place of those
 that a format lacks. Each says what it changes (`Finding`), so that all of it can be told before anything is written.
@@ -40,24 +40,24 @@ from ..errors import MismatchError
 __all__ = [
     "NODES",
     "Contents",
+    "ContentsLeaf",
     "Finding",
-    "Leaf",
     "contents_of",
     "exclude",
-    "lower",
+    "lower_containers",
     "map_leaves",
-    "named",
+    "matches_globs",
     "select",
     "spread_ranks",
     "subtree",
     "tree_of",
 ]
 
-Leaf = tuple[str, Any]
+ContentsLeaf = tuple[str, Any]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that does not come out as it went in."""
+    """One leaf or container that a conversion changes."""
 
     path: str
     expected: str
@@ -75,7 +75,7 @@ class Contents(msgspec.Struct, frozen=True):
     """A tree on its way from one format to another."""
 
     structure: Structure
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[ContentsLeaf, ...]
     """In the structure's order, with their paths."""
     label: str
     """Where they come from, for errors."""
@@ -100,7 +100,7 @@ def _below(path: str, key: object) -> str:
     return f"{path}/{text}" if path else text
 
 
-def named(path: str, globs: Sequence[str]) -> bool:
+def matches_globs(path: str, globs: Sequence[str]) -> bool:
     """Whether a glob names a path or something above it."""
     return compile_globs(tuple(globs)).match(path)
 
@@ -143,16 +143,16 @@ def select(contents: Contents, globs: Sequence[str]) -> Contents:
         MismatchError: a glob names nothing.
     """
     for glob in globs:
-        if not any(named(path, (glob,)) for path, _ in contents.leaves):
+        if not any(matches_globs(path, (glob,)) for path, _ in contents.leaves):
             raise MismatchError(
                 f"{glob}: {contents.label}", expected="a glob that names some leaf", found="none of that name"
             )
-    return _kept(contents, lambda path: named(path, globs))
+    return _kept(contents, lambda path: matches_globs(path, globs))
 
 
 def exclude(contents: Contents, globs: Sequence[str]) -> Contents:
     """All but what globs over paths name; None where that is an element of a sequence and cannot be read."""
-    kept = _kept(contents, lambda path: not named(path, globs))
+    kept = _kept(contents, lambda path: not matches_globs(path, globs))
     gone = [
         Finding(path, "sequences without gaps", "what cannot be read", "None")
         for path, leaf in kept.leaves
@@ -239,7 +239,7 @@ def _is_known(node: Node) -> bool:
     return True
 
 
-def lower(contents: Contents, holds: frozenset[type]) -> Contents:
+def lower_containers(contents: Contents, holds: frozenset[type]) -> Contents:
     """The contents with plain containers in the place of those that a format does not hold."""
     findings: list[Finding] = []
     plain = ", ".join(name for kind, name in _PLAIN.items() if kind in holds)
@@ -271,14 +271,14 @@ def _lowered(node: Node, children: tuple[Structure, ...]) -> Node:
 
 
 def spread_ranks(
-    structure: Structure, leaf: Callable[[int, int | None], Leaf]
-) -> tuple[Structure, list[Leaf], list[Finding]]:
+    structure: Structure, leaf: Callable[[int, int | None], ContentsLeaf]
+) -> tuple[Structure, list[ContentsLeaf], list[Finding]]:
     """A structure with a dict by rank in the place of each `PerRank`, and its leaves.
 
     Args:
         leaf: gives leaf number i, as of a rank where it is under a `PerRank`; its path may name the rank as `~rank*`.
     """
-    leaves: list[Leaf] = []
+    leaves: list[ContentsLeaf] = []
     findings: list[Finding] = []
     counter = iter(range(1 << 62))
 

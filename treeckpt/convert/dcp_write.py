@@ -12,18 +12,18 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.torch import torch_dtype
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
 from ..core.tree.flatten import flatten, replace_leaves
 from ..errors import TreeError
 from .contents import tree_of
-from .dcp import METADATA
-from .holding import Held
-from .output import Output, OutputFile, Part
-from .torch_write import Archive, build_archive
-from .writing import slice_of
+from .dcp_read import METADATA
+from .format_fit import FittedContents
+from .layout import slice_of
+from .output import Output, OutputFile, OutputPart
+from .torch_write import TorchArchiveLayout, build_archive
 
 __all__ = ["lay_out_dcp"]
 
@@ -31,27 +31,27 @@ CHUNK = 256 << 20
 """Bytes of a chunk, at most: what a reader, or a rank that writes, has to take at once."""
 
 
-class _Item(msgspec.Struct, frozen=True):
+class _DcpItem(msgspec.Struct, frozen=True):
     """An entry of a file: a chunk of a tensor, or another value."""
 
     name: str
-    archive: Archive
+    archive: TorchArchiveLayout
     offset: tuple[int, ...] | None
     """Of a chunk."""
     number: int = 0
 
 
-def lay_out_dcp(held: Held, *, max_shard_size: int) -> Output:
+def lay_out_dcp(held: FittedContents, *, max_shard_size: int) -> Output:
     """The files of a DCP directory.
 
     Raises:
         TreeError: DCP would give two leaves one name.
     """
     tree = tree_of(held.contents)
-    arrays: dict[int, tuple[str, Lazy]] = {}
+    arrays: dict[int, tuple[str, LazyArray]] = {}
     leaves: list[Any] = []
     for path, leaf in held.contents.leaves:
-        if isinstance(leaf, Lazy):  # DCP's own traversal decides what is an entry: it looks for tensors
+        if isinstance(leaf, LazyArray):  # DCP's own traversal decides what is an entry: it looks for tensors
             mark = torch.empty(leaf.spec.shape, dtype=torch_dtype(leaf.spec.dtype, path), device="meta")
             arrays[id(mark)] = path, leaf
             leaf = mark
@@ -62,31 +62,31 @@ def lay_out_dcp(held: Held, *, max_shard_size: int) -> Output:
     except ValueError as error:
         raise TreeError(held.contents.label, expected="a name of its own for each leaf", found=f"{error}") from error
     entries: dict[str, Any] = {}
-    items: list[_Item] = []
+    items: list[_DcpItem] = []
     for name, value in flat.items():
         if isinstance(value, torch.Tensor):
             entries[name], chunks = _tensor(name, *arrays[id(value)])
             items += chunks
         else:
             entries[name] = dcp.BytesStorageMetadata()
-            items.append(_Item(name, _value(name, value, arrays), None))
+            items.append(_DcpItem(name, _value(name, value, arrays), None))
     return _packed(entries, paths, items, max_shard_size)
 
 
-def _tensor(name: str, path: str, lazy: Lazy) -> tuple[Any, list[_Item]]:
+def _tensor(name: str, path: str, lazy: LazyArray) -> tuple[Any, list[_DcpItem]]:
     dtype = torch_dtype(lazy.spec.dtype, path)
     chunks: list[Any] = []
-    items: list[_Item] = []
+    items: list[_DcpItem] = []
     itemsize = dtype_of(lazy.spec.dtype).itemsize
     for number, box in enumerate(tiles(Region.whole(lazy.spec.shape), CHUNK // itemsize)):
         chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
         piece = slice_of(lazy, box)
-        items.append(_Item(name, build_archive(piece, [(path, piece)], {}, "archive"), box.offset, number))
+        items.append(_DcpItem(name, build_archive(piece, [(path, piece)], {}, "archive"), box.offset, number))
     properties = dcp.TensorProperties(dtype=dtype)
     return dcp.TensorStorageMetadata(properties, torch.Size(lazy.spec.shape), chunks), items
 
 
-def _value(name: str, value: Any, arrays: dict[int, tuple[str, Lazy]]) -> Archive:
+def _value(name: str, value: Any, arrays: dict[int, tuple[str, LazyArray]]) -> TorchArchiveLayout:
     """A value, and what tensors it holds: a tuple is one entry."""
     leaves: list[tuple[str, Any]] = []
     for below, leaf in flatten(value)[1]:
@@ -95,10 +95,10 @@ def _value(name: str, value: Any, arrays: dict[int, tuple[str, Lazy]]) -> Archiv
     return build_archive(value, leaves, {}, "archive")
 
 
-def _packed(entries: dict[str, Any], paths: Any, items: Sequence[_Item], limit: int) -> Output:
+def _packed(entries: dict[str, Any], paths: Any, items: Sequence[_DcpItem], limit: int) -> Output:
     """Items one after the other, in files of at most `limit` bytes; a larger item alone."""
     files: list[OutputFile] = []
-    parts: list[Part] = []
+    parts: list[OutputPart] = []
     places: dict[Any, Any] = {}
     literals: list[tuple[int, bytes]] = []
     at = 0

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import Storage, raw_dtype
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.numpy import dtype_name
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
@@ -28,11 +28,11 @@ from ..io.storage.open import open_store
 from ..io.storage.store import LocalStore, Store
 
 __all__ = [
-    "Addresses",
-    "Flat",
-    "Readable",
-    "Window",
-    "c_steps",
+    "AddressSpace",
+    "FileRange",
+    "FlatReader",
+    "ReadableRange",
+    "c_strides",
     "file_window",
     "flat_array",
     "flat_of",
@@ -48,11 +48,11 @@ NARROW = 4096
 ADDRESSES = 1 << 60
 """Where addresses begin that stand for bytes in files: no memory is there."""
 
-Flat = Callable[[int, int], np.ndarray]
+FlatReader = Callable[[int, int], np.ndarray]
 """Gives `count` elements from number `start` on, of raw dtype, in one dimension."""
 
 
-class Window(msgspec.Struct, frozen=True):
+class FileRange(msgspec.Struct, frozen=True):
     """A stretch of a file."""
 
     store: Store
@@ -66,7 +66,7 @@ class Window(msgspec.Struct, frozen=True):
         """The file, for errors."""
         return f"{self.store.url}/{self.name}"
 
-    def within(self, start: int, size: int) -> Window:
+    def within(self, start: int, size: int) -> FileRange:
         """A stretch of this one.
 
         Raises:
@@ -79,7 +79,7 @@ class Window(msgspec.Struct, frozen=True):
                 found=f"{self.size} bytes in all",
                 hint="The file is damaged, was cut short, or lies; get it anew from where it was written",
             )
-        return Window(self.store, self.name, self.start + start, size)
+        return FileRange(self.store, self.name, self.start + start, size)
 
     def read(self, start: int, size: int) -> np.ndarray:
         """Bytes of it, as uint8[size]."""
@@ -95,7 +95,7 @@ class Window(msgspec.Struct, frozen=True):
             self.store.read_into(self.name, inner.start, out.data, shared=shared)
 
 
-def file_window(path: str | os.PathLike[str]) -> Window:
+def file_window(path: str | os.PathLike[str]) -> FileRange:
     """A whole local file.
 
     Raises:
@@ -130,7 +130,7 @@ def open_foreign(path: str | os.PathLike[str] | Store) -> Store:
     return ForeignStore(store.directory) if type(store) is LocalStore else store
 
 
-def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -> Window:
+def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -> FileRange:
     """A whole file of a store.
 
     Raises:
@@ -139,10 +139,10 @@ def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -
     size = (sizes if sizes is not None else store.sizes()).get(name)
     if size is None:
         raise CheckpointNotFound(f"{store.url}/{name}", expected="a file", found="none", hint="Check the path")
-    return Window(store, name, 0, size)
+    return FileRange(store, name, 0, size)
 
 
-class Readable(Protocol):
+class ReadableRange(Protocol):
     """A stretch of a file, or what stands for one."""
 
     def read(self, start: int, size: int) -> np.ndarray:
@@ -150,7 +150,7 @@ class Readable(Protocol):
         ...
 
 
-class Addresses:
+class AddressSpace:
     """Gives stretches of an address space to the storages of a conversion, so that ties and views are found in it."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Addresses:
         return start
 
 
-def read_strided(flat: Flat, itemsize: int, offset: int, strides: tuple[int, ...], box: Region) -> np.ndarray:
+def read_strided(flat: FlatReader, itemsize: int, offset: int, strides: tuple[int, ...], box: Region) -> np.ndarray:
     """A box of a strided array over a flat stretch of elements.
 
     What is read is cut until it is hardly more than what is wanted, so a box of a transposed array costs many small
@@ -191,14 +191,14 @@ def read_strided(flat: Flat, itemsize: int, offset: int, strides: tuple[int, ...
     return out
 
 
-def c_steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides in elements of an array in C order."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def strided_array(
-    spec: ArraySpec, flat: Flat, offset: int, strides: tuple[int, ...] | None, address: int | None
-) -> Lazy:
+    spec: ArraySpec, flat: FlatReader, offset: int, strides: tuple[int, ...] | None, address: int | None
+) -> LazyArray:
     """A lazy array over a flat stretch of elements.
 
     Args:
@@ -206,8 +206,8 @@ def strided_array(
         address: of the stretch; None where it is not to be compared with others.
     """
     itemsize = dtype_of(spec.dtype).itemsize
-    steps = c_steps(spec.shape) if strides is None else strides
-    plain = all(s == c or n == 1 for n, s, c in zip(spec.shape, steps, c_steps(spec.shape), strict=True))
+    steps = c_strides(spec.shape) if strides is None else strides
+    plain = all(s == c or n == 1 for n, s, c in zip(spec.shape, steps, c_strides(spec.shape), strict=True))
 
     def read(region: Region) -> np.ndarray:
         return read_strided(flat, itemsize, offset, steps, region)
@@ -216,10 +216,10 @@ def strided_array(
     if address is not None and math.prod(spec.shape):
         span = 1 + sum((n - 1) * s for n, s in zip(spec.shape, steps, strict=True))
         storage = Storage(address + offset * itemsize, span * itemsize, None if plain else steps)
-    return Lazy(spec, read, storage)
+    return LazyArray(spec, read, storage)
 
 
-def flat_array(spec: ArraySpec, window: Window, address: int | None = None) -> Lazy:
+def flat_array(spec: ArraySpec, window: FileRange, address: int | None = None) -> LazyArray:
     """A lazy array that is all of a stretch of a file, in C order.
 
     Raises:
@@ -230,14 +230,16 @@ def flat_array(spec: ArraySpec, window: Window, address: int | None = None) -> L
     return strided_array(spec, flat_of(window, itemsize), 0, None, address)
 
 
-def flat_of(window: Readable, itemsize: int) -> Flat:
+def flat_of(window: ReadableRange, itemsize: int) -> FlatReader:
     """The elements of a stretch of a file."""
     raw = raw_dtype(itemsize)
     return lambda start, count: window.read(start * itemsize, count * itemsize).view(raw)
 
 
-def memory_array(array: np.ndarray) -> Lazy:
+def memory_array(array: np.ndarray) -> LazyArray:
     """An array of numpy that is in memory, as the others are."""
     array = array if array.dtype.byteorder != ">" else array.astype(array.dtype.newbyteorder("<"))
     raw = np.ascontiguousarray(array).reshape(-1).view(raw_dtype(array.itemsize)).reshape(array.shape)
-    return Lazy(ArraySpec(array.shape, dtype_name(array.dtype, ""), kind="numpy"), lambda region: raw[region.slices()])
+    return LazyArray(
+        ArraySpec(array.shape, dtype_name(array.dtype, ""), kind="numpy"), lambda region: raw[region.slices()]
+    )

@@ -13,24 +13,25 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import xxhash
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointExists, MismatchError
+from ..io.comm.collective import Exchange
 from ..io.comm.comm import Comm
-from ..io.comm.failures import Fault, raise_faults, silent_faults, to_fault, wrap_os_error
-from ..io.comm.rounds import Round
+from ..io.comm.failures import wrap_os_error
 from ..io.storage.local_write import sync_directory
 
-__all__ = ["Output", "OutputFile", "Part", "check_free", "run_output"]
+__all__ = ["Output", "OutputFile", "OutputPart", "check_free", "run_output"]
 
 WORKERS = 2
 """Threads that read and write; each holds a tile, and what casting makes of it."""
@@ -48,14 +49,14 @@ class OutputFile(msgspec.Struct, frozen=True):
     """Bytes that are known, and where they go."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class OutputPart(msgspec.Struct, frozen=True):
     """A region of an array, and where in which file it goes, in C order."""
 
     file: int
     start: int
     path: str
     """Of the leaf."""
-    lazy: Lazy
+    lazy: LazyArray
     region: Region
     crcs: tuple[int, ...] = ()
     """Where its CRC-32 goes."""
@@ -73,18 +74,13 @@ class Output(msgspec.Struct, frozen=True):
     """All that is to be written."""
 
     files: tuple[OutputFile, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[OutputPart, ...]
     directory: bool
     """Whether the destination is a directory of the files, or the one file itself."""
 
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
-
-
-class _Word(msgspec.Struct, array_like=True):
-    faults: list[Fault] = []
-    name: str = ""
 
 
 def check_free(destination: Path, output: Output, *, overwrite: bool) -> None:
@@ -113,68 +109,55 @@ def run_output(output: Output, destination: Path, comm: Comm, *, memory: int, ov
     Raises:
         TreeckptError: it failed; on every rank.
     """
-    talk = Round(comm, f"convert {destination}")
-    if (missed := talk.join()) is not None:
-        raise_faults(msgspec.msgpack.decode(missed, type=_Word).faults, str(destination), comm)
-    run = _Run(output, destination, comm, talk, memory, overwrite)
-    with run.prepared() as place:
-        return run.write(place)
+    hint = "Nothing was written; look at the cause"
+    with Exchange(comm, f"convert {destination}", path=str(destination), hint=hint) as exchange:
+        run = _OutputRun(output, destination, comm, exchange, memory, overwrite)
+        with run.prepared() as place:
+            return run.write(place)
 
 
-class _Run:
+class _OutputRun:
+    """One rank's part of the writing."""
+
     def __init__(
-        self, output: Output, destination: Path, comm: Comm, talk: Round, memory: int, overwrite: bool
+        self, output: Output, destination: Path, comm: Comm, exchange: Exchange, memory: int, overwrite: bool
     ) -> None:
-        self.output, self.destination, self.comm, self.talk = output, destination, comm, talk
+        self.output, self.destination, self.comm, self.exchange = output, destination, comm, exchange
         self.memory, self.overwrite = memory, overwrite
-        self.error: Exception | None = None
+        self.temporary: tuple[Path, int] | None = None
+        """On rank 0: the temporary place, and a descriptor that locks it."""
 
-    def _fault(self, act: Callable[[], None]) -> list[Fault]:
-        """Does something; what goes wrong becomes a message."""
+    @contextlib.contextmanager
+    def _wrapped_errors(self) -> Iterator[None]:
         try:
-            act()
-        except Exception as error:
-            self.error = wrap_os_error(error, str(self.destination))
-            return [to_fault(self.error, self.comm.rank)]
-        return []
-
-    def _agree(self, data: bytes, conclude: Callable[[dict[int, bytes]], _Word], *, last: bool) -> _Word:
-        """Every rank's message to rank 0, and its conclusion to every rank; raises what it names."""
-        heard = self.talk.gather(data)
-        word = None
-        if heard is not None:
-            word = _Word(silent_faults(self.talk.lost)) if self.talk.lost else conclude(heard)
-        encoded = msgspec.msgpack.encode(word) if word is not None else None
-        ends = last or (word is not None and bool(word.faults))
-        found = msgspec.msgpack.decode(self.talk.share(encoded, last=ends), type=_Word)
-        hint = "Nothing was written; look at the cause"
-        raise_faults(found.faults, str(self.destination), self.comm, cause=self.error, hint=hint)
-        return found
+            yield
+        except OSError as error:
+            raise wrap_os_error(error, str(self.destination)) from error
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[Path]:
-        """A temporary place, on all ranks the same; rank 0 clears it away whatever happens."""
-        made: list[tuple[Path, int]] = []
-
-        def start(heard: dict[int, bytes]) -> _Word:
-            if other := [rank for rank, digest in heard.items() if digest != heard[0]]:
-                error = MismatchError(
-                    str(self.destination),
-                    expected="the same conversion on every rank",
-                    found=f"another one on rank {', '.join(map(str, other[:8]))}",
-                    hint="Call it with the same arguments, on the same files",
-                )
-                return _Word([to_fault(error, 0, common=True)])
-            faults = self._fault(lambda: made.append(self._make()))
-            return _Word([msgspec.structs.replace(f, common=True) for f in faults], made[0][0].name if made else "")
-
+        """Yields a temporary place, the same on all ranks; rank 0 removes it whatever happens."""
         try:
-            word = self._agree(self._digest(), start, last=False)
-            yield self.destination.parent / word.name
+            name = self.exchange.step(self._digest, self._start, last=False).decode()
+            yield self.destination.parent / name
         finally:
-            for place, fd in made:
+            if self.temporary is not None:
+                place, fd = self.temporary
                 _remove(place)
                 os.close(fd)
+
+    def _start(self, digests: list[bytes]) -> bytes:
+        """On rank 0: compares the ranks' plans and creates the temporary place; returns its name."""
+        if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise MismatchError(
+                str(self.destination),
+                expected="the same conversion on every rank",
+                found=f"another one on rank {', '.join(map(str, other[:8]))}",
+                hint="Call it with the same arguments, on the same files",
+            )
+        with self._wrapped_errors():
+            self.temporary = self._make()
+        return self.temporary[0].name.encode()
 
     def _digest(self) -> bytes:
         state = xxhash.xxh3_128()
@@ -217,24 +200,19 @@ class _Run:
         return place / file.name if self.output.directory else place
 
     def write(self, place: Path) -> int:
-        """Writes this rank's share, and sees it to the end."""
+        """Writes this rank's share; rank 0 publishes the files once all ranks have written theirs."""
         mine = _shares(self.output.parts, self.comm.size)[self.comm.rank]
-        faults = self._fault(lambda: self._write_share(place, mine))
-
-        def finish(heard: dict[int, bytes]) -> _Word:
-            all_faults = [f for data in heard.values() for f in msgspec.msgpack.decode(data, type=list[Fault])]
-            if not all_faults:
-                all_faults = [
-                    msgspec.structs.replace(f, common=True) for f in self._fault(lambda: self._publish(place))
-                ]
-            return _Word(all_faults)
-
-        self._agree(msgspec.msgpack.encode(faults), finish, last=True)
+        self.exchange.step(partial(self._write_share, place, mine), partial(self._publish, place))
         return sum(part.nbytes for part in mine)
 
-    def _write_share(self, place: Path, parts: Sequence[Part]) -> None:
+    def _write_share(self, place: Path, parts: Sequence[OutputPart]) -> bytes:
+        """Writes this rank's parts; rank 0 opens, and so makes durable, files without parts too."""
         tile = max(4096, min(TILE, self.memory // (6 * WORKERS)))
-        with contextlib.ExitStack() as stack, ThreadPoolExecutor(WORKERS, "treeckpt-convert") as pool:
+        with (
+            self._wrapped_errors(),
+            contextlib.ExitStack() as stack,
+            ThreadPoolExecutor(WORKERS, "treeckpt-convert") as pool,
+        ):
             fds: dict[int, int] = {}
             wanted = {part.file for part in parts} | (
                 set(range(len(self.output.files))) if not self.comm.rank else set()
@@ -252,20 +230,24 @@ class _Run:
                 raise
             for fd in fds.values():
                 os.fsync(fd)
+        return b""
 
-    def _publish(self, place: Path) -> None:
-        if self.output.directory:
-            sync_directory(place)
-            with contextlib.suppress(FileNotFoundError):
-                self.destination.rmdir()  # an empty one only: check_free allowed it
-            place.rename(self.destination)
-        else:
-            check_free(self.destination, self.output, overwrite=self.overwrite)
-            place.replace(self.destination)
-        sync_directory(self.destination.parent)
+    def _publish(self, place: Path, _: list[bytes]) -> bytes:
+        """On rank 0: gives the files their names, now that every rank has written its share."""
+        with self._wrapped_errors():
+            if self.output.directory:
+                sync_directory(place)
+                with contextlib.suppress(FileNotFoundError):
+                    self.destination.rmdir()  # an empty one only: check_free allowed it
+                place.rename(self.destination)
+            else:
+                check_free(self.destination, self.output, overwrite=self.overwrite)
+                place.replace(self.destination)
+            sync_directory(self.destination.parent)
+        return b""
 
 
-def _write_part(fd: int, part: Part, tile: int) -> None:
+def _write_part(fd: int, part: OutputPart, tile: int) -> None:
     at, crc = part.start, 0
     for region in tiles(part.region, tile // max(part.itemsize, WIDEST)):
         data = np.ascontiguousarray(part.lazy.read(region)).reshape(-1).view(np.uint8).data
@@ -283,9 +265,9 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(fd, data[done:], offset + done)
 
 
-def _shares(parts: Sequence[Part], world: int) -> list[list[Part]]:
+def _shares(parts: Sequence[OutputPart], world: int) -> list[list[OutputPart]]:
     """The parts of each rank: the largest first, each to whom has the fewest bytes."""
-    found: list[list[Part]] = [[] for _ in range(world)]
+    found: list[list[OutputPart]] = [[] for _ in range(world)]
     loads = [0] * world
     for part in sorted(parts, key=lambda part: -part.nbytes) if world > 1 else parts:
         rank = loads.index(min(loads))

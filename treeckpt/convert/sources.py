@@ -1,4 +1,4 @@
-"""Which format is at a path, and its contents."""
+"""Detection of the format of a checkpoint, and reading of its contents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.format.index import INDEX_NAME
 from ..core.format.shard_header import MAX_NBYTES, padded_nbytes, parse_shard_name
 from ..core.sharding.dtypes import dtype_of
@@ -20,13 +20,13 @@ from ..errors import CheckpointNotFound, FormatError
 from ..io.storage.foreign_formats import HEAD, format_of_head, format_of_names
 from ..io.storage.open import open_store
 from ..io.storage.store import Store
-from . import dcp, hfai, paddle, safetensors
-from .checksums import Storages
+from . import dcp_read, hfai_read, paddle_read, safetensors_files
+from .checksums import ArchiveStorages
 from .contents import Contents, contents_of, map_leaves
-from .files import Window, file_window, memory_array, open_foreign
-from .native import read_native
-from .torch_file import read_torch
-from .values import Refused, refusal
+from .files import FileRange, file_window, memory_array, open_foreign
+from .native_read import read_native
+from .pickle_values import RefusedLeaf, refusal
+from .torch_read import read_torch
 
 __all__ = ["SOURCES", "detect", "open_source"]
 
@@ -75,7 +75,7 @@ def _of_file(path: Path) -> str:
 
 @contextlib.contextmanager
 def open_source(
-    path: str | os.PathLike[str] | Store, kind: str, storages: Storages, exclude: Any
+    path: str | os.PathLike[str] | Store, kind: str, storages: ArchiveStorages, exclude: Any
 ) -> Iterator[Contents]:
     """The contents of a checkpoint, with its arrays left in the files, which are closed at the end.
 
@@ -86,7 +86,7 @@ def open_source(
         CheckpointError: the state of the files.
         TreeError: a leaf that only its own code could make.
     """
-    refused: list[Refused] = []
+    refused: list[RefusedLeaf] = []
     window = file_window(path) if isinstance(path, (str, os.PathLike)) and Path(path).is_file() else None
     store = window.store if window else open_store(path) if kind == "treeckpt" else open_foreign(path)
     with contextlib.closing(store):
@@ -104,10 +104,10 @@ def _all_lazy(contents: Contents) -> Contents:
     Raises:
         FormatError: an array has more dimensions, or bytes, than any library takes.
     """
-    made: dict[int, Lazy] = {}
+    made: dict[int, LazyArray] = {}
 
     def lazy(at: str, leaf: Any) -> Any:
-        if isinstance(leaf, Lazy):
+        if isinstance(leaf, LazyArray):
             shape, itemsize = leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize
             if len(shape) > MAX_NDIM or padded_nbytes(shape, itemsize) >= MAX_NBYTES:
                 raise FormatError(
@@ -122,26 +122,30 @@ def _all_lazy(contents: Contents) -> Contents:
     return map_leaves(contents, lazy)
 
 
-def _of_window(window: Window, kind: str, label: str, storages: Storages, refused: list[Refused]) -> Contents:
+def _of_window(
+    window: FileRange, kind: str, label: str, storages: ArchiveStorages, refused: list[RefusedLeaf]
+) -> Contents:
     if kind == "torch":
         return contents_of(read_torch(window, storages, refused), window.label)
     if kind == "paddle":
-        return contents_of(paddle.read_paddle(window.store, storages, name=window.name), window.label)
-    return _named(*safetensors.read_safetensors(window, storages), label)
+        return contents_of(paddle_read.read_paddle(window.store, storages, name=window.name), window.label)
+    return _named(*safetensors_files.read_safetensors(window, storages), label)
 
 
-def _of_directory(store: Store, kind: str, label: str, storages: Storages, refused: list[Refused]) -> Contents:
+def _of_directory(
+    store: Store, kind: str, label: str, storages: ArchiveStorages, refused: list[RefusedLeaf]
+) -> Contents:
     if kind == "treeckpt":
         return read_native(store, storages, refused)
     if kind == "dcp":
-        return contents_of(dcp.read_dcp(store, storages, refused), store.url)
+        return contents_of(dcp_read.read_dcp(store, storages, refused), store.url)
     if kind == "hfai":
-        return contents_of(hfai.read_hfai(store, storages, refused), store.url)
+        return contents_of(hfai_read.read_hfai(store, storages, refused), store.url)
     if kind == "paddle":
-        return contents_of(paddle.read_paddle(store, storages), store.url)
-    return _named(*safetensors.read_sharded(store, storages), label)
+        return contents_of(paddle_read.read_paddle(store, storages), store.url)
+    return _named(*safetensors_files.read_sharded(store, storages), label)
 
 
-def _named(arrays: dict[str, Lazy], metadata: dict[str, str], label: str) -> Contents:
+def _named(arrays: dict[str, LazyArray], metadata: dict[str, str], label: str) -> Contents:
     known = {key: value for key, value in metadata.items() if key != "format"}
     return contents_of(dict(arrays), label, metadata=known)

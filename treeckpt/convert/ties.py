@@ -1,4 +1,4 @@
-"""Which arrays of a tree are one: found as a save finds them, for formats that can say so, or cannot."""
+"""Ties and views among the arrays of a tree, found as a save finds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ..arrays.describe import describe_tree
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.planning.rank_trees import LeafSpec
 from ..core.tree.spec import StridedView
 from .contents import Contents, map_leaves, tree_of
@@ -25,7 +25,7 @@ class Tie(msgspec.Struct, frozen=True):
 
 def ties_of(contents: Contents) -> dict[str, Tie]:
     """By path, the leaves that share an array with one that stands elsewhere in the tree."""
-    arrays = map_leaves(contents, lambda _, leaf: leaf if isinstance(leaf, Lazy) else None)
+    arrays = map_leaves(contents, lambda _, leaf: leaf if isinstance(leaf, LazyArray) else None)
     found: dict[str, Tie] = {}
     brought: Any = describe_tree(tree_of(arrays), rank=0)
     for spec in brought.inventory.leaves:

@@ -1,1 +1,4 @@
-"""Effects: stores, ranks that talk, and the engine that runs plans."""
+"""Input and output: `comm/` exchanges messages between ranks, `storage/` reads and writes files and object stores.
+
+It imports `core` and `reports`. Start with `storage.store` and `comm.comm`, the interfaces.
+"""

@@ -1,7 +1,7 @@
-"""Is it the checkpoint's fault that a file cannot be read, or that of the process or the machine? What to do, by error.
+"""Translates operating system errors: into an error of the checkpoint or of the machine, and into hints.
 
-A checkpoint is passed over where its files are missing, cut short, changed or unreadable; not where this process may
-not read them, has no descriptors left, or cannot reach the server.
+A checkpoint is skipped where its files are missing, truncated, changed or unreadable; not where this process has no
+permission to read them, has no descriptors left, or cannot reach the server.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 
 from ..errors import CheckpointError, StoreError, TreeckptError
 
-__all__ = ["hint_for", "unreadable"]
+__all__ = ["hint_for", "wrap_read_error"]
 
 _HINTS = {
     errno.EACCES: "Give this user the permission to read and write there",
@@ -24,7 +24,7 @@ _HINTS = {
     errno.EROFS: "The file system is mounted read-only; after an error of the disk it may have become so",
     errno.ENAMETOOLONG: "Choose a shorter path",
 }
-_REFUSED = {
+_NOT_THE_CHECKPOINT = {
     getattr(errno, name)
     for name in [
         "EACCES",
@@ -55,11 +55,13 @@ _REFUSED = {
 
 
 def hint_for(error: OSError) -> str:
-    """What to do about it, where that is known."""
+    """Returns advice for an error, where there is some."""
     return _HINTS.get(error.errno or 0, "Look at the permissions and the health of the disk")
 
 
-def unreadable(error: OSError, path: str, *, kind: type[CheckpointError] = CheckpointError) -> TreeckptError:
-    """The error to raise for one of the system's: `StoreError` where it says nothing of the checkpoint, else `kind`."""
-    made = StoreError if error.errno in _REFUSED else kind
-    return made(path, expected="files that can be read", found=f"{type(error).__name__}: {error}", hint=hint_for(error))
+def wrap_read_error(error: OSError, path: str, *, kind: type[CheckpointError] = CheckpointError) -> TreeckptError:
+    """Returns the error to raise: `StoreError` where the cause is not the checkpoint, else `kind`."""
+    raised = StoreError if error.errno in _NOT_THE_CHECKPOINT else kind
+    return raised(
+        path, expected="files that can be read", found=f"{type(error).__name__}: {error}", hint=hint_for(error)
+    )

@@ -1,4 +1,4 @@
-"""Measures spans: the one place where a clock is read for timings."""
+"""Measures spans; the clock for timings is read only here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Recorder", "RecorderSnapshot"]
 
 
 class RecorderSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """What a recorder has recorded so far, for another process of the same host to go on with."""
+    """The spans of a recorder so far, with which a process of the same host continues."""
 
     created_ns: int
     origin: int
@@ -28,8 +28,8 @@ class Recorder:
     """Collects one rank's spans.
 
     Args:
-        rank: whose spans.
-        wall: Unix nanoseconds, read once; lengths come from `monotonic`.
+        rank: of the spans.
+        wall: returns Unix nanoseconds, called once; durations are measured by `monotonic`.
     """
 
     def __init__(
@@ -47,31 +47,31 @@ class Recorder:
         self._lock = threading.Lock()
 
     @classmethod
-    def resumed(cls, rank: int, trail: RecorderSnapshot) -> Recorder:
-        """A recorder that goes on where another one is; what it adds is for that one's `adopt`."""
+    def resumed(cls, rank: int, snapshot: RecorderSnapshot) -> Recorder:
+        """Returns a recorder that continues from a snapshot; the other recorder `adopt`s the spans that it adds."""
         recorder = cls(rank)
-        recorder.created_ns, recorder._origin = trail.created_ns, trail.origin
-        recorder._spans, recorder._open = list(trail.spans), list(trail.open)
+        recorder.created_ns, recorder._origin = snapshot.created_ns, snapshot.origin
+        recorder._spans, recorder._open = list(snapshot.spans), list(snapshot.open)
         return recorder
 
     @property
-    def trail(self) -> RecorderSnapshot:
-        """All that another recorder needs to go on."""
+    def snapshot(self) -> RecorderSnapshot:
+        """The state from which another recorder continues."""
         with self._lock:
             return RecorderSnapshot(self.created_ns, self._origin, tuple(self._spans), tuple(self._open))
 
     def adopt(self, spans: Sequence[Span]) -> None:
-        """Takes over what a resumed recorder has added, while this one added nothing."""
+        """Adds the spans of a resumed recorder; this one must have added none meanwhile."""
         with self._lock:
             self._spans += spans
 
     def now(self) -> int:
-        """Unix nanoseconds, never going back."""
+        """Returns Unix nanoseconds, which never decrease."""
         return self._origin + self._monotonic()
 
     @contextlib.contextmanager
     def span(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Times a stretch of the calling thread, inside the span that is open."""
+        """Measures the body as a span, inside the open one."""
         start = self.now()
         with self._lock:
             parent = self._open[-1] if self._open else -1
@@ -87,14 +87,14 @@ class Recorder:
                 self._spans[number] = span
 
     def add(self, name: str, start_ns: int, stop_ns: int, nbytes: int = 0) -> None:
-        """Records a stretch that was timed elsewhere, inside the span that is open."""
+        """Records a span that was measured elsewhere, inside the open one."""
         with self._lock:
             parent = self._open[-1] if self._open else -1
             self._spans.append(Span(name, self._rank, start_ns, stop_ns, nbytes, parent))
 
     @property
     def spans(self) -> list[Span]:
-        """Every span so far; one that is still open is given as if it ended now."""
+        """All spans so far; an open one ends now."""
         now = self.now()
         with self._lock:
             return [
@@ -104,5 +104,5 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """Since the recorder was made."""
+        """Seconds since the recorder was created."""
         return (self.now() - self.created_ns) / 1e9

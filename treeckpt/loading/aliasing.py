@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..arrays.base import Target, TargetPiece, Window
-from ..arrays.overlaps import first_difference, is_equal, pairs_of, place_of, same_places, shared
+from ..arrays.base import ArrayTarget, StridedMemory, TargetPiece
+from ..arrays.overlaps import first_difference, in_same_memory, is_equal, memory_key, overlapping_pairs, overlaps_of
 from ..arrays.registry import target_of
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.region import c_strides
@@ -33,7 +33,7 @@ class Wanted(msgspec.Struct, frozen=True, gc=False):
 
     job: Load
     path: str
-    target: Target
+    target: ArrayTarget
 
 
 def check_ties(wanted: Sequence[Wanted]) -> None:
@@ -44,11 +44,11 @@ def check_ties(wanted: Sequence[Wanted]) -> None:
         CorruptError: what had to be read to compare them is damaged.
     """
     targets = [one.target for one in wanted]
-    pairs = [pair for pair in pairs_of(targets) if not _is_one(wanted[pair[0]], wanted[pair[1]])]
+    pairs = [pair for pair in overlapping_pairs(targets) if not _is_one(wanted[pair[0]], wanted[pair[1]])]
     if not pairs:
         return
     limit = wanted[0].job.options.memory
-    stretches = (stretch for pair in pairs for stretch in shared(targets, pair, limit // 2))
+    stretches = (stretch for pair in pairs for stretch in overlaps_of(targets, pair, limit // 2))
     found = first_difference(stretches, lambda pieces: _fill(wanted, pieces), limit)
     if found is not None:
         first, second = (wanted[number].path for number in found)
@@ -89,12 +89,12 @@ def _place_of(leaf: object, rank: int) -> object:
         target = target_of(leaf, "", rank)
     except TreeckptError:
         return None
-    return place_of(target) if target is not None else None
+    return memory_key(target) if target is not None else None
 
 
 def are_equal(first: tuple[Load, str], second: tuple[Load, str], spec: ArraySpec) -> bool:
     """Whether two saved arrays, each a path in a load, have the same bytes in the regions and the dtype of a spec."""
-    wanted = [Wanted(job, path, Target(spec, None, ())) for job, path in (first, second)]
+    wanted = [Wanted(job, path, ArrayTarget(spec, None, ())) for job, path in (first, second)]
     return is_equal(spec, lambda pieces: _fill(wanted, pieces), first[0].options.memory)
 
 
@@ -124,7 +124,7 @@ def _is_one(first: Wanted, second: Wanted) -> bool:
     if first.job is not second.job or first.target.spec.dtype != second.target.spec.dtype:
         return False
     a, b = _leaf(first), _leaf(second)
-    if identity_of(a) == identity_of(b) and same_places(first.target, second.target):
+    if identity_of(a) == identity_of(b) and in_same_memory(first.target, second.target):
         return True
     places = _place(a, first.target), _place(b, second.target)
     return places[0] is not None and places[0] == places[1]
@@ -136,7 +136,7 @@ def identity_of(leaf: Leaf) -> object:
     return (record.of, record.view) if isinstance(record, AliasRecord) else (leaf.number, None)
 
 
-def _place(leaf: Leaf, target: Target) -> tuple[int, int] | None:
+def _place(leaf: Leaf, target: ArrayTarget) -> tuple[int, int] | None:
     """The array that a leaf shows all or a part of, and where it would begin in memory if all of it were there.
 
     None where the elements do not lie as they did when they were saved.
@@ -144,7 +144,7 @@ def _place(leaf: Leaf, target: Target) -> tuple[int, int] | None:
     record, spec = leaf.record, leaf.spec
     if isinstance(leaf, MadeLeaf) or spec is None or spec.dtype != target.spec.dtype or len(target.pieces) != 1:
         return None
-    window: Window | None = getattr(target.pieces[0].data, "window", None)
+    window: StridedMemory | None = getattr(target.pieces[0].data, "window", None)
     if window is None or window.shape != spec.shape:
         return None
     offset, strides = 0, c_strides(spec.shape, 1)

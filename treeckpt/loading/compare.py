@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, Target, TargetPiece, raw_dtype
+from ..arrays.base import ArrayTarget, HostArray, TargetPiece, raw_dtype
 from ..core.analysis.checksum_diff import ByteComparison, Checksums, compare_checksums
 from ..core.analysis.diff import Diff, comparable, diff
 from ..core.analysis.element_stats import as_numbers
@@ -175,6 +175,6 @@ def read_box(side: Side, leaf: Leaf, region: Region, *, rank: int = 0) -> np.nda
     assert leaf.spec is not None, "values are in the index"
     memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
     filling = ReadBatch(side.store, side.index, rank, Recorder(0))
-    filling.want(leaf.path, leaf, Target(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
+    filling.want(leaf.path, leaf, ArrayTarget(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
     filling.run(True, ReadOptions(memory=PART))
     return memory

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import CheckpointError, TreeckptError
-from ..io.os_errors import unreadable
+from ..io.os_errors import wrap_read_error
 from ..io.storage.open import open_store
 from ..io.storage.versions import Replaced, Version
 from .overlay import Bank, as_bank
@@ -53,7 +53,7 @@ def on_one_version(
             except (TreeckptError, OSError) as error:
                 if together or not _is_replaced(versions):
                     if isinstance(error, OSError):
-                        raise unreadable(error, stores[0].url) from error
+                        raise wrap_read_error(error, stores[0].url) from error
                     raise
     raise CheckpointError(
         ", ".join(store.url for store in stores),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ..arrays.base import Box, HostArray, Target, TargetPiece, raw_dtype
-from ..arrays.table_columns import Picked
+from ..arrays.base import ArrayTarget, Box, HostArray, TargetPiece, raw_dtype
+from ..arrays.table_columns import SelectedRowsWriter
 from ..core.format.records import Leaf
 from ..core.sharding.int_runs import decode_runs
 from ..core.sharding.region import Region
@@ -106,7 +106,13 @@ def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
     if rows.picked is None:
         read_now(job, leaf, path, Region((rows.start,), (rows.count,)), Into(ids))
     else:
-        read_now(job, leaf, path, Region((0,), (rows.saved,)), Picked(HostArray(ids.view(raw_dtype(8))), rows.picked))
+        read_now(
+            job,
+            leaf,
+            path,
+            Region((0,), (rows.saved,)),
+            SelectedRowsWriter(HostArray(ids.view(raw_dtype(8))), rows.picked),
+        )
     return ids
 
 
@@ -145,7 +151,7 @@ def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> Non
         raise FormatError(path, expected="an array of int64", found=saved.dtype)
     job.claim(path, leaf)
     before = filling_of(job)
-    before.want(path, leaf, Target(saved, None, (TargetPiece(region, into),)))
+    before.want(path, leaf, ArrayTarget(saved, None, (TargetPiece(region, into),)))
     run_now(before, job)
 
 

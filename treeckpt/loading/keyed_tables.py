@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ..arrays.base import Box, Target, TargetPiece, raw_dtype
+from ..arrays.base import ArrayTarget, Box, TargetPiece, raw_dtype
 from ..arrays.registry import abstract_of, library_of, source_of
-from ..arrays.table_columns import Picked, check_order, read_ids
+from ..arrays.table_columns import SelectedRowsWriter, check_order, read_ids
 from ..core.format.records import Leaf
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
@@ -207,15 +207,17 @@ def _picked(job: Load, leaf: Leaf, path: str, whole: ArraySpec, rows: Rows) -> L
     numbers = rows.picked
     assert numbers is not None, "asked before"
 
-    def make(wanted: Any, path: str) -> Target:
+    def make(wanted: Any, path: str) -> ArrayTarget:
         own = job.new(msgspec.structs.replace(whole, shape=(rows.count, *whole.shape[1:])), path)
-        pieces = [TargetPiece(Region.whole(whole.shape), Picked(piece.data, numbers)) for piece in own.pieces]
-        return Target(whole, own.leaf, pieces)
+        pieces = [
+            TargetPiece(Region.whole(whole.shape), SelectedRowsWriter(piece.data, numbers)) for piece in own.pieces
+        ]
+        return ArrayTarget(whole, own.leaf, pieces)
 
     return job.array(path, leaf, None, make, whole)
 
 
-def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) -> Target:
+def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) -> ArrayTarget:
     """A slot of one number."""
     spec = msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:]))
     target = job.new(spec, path)
@@ -295,11 +297,13 @@ def _joined(
         own = job.new(msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:])), path)
     low, high = (int(found.rows[0]), int(found.rows[-1]) + 1) if len(found.rows) else (0, 0)
     region = Region((low, *(0 for _ in whole.shape[1:])), (high - low, *whole.shape[1:]))
-    pieces = [TargetPiece(region, Picked(piece.data, found.rows - low, found.places)) for piece in own.pieces]
+    pieces = [
+        TargetPiece(region, SelectedRowsWriter(piece.data, found.rows - low, found.places)) for piece in own.pieces
+    ]
     filling = job.filling if giver is job else filling_of(giver)
     job.loaded += 1
     giver.claim(path, leaf)
-    slot = filling.want(path, leaf, Target(whole, own.leaf, pieces))
+    slot = filling.want(path, leaf, ArrayTarget(whole, own.leaf, pieces))
     if giver is not job:
         job.filling.then(lambda: run_now(filling, job))
     return slot

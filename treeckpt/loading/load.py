@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..arrays.base import Target
+from ..arrays.base import ArrayTarget
 from ..arrays.registry import abstract_of, encode, is_value, library_of, like_of, resolve, target_of
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.int_runs import encode_runs
@@ -26,7 +26,7 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import PerRankNode, Structure, index_path
 from ..errors import MismatchError, TreeckptError
 from ..io.comm.comm import Comm, global_rank
-from ..io.os_errors import unreadable
+from ..io.os_errors import wrap_read_error
 from ..io.storage.store import Store
 from ..reports import LoadReport
 from .aliasing import Wanted, check_ties, tied_to
@@ -267,8 +267,8 @@ def load_tree(store: Store, like: object, comm: Comm, options: LoadOptions) -> t
     with together(relay):
         job = Load(store, comm, options)
 
-        def make(wanted: Any, path: str) -> Target | None:
-            return like_of(wanted, path, here, options.device, take=job.take)
+        def make(wanted: Any, path: str) -> ArrayTarget | None:
+            return like_of(wanted, path, here, options.device, allocate=job.take)
 
         build = _as_saved(job) if like is None else _as_like(job, like, _match(job, like, make, views=True))
     job.filling.run(options.verify, ReadOptions(options.memory, mapped=options.mmap, relay=relay))
@@ -305,7 +305,7 @@ def load_into_from(sources: Sequence[tuple[Store, LoadOptions]], tree: object, c
         try:
             filling.put(shards, means, in_place=True)
         except OSError as error:
-            failed = unreadable(error, filling.store.url)
+            failed = wrap_read_error(error, filling.store.url)
             add_changed(failed, fillings)
             raise failed from error
         except Exception as error:
@@ -321,7 +321,7 @@ def _prepare_into(store: Store, tree: object, comm: Comm, options: LoadOptions) 
     job, here = Load(store, comm, options), global_rank(comm)
     wanted: list[Wanted] = []
 
-    def make(leaf: Any, path: str) -> Target | None:
+    def make(leaf: Any, path: str) -> ArrayTarget | None:
         target = target_of(leaf, path, here)
         if target is not None:
             wanted.append(Wanted(job, path, target))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from ..arrays.base import Target
+from ..arrays.base import ArrayTarget
 from ..arrays.registry import check_cast, decode, new_array
 from ..core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
 from ..core.format.records import Leaf, PerRankValues, ValueRecord
@@ -94,7 +94,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             check_used("exclude", self.exclude, [*names, *others()])
 
 
-Make = Callable[[Any, str], Target | None]
+Make = Callable[[Any, str], ArrayTarget | None]
 """Gives the target of a wanted leaf at a path."""
 
 
@@ -208,9 +208,9 @@ class Load:
                 self._claimed.add(source.number)
                 self.filling.claims.take(path, source)
 
-    def new(self, spec: Any, path: str) -> Target:
+    def new(self, spec: Any, path: str) -> ArrayTarget:
         """A new array where the options put it."""
-        return new_array(spec, path, self.options.device, take=self.take)
+        return new_array(spec, path, self.options.device, allocate=self.take)
 
     def _on_host(self, spec: ArraySpec) -> bool:
         device = self.options.device

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, HostMemory, Target, TargetPiece, raw_dtype
+from ..arrays.base import ArrayTarget, HostArray, HostMemory, TargetPiece, raw_dtype
 from ..arrays.registry import check_library, library_of, mark_written
 from ..core.format.chunks import BoxChunks, WholeChunk
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf, LeafRecord
@@ -139,7 +139,7 @@ class ReadBatch:
         chunks = self.index.chunks_of(leaf, rank=self.source_rank)
         return chunks[0] if len(chunks) == 1 else None
 
-    def want(self, path: str, leaf: Leaf, target: Target) -> LeafPlaceholder:
+    def want(self, path: str, leaf: Leaf, target: ArrayTarget) -> LeafPlaceholder:
         """Wants a target's regions copied to it."""
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
@@ -163,7 +163,7 @@ class ReadBatch:
                 self._want_piece(path, leaf, piece, itemsize)
         return LeafPlaceholder(target.leaf)
 
-    def _want_made(self, path: str, leaf: MadeLeaf, target: Target) -> None:
+    def _want_made(self, path: str, leaf: MadeLeaf, target: ArrayTarget) -> None:
         """Wants the boxes of saved arrays that rules made an array of."""
         for wanted in pieces_of(leaf, target):
             if not isinstance(wanted, tuple):
@@ -178,7 +178,7 @@ class ReadBatch:
             else:
                 self._want_piece(path, source, piece, itemsize)
 
-    def _want_whole(self, path: str, record: LeafRecord, target: Target, spec: ArraySpec) -> bool:
+    def _want_whole(self, path: str, record: LeafRecord, target: ArrayTarget, spec: ArraySpec) -> bool:
         """Wants an array whole, from the one chunk that holds it, where nothing but bytes has to be moved."""
         if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk) or len(target.pieces) != 1:
             return False

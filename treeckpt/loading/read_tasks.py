@@ -16,7 +16,7 @@ from typing import TypeGuard
 import msgspec
 import numpy as np
 
-from ..arrays.base import Spread, TargetPiece, raw_dtype
+from ..arrays.base import ScatteredBytes, TargetPiece, raw_dtype
 from ..arrays.threads import WorkerThreads
 from ..core.format.shard_header import BLOCK
 from ..core.planning.load_plan import READ_LIMIT, BoxCopy, ContiguousRead, ReadBlock
@@ -110,10 +110,10 @@ def _straight(
 
 @lru_cache(maxsize=64)
 def _spreads(kind: type) -> bool:
-    return issubclass(kind, Spread)  # takes tens of microseconds, and is asked for each stretch
+    return issubclass(kind, ScatteredBytes)  # takes tens of microseconds, and is asked for each stretch
 
 
-def _is_spread(data: object) -> TypeGuard[Spread]:
+def _is_spread(data: object) -> TypeGuard[ScatteredBytes]:
     return _spreads(type(data))
 
 

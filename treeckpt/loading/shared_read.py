@@ -34,7 +34,6 @@ __all__ = ["Part", "SharedRead", "open_relay", "together"]
 WINDOW = 4
 """Stretches that are under way at once."""
 READERS = 2
-_MEMORY = "relay"
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -342,10 +341,11 @@ def open_relay(comm: Comm, stores: Sequence[Any] = ()) -> SharedRead | None:
     """
     if comm.size == 1:
         return None
-    if _MEMORY not in comm.memory:
+    relay = comm.state.get(SharedRead)
+    if relay is None:
         with log_if_slow(comm.rank, "load with read='once'"):
-            comm.memory[_MEMORY] = SharedRead(_new_group(comm), comm.rank, comm.size)
-    relay: SharedRead = comm.memory[_MEMORY]
+            relay = SharedRead(_new_group(comm), comm.rank, comm.size)
+        comm.state.put(relay)
     relay.versions = [store for store in stores if isinstance(store, Version)]
     return relay
 

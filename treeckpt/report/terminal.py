@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..core.text import time_text, visible
+from ..core.text import visible
 
-__all__ = ["fail", "local_time_text", "print_facts", "print_json", "print_line", "print_table"]
+__all__ = ["fail", "print_facts", "print_json", "print_line", "print_table"]
 
 STYLES = {"complete": "green", "partial": "yellow", "corrupt": "bold red", "foreign": "dim"}
 
@@ -67,8 +67,3 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for name, text in facts:
         console.print(Text.assemble((f"{name:<{width}}  ", "dim"), visible(text)))
-
-
-def local_time_text(ns: int | None) -> str:
-    """Formats a Unix time in the time zone of this machine, to the second."""
-    return time_text(ns, None)

@@ -32,10 +32,9 @@ from .. import api
 from ..core.analysis.retention_policy import Policy
 from ..core.format.file_names import check_step
 from ..errors import TreeckptError
-from ..io.comm.channel import Channel
 from ..io.comm.collective import from_rank0
-from ..io.comm.comm import as_comm
-from ..io.comm.waiting import LIMIT
+from ..io.comm.comm import PrefixComm, as_comm
+from ..io.comm.waiting import HEARTBEAT_TIMEOUT
 from ..io.storage.reader_leases import hold_lease
 from ..io.storage.run_store import RunStore
 from ..io.storage.store import Store
@@ -101,7 +100,7 @@ class Manager(RegistrationMixin):
         self._run, self._policies = RunDirectory(run), as_policies(keep)
         self._selector = CheckpointSelector(self._run)
         self._saving_comm = as_comm(comm)
-        self._comm = Channel(self._saving_comm, "manager")
+        self._comm = PrefixComm(self._saving_comm, "manager")
         self._registered = RegisteredState()
         self._history = SaveHistory(self._run, self._selector.warn_once, self._comm.rank)
         self._restorer = Restorer(
@@ -350,7 +349,7 @@ class Manager(RegistrationMixin):
     # ending --------------------------------------------------------------------------------------------------
 
     def save_on_signal(
-        self, signals: Iterable[int] = (SIGTERM,), *, exit: int | None = None, rank_timeout: float = LIMIT
+        self, signals: Iterable[int] = (SIGTERM,), *, exit: int | None = None, rank_timeout: float = HEARTBEAT_TIMEOUT
     ) -> None:
         """Saves after a signal that ends the process: on all ranks at the same step, within two steps of the signal.
 

@@ -17,12 +17,12 @@ import msgspec
 
 from .. import api
 from ..arrays.registry import is_value
-from ..arrays.stateful import AsSaved, is_optimizer
+from ..arrays.stateful import LoadsSavedState, is_optimizer
 from ..core.format.records import Index
 from ..core.tree.flatten import PerRank, flatten
 from ..core.tree.globs import compile_globs
 from ..core.tree.in_place import update_in_place
-from ..core.tree.structure import empty_containers, key_text, keys_of
+from ..core.tree.structure import empty_container_paths, key_text, keys_of
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm
 from ..io.storage.store import Store
@@ -47,7 +47,7 @@ class _InputReader(msgspec.Struct, frozen=True):
     changed: Policy
 
 
-class _FunctionValue(AsSaved):
+class _FunctionValue(LoadsSavedState):
     """A value that is read and set by functions."""
 
     def __init__(self, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
@@ -211,7 +211,7 @@ class _RegisteredSelection:
 
     def __init__(self, index: Index, options: Mapping[str, Any]) -> None:
         self.index, self._options, self._strict = index, options, options.get("strict", True)
-        self._saved = [*index.by_path, *empty_containers(index.structure)]
+        self._saved = [*index.by_path, *empty_container_paths(index.structure)]
         self._chosen = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude")))
 
     def tree_options(self, registered: Mapping[str, Iterable[str]]) -> dict[str, Any]:
@@ -268,20 +268,22 @@ def _wrap_optimizers(
     ]
     if not optimizers or options.get("on_corrupt") == "skip":
         return things
-    from ..training.resuming import with_resumed
-    from ..training.sources import CheckpointSource, Options
+    from ..training.resume import with_resumed_optimizers
+    from ..training.sources import CheckpointSource, SourceOptions
 
     rules = as_rules(options.get("rename"), options.get("transforms"))
-    source = CheckpointSource(store, comm, Options(allow_pickle=options.get("allow_pickle", False), rules=rules))
-    found = {name: with_resumed(things[name], (OBJECTS, name), source, selection.selects) for name in optimizers}
+    source = CheckpointSource(store, comm, SourceOptions(allow_pickle=options.get("allow_pickle", False), rules=rules))
+    found = {
+        name: with_resumed_optimizers(things[name], (OBJECTS, name), source, selection.selects) for name in optimizers
+    }
     return {**things, **found}
 
 
 def _copy_back(thing: Any, filled: Any) -> None:
     """Copies the values of a tree with wrapped optimizers back into the registered tree."""
-    from ..training.resuming import without_resumed
+    from ..training.resume import without_resumed_optimizers
 
-    update_in_place(thing, without_resumed(filled), is_value=is_value)
+    update_in_place(thing, without_resumed_optimizers(filled), is_value=is_value)
 
 
 def _fill(store: Store, into: dict[str, Any], parts: dict[str, Any], comm: Comm, options: Mapping[str, Any]) -> Any:

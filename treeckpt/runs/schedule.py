@@ -25,9 +25,8 @@ import msgspec
 
 from ..errors import RankError, TreeckptError
 from ..io.comm import waiting
-from ..io.comm.channel import Channel
-from ..io.comm.comm import Comm
-from ..io.comm.waiting import ENDING, LIMIT
+from ..io.comm.comm import Comm, PrefixComm
+from ..io.comm.waiting import HEARTBEAT_TIMEOUT, TERMINATION
 
 __all__ = ["SaveSchedule"]
 
@@ -70,9 +69,9 @@ class SaveSchedule:
                 hint = f"{name}=None saves at no interval"
                 raise TreeckptError(name, expected=f"a number, {least} or more", found=f"{given!r}", hint=hint)
         self._every, self._seconds, self._clock = every, seconds, clock
-        self._comm = Channel(comm, "pace")
+        self._comm = PrefixComm(comm, "pace")
         # every rank creates its managers in the same order: the number keeps their messages apart
-        self._number = self._comm.memory["managers"] = self._comm.memory.get("managers", 0) + 1
+        self._number = self._comm.state.managers = self._comm.state.managers + 1
         self._calls, self._last = 0, clock()
         self._plan = _SchedulePlan(1, [], 0)
         self._signal = 0
@@ -141,11 +140,11 @@ class SaveSchedule:
             if plan.decided >= self._calls:
                 return plan
             waited = time.monotonic() - start
-            if not logged and waited > waiting.NOTICE:
-                waiting.log_waiting(self._comm.rank, [0], waiting.NOTICE, "should_save or step")
+            if not logged and waited > waiting.SLOW_WAIT:
+                waiting.log_waiting(self._comm.rank, [0], waiting.SLOW_WAIT, "should_save or step")
                 logged = True
-            since = ENDING.since
-            if waited > limit or (since is not None and time.monotonic() - max(start, since) > ENDING.limit):
+            since = TERMINATION.signalled_at
+            if waited > limit or (since is not None and time.monotonic() - max(start, since) > TERMINATION.limit):
                 raise RankError(
                     "ranks",
                     ranks={0: waiting.silence_text(limit)},
@@ -157,7 +156,7 @@ class SaveSchedule:
 
     # signals -------------------------------------------------------------------------------------------------
 
-    def listen(self, signals: Iterable[int], rank_timeout: float = LIMIT) -> None:
+    def listen(self, signals: Iterable[int], rank_timeout: float = HEARTBEAT_TIMEOUT) -> None:
         """Installs handlers of the signals.
 
         Args:
@@ -168,12 +167,12 @@ class SaveSchedule:
         """
 
         if not 0 < rank_timeout < math.inf:
-            hint = f"By default it is {LIMIT:g}"
+            hint = f"By default it is {HEARTBEAT_TIMEOUT:g}"
             raise TreeckptError("rank_timeout", expected="seconds, more than 0", found=f"{rank_timeout!r}", hint=hint)
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signal = number
-            ENDING.signal()
+            TERMINATION.record_signal()
 
         fresh = not self._handlers
         for number in signals:
@@ -187,7 +186,7 @@ class SaveSchedule:
                 ) from error
             self._handlers.setdefault(number, before)
         if fresh and self._handlers:
-            ENDING.listen(rank_timeout)
+            TERMINATION.start_listening(rank_timeout)
         self._listening = True
 
     def close(self, error: BaseException | None = None) -> None:
@@ -199,7 +198,7 @@ class SaveSchedule:
         for number, before in self._handlers.items():
             signal.signal(number, before if before is not None else signal.SIG_DFL)
         if self._handlers:
-            ENDING.leave(ended=error is None or not self.stopping)
+            TERMINATION.stop_listening(ended=error is None or not self.stopping)
         self._handlers.clear()
         if self._signal_posted:
             self._comm.drop([self._key("signal")])

@@ -23,9 +23,17 @@ from typing import TypeVar
 
 import msgspec
 
-from ..arrays.base import Source
-from ..arrays.describe import SMALL, Brought, box_digests, content_digests, describe_tree, piece_digests, place_tables
-from ..arrays.stateful import expanded
+from ..arrays.base import ArraySource
+from ..arrays.describe import (
+    SMALL_LEAF_NBYTES,
+    DescribedTree,
+    box_digests,
+    content_digests,
+    describe_tree,
+    piece_digests,
+    place_table_rows,
+)
+from ..arrays.stateful import state_tree
 from ..core.format.index import INDEX_NAME
 from ..core.planning.rank_trees import GlobalTree, digest_of
 from ..core.sharding.region import Region
@@ -74,7 +82,7 @@ class AgreedSave(msgspec.Struct, frozen=True):
     comm: Comm
     recorder: Recorder
     info: SaveInfo
-    sources: dict[str, Source]
+    sources: dict[str, ArraySource]
     """This rank's arrays, by path; emptied once they are copied."""
     plan: GlobalPlan | None
     """None where this rank could not compute it: the others learn that from its report."""
@@ -132,7 +140,7 @@ class _Agreement:
         self.error: Exception | None = None
         """This rank's own failure."""
         self.metadata: dict[str, Value] = {}
-        self.described: Brought | None = None
+        self.described: DescribedTree | None = None
         self.contents: dict[str, bytes] = {}
         self.pieces: list[dict[str, bytes]] = []
         # on rank 0
@@ -176,12 +184,12 @@ class _Agreement:
         """
         received = self.round.gather(message)
         if received is None:
-            reply = _decode(self.round.share(None), type=reply_type)
+            reply = _decode(self.round.broadcast(None), type=reply_type)
         else:
             reply = conclude(received)
             failed = bool(reply.faults)
             settle = failed or self.options.plan_only or (isinstance(reply, Decision) and reply.skipped)
-            self.round.share(_encode(reply), last=failed or reply.is_last, settle=settle)
+            self.round.broadcast(_encode(reply), last=failed or reply.is_last, settle=settle)
         raise_faults(reply.faults, self.store.url, self.comm, cause=self.error)
         return reply
 
@@ -196,7 +204,7 @@ class _Agreement:
                 check_unicode(key, "custom_metadata")
             self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
             self.described = describe_tree(
-                expanded(tree, rank=self.comm.rank, namespace=self.options.namespace),
+                state_tree(tree, rank=self.comm.rank, namespace=self.options.namespace),
                 rank=self.comm.rank,
                 members=members_of(self.comm),
                 allow_pickle=self.options.allow_pickle,
@@ -262,7 +270,7 @@ class _Agreement:
         assert self.described is not None, "faults were raised before"
         boxes = contested_boxes(self.comm, key, merged, self.described.inventory)
         every = self.options.verify_replicas
-        return tuple((path, box) for path, box, nbytes in boxes if every or nbytes <= SMALL)
+        return tuple((path, box) for path, box, nbytes in boxes if every or nbytes <= SMALL_LEAF_NBYTES)
 
     def _prepare_directory(self) -> None:
         """On rank 0: makes the directory, refuses or notes a checkpoint that is there, and removes leftovers."""
@@ -347,7 +355,7 @@ class _Agreement:
             with self.recorder.span("plan"):
                 inventory, limit = self.described.inventory, self.options.max_shard_bytes
                 plan = get_plan(self.comm, self.decision.key, merged, inventory, limit)
-                place_tables(self.described, plan.global_tree, rank)
+                place_table_rows(self.described, plan.global_tree, rank)
         except Exception as error:
             self._fault(error)
         content = None

@@ -45,7 +45,7 @@ class _CommWithTimeout:
     """A comm with a time limit of its own."""
 
     def __init__(self, inner: Comm, timeout: float) -> None:
-        self.rank, self.size, self.memory, self.timeout = inner.rank, inner.size, inner.memory, timeout
+        self.rank, self.size, self.state, self.timeout = inner.rank, inner.size, inner.state, timeout
         self.post, self.drop, self._wait = inner.post, inner.drop, inner.wait
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:

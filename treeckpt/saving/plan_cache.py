@@ -22,8 +22,6 @@ from ..io.comm.comm import Comm
 
 __all__ = ["GlobalPlan", "cached_plan", "compute_plan", "contested_boxes", "get_plan"]
 
-_PLAN_KEY, _BOXES_KEY = "plans", "boxes"
-
 
 class GlobalPlan(msgspec.Struct, frozen=True):
     """What every rank writes: computed from the global tree alone, equal on all ranks but for `own`."""
@@ -44,9 +42,16 @@ class GlobalPlan(msgspec.Struct, frozen=True):
         return self.global_tree.leaves[self.arrays[number][0]]
 
 
+class _ContestedBoxes(msgspec.Struct, frozen=True):
+    """What several listed pieces of an array hold, for inventories with one key."""
+
+    key: str
+    boxes: list[tuple[str, Region, int]]
+
+
 def cached_plan(comm: Comm) -> GlobalPlan | None:
     """Returns the plan of the previous save on this comm."""
-    return comm.memory.get(_PLAN_KEY)
+    return comm.state.get(GlobalPlan)
 
 
 def get_plan(comm: Comm, key: str, merged: GlobalTree | None, inventory: Inventory, max_shard_bytes: int) -> GlobalPlan:
@@ -65,7 +70,7 @@ def get_plan(comm: Comm, key: str, merged: GlobalTree | None, inventory: Invento
             return cached
         merged = merged or cached.global_tree
     plan = compute_plan(key, merged or _replicated_tree(comm, inventory), comm.rank, max_shard_bytes)
-    comm.memory[_PLAN_KEY] = plan
+    comm.state.put(plan)
     return plan
 
 
@@ -78,16 +83,16 @@ def contested_boxes(
         merged: the global tree, if it was merged just now; None if it is kept, or all inventories are equal.
         inventory: this rank's.
     """
-    cached_key, boxes = comm.memory.get(_BOXES_KEY, ("", []))
-    if cached_key == key:
-        return boxes
+    cached_boxes = comm.state.get(_ContestedBoxes)
+    if cached_boxes is not None and cached_boxes.key == key:
+        return cached_boxes.boxes
     cached = cached_plan(comm)
     if merged is None and cached is not None and cached.key == key:
         merged = cached.global_tree
     if merged is None and any(isinstance(leaf.layout, BoxLayout) for leaf in inventory.leaves):
         merged = _replicated_tree(comm, inventory)
     boxes = overlapping_pieces(merged) if merged is not None else []
-    comm.memory[_BOXES_KEY] = key, boxes
+    comm.state.put(_ContestedBoxes(key, boxes))
     return boxes
 
 

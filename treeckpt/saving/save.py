@@ -89,7 +89,7 @@ def complete(agreed: AgreedSave, writer: ShardWriter, result: WriteResult) -> No
                 remove_files(store, names)
             raise
         message = writer.commit(reports, agreed.round.lost) if reports is not None else None
-        ended = msgspec.msgpack.decode(agreed.round.share(message, last=True), type=CommitResult)
+        ended = msgspec.msgpack.decode(agreed.round.broadcast(message, last=True), type=CommitResult)
         if ended.faults and not ended.in_place:
             remove_files(store, names)
     finally:

@@ -15,8 +15,6 @@ from .writer_process import WriterProcess
 
 __all__ = ["Session", "previous_save", "session_of"]
 
-_SESSION_KEY = "background"
-
 
 class Session:
     """The background saves of a comm. It outlives them; at most one runs at a time."""
@@ -59,10 +57,10 @@ class Session:
 
 def session_of(comm: Comm) -> Session:
     """Returns the session of a comm, which is created with its first background save."""
-    return comm.memory.get(_SESSION_KEY) or comm.memory.setdefault(_SESSION_KEY, Session())
+    return comm.state.get(Session) or comm.state.setdefault(Session())
 
 
 def previous_save(comm: Comm) -> PreviousSave:
     """For a save in the caller's thread: waits for the background save before, and returns its state."""
-    session: Session | None = comm.memory.get(_SESSION_KEY)
+    session = comm.state.get(Session)
     return PreviousSave() if session is None else session.previous("wait", None)

@@ -20,15 +20,8 @@ from typing import Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, HostMemory, Piece
-from ..core.format.shard_header import (
-    BLOCK,
-    ShardHeader,
-    block_count,
-    encode_header,
-    hash_block,
-    with_hashes,
-)
+from ..arrays.base import HostArray, HostMemory, SourcePiece
+from ..core.format.shard_header import BLOCK, ShardHeader, block_count, encode_header, hash_block, with_hashes
 from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointError
@@ -54,7 +47,7 @@ class ShardSource(Protocol):
         """The entries of each shard. They fill the same data areas as those of the rank's `SavePlan`."""
         ...
 
-    def pieces(self, leaf: int) -> Sequence[Piece]:
+    def pieces(self, leaf: int) -> Sequence[SourcePiece]:
         """Returns the local memory of a leaf, by the number that `PlannedEntry.leaf` gives."""
         ...
 
@@ -316,7 +309,7 @@ def _write_data(buffered: _BufferedWriter, plan: FilePlan, source: ShardSource, 
     return buffered.hashes
 
 
-def append_entry(sink: ByteSink, write: PlannedEntry, pieces: Sequence[Piece]) -> None:
+def append_entry(sink: ByteSink, write: PlannedEntry, pieces: Sequence[SourcePiece]) -> None:
     """Appends the bytes of an entry to a sink, from the piece that holds it."""
     if not write.nbytes:
         return
@@ -334,7 +327,7 @@ def append_entry(sink: ByteSink, write: PlannedEntry, pieces: Sequence[Piece]) -
             sink.append(piece.data.read(part.slices()))
 
 
-def piece_of(write: PlannedEntry, pieces: Sequence[Piece]) -> Piece:
+def piece_of(write: PlannedEntry, pieces: Sequence[SourcePiece]) -> SourcePiece:
     """Returns the piece that holds an entry of at least one byte."""
     if len(pieces) == 1:
         return pieces[0]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..arrays.base import Piece, Source
+from ..arrays.base import ArraySource, SourcePiece
 from ..core.format.index import encode_index
 from ..core.format.save_progress import Progress
 from ..core.format.timings import timings_name
@@ -85,14 +85,14 @@ class TreeShardSource(msgspec.Struct, frozen=True):
     """Shards straight out of the tree's arrays."""
 
     plan: GlobalPlan
-    sources: Mapping[str, Source]
+    sources: Mapping[str, ArraySource]
     """This rank's arrays, by path."""
 
     @property
     def files(self) -> Sequence[FilePlan]:
         return self.plan.own.files
 
-    def pieces(self, leaf: int) -> Sequence[Piece]:
+    def pieces(self, leaf: int) -> Sequence[SourcePiece]:
         return self.sources[self.plan.leaf(leaf).path].pieces
 
 

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from ..arrays.base import Box, HostArray, HostMemory, Piece
+from ..arrays.base import Box, HostArray, HostMemory, SourcePiece
 from ..arrays.threads import WorkerThreads
 from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region
@@ -40,7 +40,7 @@ def order_device_copies() -> None:
     if "torch" in sys.modules:
         from ..arrays import cuda
 
-        cuda.start_after()
+        cuda.wait_for_current_streams()
 
 
 def cuda_pinning() -> PinMemory | None:
@@ -49,7 +49,7 @@ def cuda_pinning() -> PinMemory | None:
         return None
     from ..arrays import cuda
 
-    return cuda.pinning()
+    return cuda.pin_function()
 
 
 @runtime_checkable
@@ -137,7 +137,7 @@ def stage(source: ShardSource, memory: np.ndarray) -> None:
 
 def _stage_entry(
     write: PlannedEntry,
-    pieces: Sequence[Piece],
+    pieces: Sequence[SourcePiece],
     target: np.ndarray,
     delayed: list[ByteCopy],
     device_copies: list[Callable[[], None]],
@@ -161,13 +161,13 @@ class StagedShardSource:
     def __init__(self, plan: GlobalPlan, memory: np.ndarray) -> None:
         sizes = [file.nbytes for file in plan.own.files]
         self.files: list[FilePlan] = []
-        self._pieces: list[Piece] = []
+        self._pieces: list[SourcePiece] = []
         for file, start in zip(plan.own.files, area_offsets(sizes)[0], strict=True):
             whole = Region((0,), (file.nbytes,))
             write = PlannedEntry(len(self._pieces), whole, 0, file.nbytes)
             self.files.append(FilePlan(file.part, file.stream, file.nbytes, (write,)))
-            self._pieces.append(Piece(whole, HostArray(memory[start : start + file.nbytes])))
+            self._pieces.append(SourcePiece(whole, HostArray(memory[start : start + file.nbytes])))
 
-    def pieces(self, leaf: int) -> Sequence[Piece]:
+    def pieces(self, leaf: int) -> Sequence[SourcePiece]:
         """Returns the data area of a file, by the file's number."""
         return self._pieces[leaf : leaf + 1]

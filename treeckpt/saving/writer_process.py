@@ -221,7 +221,7 @@ class ProcessWriter:
     def write(self) -> WriteResult:
         try:
             self._process.prepare(self._plan, self._arena, timeout=self._timeout)
-            request = WriteShards(self._info, self._address, self._arena.number, self._recorder.trail)
+            request = WriteShards(self._info, self._address, self._arena.number, self._recorder.snapshot)
             return _decode(self._call(request), type=WriteResult)
         except WriterGone as gone:
             return WriteResult(to_fault(self._end_process(gone), self._info.rank))
@@ -231,7 +231,7 @@ class ProcessWriter:
         if self._is_gone or faults:  # there is nothing to publish but an error
             return InlineWriter(self._store, self._info, self._plan, self._recorder).commit(reports, lost)
         try:
-            return self._call(CommitSave(dict(reports), dict(lost), self._recorder.trail))
+            return self._call(CommitSave(dict(reports), dict(lost), self._recorder.snapshot))
         except WriterGone as gone:
             error: Exception = self._end_process(gone)
             if in_place := index_may_be_published(self._store, self._info.save_id):

@@ -1,11 +1,11 @@
-"""Training state that does not know how it was parallelised: models, optimizers, schedulers, loaders, generators.
+"""Training state independent of its parallelism: models, optimizers, schedulers, loaders and random generators.
 
     import treeckpt as tc
 
     tc.save(path, tc.training.state(model, optimizer, scheduler=scheduler, loader=loader), step=step)
     report = tc.training.restore(path, model, optimizer, scheduler=scheduler, loader=loader)
 
-What is saved under one parallelism is restored into any other. It imports torch; `import treeckpt` alone does not.
+State saved under one parallelism is restored into any other. This package imports torch; `import treeckpt` does not.
 """
 
 from ..trees.per_rank_state import Merge, Policy
@@ -13,6 +13,6 @@ from .capture import state
 from .guard import Guard, guard
 from .hfai import load, save
 from .report import RestoreReport
-from .restoring import restore
+from .restore import restore
 
 __all__ = ["Guard", "Merge", "Policy", "RestoreReport", "guard", "load", "restore", "save", "state"]

@@ -1,8 +1,8 @@
-"""The training state of a job as one tree, keyed by what it means and not by how it is cut.
+"""The training state of a job as one tree, whose keys do not depend on the parallelism.
 
 `{"model", "optimizer", "param_groups", "scheduler", "loader", "rng", "extra"}`: parameters and moments by parameter
-name, hyper-parameters by group, what each rank has of its own under `PerRank`. The tensors are the live ones; nothing
-is copied and no rank is talked to.
+name, hyper-parameters by group, per-rank state under `PerRank`. The tensors are the live ones; nothing is copied and no
+message is sent.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..arrays.stateful import is_stateful
 from ..core.tree.flatten import PerRank
 from ..errors import TreeError
 from .groups import labels_of
-from .modules import Entry, Modules, collect, hidden, shards_of
+from .modules import Modules, StateDictEntry, collect_entries, hidden_parameters, shards_of
 from .names import nested, tie_names
-from .optimizers import Live, Optimizers, groups_of, survey, trees_of, unwrapped
+from .optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
 from .rng import capture_rng
 from .schedules import to_groups
 
-__all__ = ["live_of", "state", "states_of", "ties_of"]
+__all__ = ["optimizer_of", "state", "ties_of"]
 
 
 def state(
@@ -36,32 +36,34 @@ def state(
     extra: Any = None,
     buffers: Literal["replicated", "per_rank"] = "replicated",
 ) -> dict[str, Any]:
-    """The state of a training job as a tree for `treeckpt.save`.
+    """Returns the state of a training job as a tree for `treeckpt.save`.
 
     The tree is the same under every parallelism: plain, DDP, FSDP2, tensor parallel, pipeline stages, compiled or
-    checkpointed modules. Save it right away: its tensors are the live ones.
+    checkpointed modules. Save it before the next step: its tensors are the live ones.
 
     Args:
-        model: a module; a list of the parts of one (pipeline stages), whose names differ; or a dict of several.
-        optimizer: likewise. Its state is keyed by the names that the model gives its parameters.
+        model: a module; a list of the parts of one (pipeline stages) with distinct names; or a dict of several.
+        optimizer: likewise. Its state is keyed by the model's parameter names.
         scheduler: an object with `state_dict`, or a list or dict of such.
-        loader: what tells where this rank's data loader stands: an object with `state_dict`, or any tree.
-        rng: whether the generators of torch, CUDA, numpy and Python belong to the state.
-        extra: any tree of your own. What differs between ranks goes under `treeckpt.PerRank`.
-        buffers: of modules whose buffers several ranks have: one for all (that of the first of the ranks over which
-            the module is laid), or each rank's own.
+        loader: the position of this rank's data loader: an object with `state_dict`, or any tree.
+        rng: whether the generators of torch, CUDA, numpy and Python are part of the state.
+        extra: any tree of your own. State that differs between ranks goes under `treeckpt.PerRank`.
+        buffers: of modules that several ranks hold: one for all (that of the first rank that holds the module), or
+            one for each rank.
 
     Raises:
-        TreeError: an optimizer with parameters that are not the model's, or names that stand for two things.
+        TreeError: an optimizer has parameters that are not the model's, or two objects have one name.
     """
-    entries = collect(model)
-    lives = survey(optimizer, ties_of(entries, model), shards_of(entries, hidden(model, entries)))
+    entries = collect_entries(model)
+    optimizers = name_optimizers(
+        optimizer, ties_of(entries, model), shards_of(entries, hidden_parameters(model, entries))
+    )
     kept = [entry for entry in entries if entry.owned or buffers == "per_rank"]
     tree: dict[str, Any] = {"model": nested((entry.key, _content(entry, buffers)) for entry in kept)}
-    if lives:
-        tree["optimizer"], tree["param_groups"] = trees_of(lives)
+    if optimizers:
+        tree["optimizer"], tree["param_groups"] = trees_of(optimizers)
     if scheduler is not None:
-        tree["scheduler"] = states_of(scheduler, lambda one: _schedule(one, lives))
+        tree["scheduler"] = _scheduler_states(scheduler, optimizers)
     if loader is not None:
         tree["loader"] = PerRank(loader.state_dict() if is_stateful(loader) else loader)
     if rng:
@@ -71,47 +73,45 @@ def state(
     return tree
 
 
-def _content(entry: Entry, buffers: str) -> Any:
+def _content(entry: StateDictEntry, buffers: str) -> Any:
     own = buffers == "per_rank" and entry.kind == "buffer" and not is_dtensor(entry.value)
     return PerRank(entry.value) if own else entry.value
 
 
-def ties_of(entries: Sequence[Entry], model: Modules) -> dict[int, Any]:
-    """The names of each parameter, by identity."""
-    every = (*entries, *hidden(model, entries))
+def ties_of(entries: Sequence[StateDictEntry], model: Modules) -> dict[int, Any]:
+    """Returns the names of each parameter, by identity."""
+    every = (*entries, *hidden_parameters(model, entries))
     return tie_names((entry.key, id(entry.value)) for entry in every if isinstance(entry.value, nn.Parameter))
 
 
-def states_of(given: Any, act: Any) -> Any:
-    """What `act` makes of an object, or of each in a list or dict."""
-    if is_stateful(given):  # whatever else its class is
-        return act(given)
-    if isinstance(given, Mapping):
-        return {key: act(one) for key, one in given.items()}
-    if isinstance(given, (list, tuple)):
-        return [act(one) for one in given]
-    return act(given)
+def _scheduler_states(given: Any, optimizers: Sequence[NamedOptimizer]) -> Any:
+    """Returns the state of a scheduler, or of each in a list or dict."""
+    if isinstance(given, Mapping) and not is_stateful(given):  # an object with state_dict is one, whatever its class
+        return {key: _scheduler_state(one, optimizers) for key, one in given.items()}
+    if isinstance(given, (list, tuple)) and not is_stateful(given):
+        return [_scheduler_state(one, optimizers) for one in given]
+    return _scheduler_state(given, optimizers)
 
 
-def _schedule(scheduler: Any, lives: Sequence[Live]) -> Any:
+def _scheduler_state(scheduler: Any, optimizers: Sequence[NamedOptimizer]) -> Any:
     if not is_stateful(scheduler):
         raise TreeError(
             "scheduler", expected="an object with state_dict and load_state_dict", found=type(scheduler).__qualname__
         )
     found = scheduler.state_dict()
-    live = live_of(scheduler, lives)
+    live = optimizer_of(scheduler, optimizers)
     if live is None:
         return found
-    groups = groups_of(lives, live.prefix)
+    groups = groups_of(optimizers, live.prefix)
     labels = dict(zip(map(id, groups), labels_of(groups), strict=True))
     return to_groups(found, [labels[id(group)] for group in live.groups])
 
 
-def live_of(scheduler: Any, lives: Sequence[Live]) -> Live | None:
-    """The optimizer that a scheduler, or the one that it wraps, works on, if it is one of these."""
+def optimizer_of(scheduler: Any, optimizers: Sequence[NamedOptimizer]) -> NamedOptimizer | None:
+    """Returns the optimizer of a scheduler, or of the scheduler that it wraps; None if it is none of these."""
     while scheduler is not None:
         optimizer = getattr(scheduler, "optimizer", None)
-        found = (live for live in lives if any(one is optimizer for one in unwrapped(live.optimizer)))
+        found = (live for live in optimizers if any(one is optimizer for one in optimizer_chain(live.optimizer)))
         if (live := next(found, None)) is not None:
             return live
         scheduler = getattr(scheduler, "scheduler", None)

@@ -1,13 +1,12 @@
-"""The hyper-parameters that each parameter trains under, whatever groups an optimizer has them in.
+"""The param groups of an optimizer as plain data, matched by parameter names.
 
-An optimizer keeps groups of parameters by position. What is saved is `members`, label -> the group's parameters as
-keys, and `values`, label -> hyper-parameters; a label is the group's own `name`, or else its first parameter by name,
-so that it stays the same from step to step and ranks that hold different parameters put theirs side by side. A
-parameter that such ranks share (beside experts, say) may then stand under several labels. A live group takes each
-hyper-parameter that all of its parameters agree on: their order is free, and a group may be split or joined where that
-has one meaning. A group without parameters takes those of the saved one without parameters that has its name; of those
-without a name the first takes those of the first, and so on, or, where there are more or fewer than were saved, of
-that at its position. Nothing here knows torch.
+An optimizer keeps groups of parameters by position. Saved are `members`, label -> the group's parameters as keys, and
+`values`, label -> hyper-parameters. A label is the group's own `name`, or its first parameter by name, so it stays the
+same from step to step, and ranks with different parameters save theirs side by side; a parameter that such ranks share
+(beside experts, for example) may then have several labels. A live group takes each hyper-parameter on which all its
+parameters agree: their order is free, and a group may be split, or joined where the values are equal. A group without
+parameters takes those of the saved empty group with its name; unnamed ones are matched in order if there are as many as
+were saved, otherwise by position. This module does not use torch.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from ..errors import MismatchError, TreeError
 from .names import Key, key_path
 
 __all__ = [
-    "Group",
     "Labels",
-    "agreed",
-    "empty",
-    "empty_groups",
+    "ParamGroup",
+    "common_value",
+    "empty_label",
     "label_of",
     "labels_by_member",
     "labels_of",
+    "match_empty_groups",
     "match_groups",
-    "places_of",
+    "saved_labels",
     "tree_of_groups",
 ]
 
 
-class Group(msgspec.Struct, frozen=True):
+class ParamGroup(msgspec.Struct, frozen=True):
     """One group of an optimizer: its parameters by name, and its other entries."""
 
     members: tuple[Key, ...]
@@ -44,25 +43,25 @@ class Group(msgspec.Struct, frozen=True):
 
 Same = Callable[[Any, Any], bool]
 Labels = Mapping[str, Sequence[str]]
-"""Parameter -> the labels of its groups, as saved: one, or more where ranks that hold different parameters share it.
-`empty 1` stands for the parameters of the group at that position, which has none."""
+"""Parameter -> the labels of its saved groups: one, or more where ranks with different parameters share it.
+`empty 1` stands for the parameters of the empty group at that position."""
 
 
-def label_of(group: Group, position: int) -> str:
-    """What the group of an optimizer at a position is called."""
+def label_of(group: ParamGroup, position: int) -> str:
+    """Returns the label of the group at a position."""
     name = group.values.get("name")
     if isinstance(name, str):
         return name
-    return key_path(min(group.members)) if group.members else empty(position)
+    return key_path(min(group.members)) if group.members else empty_label(position)
 
 
-def empty(position: int | str) -> str:
-    """What stands for the parameters of a group that has none."""
+def empty_label(position: int | str) -> str:
+    """Returns the text that stands for the parameters of an empty group."""
     return f"empty {position}"
 
 
-def empty_groups(groups: Sequence[Group], members: Mapping[str, Mapping[str, None]]) -> dict[int, str]:
-    """By position of each live group without parameters, the label of the saved one that it goes on with.
+def match_empty_groups(groups: Sequence[ParamGroup], members: Mapping[str, Mapping[str, None]]) -> dict[int, str]:
+    """Returns, by position of each live group without parameters, the label of the saved group that it takes.
 
     Args:
         members: the saved groups.
@@ -70,21 +69,21 @@ def empty_groups(groups: Sequence[Group], members: Mapping[str, Mapping[str, Non
     labels = {i: label_of(group, i) for i, group in enumerate(groups) if not group.members}
     saved = [label for label, names in members.items() if not names]
     found = {i: label for i, label in labels.items() if label in saved}
-    free = [i for i, label in labels.items() if label == empty(i)]
-    numbers = [int(n) for n in (label.removeprefix(empty("")) for label in saved) if n.isdecimal()]
+    free = [i for i, label in labels.items() if label == empty_label(i)]
+    numbers = [int(n) for n in (label.removeprefix(empty_label("")) for label in saved) if n.isdecimal()]
     if len(free) == len(numbers):
-        found.update(zip(free, map(empty, sorted(numbers)), strict=True))
+        found.update(zip(free, map(empty_label, sorted(numbers)), strict=True))
     return found
 
 
-def places_of(group: Group, position: int, of: Labels) -> list[tuple[Key, str]]:
-    """(parameter, label of its saved group), for all parameters of a group that were saved."""
-    members = group.members or ((empty(position),),)
+def saved_labels(group: ParamGroup, position: int, of: Labels) -> list[tuple[Key, str]]:
+    """Returns (parameter, label of its saved group) for all parameters of a group that were saved."""
+    members = group.members or ((empty_label(position),),)
     return [(member, label) for member in members for label in of.get(key_path(member), ())]
 
 
-def labels_of(groups: Sequence[Group]) -> list[str]:
-    """The label of each group.
+def labels_of(groups: Sequence[ParamGroup]) -> list[str]:
+    """Returns the label of each group.
 
     Raises:
         TreeError: two groups have one name.
@@ -103,8 +102,8 @@ def labels_of(groups: Sequence[Group]) -> list[str]:
     return labels
 
 
-def tree_of_groups(groups: Sequence[Group]) -> dict[str, Any]:
-    """`members` and `values` of an optimizer's groups."""
+def tree_of_groups(groups: Sequence[ParamGroup]) -> dict[str, Any]:
+    """Returns `members` and `values` of an optimizer's groups."""
     labels = labels_of(groups)
     members = {
         label: dict.fromkeys(sorted(map(key_path, group.members))) for label, group in zip(labels, groups, strict=True)
@@ -113,7 +112,7 @@ def tree_of_groups(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def labels_by_member(members: Mapping[str, Mapping[str, None]]) -> dict[str, list[str]]:
-    """The labels of each parameter."""
+    """Returns the labels of each parameter."""
     found: dict[str, list[str]] = {}
     for label, names in members.items():
         for name in names:
@@ -121,11 +120,11 @@ def labels_by_member(members: Mapping[str, Mapping[str, None]]) -> dict[str, lis
     return found
 
 
-def agreed(members: Sequence[Key], found: Sequence[Any], path: str, same: Same) -> Any:
-    """The one value that was saved for the parameters of a live group.
+def common_value(members: Sequence[Key], found: Sequence[Any], path: str, same: Same) -> Any:
+    """Returns the one value that was saved for the parameters of a live group.
 
     Raises:
-        MismatchError: they were saved with different ones.
+        MismatchError: they were saved with different values.
     """
     for member, value in zip(members, found, strict=True):
         if not same(found[0], value):
@@ -139,7 +138,7 @@ def agreed(members: Sequence[Key], found: Sequence[Any], path: str, same: Same) 
 
 
 def match_groups(
-    groups: Sequence[Group],
+    groups: Sequence[ParamGroup],
     of: Labels,
     values: Mapping[str, Mapping[str, Any]],
     *,
@@ -147,10 +146,10 @@ def match_groups(
     same: Same,
     keep: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """What each live group takes from the saved ones; parameters that were in none have no say.
+    """Returns the values that each live group takes from the saved ones; parameters without a saved group are ignored.
 
     Args:
-        same: whether two values are one: of the same type, too.
+        same: whether two values are equal, type included.
         keep: hyper-parameters that no group takes.
 
     Raises:
@@ -158,20 +157,20 @@ def match_groups(
     """
     taken: list[dict[str, Any]] = []
     for position, group in enumerate(groups):
-        places = places_of(group, position, of)
+        places = saved_labels(group, position, of)
         members, labels = [member for member, _ in places], [label for _, label in places]
         found: dict[str, Any] = {}
         names = dict.fromkeys(name for label in dict.fromkeys(labels) for name in values[label])
         for name in names:
             if name != "name" and name not in keep:
                 entries = [values[label].get(name, _ABSENT) for label in labels]
-                found[name] = agreed(members, entries, f"{path}/{name}", same)
+                found[name] = common_value(members, entries, f"{path}/{name}", same)
         taken.append(found)
     return taken
 
 
 class _Absent:
-    """Stands for a hyper-parameter that a group did not have."""
+    """Placeholder for a hyper-parameter that a group did not have."""
 
     def __repr__(self) -> str:
         return "no such hyper-parameter"

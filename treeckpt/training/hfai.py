@@ -1,4 +1,4 @@
-"""`save` and `load` in the shape of hfai.checkpoint: models, optimizers and a dict of others, in one call each.
+"""`save` and `load` with the signatures of hfai.checkpoint: models, optimizers and a dict of others, in one call each.
 
     from treeckpt.training import load, save     # instead of hfai.checkpoint
 
@@ -6,8 +6,8 @@
     state = load(path, model, optimizer)          # in place, whatever the order of parameters is now
     state = load(path)                            # or state dicts, for load_state_dict
 
-Ranks that hold the same split large tensors by bytes, buffers are written once, and without torch.distributed one
-process does it all. What is on disk is a training state as `training.state` gives it.
+Ranks with the same state share the bytes of large tensors, buffers are written once, and without torch.distributed one
+process writes everything. The checkpoint holds a training state as `training.state` returns it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..io.comm.comm import Comm, as_comm
 from ..reports import SaveReport
 from .capture import state, ties_of
 from .groups import labels_by_member
-from .modules import collect
+from .modules import collect_entries
 from .names import get_in, key_path, parse_key
-from .optimizers import survey
-from .restoring import restore
-from .state_dicts import BESIDE, Numbering, join, standard
+from .optimizers import name_optimizers
+from .restore import restore
+from .state_dicts import STATE_DICT_KEY, ParameterNumbering, join, standard_form
 
 __all__ = ["load", "save"]
 
@@ -50,16 +50,17 @@ def save(
     """Saves models, optimizers and other state; call it on every rank of the group.
 
     Args:
-        path: a directory; what stands there is replaced once the new one is complete.
+        path: a directory; an existing checkpoint there is replaced once the new one is complete.
         model: a module or a list of several.
         optimizer: an optimizer or a list of several.
-        others: whatever else, by name; "model" and "optimizer" are taken. Under `treeckpt.PerRank` each rank's own.
+        others: further state by name; "model" and "optimizer" are reserved. State of one rank is under
+            `treeckpt.PerRank`.
         group: a process group; None for all ranks, or for a single process without torch.distributed; "alone" saves in
-            this process without talking.
-        allow_pickle: stores others of unknown kinds (an argparse.Namespace, say) as pickles.
+            this process without messages.
+        allow_pickle: stores others of unknown types (an argparse.Namespace, say) as pickles.
 
     Raises:
-        TreeError: `others` is no dict, or has a name that is taken.
+        TreeError: `others` is no dict, or has a reserved name.
     """
     if others is not None and not isinstance(others, Mapping):
         raise TreeError("others", expected="a dict or None", found=type(others).__qualname__)
@@ -85,29 +86,29 @@ def load(
     allow_pickle: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """What `save` was given: {"model": ..., "optimizer": ..., and the others by their names}.
+    """Loads what `save` saved: {"model": ..., "optimizer": ..., and the others by their names}.
 
     Args:
         model: a module, or a list as in `save`: it is filled in place, and its entry in the result is its state dict.
-            A number in its place is hfai's `nthreads`.
+            An integer is taken as hfai's `nthreads`.
         optimizer: likewise; parameters are matched by name, in any order.
-        nthreads: of no effect: each rank reads the ranges that it needs.
-        map_location: a device for what is not filled in place.
-        allow_pickle: unpickles others that were saved so. This can run any code: only for files you trust.
-        options: more for `training.restore` where a model is given: strict, partial, cast, ...
+        nthreads: has no effect: each rank reads the ranges that it needs.
+        map_location: a device for state that is not filled in place.
+        allow_pickle: unpickles others that were saved as pickles. This can run any code: only for files you trust.
+        options: further arguments of `training.restore` where a model is given: strict, partial, cast, ...
 
     Returns:
-        Without `model`, state dicts of whole tensors for `load_state_dict`, an optimizer's numbered in the order of
-        parameters in which it was saved. A list of one is returned as that one.
+        Without `model`, state dicts of whole tensors for `load_state_dict`; those of optimizers number parameters in
+        the saved order. A list of one is returned as its element.
 
     Raises:
-        MismatchError: models or optimizers are not those that were saved.
+        MismatchError: models or optimizers differ from the saved ones.
     """
     if isinstance(model, int):
         model, nthreads = None, model
     if nthreads < 0:
         raise MismatchError("nthreads", expected="0 or more", found=f"{nthreads}")
-    comm = as_comm(group, talks=False)
+    comm = as_comm(group, sends_messages=False)
     if model is None:
         if optimizer is not None or options:
             alone = "an optimizer" if optimizer is not None else ", ".join(options)
@@ -134,9 +135,9 @@ def _unwrapped(several: list[Any]) -> Any:
 
 
 def _order(models: Any, optimizers: Any) -> dict[str, list[list[str]]]:
-    """By optimizer the names of the parameters of each group, in their order."""
-    lives = survey(optimizers, ties_of(collect(models), models), {})
-    return {live.prefix[0]: [[key_path(key) for key in group.members] for group in live.groups] for live in lives}
+    """Returns, by optimizer, the parameter names of each group in order."""
+    named = name_optimizers(optimizers, ties_of(collect_entries(models), models), {})
+    return {one.prefix[0]: [[key_path(key) for key in group.members] for group in one.groups] for one in named}
 
 
 # as state dicts -------------------------------------------------------------------------------------------------------
@@ -169,17 +170,17 @@ def _in_order(models: dict[str, Any]) -> list[Any]:
 
 
 def _plain(tree: dict[str, Any]) -> dict[str, Any]:
-    """What each rank has of its own, without the mark."""
+    """Returns a dict with the values of `PerRank` in the place of these."""
     return {key: value.value if isinstance(value, PerRank) else value for key, value in tree.items()}
 
 
 def _numbered(moments: dict[str, Any], groups: dict[str, Any], order: list[list[str]]) -> dict[str, Any]:
-    """An optimizer's state dict as it was, its parameters numbered as torch does."""
+    """Returns an optimizer's state dict in its saved form, with torch's numbers for parameters."""
     members = [[parse_key(name) for name in group] for group in order]
     labels = _labels(groups["members"], order)
-    numbering = Numbering(members, labels, {key: key[-1] for group in members for key in group})
-    forms = groups.get(BESIDE, {})
-    form = next(iter(forms.values())) if forms else standard(groups.get("shared"))
+    numbering = ParameterNumbering(members, labels, {key: key[-1] for group in members for key in group})
+    forms = groups.get(STATE_DICT_KEY, {})
+    form = next(iter(forms.values())) if forms else standard_form(groups.get("shared"))
     own = {key: {k: _detached(v) for k, v in get_in(moments, key, {}).items()} for key in numbering.keys}
 
     def grouped(values: Mapping[str, Any] | None) -> list[Any]:
@@ -190,7 +191,7 @@ def _numbered(moments: dict[str, Any], groups: dict[str, Any], order: list[list[
 
 
 def _labels(members: Mapping[str, Mapping[str, None]], order: list[list[str]]) -> list[str]:
-    """The label of each group."""
+    """Returns the label of each group."""
     of, without = labels_by_member(members), iter([label for label, names in members.items() if not names])
     return [of[group[0]][0] if group else next(without, "") for group in order]
 

@@ -1,8 +1,8 @@
-"""What a model holds, under which names, and how a model without memory gets some.
+"""The entries of a model's state dict by clean names, and memory for models on the meta device.
 
-The content is what `state_dict` gives, hooks and `get_extra_state` included and non-persistent buffers not, under
-names without the steps of wrappers. A buffer that is no DTensor has a copy on every rank, and these may differ
-(batch statistics do): the first of the ranks that have the module speaks for all.
+The entries are those of `state_dict`: with hooks and `get_extra_state`, without non-persistent buffers, under names
+without the steps of wrappers. A buffer that is no DTensor has a copy on every rank, and these may differ (batch
+statistics do): the first rank that holds the module saves it.
 """
 
 from __future__ import annotations
@@ -20,60 +20,60 @@ from torch.nn.parameter import is_lazy
 from ..arrays.dtensor import is_dtensor
 from ..arrays.stateful import is_optimizer
 from ..errors import MismatchError, TreeError
-from .names import Key, key_path, nested, strip_hops
+from .names import Key, key_path, nested, strip_wrappers
 
 __all__ = [
-    "Entry",
     "Modules",
-    "collect",
-    "materialise",
-    "named",
+    "StateDictEntry",
+    "allocate_meta_tensors",
+    "buffer_owners",
+    "collect_entries",
+    "named_objects",
     "on_meta",
-    "settle_shards",
+    "reset_fsdp_shards",
     "shards_of",
-    "speakers",
 ]
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
-_HOPS = {
+_WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
 }
-"""Wrappers by class, and the step that each adds to names."""
+"""Wrapper classes, and the step that each adds to names."""
 
 _FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 
 
-class Entry(msgspec.Struct):
+class StateDictEntry(msgspec.Struct):
     """One entry of a model's state dict."""
 
     key: Key
     kind: str
-    """"parameter", "buffer", "extra" (what `get_extra_state` gave) or "made" (a tensor that a hook of `state_dict` put
-    there)."""
+    """"parameter", "buffer", "extra" (what `get_extra_state` gave) or "made" (a tensor that a hook of `state_dict`
+    created)."""
     value: Any
     module: nn.Module
-    """Where it is registered."""
+    """The module that it is registered in."""
     name: str
-    """Its name there."""
+    """Its name in that module."""
     owned: bool = True
-    """Whether this rank is the one that saves it, where ranks may differ."""
+    """Whether this rank saves it, where ranks may differ."""
     live: bool = True
-    """Whether filling it fills the model: a hook of `state_dict` may make tensors of its own, which are handed to
-    `load_state_dict`."""
+    """Whether filling it fills the model. A hook of `state_dict` may create tensors of its own, which are passed to
+    `load_state_dict` afterwards."""
     root: Any = None
     raw: str = ""
     """Its name in the state dict of the root."""
 
 
-def named(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
-    """(prefix, object) of one object, of the parts of one (a sequence), or of several by name (a dict).
+def named_objects(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
+    """Returns (prefix, object) for one object, for the parts of one (a sequence), or for several by name (a dict).
 
     Raises:
-        TreeError: something of another class.
+        TreeError: an object of another class.
     """
     noun = "module" if what == "model" else what
     if _is_state_dict(given):
@@ -97,7 +97,7 @@ def named(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
 
 
 def _is_state_dict(given: Any) -> bool:
-    """Whether something is the state dict of a module or an optimizer, or holds one."""
+    """Whether an object is the state dict of a module or an optimizer, or contains one."""
     if not isinstance(given, Mapping) or isinstance(given, nn.Module):
         return False
     if {"state", "param_groups"} <= set(given):
@@ -111,42 +111,42 @@ def _state_dict_error(path: str, noun: str) -> TreeError:
     )
 
 
-def collect(model: Modules) -> list[Entry]:
-    """Everything that a model's state dict holds; parameters and buffers are the live objects.
+def collect_entries(model: Modules) -> list[StateDictEntry]:
+    """Returns the entries of a model's state dict; parameters and buffers are the live objects.
 
     Raises:
         TreeError: flat parameters, whose names are lost; two parts with one name.
     """
-    entries: list[Entry] = []
-    for prefix, module in named(model, nn.Module, "model"):
+    entries: list[StateDictEntry] = []
+    for prefix, module in named_objects(model, nn.Module, "model"):
         entries += _collect_one(module, prefix)
-    nested((entry.key, None) for entry in entries)  # finds two with one name
+    nested((entry.key, None) for entry in entries)  # raises for two entries with one name
     return entries
 
 
-def _collect_one(root: nn.Module, prefix: Key) -> Iterator[Entry]:
-    found = root.state_dict(keep_vars=True)  # first: FSDP2 shards parameters again that a forward has left whole
-    hops, modules = _scan(root)
-    speaks, identities = speakers(root), set(map(id, (*root.parameters(), *root.buffers())))
+def _collect_one(root: nn.Module, prefix: Key) -> Iterator[StateDictEntry]:
+    found = root.state_dict(keep_vars=True)  # first: it makes FSDP2 reshard parameters that a forward left unsharded
+    wrapper_steps, modules = _scan(root)
+    saves_buffer, identities = buffer_owners(root), set(map(id, (*root.parameters(), *root.buffers())))
     memory = _ModuleMemory(root)
     for raw, value in found.items():
-        name = strip_hops(raw, hops)
+        name = strip_wrappers(raw, wrapper_steps)
         parent, _, last = name.rpartition(".")
         module = modules.get(parent, root)
         if last == _EXTRA_STATE_KEY_SUFFIX or not isinstance(value, Tensor):
-            yield Entry((*prefix, name), "extra", value, module, last, root=root, raw=raw)
+            yield StateDictEntry((*prefix, name), "extra", value, module, last, root=root, raw=raw)
         elif id(value) in identities:
             kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
-            owned = kind != "buffer" or is_dtensor(value) or speaks.get(id(value), True)
-            yield Entry((*prefix, name), kind, value, module, last, owned, root=root, raw=raw)
+            owned = kind != "buffer" or is_dtensor(value) or saves_buffer.get(id(value), True)
+            yield StateDictEntry((*prefix, name), kind, value, module, last, owned, root=root, raw=raw)
         else:
             kind, live = memory.kind_of(value)
             shown = value if is_sharded_tensor(value) else value.detach()
-            yield Entry((*prefix, name), kind, shown, module, last, True, live, root, raw)
+            yield StateDictEntry((*prefix, name), kind, shown, module, last, True, live, root, raw)
 
 
 class _ModuleMemory:
-    """The memory of a module's parameters and buffers."""
+    """The memory addresses of a module's parameters and buffers."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -158,7 +158,7 @@ class _ModuleMemory:
         return parameters, buffers
 
     def kind_of(self, tensor: Tensor) -> tuple[str, bool]:
-        """The kind of a tensor that is no parameter or buffer, and whether all of it is memory of these."""
+        """Returns the kind of a tensor that is no parameter or buffer, and whether it shows only memory of these."""
         parameters, buffers = self._addresses
         shown = set(_addresses(tensor))
         if shown & buffers:
@@ -167,7 +167,7 @@ class _ModuleMemory:
 
 
 def _addresses(tensor: Any) -> list[int]:
-    """Where the memory of this rank's part begins; nothing of what has none."""
+    """Returns the start addresses of the memory of this rank's part; none for a tensor without memory."""
     if is_sharded_tensor(tensor):
         return [address for shard in tensor.local_shards() for address in _addresses(shard.tensor)]
     local = tensor.to_local() if is_dtensor(tensor) else tensor
@@ -175,7 +175,7 @@ def _addresses(tensor: Any) -> list[int]:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether a tensor is torch.distributed's ShardedTensor, which has next to no operators."""
+    """Whether a tensor is torch.distributed's ShardedTensor, which supports hardly any operator."""
     return type(value).__name__ == "ShardedTensor"
 
 
@@ -184,23 +184,23 @@ def is_meta(value: Any) -> bool:
     return not is_sharded_tensor(value) and value.is_meta
 
 
-def hidden(model: Modules, entries: Sequence[Entry]) -> list[Entry]:
-    """The parameters that a hook of `state_dict` has left out, under their own names."""
+def hidden_parameters(model: Modules, entries: Sequence[StateDictEntry]) -> list[StateDictEntry]:
+    """Returns the parameters that a hook of `state_dict` left out, under their own names."""
     there = {id(entry.value) for entry in entries}
-    found: list[Entry] = []
-    for prefix, root in named(model, nn.Module, "model"):
-        hops, modules = _scan(root)
+    found: list[StateDictEntry] = []
+    for prefix, root in named_objects(model, nn.Module, "model"):
+        wrapper_steps, modules = _scan(root)
         for raw, parameter in root.named_parameters(remove_duplicate=False):
             if id(parameter) not in there:
-                name = strip_hops(raw, hops)
+                name = strip_wrappers(raw, wrapper_steps)
                 parent, _, last = name.rpartition(".")
                 module: Any = modules.get(parent, root)
-                found.append(Entry((*prefix, name), "parameter", parameter, module, last, root=root, raw=raw))
+                found.append(StateDictEntry((*prefix, name), "parameter", parameter, module, last, root=root, raw=raw))
     return found
 
 
-def shards_of(entries: Sequence[Entry], left_out: Sequence[Entry]) -> dict[int, tuple[Any, Any]]:
-    """By identity of each parameter that is a shard of a ShardedTensor in the state dict: shape of that, and offset."""
+def shards_of(entries: Sequence[StateDictEntry], left_out: Sequence[StateDictEntry]) -> dict[int, tuple[Any, Any]]:
+    """Returns (global shape, offset) of parameters that are shards of a ShardedTensor, by identity."""
     shards = [shard for entry in entries if is_sharded_tensor(entry.value) for shard in entry.value.local_shards()]
     wholes = [entry.value for entry in entries if is_sharded_tensor(entry.value) for _ in entry.value.local_shards()]
     found: dict[int, tuple[Any, Any]] = {}
@@ -212,11 +212,11 @@ def shards_of(entries: Sequence[Entry], left_out: Sequence[Entry]) -> dict[int, 
     return found
 
 
-def load_made(entries: Sequence[Entry], filled: Sequence[Entry]) -> None:
-    """Has modules whose hooks of `state_dict` made tensors take them back, once these are filled.
+def load_hook_tensors(entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]) -> None:
+    """Loads filled tensors that hooks of `state_dict` created into their modules, by `load_state_dict`.
 
     Raises:
-        MismatchError: a module does not take what its own state dict has.
+        MismatchError: a module does not take a name of its own state dict.
     """
     for root in {id(entry.root): entry.root for entry in filled if not entry.live}.values():
         state = {entry.raw: entry.value for entry in entries if entry.root is root and entry.kind != "extra"}
@@ -230,8 +230,8 @@ def load_made(entries: Sequence[Entry], filled: Sequence[Entry]) -> None:
             )
 
 
-def takes_back(entry: Entry) -> bool:
-    """Whether a module around an entry has code of its own for `load_state_dict`."""
+def has_load_hook(entry: StateDictEntry) -> bool:
+    """Whether a module around an entry has its own code for `load_state_dict`."""
     base, root = nn.Module, entry.root
     around = [root] + [m for name, m in root.named_modules() if entry.raw.startswith(f"{name}.")]
     return any(
@@ -243,15 +243,15 @@ def takes_back(entry: Entry) -> bool:
 
 
 def _scan(root: nn.Module) -> tuple[dict[str, list[str]], dict[str, nn.Module]]:
-    """The hops of wrappers, and the modules below them, by clean name."""
-    hops: dict[str, list[str]] = {}
+    """Returns the steps that wrappers add, and the modules below them, by clean name."""
+    wrapper_steps: dict[str, list[str]] = {}
     modules: dict[str, nn.Module] = {}
 
     def walk(module: nn.Module, name: str) -> None:
-        hop = _hop_of(module, name)
-        if hop is not None:
-            hops.setdefault(name, []).append(hop)
-            walk(getattr(module, hop), name)
+        step_name = _wrapper_step_of(module, name)
+        if step_name is not None:
+            wrapper_steps.setdefault(name, []).append(step_name)
+            walk(getattr(module, step_name), name)
             return
         modules[name] = module
         for step, child in module._modules.items():
@@ -259,10 +259,10 @@ def _scan(root: nn.Module) -> tuple[dict[str, list[str]], dict[str, nn.Module]]:
                 walk(child, f"{name}.{step}" if name else step)
 
     walk(root, "")
-    return hops, modules
+    return wrapper_steps, modules
 
 
-def _hop_of(module: nn.Module, name: str) -> str | None:
+def _wrapper_step_of(module: nn.Module, name: str) -> str | None:
     for kind in type(module).__mro__:
         full = f"{kind.__module__}.{kind.__qualname__}"
         if full == _FLAT:
@@ -272,22 +272,22 @@ def _hop_of(module: nn.Module, name: str) -> str | None:
                 found="FullyShardedDataParallel, which joins them into flat ones",
                 hint="Use fully_shard (FSDP2), or save FSDP.state_dict_type(..., SHARDED_STATE_DICT) with tc.save",
             )
-        if full in _HOPS:
-            return _HOPS[full]
+        if full in _WRAPPERS:
+            return _WRAPPERS[full]
     return None
 
 
-def speakers(root: nn.Module) -> dict[int, bool]:
-    """By identity of each buffer whether this rank saves it, as the first of the ranks that have its module.
+def buffer_owners(root: nn.Module) -> dict[int, bool]:
+    """Returns, by identity of each buffer, whether this rank saves it: whether it is the first that holds its module.
 
-    Which these are is told by the wrappers and distributed parameters in the smallest part of the model around the
-    buffer that has any: experts may be laid over other ranks than what is around them. Where nothing tells, each rank
-    speaks, and the save compares what they say.
+    The ranks are those of the wrappers and distributed parameters in the smallest submodule around the buffer that has
+    any: experts may be on other ranks than the modules around them. Without any, every rank saves the buffer, and the
+    save compares the copies.
     """
     found: dict[int, bool] = {}
 
     def walk(module: nn.Module) -> tuple[list[bool], list[int]]:
-        """Whether this rank comes first in each group that the module is laid over; buffers that wait for an answer."""
+        """Returns whether this rank is first in each process group of the module, and the undecided buffers."""
         firsts, waiting = _firsts(module), [id(buffer) for buffer in module.buffers(recurse=False)]
         for child in module.children():
             below = walk(child)
@@ -303,7 +303,7 @@ def speakers(root: nn.Module) -> dict[int, bool]:
 
 
 def _firsts(module: nn.Module) -> list[bool]:
-    """Whether this rank comes first in the groups of a wrapper, and of a module's own parameters."""
+    """Returns whether this rank is first in the process groups of a wrapper and of a module's own parameters."""
     meshes = {p.device_mesh for p in module.parameters(recurse=False) if is_dtensor(p)}  # type: ignore[attr-defined]
     firsts = [(place := mesh.get_coordinate()) is not None and not any(place) for mesh in meshes]
     group = getattr(module, "process_group", None)
@@ -312,33 +312,31 @@ def _firsts(module: nn.Module) -> list[bool]:
     return firsts
 
 
-# without memory -------------------------------------------------------------------------------------------------------
+# meta tensors ---------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def materialise(entries: Sequence[Entry], device: str | torch.device | None) -> list[str]:
-    """Gives memory, of this rank's part only, to what stands on the meta device; returns the paths.
+def allocate_meta_tensors(entries: Sequence[StateDictEntry], device: str | torch.device | None) -> list[str]:
+    """Allocates memory, for this rank's part only, for entries on the meta device; returns their paths.
 
-    A parameter stays the same object, so an optimizer that was built before goes on with it.
+    A parameter stays the same object, so an optimizer that was built before keeps it.
 
     Args:
-        device: for plain tensors, by default torch's default device; a DTensor goes to its mesh's.
+        device: for plain tensors, by default torch's default device; a DTensor is on the device of its mesh.
     """
-    made: dict[int, Tensor] = {}
-    touched: dict[int, nn.Module] = {}
+    new_tensors: dict[int, Tensor] = {}
     paths: list[str] = []
     for entry in entries:
         if entry.kind == "extra" or not is_meta(entry.value):
             continue
         old = entry.value
-        if id(old) not in made:
+        if id(old) not in new_tensors:
             where = old.device_mesh.device_type if is_dtensor(old) else device or torch.get_default_device()
             new = torch.empty_like(old, device=where)
-            made[id(old)] = _swapped(old, new)
+            new_tensors[id(old)] = _swapped(old, new)
         if entry.kind == "buffer" and entry.name in entry.module._buffers:
-            entry.module._buffers[entry.name] = made[id(old)]
-        entry.value = made[id(old)]
-        touched[id(entry.module)] = entry.module
+            entry.module._buffers[entry.name] = new_tensors[id(old)]
+        entry.value = new_tensors[id(old)]
         paths.append(f"model/{key_path(entry.key)}")
     return paths
 
@@ -351,18 +349,19 @@ def _swapped(old: Tensor, new: Tensor) -> Tensor:
 
 
 def on_meta(model: Modules) -> list[str]:
-    """The paths of parameters and buffers, persistent or not, that stand on the meta device."""
+    """Returns the paths of parameters and buffers, persistent or not, on the meta device."""
     found: list[str] = []
-    for prefix, root in named(model, nn.Module, "model"):
-        hops, _ = _scan(root)
+    for prefix, root in named_objects(model, nn.Module, "model"):
+        wrapper_steps, _ = _scan(root)
         tensors = [*root.named_parameters(), *root.named_buffers()]
-        found += [f"model/{key_path((*prefix, strip_hops(name, hops)))}" for name, tensor in tensors if tensor.is_meta]
+        names = [strip_wrappers(name, wrapper_steps) for name, tensor in tensors if tensor.is_meta]
+        found += [f"model/{key_path((*prefix, name))}" for name in names]
     return found
 
 
-def settle_shards(model: Modules) -> None:
-    """Has FSDP2 look at its parameters again: it pads uneven shards, and keeps references to their memory."""
-    for _, root in named(model, nn.Module, "model"):
+def reset_fsdp_shards(model: Modules) -> None:
+    """Resets the sharded parameters of FSDP2, which pads uneven shards and keeps references to their memory."""
+    for _, root in named_objects(model, nn.Module, "model"):
         for module in root.modules():
             state = getattr(module, "_get_fsdp_state", None)
             for group in state()._fsdp_param_groups if state is not None else ():

@@ -1,14 +1,14 @@
-"""The tensors that a fresh optimizer needs before its state can be loaded into it, and those that must not be missing.
+"""Optimizer state for a fresh optimizer, to be filled, and the moments that a checkpoint must have.
 
-Optimizers make their moments at the first step. Here they are made without one: as many as were saved, of the saved
-dtype, laid out as their parameter is. What torch's own optimizers would make is found by stepping a tiny copy, so that
-a moment which a checkpoint has lost is noticed even though nothing here asks for it yet.
+Optimizers create their moments at the first step. Here they are created without a step: those that were saved, of the
+saved dtype, with the layout of their parameter. The moments that torch's own optimizers would create are found by a
+step of a tiny copy, so a moment that is missing in a checkpoint is detected although the live optimizer has none yet.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,13 +21,13 @@ from ..arrays.torch import torch_dtype
 from ..core.tree.flatten import unflatten
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import Structure, key_text, paths_of
-from .sources import children_of
+from .sources import RestoreSource, children_of
 
-__all__ = ["Place", "build_state", "expected_moments"]
+__all__ = ["MomentPlacement", "build_state", "expected_moments"]
 
 
-class Place(msgspec.Struct, frozen=True):
-    """What a moment's parameter was like, and is: that decides where the moment goes, and of which dtype it is."""
+class MomentPlacement(msgspec.Struct, frozen=True):
+    """Properties of a saved and a live parameter that decide the device, layout and dtype of its moments."""
 
     was_on_device: bool | None = None
     """Whether the parameter was on a device when it was saved; None if that is not known."""
@@ -36,12 +36,12 @@ class Place(msgspec.Struct, frozen=True):
     was_spread: bool = False
     """Whether the parameter was distributed when it was saved."""
     whole_shape: tuple[int, ...] = ()
-    """Of the array that the parameter is a part of, if it is one."""
+    """Shape of the array that the parameter is a shard of, if it is one."""
     dtypes: tuple[str, str] = ("", "")
-    """Of the parameter, as it was saved and as it is: a moment that had its dtype has it again."""
+    """(saved, live) dtype of the parameter: a moment that had the dtype of its parameter keeps to it."""
 
     def on_host(self, name: str, spec: ArraySpec) -> bool:
-        """As it was beside its parameter; where both were on the host, as torch's optimizers make it."""
+        """Whether a scalar moment is on the host: as saved relative to its parameter, else as torch's optimizers do."""
         if spec.device is not None:
             return False
         if self.was_on_device:
@@ -53,37 +53,33 @@ def build_state(
     parameter: Tensor,
     saved: Structure,
     here: Mapping[Any, Any],
+    source: RestoreSource,
     *,
     path: str,
-    leaves: Mapping[str, ArraySpec | None],
-    value: Callable[[str], Any],
-    is_spread: Callable[[str], bool],
-    place: Place,
+    place: MomentPlacement,
 ) -> dict[Any, Any]:
-    """The state of one parameter, to be filled: what is there stays, what is not is made.
+    """Returns the state of one parameter, to be filled: existing tensors stay, missing ones are created.
 
     Args:
-        saved: its structure as it was saved.
+        saved: the saved structure of the state.
         here: the live state, which may be empty.
-        path: where the state was saved.
-        leaves: what was saved, by path.
-        value: gives what was saved at a path, if that is no array.
-        is_spread: whether what was saved at a path was distributed.
-        place: what decides where numbers go.
+        source: provides specs and values of saved leaves.
+        path: the saved path of the state.
+        place: decides device, layout and dtype of new tensors.
     """
     found: dict[Any, Any] = {}
     for key, child in children_of(saved).items():
         paths = [_join(f"{path}/{key_text(key)}", below) for below, _ in paths_of(child)]
-        if child is None and isinstance(here.get(key), Tensor) and leaves[paths[0]] is not None:
+        if child is None and isinstance(here.get(key), Tensor) and source.leaves[paths[0]] is not None:
             found[key] = here[key]
         else:
-            made = (
-                _leaf(parameter, str(key), spec, place, whole=place.was_spread and not is_spread(p))
-                if (spec := leaves[p])
-                else value(p)
+            new_leaves = (
+                _leaf(parameter, str(key), spec, place, whole=place.was_spread and not source.is_spread(p))
+                if (spec := source.leaves[p])
+                else source.value(p)
                 for p in paths
             )
-            found[key] = unflatten(child, made, resolve=resolve)
+            found[key] = unflatten(child, new_leaves, resolve=resolve)
     return found
 
 
@@ -91,17 +87,17 @@ def _join(path: str, below: str) -> str:
     return f"{path}/{below}" if below else path
 
 
-def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: Place, *, whole: bool) -> Any:
-    """A moment to be filled.
+def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement, *, whole: bool) -> Any:
+    """Returns a new moment, to be filled.
 
     Args:
-        whole: every rank had all of it, though not of its parameter.
+        whole: whether every rank held the whole moment, but not the whole parameter.
     """
     if spec.kind == "numpy":
         return np.empty(spec.shape, spec.dtype)
     dtype = torch_dtype(spec.dtype)
     if not spec.shape and (name == "step" or parameter.ndim):
-        # a number beside the moments: every rank has all of it
+        # a scalar beside the moments: every rank has it
         return torch.empty((), dtype=dtype, device="cpu" if place.on_host(name, spec) else parameter.device)
     if spec.dtype == place.dtypes[0]:
         dtype = torch_dtype(place.dtypes[1])
@@ -113,9 +109,9 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: Place, *, whole:
 
 
 def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> frozenset[Any]:
-    """The names of the moments that the first step makes; none for an optimizer that is not torch's own.
+    """Returns the names of the moments that the first step creates; none for optimizers that are not torch's own.
 
-    A copy of the optimizer takes the step, with one parameter of as many dimensions and a single element.
+    A copy of the optimizer takes the step, with one single-element parameter of as many dimensions.
     """
     kind = type(optimizer)
     if (
@@ -140,6 +136,6 @@ def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor
     step: Any = kind.step
     try:
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(probe)  # without the hooks of all optimizers
-    except Exception:  # a combination of hyper-parameters that only works elsewhere says nothing of moments
+    except Exception:  # hyper-parameters that only work on another device: the moments are unknown
         return frozenset()
     return frozenset(probe.state.get(tiny, {}))

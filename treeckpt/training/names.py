@@ -1,9 +1,9 @@
-"""What is a parameter called, however its model is wrapped? Names, ties and nested dicts of them, as plain data.
+"""Parameter names that do not depend on wrappers, ties, and nested dicts of them, as plain data.
 
-A wrapper (data parallelism, compilation, activation checkpointing) puts a step of its own into the names of what it
-wraps, `module.layers.0._orig_mod.weight`. Its hop is dropped where the wrapper stands and nowhere else, so a child
-that happens to be called `module` keeps its name. A key of several steps, `("generator", "0.weight")`, stands for one
-parameter among several models. Nothing here knows torch.
+A wrapper (data parallelism, compilation, activation checkpointing) adds a step to the names of the parameters inside
+it, `module.layers.0._orig_mod.weight`. The step is removed at the wrapper and nowhere else, so a child named `module`
+keeps its name. A key of several steps, `("generator", "0.weight")`, is one parameter among several models. This module
+does not use torch.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from typing import Any
 from ..core.tree.structure import key_text, parse_path
 from ..errors import TreeError
 
-__all__ = ["Key", "get_in", "key_path", "nested", "parse_key", "put_in", "strip_hops", "tie_names"]
+__all__ = ["Key", "get_in", "key_path", "nested", "parse_key", "put_in", "strip_wrappers", "tie_names"]
 
 Key = tuple[str, ...]
-"""Steps from the root of the models, or of the optimizers, to what a name stands for; the last is the dotted name."""
+"""Steps from the root of the models, or of the optimizers, to an object; the last is the dotted name."""
 
 
-def strip_hops(name: str, hops: Mapping[str, Sequence[str]]) -> str:
-    """The dotted name without what wrappers have added.
+def strip_wrappers(name: str, wrapper_steps: Mapping[str, Sequence[str]]) -> str:
+    """Returns the dotted name without the steps that wrappers added.
 
     Args:
-        hops: by the clean name of the place where wrappers stand, the steps they add there, from the outside in.
+        wrapper_steps: by the clean name of the wrapped module, the steps that its wrappers add, from the outside in.
     """
     clean: list[str] = []
-    pending = list(hops.get("", ()))
+    pending = list(wrapper_steps.get("", ()))
     for step in name.split("."):
-        if step in pending:  # some wrappers take their own step out already: what comes before is skipped
+        if step in pending:  # some wrappers remove their own step already: those before it are skipped
             del pending[: pending.index(step) + 1]
         else:
             clean.append(step)
-            pending = list(hops.get(".".join(clean), ()))
+            pending = list(wrapper_steps.get(".".join(clean), ()))
     return ".".join(clean)
 
 
 def key_path(key: Key) -> str:
-    """A key as the text of a path: `generator/0.weight`."""
+    """Returns a key as the text of a path: `generator/0.weight`."""
     return "/".join(key_text(step) for step in key)
 
 
 def parse_key(text: str) -> Key:
-    """The inverse of `key_path`."""
+    """Returns the key of a path; the inverse of `key_path`."""
     return tuple(step.removeprefix("~s") if step.startswith("~s") else step for step in parse_path(text))
 
 
 def nested(pairs: Iterable[tuple[Key, Any]]) -> dict[str, Any]:
-    """Nested dicts of (key, value) pairs."""
+    """Returns nested dicts of (key, value) pairs."""
     root: dict[str, Any] = {}
     for key, value in pairs:
         put_in(root, key, value)
@@ -56,10 +56,10 @@ def nested(pairs: Iterable[tuple[Key, Any]]) -> dict[str, Any]:
 
 
 def put_in(root: dict[str, Any], key: Key, value: Any) -> None:
-    """Puts a value where a key says.
+    """Sets the value of a key in nested dicts.
 
     Raises:
-        TreeError: something stands there or on the way.
+        TreeError: the key, or a prefix of it, has a value.
     """
     node = root
     for step in key[:-1]:
@@ -76,7 +76,7 @@ def put_in(root: dict[str, Any], key: Key, value: Any) -> None:
 
 
 def get_in(root: Any, key: Sequence[Any], default: Any = None) -> Any:
-    """What stands where a key says, in nested dicts; `default` if nothing does."""
+    """Returns the value of a key in nested dicts, or `default`."""
     for step in key:
         if not isinstance(root, Mapping) or step not in root:
             return default
@@ -85,7 +85,7 @@ def get_in(root: Any, key: Sequence[Any], default: Any = None) -> Any:
 
 
 def tie_names(names: Iterable[tuple[Key, int]]) -> dict[int, tuple[Key, ...]]:
-    """By identity the sorted names of one object; the first of them is its name, whatever the order of the model."""
+    """Returns the sorted names of each object by identity; the first is its name, independent of the model's order."""
     found: dict[int, list[Key]] = {}
     for key, identity in names:
         found.setdefault(identity, []).append(key)

@@ -1,11 +1,11 @@
-"""What an optimizer holds, by the names of its parameters.
+"""The state of optimizers, keyed by the names of their parameters.
 
-`survey` finds the names of an optimizer's parameters in the model, `trees_of` makes the two trees of it: `state`, by
-parameter and moment, and its groups. A parameter without state is there with none, so that it can be told from one
-that was never the optimizer's. LBFGS joins all its parameters into one vector: their order is stored with it.
+`name_optimizers` finds the names of an optimizer's parameters in the model, `trees_of` builds its two trees: `state`,
+by parameter and moment, and its groups. A parameter without state is kept with an empty one, which differs from one
+that is not the optimizer's. LBFGS joins all its parameters into one vector, so their order is saved too.
 
-The state is that of `.state`; of an optimizer that changes `state_dict` or `load_state_dict`, by a method or a hook, as
-wrappers do, it is what `state_dict()` gives.
+The state is that of `.state`; for an optimizer that changes `state_dict` or `load_state_dict`, by a method or a hook,
+as wrappers do, it is the result of `state_dict()`.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from ..arrays.dtensor import is_dtensor
 from ..arrays.sharded import Sharded
 from ..arrays.stateful import is_optimizer
 from ..errors import TreeError
-from .groups import Group, label_of, tree_of_groups
-from .modules import named
+from .groups import ParamGroup, label_of, tree_of_groups
+from .hyperparameters import is_same
+from .modules import named_objects
 from .names import Key, key_path, put_in
-from .state_dicts import BESIDE, Numbering, has_own_forms, split, standard
-from .values import is_same
+from .state_dicts import STATE_DICT_KEY, ParameterNumbering, has_own_forms, split, standard_form
 
 __all__ = [
-    "Live",
+    "NamedOptimizer",
     "Optimizers",
     "groups_of",
     "is_lbfgs",
     "is_plain",
-    "prefixes",
-    "survey",
+    "name_optimizers",
+    "optimizer_chain",
+    "optimizer_names",
     "trees_of",
-    "unwrapped",
 ]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
 
-class Live(msgspec.Struct):
+class NamedOptimizer(msgspec.Struct):
     """A live optimizer, with names for its parameters."""
 
     prefix: Key
     optimizer: Any
-    """What has the groups."""
+    """The optimizer that has the groups."""
     stateful: Any
-    """What has the state: another optimizer where this one is split over ranks."""
-    groups: tuple[Group, ...]
-    numbering: Numbering
+    """The optimizer that has the state: another one where this one is split over ranks."""
+    groups: tuple[ParamGroup, ...]
+    numbering: ParameterNumbering
     """The parameters whose state is here, in the order of the groups."""
     own: dict[Key, Mapping[Any, Any]]
     """The state of each parameter."""
     shared: dict[Any, Any]
     """State that belongs to no parameter."""
     shards: Mapping[int, tuple[Any, Any]]
-    """By identity of a parameter that is a part of an array: the shape of that, and where the part begins."""
+    """(global shape, offset) of parameters that are shards of an array, by identity."""
     form: Any = None
-    """The rest of what `state_dict` gives, where the optimizer is to be asked; None for those of torch."""
+    """The rest of the state dict, for an optimizer whose `state_dict` is used; None for those of torch."""
 
     @property
     def parameters(self) -> Mapping[Key, Tensor]:
@@ -68,9 +68,9 @@ class Live(msgspec.Struct):
         return self.numbering.parameters
 
     @property
-    def maker(self) -> Any:
-        """What makes the state of parameters: the innermost optimizer, where others add nothing; None where they do."""
-        inner = unwrapped(self.stateful)[-1]
+    def innermost(self) -> Any:
+        """The innermost optimizer, which creates the state of parameters; None if its wrappers add state."""
+        inner = optimizer_chain(self.stateful)[-1]
         if self.form is not None and has_own_forms(self.form):
             return None
         theirs = {id(p) for group in inner.param_groups for p in group["params"]}
@@ -90,10 +90,10 @@ class Live(msgspec.Struct):
         return self.numbering.labels[0] if self.numbering.labels else ""
 
 
-def survey(
+def name_optimizers(
     optimizer: Optimizers | None, ties: Mapping[int, tuple[Key, ...]], shards: Mapping[int, tuple[Any, Any]]
-) -> list[Live]:
-    """The optimizers, with names for their parameters.
+) -> list[NamedOptimizer]:
+    """Returns the optimizers with names for their parameters.
 
     Args:
         ties: the names of each parameter of the model, by identity.
@@ -104,14 +104,16 @@ def survey(
     """
     if optimizer is None:
         return []
-    lives: list[Live] = []
-    for prefix, one in named(optimizer, torch.optim.Optimizer, "optimizer"):
+    lives: list[NamedOptimizer] = []
+    for prefix, one in named_objects(optimizer, torch.optim.Optimizer, "optimizer"):
         lives.append(_survey_one(prefix, one, ties, shards, len(groups_of(lives, prefix))))
     return lives
 
 
-def _survey_one(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]], shards: Any, before: int) -> Live:
-    stateful = next((one.optim for one in unwrapped(optimizer) if is_split(one)), optimizer)
+def _survey_one(
+    prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]], shards: Any, before: int
+) -> NamedOptimizer:
+    stateful = next((one.optim for one in optimizer_chain(optimizer) if is_zero_optimizer(one)), optimizer)
     members = [
         tuple(_name_of(p, ties, f"param_groups/{position}") for p in group["params"])
         for position, group in enumerate(optimizer.param_groups)
@@ -119,9 +121,9 @@ def _survey_one(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]]
     names = [tuple(_name_of(p, ties, "param_groups") for p in group["params"]) for group in stateful.param_groups]
     mine = [p for group in stateful.param_groups for p in group["params"]]
     parameters = dict(zip((key for group in names for key in group), mine, strict=True))
-    groups = [Group(keys, _values(group)) for keys, group in zip(members, optimizer.param_groups, strict=True)]
+    groups = [ParamGroup(keys, _values(group)) for keys, group in zip(members, optimizer.param_groups, strict=True)]
     labels = [label_of(group, position) for position, group in enumerate(groups, before)]
-    numbering = Numbering(names, labels, parameters)
+    numbering = ParameterNumbering(names, labels, parameters)
     form, shared = None, {}
     if is_plain(stateful):
         own = {key: stateful.state.get(parameter, {}) for key, parameter in parameters.items()}
@@ -130,8 +132,8 @@ def _survey_one(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]]
         found = split(stateful.state_dict(), numbering)
         form, own, shared = found.form, found.own, found.shared or {}
         if found.values is not None and stateful is optimizer:
-            groups = [Group(keys, values) for keys, values in zip(members, found.values, strict=True)]
-    live = Live(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, shards, form)
+            groups = [ParamGroup(keys, values) for keys, values in zip(members, found.values, strict=True)]
+    live = NamedOptimizer(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, shards, form)
     _check(live)
     return live
 
@@ -154,7 +156,7 @@ _METHODS = {"state_dict", "load_state_dict"}
 _HOOKS = tuple(f"_optimizer_{method}_{when}_hooks" for method in sorted(_METHODS) for when in ("pre", "post"))
 
 
-def unwrapped(optimizer: Any) -> list[Any]:
+def optimizer_chain(optimizer: Any) -> list[Any]:
     """An optimizer, that which it wraps, and so on to the innermost."""
     found = [optimizer]
     while not is_plain(found[-1]):
@@ -166,7 +168,7 @@ def unwrapped(optimizer: Any) -> list[Any]:
     return found
 
 
-def is_split(optimizer: object) -> bool:
+def is_zero_optimizer(optimizer: object) -> bool:
     """Whether an optimizer leaves the parameters of each rank to another one."""
     return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
 
@@ -184,7 +186,7 @@ def _name_of(parameter: Tensor, ties: Mapping[int, tuple[Key, ...]], where: str)
     return names[0]
 
 
-def _check(live: Live) -> None:
+def _check(live: NamedOptimizer) -> None:
     known = {id(parameter) for parameter in live.parameters.values()}
     for key in live.stateful.state if live.form is None else ():
         if isinstance(key, Tensor) and id(key) not in known:
@@ -222,27 +224,27 @@ def _is_local_part(moment: object, parameter: Any) -> bool:
 
 def is_lbfgs(optimizer: object) -> bool:
     """Whether an optimizer keeps one state for the vector of all its parameters."""
-    return isinstance(unwrapped(optimizer)[-1], torch.optim.LBFGS)
+    return isinstance(optimizer_chain(optimizer)[-1], torch.optim.LBFGS)
 
 
-def prefixes(lives: Sequence[Live]) -> list[Key]:
+def optimizer_names(lives: Sequence[NamedOptimizer]) -> list[Key]:
     """The names of the optimizers, each once; `()` for a single one."""
     return list(dict.fromkeys(live.prefix for live in lives))
 
 
-def groups_of(lives: Sequence[Live], prefix: Key) -> list[Group]:
+def groups_of(lives: Sequence[NamedOptimizer], prefix: Key) -> list[ParamGroup]:
     """The groups of an optimizer, of all its parts."""
     return [group for live in lives if live.prefix == prefix for group in live.groups]
 
 
-def trees_of(lives: Sequence[Live]) -> tuple[dict[str, Any], dict[str, Any]]:
+def trees_of(lives: Sequence[NamedOptimizer]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(state, groups) of all optimizers."""
     state: dict[str, Any] = {}
     groups: dict[str, Any] = {}
     for live in lives:
         for key, own in live.own.items():
             put_in(state, (*live.prefix, *key), live.spread(key, own))
-    for prefix in prefixes(lives):
+    for prefix in optimizer_names(lives):
         parts = [live for live in lives if live.prefix == prefix]
         tree: dict[str, Any] = {**tree_of_groups(groups_of(lives, prefix)), **_beside(parts)}
         order = [key_path(key) for live in parts if is_lbfgs(live.stateful) for key in live.parameters]
@@ -255,13 +257,13 @@ def trees_of(lives: Sequence[Live]) -> tuple[dict[str, Any], dict[str, Any]]:
     return state, groups
 
 
-def _beside(parts: Sequence[Live]) -> dict[str, Any]:
+def _beside(parts: Sequence[NamedOptimizer]) -> dict[str, Any]:
     """What the parts of an optimizer keep that belongs to no parameter: `shared` where all agree, else by part."""
     forms = {live.label: live.form for live in parts if live.form is not None and not _is_standard(live)}
     if not forms and all(is_same(parts[0].shared, live.shared) for live in parts):
         return {"shared": parts[0].shared} if parts[0].shared else {}
-    return {BESIDE: {live.label: forms.get(live.label, standard(live.shared)) for live in parts}}
+    return {STATE_DICT_KEY: {live.label: forms.get(live.label, standard_form(live.shared)) for live in parts}}
 
 
-def _is_standard(live: Live) -> bool:
-    return live.form == standard(live.shared)
+def _is_standard(live: NamedOptimizer) -> bool:
+    return live.form == standard_form(live.shared)

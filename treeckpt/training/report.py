@@ -1,4 +1,4 @@
-"""What a restore put in place, and what it left out."""
+"""The report of a restore."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ __all__ = ["RestoreReport"]
 
 
 class RestoreReport(msgspec.Struct, frozen=True):
-    """What a restore put in place, and what it did not find."""
+    """What a restore filled, and what it did not find."""
 
     path: str
     step: int | None
-    """Of training, as it was given to save."""
+    """Training step, as it was passed to save."""
     loaded: int
     """Leaves of models, optimizers and extra that were filled."""
     nbytes: int
-    """Bytes of arrays that were asked for."""
+    """Bytes of the requested arrays."""
     read_nbytes: int
     """Bytes of arrays that this rank read."""
     seconds: float
     missing: tuple[str, ...]
-    """Wanted, not in the checkpoint; they stay as they were."""
+    """Leaves of the targets that the checkpoint lacks; they stay unchanged."""
     unexpected: tuple[str, ...]
-    """In the checkpoint, wanted by nothing here."""
+    """Leaves of the checkpoint that no target has."""
     materialised: tuple[str, ...]
-    """What stood on the meta device and has memory now."""
+    """Tensors that were on the meta device and have memory now."""
     on_meta: tuple[str, ...]
-    """What stands on the meta device still, as it is not saved: buffers that are not persistent, or what was missing.
-    Give it memory and values before the model runs."""
+    """Tensors that are still on the meta device because they are not saved (non-persistent buffers) or missing. Give
+    them memory and values before the model runs."""
     ignored: tuple[str, ...]
-    """In the checkpoint, and of no use here: moments of frozen parameters, generators of devices that are not here, and
-    what an optimizer's `load_state_dict` does not take."""
+    """Leaves of the checkpoint without use here: moments of frozen parameters, generators of missing devices, and state
+    that an optimizer's `load_state_dict` does not take."""
     loader: Any = None
-    """The loader's state, if `loader` cannot take it itself."""
+    """The loader's state, if `loader` cannot load it itself."""
     extra: Any = None
-    """As it was saved, or the tree that was given, filled."""
+    """The saved tree, or the given one, filled."""
     dropped: tuple[str, ...] = ()
-    """In the checkpoint, and left out by a rule; as it is called there."""
+    """Leaves that a rule dropped, by their names in the checkpoint."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """What rules gave another name and nothing else: as in the checkpoint, and as restored."""
+    """(saved path, new path) of leaves that rules only renamed."""
 
     def __str__(self) -> str:
         rows = [

@@ -1,7 +1,7 @@
-"""Where do the random number generators of this process stand, and how are they put there again?
+"""State of the random number generators of this process.
 
-torch's CPU generator, that of the current CUDA device where CUDA is in use, numpy's global one and Python's. Each
-rank has its own; generators that a program made itself belong into `extra`.
+These are torch's CPU generator, that of the current CUDA device where CUDA is in use, numpy's global one and Python's.
+Each rank has its own; generators that a program creates itself belong into `extra`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["capture_rng", "check_rng", "set_rng"]
 
 
 def capture_rng() -> dict[str, Any]:
-    """The state of every generator, as a tree of arrays and values."""
-    version, words, gauss = random.getstate()
+    """Returns the state of every generator as a tree of arrays and values."""
+    version, integers, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False),
-        "python": {"version": version, "state": np.array(words, np.uint64), "gauss": gauss},
+        "python": {"version": version, "state": np.array(integers, np.uint64), "gauss": gauss},
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
@@ -32,10 +32,10 @@ def capture_rng() -> dict[str, Any]:
 
 
 def check_rng(state: Any) -> None:
-    """Refuses what is not the state of generators, before any is set.
+    """Checks a saved state before any generator is set.
 
     Raises:
-        MismatchError: naming what is wrong.
+        MismatchError: it is not the state of generators.
     """
     if not isinstance(state, Mapping) or not {"torch", "numpy", "python"} <= set(state):
         found = f"{sorted(state)}" if isinstance(state, Mapping) else type(state).__name__
@@ -45,9 +45,9 @@ def check_rng(state: Any) -> None:
 
 
 def set_rng(state: Mapping[str, Any]) -> list[str]:
-    """Puts the generators where `capture_rng` found them; returns the paths of those that are not here."""
+    """Sets the generators to a captured state; returns the paths of generators that this process lacks."""
     python = state["python"]
-    random.setstate((int(python["version"]), tuple(int(word) for word in python["state"]), python["gauss"]))
+    random.setstate((int(python["version"]), tuple(int(number) for number in python["state"]), python["gauss"]))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" not in state:

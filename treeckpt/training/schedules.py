@@ -1,8 +1,8 @@
-"""The state of a scheduler for an optimizer whose groups stand in another order, or are split otherwise.
+"""The state of a scheduler, independent of the order and split of its optimizer's param groups.
 
 torch's schedulers keep lists with one entry per group of their optimizer. Such a list becomes
-`{"by_group": {label: entry}}` with the labels of `training.groups`, and comes back as a list in the order of the live
-groups. All else in the state is kept as it is. Nothing here knows torch.
+`{"by_group": {label: entry}}` with the labels of `training.groups`, and is loaded as a list in the order of the live
+groups. The rest of the state is unchanged. This module does not use torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import MismatchError
-from .groups import Group, Labels, Same, agreed, places_of
+from .groups import Labels, ParamGroup, Same, common_value, saved_labels
 
 __all__ = ["PER_GROUP", "from_groups", "to_groups"]
 
@@ -34,7 +34,7 @@ _MARK = "by_group"
 
 
 def to_groups(state: Any, labels: Sequence[str]) -> Any:
-    """A scheduler's state with its lists of one entry per group keyed by the groups' labels."""
+    """Returns a scheduler's state whose lists with one entry per group are keyed by the groups' labels."""
     if isinstance(state, list):
         return [to_groups(item, labels) for item in state]
     if type(state) is not dict:
@@ -48,11 +48,11 @@ def to_groups(state: Any, labels: Sequence[str]) -> Any:
     return found
 
 
-def from_groups(state: Any, groups: Sequence[Group], of: Labels, *, path: str, same: Same) -> Any:
-    """The state for a scheduler of an optimizer with these groups; the inverse of `to_groups`.
+def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: str, same: Same) -> Any:
+    """Returns the state for a scheduler of an optimizer with these groups; the inverse of `to_groups`.
 
     Args:
-        of: the labels of each parameter, as saved.
+        of: the saved labels of each parameter.
 
     Raises:
         MismatchError: the parameters of one live group were saved with different entries.
@@ -66,8 +66,8 @@ def from_groups(state: Any, groups: Sequence[Group], of: Labels, *, path: str, s
     return {k: from_groups(value, groups, of, path=f"{path}/{k}", same=same) for k, value in state.items()}
 
 
-def _entry(group: Group, position: int, entries: Mapping[str, Any], of: Labels, path: str, same: Same) -> Any:
-    places = [(member, label) for member, label in places_of(group, position, of) if label in entries]
+def _entry(group: ParamGroup, position: int, entries: Mapping[str, Any], of: Labels, path: str, same: Same) -> Any:
+    places = [(member, label) for member, label in saved_labels(group, position, of) if label in entries]
     if not places:
         raise MismatchError(
             path,
@@ -75,4 +75,4 @@ def _entry(group: Group, position: int, entries: Mapping[str, Any], of: Labels, 
             found=f"entries of the groups {', '.join(map(repr, entries))} only",
             hint="Give the optimizer parameters that were trained when this was saved, or leave the scheduler out",
         )
-    return agreed([member for member, _ in places], [entries[label] for _, label in places], path, same)
+    return common_value([member for member, _ in places], [entries[label] for _, label in places], path, same)

@@ -1,8 +1,8 @@
-"""Where does a restore take its state from? A checkpoint on a store, or a tree in memory, behind one set of questions.
-`opening` chooses; `banks` has several checkpoints as one.
+"""The sources of a restore, behind one protocol: a checkpoint in a store, or a tree in memory.
 
-What is there, of which shape and dtype, is asked first; values and small parts are loaded as they were saved; arrays
-are filled in place, at the very end. A tree in memory gives only what this rank holds of it.
+`open_source` chooses the class; `overlay_source` combines several checkpoints. Paths, shapes and dtypes are compared
+first; values and small parts are loaded as they were saved; arrays are filled in place at the end. A tree in memory
+provides only the part of this rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from .. import api
 from ..arrays.dtensor import is_dtensor
 from ..arrays.registry import abstract_of, decode
-from ..arrays.stateful import expand, expanded
+from ..arrays.stateful import expand_states, state_tree
 from ..core.format.records import AliasRecord, ArrayRecord, ValueRecord
 from ..core.sharding.placements import Layout, MeshLayout, Replicate
 from ..core.tree.flatten import PerRank, flatten
@@ -31,15 +31,15 @@ from ..loading.read_batch import Verify
 from ..loading.transforms.rules import Carried, Drop, Rule
 from ..loading.transforms.view import MadeLeaf, View, plain_view, ruled_view
 from ..trees import moving
-from ..trees.matching import matched
+from ..trees.matching import match_leaves
 from ..trees.per_rank_state import Policy, load_own
-from .values import is_same
+from .hyperparameters import is_same
 
 __all__ = [
     "CheckpointSource",
-    "Filled",
-    "Options",
-    "Source",
+    "FillResult",
+    "RestoreSource",
+    "SourceOptions",
     "TreeSource",
     "children_of",
     "descend",
@@ -48,8 +48,8 @@ __all__ = [
 ]
 
 
-class Options(msgspec.Struct, frozen=True, dict=True):
-    """The knobs that reading needs."""
+class SourceOptions(msgspec.Struct, frozen=True, dict=True):
+    """The options for reading a source."""
 
     cast: bool = False
     verify: Verify = True
@@ -67,27 +67,27 @@ class Options(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def chosen(self) -> LoadOptions:
-        """For which paths of the model are asked for.
+        """The selection of paths of the model.
 
         Raises:
-            MismatchError: words that mean nothing.
+            MismatchError: an option has an unknown value.
         """
         return LoadOptions(self.select, self.strict, verify=self.verify, read=self.read, exclude=self.exclude)
 
     def selects(self, path: str) -> bool:
-        """Whether a path of the model is asked for."""
+        """Whether a path of the model is selected."""
         return self.chosen.selects(path)
 
 
-class Filled(msgspec.Struct, frozen=True):
-    """What was filled, and how much of it this rank read."""
+class FillResult(msgspec.Struct, frozen=True):
+    """Number of filled leaves, and the bytes that this rank read."""
 
     loaded: int
     nbytes: int
     read_nbytes: int
 
 
-class Source(Protocol):
+class RestoreSource(Protocol):
     """A saved training state."""
 
     url: str
@@ -95,7 +95,7 @@ class Source(Protocol):
     """Ranks that saved it."""
     step: int | None
     ruled: tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
-    """What rules dropped, and what they gave another name."""
+    """The paths that rules dropped, and (saved, new) pairs of those that they renamed."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -108,7 +108,7 @@ class Source(Protocol):
         ...
 
     def is_left(self, path: str) -> bool:
-        """Whether what is here at a path stays as it is."""
+        """Whether the target at a path stays unchanged."""
         ...
 
     @property
@@ -117,7 +117,7 @@ class Source(Protocol):
         ...
 
     def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
-        """Whether two arrays are one, or alike in all that a tensor wants of them."""
+        """Whether two arrays are one, or equal in the part that a tensor needs."""
         ...
 
     def is_spread(self, path: str) -> bool:
@@ -125,18 +125,18 @@ class Source(Protocol):
         ...
 
     def value(self, path: str) -> Any:
-        """What was saved at a path where no array is."""
+        """Returns the saved value at a path without an array."""
         ...
 
     def part(self, name: str) -> Any:
-        """What stands at the root under a name, as saved."""
+        """Returns a part at the root, as saved."""
         ...
 
     def own(self, name: str, policy: Policy) -> Any:
-        """This rank's state of what each rank has of its own."""
+        """Returns this rank's state of a per-rank part."""
         ...
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
+    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
         """Fills what `target` has, in place; `take`: per-rank leaves of another world are taken modulo."""
         ...
 
@@ -158,7 +158,7 @@ def descend(node: Structure, keys: Sequence[Any]) -> Structure:
 class CheckpointSource:
     """A checkpoint on a store."""
 
-    def __init__(self, path: Any, comm: Comm, options: Options) -> None:
+    def __init__(self, path: Any, comm: Comm, options: SourceOptions) -> None:
         self.path, self.comm, self.options = path, comm, options
         self.index = api.inspect(path)
         self.url, self.world, self.step = str(getattr(path, "url", path)), self.index.world, self.index.step
@@ -244,13 +244,13 @@ class CheckpointSource:
     def _reading(self) -> dict[str, Any]:
         return {**self.options.reading, "transforms": self.rules}
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
+    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
         return fill_from(self.path, target, self.comm, self.options, take=take, rules=self.rules)
 
 
 def fill_from(
-    path: Any, target: dict[str, Any], comm: Comm, options: Options, *, take: bool, rules: Sequence[Rule] = ()
-) -> Filled:
+    path: Any, target: dict[str, Any], comm: Comm, options: SourceOptions, *, take: bool, rules: Sequence[Rule] = ()
+) -> FillResult:
     """Fills what `target` has from a checkpoint, or a bank of several."""
     report = api.load_into(
         path,
@@ -264,7 +264,7 @@ def fill_from(
         read=options.read,
         comm=comm,
     )
-    return Filled(report.loaded, report.nbytes, report.read_nbytes)
+    return FillResult(report.loaded, report.nbytes, report.read_nbytes)
 
 
 def wanted_of(tensor: Any, path: str, comm: Comm) -> ArraySpec:
@@ -284,8 +284,8 @@ def _is_spread(layout: Layout) -> bool:
 class TreeSource:
     """A tree in memory, as `state` or `treeckpt.load` gives one."""
 
-    def __init__(self, tree: Any, comm: Comm, options: Options) -> None:
-        self.tree = expanded(tree, rank=comm.rank)
+    def __init__(self, tree: Any, comm: Comm, options: SourceOptions) -> None:
+        self.tree = state_tree(tree, rank=comm.rank)
         self.comm, self.options = comm, options
         self.url, self.world, self.step, self.ruled = "tree", comm.size, None, ((), ())
         if options.rules or options.select is not None or options.exclude is not None:
@@ -326,18 +326,18 @@ class TreeSource:
     def value(self, path: str) -> Any:
         return self._leaves[path]
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
+    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
         """Copies array by array; every check comes before the first."""
-        found = expand(target, rank=self.comm.rank, mappings=True)
+        found = expand_states(target, rank=self.comm.rank, mappings=True)
         if found is None:
             return self._fill(target)
         filled, more = found.restore(lambda path: self.tree, self._fill)
         return msgspec.structs.replace(filled, loaded=filled.loaded + more)
 
-    def _fill(self, target: Any) -> Filled:
+    def _fill(self, target: Any) -> FillResult:
         rank = self.comm.rank
-        found = matched(target, self.structure, self._leaves, lambda leaf, _: leaf, rank=rank)
+        found = match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, rank=rank)
         nbytes = moving.put_leaves(
             target, found, lambda old, new, _: old if is_same(old, new) else new, rank=rank, cast=self.options.cast
         )
-        return Filled(len(found.given), nbytes, 0)
+        return FillResult(len(found.given), nbytes, 0)

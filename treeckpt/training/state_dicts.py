@@ -1,4 +1,4 @@
-"""An optimizer's `state_dict()` by the names of its parameters, and back, whatever its form.
+"""Conversion of an optimizer's `state_dict()` of any form to parameter names and back.
 
 torch numbers parameters by their place in the groups. Optimizers that have a `state_dict` of their own add entries,
 nest the state dicts of optimizers that they wrap, and key tensors by number, by (group, place), by the parameter itself
@@ -19,19 +19,19 @@ from ..core.tree.flatten import flatten
 from .names import Key
 
 __all__ = [
-    "BESIDE",
     "BY_GROUP",
-    "Numbering",
+    "STATE_DICT_KEY",
+    "ParameterNumbering",
     "SplitState",
     "has_own_forms",
     "join",
     "shared_of",
     "split",
-    "standard",
+    "standard_form",
 ]
 
-BESIDE = "state_dict"
-"""Among the state of a parameter: what the state dict has for it elsewhere than in its `state`."""
+STATE_DICT_KEY = "state_dict"
+"""Key of the state that a state dict has for a parameter outside of its `state`."""
 
 _STATE = "state"
 _GROUPS = "param_groups"
@@ -40,7 +40,7 @@ _BY_PARAMETER = "by_parameter"
 _NOT__STATE = ("params", "param_names")
 
 
-class Numbering(msgspec.Struct):
+class ParameterNumbering(msgspec.Struct):
     """The parameters of an optimizer in the order of its groups."""
 
     members: Sequence[Sequence[Key]]
@@ -76,10 +76,10 @@ class SplitState(msgspec.Struct):
     def shared(self) -> dict[Any, Any] | None:
         """What belongs to no parameter, of a form that any optimizer of torch has; None for other forms."""
         rest = _rest_of(self.form)
-        return rest if self.form == standard(rest) and not _has_marks(rest) else None
+        return rest if self.form == standard_form(rest) and not _has_marks(rest) else None
 
 
-def standard(shared: Any = None) -> dict[str, Any]:
+def standard_form(shared: Any = None) -> dict[str, Any]:
     """The form of the state dicts of torch's own optimizers."""
     return {_STATE: _mark("number", "", shared or {}), _GROUPS: {BY_GROUP: None, "params": "number"}}
 
@@ -107,7 +107,7 @@ def has_own_forms(form: Any) -> bool:
     return not (isinstance(state, dict) and state.get("at") == "") or any(map(_has_marks, beside))
 
 
-def split(found: Any, numbering: Numbering) -> SplitState:
+def split(found: Any, numbering: ParameterNumbering) -> SplitState:
     """A state dict as its form and what it has for each parameter; tensors stay the same objects."""
     job = _Splitter(numbering)
     form = job.walk(found, (), dict(enumerate(numbering.keys)))
@@ -115,7 +115,7 @@ def split(found: Any, numbering: Numbering) -> SplitState:
 
 
 class _Splitter:
-    def __init__(self, numbering: Numbering) -> None:
+    def __init__(self, numbering: ParameterNumbering) -> None:
         self.numbering = numbering
         self.own: dict[Key, dict[Any, Any]] = {key: {} for key in numbering.keys}
         self.values: list[dict[str, Any]] | None = None
@@ -216,7 +216,7 @@ class _Splitter:
     def _put_all(self, at: tuple[str, ...], parts: Mapping[Key, Any]) -> None:
         for key, part in parts.items():
             if at:
-                self.own[key].setdefault(BESIDE, {})[".".join(at)] = part
+                self.own[key].setdefault(STATE_DICT_KEY, {})[".".join(at)] = part
             else:
                 self.own[key].update(part)
 
@@ -225,7 +225,9 @@ Grouped = Callable[[Mapping[str, Mapping[str, Any]] | None], Sequence[Mapping[st
 """Hyper-parameters by label, None for those at the root -> those of each live group."""
 
 
-def join(form: Any, numbering: Numbering, own: Mapping[Key, Mapping[Any, Any]], grouped: Grouped, here: Any) -> Any:
+def join(
+    form: Any, numbering: ParameterNumbering, own: Mapping[Key, Mapping[Any, Any]], grouped: Grouped, here: Any
+) -> Any:
     """A state dict for `load_state_dict`; the inverse of `split`.
 
     Args:
@@ -252,7 +254,7 @@ def join(form: Any, numbering: Numbering, own: Mapping[Key, Mapping[Any, Any]], 
     return walk(form, here)
 
 
-def shared_of(form: Any, numbering: Numbering, here: Mapping[Any, Any]) -> dict[Any, Any]:
+def shared_of(form: Any, numbering: ParameterNumbering, here: Mapping[Any, Any]) -> dict[Any, Any]:
     """What belongs to no parameter in the `state` of a form.
 
     Args:
@@ -261,12 +263,12 @@ def shared_of(form: Any, numbering: Numbering, here: Mapping[Any, Any]) -> dict[
     return join(_rest_of(form) or {}, numbering, {}, lambda _: (), here)
 
 
-def _keyed(style: str, at: str, numbering: Numbering, own: Mapping[Key, Mapping[Any, Any]], rest: Any) -> Any:
+def _keyed(style: str, at: str, numbering: ParameterNumbering, own: Mapping[Key, Mapping[Any, Any]], rest: Any) -> Any:
     def part(key: Key) -> Any:
         mine = own.get(key, {})
         if at:
-            return mine.get(BESIDE, {}).get(at)
-        return {name: value for name, value in mine.items() if name != BESIDE} or None
+            return mine.get(STATE_DICT_KEY, {}).get(at)
+        return {name: value for name, value in mine.items() if name != STATE_DICT_KEY} or None
 
     if style == "list":
         return [part(key) for group in numbering.members for key in group]

@@ -1,4 +1,4 @@
-"""Do two trees have the same structure, and if not, where do they differ?
+"""Compares the structure of two trees and lists the differences.
 
 Both are walked side by side: containers by kind and keys, arrays by shape, dtype, kind and layout (which regions this
 rank holds), values by type. Contents are not compared.
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..arrays.registry import abstract_of
-from ..arrays.stateful import expanded
+from ..arrays.stateful import state_tree
 from ..core.tree.containers import PerRank, flatten_one_level
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
@@ -22,10 +22,10 @@ __all__ = ["Sameness", "same_structure"]
 
 
 class Sameness(msgspec.Struct, frozen=True):
-    """Whether two trees have the same structure: true in a condition, and as text says what differs."""
+    """The differences between the structures of two trees: true in a condition if there are none."""
 
     differences: tuple[str, ...]
-    """A line each, `path: what instead of what`, in the order of the expected tree."""
+    """One line each, `path: found instead of expected`, in the order of the expected tree."""
 
     def __bool__(self) -> bool:
         return not self.differences
@@ -35,9 +35,9 @@ class Sameness(msgspec.Struct, frozen=True):
 
 
 def same_structure(found: Any, expected: Any, *, rank: int, namespace: str = "") -> Sameness:
-    """Compares two trees; see `treeckpt.trees.same_structure`."""
+    """Does `treeckpt.trees.same_structure` for one rank."""
     lines: list[str] = []
-    found, expected = (expanded(tree, rank=rank, namespace=namespace) for tree in (found, expected))
+    found, expected = (state_tree(tree, rank=rank, namespace=namespace) for tree in (found, expected))
     trampoline(_compare(found, expected, "", lines, rank, namespace))
     return Sameness(tuple(lines))
 
@@ -46,12 +46,9 @@ _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
 def _name(node: Any, path: str, rank: int) -> str:
-    spec = None if _is_plain(node) else abstract_of(node, path, rank)
+    plain = node is None or isinstance(node, (bool, int, float, str, bytes))
+    spec = None if plain else abstract_of(node, path, rank)
     return "array" if spec is not None else type(node).__name__
-
-
-def _is_plain(node: Any) -> bool:
-    return node is None or isinstance(node, (bool, int, float, str, bytes))
 
 
 def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, namespace: str) -> Recursive[None]:

@@ -1,22 +1,30 @@
-"""The whole tree on all ranks, or on some: what `load` would give after a save by these ranks, without the save.
+"""Gathers the whole tree on all ranks, or on some: what `load` would return after a save by these ranks.
 
-The ranks tell each other digests of what they bring; only where these differ do they send inventories, and the core
-joins them as it does for a save. From the global tree every rank computes the same shares, each element of each array
-given by exactly one of its holders, and the shares travel packed: broadcast where all ranks want them, else sent to
-those that do. What every receiver holds whole already stays where it is.
+The ranks exchange digests of their trees. Only where these differ do they send the trees' specs, which are merged as
+for a save. From the global tree every rank computes the same assignment: each element of each array is sent by exactly
+one of the ranks that hold it. Regions travel packed: broadcast where all ranks receive them, else sent to the
+receivers. What every receiver holds whole already is only copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 
-from ..arrays.base import Target
-from ..arrays.describe import SMALL, Brought, box_digests, content_digests, describe_tree, piece_digests
+from ..arrays.base import ArrayTarget
+from ..arrays.describe import (
+    SMALL_LEAF_NBYTES,
+    DescribedTree,
+    box_digests,
+    content_digests,
+    describe_tree,
+    piece_digests,
+)
 from ..arrays.registry import decode, library_of, new_array, resolve
-from ..arrays.stateful import expanded
+from ..arrays.stateful import state_tree
 from ..core.planning.rank_trees import (
     GlobalTree,
     LeafSpec,
@@ -28,13 +36,13 @@ from ..core.planning.rank_trees import (
 )
 from ..core.sharding.int_runs import decode_runs, encode_runs
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
-from ..core.sharding.region import c_strides
+from ..core.sharding.region import Region, c_strides
 from ..core.sharding.write_assignment import ArrayLeaf, assign_writers, writes_of
 from ..core.tree.flatten import replace_leaves, unflatten
 from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import Value
 from ..errors import RankError, TreeError
-from ..io.comm.failures import Fault, raise_faults, to_fault
+from ..io.comm.collective import gather_results
 from ..saving.messages import (
     BoxDigests,
     RankTree,
@@ -46,34 +54,17 @@ from ..saving.messages import (
     merge_inventories,
 )
 from .moving import fill
-from .packing import Bucket, Entry, bytes_of, pack, pack_entries, unpack
-from .wire import Wire
+from .packing import MessageBucket, PackedRegion, empty_bytes, pack, pack_regions, unpack
+from .transport import Transport
 
-__all__ = ["gather", "tied", "together"]
-
-
-class _Word(msgspec.Struct, array_like=True):
-    """A rank's message, or why it has none."""
-
-    fault: Fault | None
-    data: bytes
+__all__ = ["gather", "rebuild_alias"]
 
 
-def together(wire: Wire, what: str, act: Callable[[], bytes]) -> list[bytes]:
-    """Every rank's message; where one of them fails to make its own, all raise."""
-    cause: Exception | None = None
-    try:
-        word = _Word(None, act())
-    except Exception as error:
-        cause, word = error, _Word(to_fault(error, wire.rank), b"")
-    heard = [msgspec.msgpack.decode(data, type=_Word) for data in wire.tell(msgspec.msgpack.encode(word))]
-    faults = [other.fault for other in heard if other.fault is not None]
-    raise_faults(faults, what, cast(Any, wire), cause=cause, hint="Nothing was sent")
-    return [other.data for other in heard]
+_HINT = "Nothing was sent"
 
 
-class _Brings(msgspec.Struct, array_like=True):
-    """What a rank brings, as digests."""
+class _RankDigests(msgspec.Struct, array_like=True):
+    """Digests of what a rank holds."""
 
     inventory: bytes
     contents: bytes
@@ -83,144 +74,148 @@ class _Brings(msgspec.Struct, array_like=True):
 class _Gather:
     """One gather on one rank."""
 
-    def __init__(self, wire: Wire, tree: Any, ranks: Sequence[int] | None, device: str | None, namespace: str) -> None:
-        self.wire, self.tree, self.device, self.namespace = wire, tree, device, namespace
+    def __init__(
+        self, transport: Transport, tree: Any, ranks: Sequence[int] | None, device: str | None, namespace: str
+    ) -> None:
+        self.transport, self.tree, self.device, self.namespace = transport, tree, device, namespace
         if isinstance(ranks, int):
             raise TreeError("ranks", expected="a list of ranks", found=f"{ranks}", hint=f"Pass ranks=[{ranks}]")
-        self.receivers = sorted(set(range(wire.size) if ranks is None else ranks))
-        if not all(0 <= rank < wire.size for rank in self.receivers):
+        self.receivers = sorted(set(range(transport.size) if ranks is None else ranks))
+        if not all(0 <= rank < transport.size for rank in self.receivers):
             raise RankError(
-                "ranks", ranks={}, expected=f"ranks of 0 to {wire.size - 1}", found=f"{list(self.receivers)}",
+                "ranks", ranks={}, expected=f"ranks of 0 to {transport.size - 1}", found=f"{list(self.receivers)}",
                 hint="Ranks are counted within the group",
             )  # fmt: skip
-        self.receives = wire.rank in self.receivers
-        self.brought: Brought
-        self.targets: dict[str, Target] = {}
+        self.receives = transport.rank in self.receivers
+        self.alike = False
+        self.described: DescribedTree
+        self.contents: dict[str, bytes] = {}
+        self.piece_groups: list[dict[str, bytes]] = []
+        self.values: dict[str, Value] = {}
+        self.targets: dict[str, ArrayTarget] = {}
 
     def agree(self) -> GlobalTree:
-        """What all ranks bring together."""
-        contents: dict[str, bytes] = {}
-        groups: list[dict[str, bytes]] = []
+        """Merges the trees of all ranks, and compares what replicas hold.
 
-        def brings() -> bytes:
-            wire = self.wire
-            self.tree = expanded(self.tree, rank=wire.rank, namespace=self.namespace)
-            self.brought = describe_tree(self.tree, rank=wire.rank, members=wire.members, namespace=self.namespace)
-            contents.update(content_digests(self.brought, every=False))
-            groups.extend(piece_digests(self.brought, world=wire.size, every=False))
-            told = _Brings(
-                digest_of(self.brought.inventory), json_digest(sorted(contents.items())), digest_groups(groups)
-            )
-            return msgspec.msgpack.encode(told)
-
-        heard = [msgspec.msgpack.decode(data, type=_Brings) for data in together(self.wire, "gather", brings)]
-        self.values: dict[str, Value] = self.brought.values
-        clash = bool(conflicting_ranks({rank: one.pieces for rank, one in enumerate(heard)}))
-        self.alike = len({(one.inventory, one.contents) for one in heard}) == 1 and not clash
+        Raises:
+            MismatchError: ranks contradict each other.
+        """
+        transport = self.transport
+        digests = gather_results(transport, "gather", self._describe, _RankDigests, hint=_HINT)
+        self.values = self.described.values
+        clash = bool(conflicting_ranks({rank: one.pieces for rank, one in enumerate(digests)}))
+        self.alike = len({(one.inventory, one.contents) for one in digests}) == 1 and not clash
         if self.alike:
-            everyone = encode_runs(range(self.wire.size))
-            plenum = merge_rank_trees([RankClass(everyone, self.brought.inventory)], self.wire.size)
+            everyone = encode_runs(range(transport.size))
+            merged = merge_rank_trees([RankClass(everyone, self.described.inventory)], transport.size)
         else:
-            for group in groups if clash else ():
-                contents.update(group)
-            told = RankTree(self.brought.inventory, contents, self.brought.values)
-            words = together(self.wire, "gather", lambda: msgspec.msgpack.encode(told))
-            plenum = self._join([one.inventory for one in heard], words)
-        boxes = [(path, box) for path, box, nbytes in overlapping_pieces(plenum) if nbytes <= SMALL]
+            for group in self.piece_groups if clash else ():
+                self.contents.update(group)
+            own = RankTree(self.described.inventory, self.contents, self.described.values)
+            trees = gather_results(transport, "gather", lambda: own, RankTree, hint=_HINT)
+            merged = self._merge([one.inventory for one in digests], trees)
+        boxes = [(path, box) for path, box, nbytes in overlapping_pieces(merged) if nbytes <= SMALL_LEAF_NBYTES]
         if boxes:
-            messages = together(
-                self.wire, "gather", lambda: msgspec.msgpack.encode(BoxDigests(None, box_digests(self.brought, boxes)))
-            )
-            digests = [msgspec.msgpack.decode(data, type=BoxDigests) for data in messages]
-            compare_boxes(boxes, dict(enumerate(digests)))
-        return plenum
+            found = gather_results(transport, "gather", partial(self._box_digests, boxes), BoxDigests, hint=_HINT)
+            compare_boxes(boxes, dict(enumerate(found)))
+        return merged
 
-    def _join(self, digests: Sequence[bytes], heard: Sequence[bytes]) -> GlobalTree:
-        told = [msgspec.msgpack.decode(data, type=RankTree) for data in heard]
-        self.values = {path: value for tale in reversed(told) for path, value in tale.values.items()}
-        trees = dict(enumerate(told))
-        plenum = merge_inventories(dict(enumerate(digests)), trees, self.wire.size)  # shapes before contents
-        compare_contents({rank: tree.contents for rank, tree in trees.items()})
-        return plenum
+    def _describe(self) -> _RankDigests:
+        transport = self.transport
+        self.tree = state_tree(self.tree, rank=transport.rank, namespace=self.namespace)
+        self.described = describe_tree(
+            self.tree, rank=transport.rank, members=transport.members, namespace=self.namespace
+        )
+        self.contents = content_digests(self.described, every=False)
+        self.piece_groups = piece_digests(self.described, world=transport.size, every=False)
+        contents = json_digest(sorted(self.contents.items()))
+        return _RankDigests(digest_of(self.described.inventory), contents, digest_groups(self.piece_groups))
 
-    def move(self, plenum: GlobalTree, limit: int) -> None:
-        """Makes the arrays on the receivers and brings every element there."""
-        arrays = [(plenum.leaves[number], leaf) for number, leaf in array_leaves(plenum)]
+    def _box_digests(self, boxes: Sequence[tuple[str, Region]]) -> BoxDigests:
+        return BoxDigests(None, box_digests(self.described, boxes))
+
+    def _merge(self, digests: Sequence[bytes], trees: Sequence[RankTree]) -> GlobalTree:
+        self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}
+        by_rank = dict(enumerate(trees))
+        merged = merge_inventories(dict(enumerate(digests)), by_rank, self.transport.size)  # shapes before contents
+        compare_contents({rank: tree.contents for rank, tree in by_rank.items()})
+        return merged
+
+    def move(self, merged: GlobalTree, limit: int) -> None:
+        """Creates the arrays on the receivers and copies every element there."""
+        arrays = [(merged.leaves[number], leaf) for number, leaf in array_leaves(merged)]
         shares = assign_writers([leaf for _, leaf in arrays])
         moving: list[tuple[ArrayLeaf, Any]] = []
         for (spec, leaf), share in zip(arrays, shares, strict=True):
             own = spec.per_rank is not None
-            if own and self.wire.rank not in decode_runs(spec.per_rank or ()):
+            if own and self.transport.rank not in decode_runs(spec.per_rank or ()):
                 continue
             if self.receives or own:
-                self._make(spec)
+                assert spec.spec is not None, "only arrays have memory"
+                new = msgspec.structs.replace(spec.spec, device=None)
+                self.targets[spec.path] = new_array(new, spec.path, self.device)
             if own or self._is_everywhere(leaf.layout):
                 if spec.path in self.targets:
-                    fill(self.targets[spec.path].pieces, self.brought.sources[spec.path].pieces)
+                    fill(self.targets[spec.path].pieces, self.described.sources[spec.path].pieces)
             else:
                 moving.append((leaf, share))
         leaves = [leaf for leaf, _ in moving]
-        for giver in range(self.wire.size):
+        for sender in range(self.transport.size):
             entries = [
-                Entry(number, region, leaf.itemsize)
+                PackedRegion(number, region, leaf.itemsize)
                 for number, (leaf, share) in enumerate(moving)
-                for region in writes_of(leaf, share, giver)
+                for region in writes_of(leaf, share, sender)
             ]
-            for bucket in pack_entries(entries, limit):
-                self._pass(giver, bucket, leaves)
-
-    def _make(self, leaf: LeafSpec) -> None:
-        assert leaf.spec is not None, "arrays only have memory"
-        spec = msgspec.structs.replace(leaf.spec, device=None)
-        self.targets[leaf.path] = new_array(spec, leaf.path, self.device)
+            for bucket in pack_regions(entries, limit):
+                self._send(sender, bucket, leaves)
 
     def _is_everywhere(self, layout: Layout) -> bool:
-        """Whether each receiver holds all of an array already."""
+        """Returns whether each receiver holds all of an array already."""
         if not isinstance(layout, MeshLayout) or not all(isinstance(p, Replicate) for p in layout.placements):
             return False
         return set(self.receivers) <= set(mesh_ranks(layout.mesh).tolist())
 
-    def _pass(self, giver: int, bucket: Bucket, leaves: Sequence[ArrayLeaf]) -> None:
-        """One message from the rank that gives it to those that receive."""
-        wire, mine = self.wire, giver == self.wire.rank
-        others = [rank for rank in self.receivers if rank != giver]
-        if not (mine or self.receives) and len(self.receivers) < wire.size:
+    def _send(self, sender: int, bucket: MessageBucket, leaves: Sequence[ArrayLeaf]) -> None:
+        """Sends one message from a rank to the receivers."""
+        transport, mine = self.transport, sender == self.transport.rank
+        others = [rank for rank in self.receivers if rank != sender]
+        if not (mine or self.receives) and len(self.receivers) < transport.size:
             return
-        data = pack(bucket, lambda n: self.brought.sources[leaves[n].path].pieces) if mine else bytes_of(bucket)
-        if len(self.receivers) == wire.size:
-            wire.broadcast(data, giver)
+        data = pack(bucket, lambda n: self.described.sources[leaves[n].path].pieces) if mine else empty_bytes(bucket)
+        if len(self.receivers) == transport.size:
+            transport.broadcast(data, sender)
         elif mine:
-            wire.exchange([(rank, data) for rank in others], [])
+            transport.exchange([(rank, data) for rank in others], [])
         else:
-            wire.exchange([], [(giver, data)])
+            transport.exchange([], [(sender, data)])
         if self.receives:
             unpack(data, bucket, lambda entry: self.targets[leaves[entry.number].path].pieces)
 
-    def result(self, plenum: GlobalTree) -> Any:
-        """The tree, of arrays where this rank receives and of their specs elsewhere."""
-        made: dict[str, Any] = {}
-        for leaf in plenum.leaves:
-            if leaf.per_rank is None or self.wire.rank in decode_runs(leaf.per_rank):
-                made[leaf.path] = self._leaf(leaf, made)
-        leaves = iter(made.values())
+    def result(self, merged: GlobalTree) -> Any:
+        """Returns the tree: with arrays where this rank receives, with their specs elsewhere."""
+        built: dict[str, Any] = {}
+        for leaf in merged.leaves:
+            if leaf.per_rank is None or self.transport.rank in decode_runs(leaf.per_rank):
+                built[leaf.path] = self._leaf(leaf, built)
+        leaves = iter(built.values())
         if self.alike:
             return replace_leaves(self.tree, leaves, namespace=self.namespace)
-        return unflatten(plenum.whole, leaves, resolve=resolve, rank=self.wire.rank, namespace=self.namespace)
+        return unflatten(merged.whole, leaves, resolve=resolve, rank=self.transport.rank, namespace=self.namespace)
 
-    def _leaf(self, leaf: LeafSpec, made: dict[str, Any]) -> Any:
+    def _leaf(self, leaf: LeafSpec, built: dict[str, Any]) -> Any:
         if leaf.spec is None:
-            values = self.values if leaf.per_rank is None else self.brought.own_values
+            values = self.values if leaf.per_rank is None else self.described.own_values
             return decode(values[leaf.path], leaf.path, allow_pickle=False)
         if leaf.alias_of is None and leaf.path in self.targets:
             return self.targets[leaf.path].leaf
         if leaf.alias_of is not None and leaf.alias_of in self.targets:
-            return tied(leaf, made[leaf.alias_of], self.targets[leaf.alias_of].spec)
+            return rebuild_alias(leaf, built[leaf.alias_of], self.targets[leaf.alias_of].spec)
         return msgspec.structs.replace(leaf.spec, device=None, regions=None)
 
 
-def tied(leaf: LeafSpec, base: Any, spec: ArraySpec) -> Any:
-    """A leaf that shares the memory of another one."""
-    assert leaf.spec is not None, "arrays only are tied"
+def rebuild_alias(leaf: LeafSpec, base: Any, spec: ArraySpec) -> Any:
+    """Returns a leaf that shares the memory of another one."""
+    assert leaf.spec is not None, "only arrays share memory"
     same = (spec.kind, spec.requires_grad, spec.shape) == (leaf.spec.kind, leaf.spec.requires_grad, leaf.spec.shape)
     if leaf.view is None and same:
         return base
@@ -229,10 +224,10 @@ def tied(leaf: LeafSpec, base: Any, spec: ArraySpec) -> Any:
 
 
 def gather(
-    tree: Any, *, wire: Wire, ranks: Sequence[int] | None, device: str | None, limit: int, namespace: str
+    tree: Any, *, transport: Transport, ranks: Sequence[int] | None, device: str | None, limit: int, namespace: str
 ) -> Any:
-    """See `treeckpt.trees.gather`."""
-    job = _Gather(wire, tree, ranks, device, namespace)
-    plenum = job.agree()
-    job.move(plenum, limit)
-    return job.result(plenum)
+    """Does `treeckpt.trees.gather` over a transport."""
+    job = _Gather(transport, tree, ranks, device, namespace)
+    merged = job.agree()
+    job.move(merged, limit)
+    return job.result(merged)

@@ -1,4 +1,4 @@
-"""The leaves of a tree that is filled, and what each takes of another tree."""
+"""Matches the leaves of a tree that is filled with the leaves of another tree."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ..core.tree.flatten import flatten
 from ..core.tree.sequences import differing_sequences
 from ..core.tree.structure import Structure, index_path
 
-__all__ = ["Matched", "matched"]
+__all__ = ["MatchedLeaves", "match_leaves"]
 
 
-class Matched(msgspec.Struct, frozen=True):
-    """The leaves of a tree, and what they take."""
+class MatchedLeaves(msgspec.Struct, frozen=True):
+    """The leaves of a tree, and the new leaf for each."""
 
     before: list[tuple[str, object]]
     given: dict[str, object]
-    """By the same paths; those that are not in it stay."""
+    """New leaves by path; a leaf without an entry stays."""
     whole: frozenset[int]
-    """The ids of sequences of values that are leaves here, as they take the whole content of others."""
+    """The ids of sequences of values that are single leaves here, because their whole content is replaced."""
     taken: frozenset[str]
-    """The leaves of the other tree that they take, with `~rank*` for the rank."""
+    """Paths of the other tree's leaves in such sequences, with `~rank*` for the rank."""
 
 
-def matched(
+def match_leaves(
     into: Any,
     saved: Structure,
     given: Mapping[str, object],
@@ -35,12 +35,12 @@ def matched(
     *,
     rank: int,
     namespace: str = "",
-) -> Matched:
-    """Matches the leaves of a tree with those of another one.
+) -> MatchedLeaves:
+    """Matches the leaves of a tree with those of another tree.
 
     Args:
         saved, given: the other tree's structure and leaves, with `~rank*` for the rank.
-        copied: makes the value that a sequence takes of a leaf.
+        copied: returns a copy of a value, for a sequence.
     """
     sequences = differing_sequences(
         into,
@@ -63,4 +63,4 @@ def matched(
             leaves = iter([copied(given[below], below) for below in one.paths])
             found[path] = one.content(leaves, resolve=resolve, namespace=namespace)
     taken = frozenset(path for one in sequences.values() for path in one.paths)
-    return Matched(before, found, whole, taken)
+    return MatchedLeaves(before, found, whole, taken)

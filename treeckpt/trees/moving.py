@@ -1,7 +1,7 @@
-"""Trees into other memory on this rank: copies on the host, new arrays, copies into arrays that are there.
+"""Copies trees on this rank: into new arrays, or into existing ones.
 
-Arrays are taken apart by their libraries' adapters, so every kind of leaf is treated alike: what a rank holds is a list
-of regions with memory. Nothing here talks to other ranks.
+The adapters of the array libraries describe each array as a list of regions with memory, so every kind of leaf is
+treated alike. Nothing here exchanges messages with other ranks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..arrays.base import HostArray, Piece, Source, Target, TargetPiece
-from ..arrays.overlaps import first_difference, is_equal, pairs_of, same_places, shared
+from ..arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, TargetPiece
+from ..arrays.overlaps import first_difference, in_same_memory, is_equal, overlapping_pairs, overlaps_of
 from ..arrays.registry import (
     abstract_of,
     decode,
@@ -26,7 +26,7 @@ from ..arrays.registry import (
     source_of,
     target_of,
 )
-from ..arrays.stateful import expand, expanded
+from ..arrays.stateful import expand_states, state_tree
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect, subtract
 from ..core.tree.flatten import flatten, replace_leaves
@@ -34,7 +34,7 @@ from ..core.tree.in_place import update_in_place
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import index_path
 from ..errors import LayoutError, MismatchError
-from .matching import Matched, matched
+from .matching import MatchedLeaves, match_leaves
 
 __all__ = [
     "are_equal",
@@ -50,27 +50,27 @@ __all__ = [
 
 
 BLOCK = 16 << 20
-"""Bytes that are compared at once."""
+"""Bytes that are compared at a time."""
 
 
 def copied_value(leaf: object, path: str) -> object:
-    """A value that shares nothing with the leaf.
+    """Returns a copy of a value that shares no object with it.
 
     Raises:
-        TreeError: no kind of value that is known, so none that can be copied for sure.
+        TreeError: a value of an unknown kind, which cannot be copied reliably.
     """
     return decode(encode(leaf, path, allow_pickle=False), path, allow_pickle=False)
 
 
 def _is_same(old: object, new: object, path: str) -> bool:
-    """Whether two values are stored alike; Python's own comparison takes 1, 1.0 and True for the same."""
+    """Returns whether two values have the same stored form; Python's comparison takes 1, 1.0 and True for equal."""
     stored = [msgspec.json.encode(encode(value, path, allow_pickle=False)) for value in (old, new)]
     return stored[0] == stored[1]
 
 
 def distribute_local(tree: Any, like: Any, *, rank: int, device: str | None, namespace: str) -> Any:
-    """`treeckpt.trees.distribute` where every rank has the tree."""
-    tree, like = (expanded(one, rank=rank, namespace=namespace) for one in (tree, like))
+    """Does `treeckpt.trees.distribute` where every rank has the tree."""
+    tree, like = (state_tree(one, rank=rank, namespace=namespace) for one in (tree, like))
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     made: dict[tuple[int, int], object] = {}
 
@@ -81,14 +81,14 @@ def distribute_local(tree: Any, like: Any, *, rank: int, device: str | None, nam
             raise MismatchError(path, expected="a leaf of the tree", found="none", hint="Put `...` there in like")
         key = id(leaf), id(given[path])
         if key not in made:
-            made[key] = _placed(leaf, given[path], path, rank, device)
+            made[key] = _distributed_leaf(leaf, given[path], path, rank, device)
         return made[key]
 
     _, leaves = flatten(like, rank=rank, namespace=namespace)
     return replace_leaves(like, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
 
 
-def _placed(leaf: object, given: object, path: str, rank: int, device: str | None) -> object:
+def _distributed_leaf(leaf: object, given: object, path: str, rank: int, device: str | None) -> object:
     source = source_of(given, path, rank)
     if source is None:
         if abstract_of(leaf, path, rank) is not None:
@@ -104,8 +104,8 @@ def _placed(leaf: object, given: object, path: str, rank: int, device: str | Non
 
 
 def empty_like(tree: Any, *, rank: int, device: str | None, namespace: str) -> Any:
-    """See `treeckpt.trees.empty_like`."""
-    tree = expanded(tree, rank=rank, namespace=namespace)
+    """Does `treeckpt.trees.empty_like` for one rank."""
+    tree = state_tree(tree, rank=rank, namespace=namespace)
     made: dict[int, Any] = {}
 
     def new(path: str, leaf: object) -> object:
@@ -118,8 +118,8 @@ def empty_like(tree: Any, *, rank: int, device: str | None, namespace: str) -> A
     return replace_leaves(tree, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
 
 
-def fill(pieces: Sequence[TargetPiece], parts: Sequence[Piece]) -> None:
-    """Copies what local pieces hold into the pieces of a target; `check_held` first."""
+def fill(pieces: Sequence[TargetPiece], parts: Sequence[SourcePiece]) -> None:
+    """Copies local pieces into the pieces of a target; call `check_held` first."""
     for piece in pieces:
         for part in parts:
             if (common := intersect(piece.region, part.region)) is not None:
@@ -127,12 +127,12 @@ def fill(pieces: Sequence[TargetPiece], parts: Sequence[Piece]) -> None:
                 piece.data.write(common.relative_to(piece.region).slices(), data)
 
 
-def check_held(target: Target, source: Source, path: str) -> None:
-    """Refuses a copy of what is not here.
+def check_held(target: ArrayTarget, source: ArraySource, path: str) -> None:
+    """Checks that this rank holds all elements that a target needs.
 
     Raises:
-        MismatchError: of shape.
-        LayoutError: the target asks for elements that this rank's part of the source lacks.
+        MismatchError: the shapes differ.
+        LayoutError: an element of the target is not in this rank's part of the source.
     """
     if target.spec.shape != source.spec.shape:
         raise MismatchError(path, expected=f"shape {target.spec.shape}", found=f"{source.spec.shape}")
@@ -149,8 +149,8 @@ def check_held(target: Target, source: Source, path: str) -> None:
             )
 
 
-class _Cast:
-    """A target of another dtype than the source."""
+class _CastingWriter:
+    """A writer that converts elements to the target's dtype."""
 
     def __init__(self, inner: Any, spec: ArraySpec, given: str) -> None:
         self.inner, self.spec, self.given = inner, spec, given
@@ -159,15 +159,15 @@ class _Cast:
         self.inner.write(box, library_of(self.spec).cast(data, self.given, self.spec.dtype))
 
 
-class _Copy(msgspec.Struct, frozen=True):
-    """What one array is to take, from where."""
+class _ArrayCopy(msgspec.Struct, frozen=True):
+    """One array to be filled, and its source."""
 
     path: str
-    target: Target
-    """Where the bytes go, as they are there."""
-    source: Source
+    target: ArrayTarget
+    """The pieces to write to."""
+    source: ArraySource
     range: tuple[int, int] | None
-    """The target's memory, where it is known."""
+    """Addresses of the target's memory, start and stop; None where they are not known."""
 
     @property
     def nbytes(self) -> int:
@@ -175,28 +175,28 @@ class _Copy(msgspec.Struct, frozen=True):
         return sum(piece.region.size for piece in self.target.pieces) * itemsize
 
     def put(self, pieces: Sequence[TargetPiece]) -> None:
-        """Fills pieces of the target's array and dtype."""
+        """Fills pieces of the target's shape and dtype from the source."""
         wanted, given = self.target.spec, self.source.spec.dtype
         if wanted.dtype != given:
-            pieces = [TargetPiece(piece.region, _Cast(piece.data, wanted, given)) for piece in pieces]
+            pieces = [TargetPiece(piece.region, _CastingWriter(piece.data, wanted, given)) for piece in pieces]
         fill(pieces, self.source.pieces)
 
 
 def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) -> None:
-    """See `treeckpt.trees.copy_into`."""
-    tree = expanded(tree, rank=rank, namespace=namespace)
+    """Does `treeckpt.trees.copy_into` for one rank."""
+    tree = state_tree(tree, rank=rank, namespace=namespace)
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
     given = {index_path(path, rank): leaf for path, leaf in leaves}
 
     def fill(target: Any) -> int:
-        found = matched(target, structure, given, copied_value, rank=rank, namespace=namespace)
+        found = match_leaves(target, structure, given, copied_value, rank=rank, namespace=namespace)
         _check_paths(found, given, rank)
         return put_leaves(
             target,
             found,
             lambda old, value, path: (
                 value
-                if id(old) in found.whole  # made of copies already
+                if id(old) in found.whole  # consists of copies already
                 else old
                 if _is_same(old, value, path)
                 else copied_value(value, path)
@@ -206,7 +206,7 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
             namespace=namespace,
         )
 
-    found = expand(into, rank=rank, namespace=namespace, mappings=True)
+    found = expand_states(into, rank=rank, namespace=namespace, mappings=True)
     if found is None:
         fill(into)
     else:
@@ -215,25 +215,25 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
 
 def put_leaves(
     into: Any,
-    found: Matched,
+    found: MatchedLeaves,
     value: Callable[[Any, Any, str], object],
     *,
     rank: int,
     cast: bool,
     namespace: str = "",
 ) -> int:
-    """Copies arrays into those of a tree, and puts values; every check comes first.
+    """Copies arrays into those of a tree, and replaces values; every check comes first.
 
     Args:
-        found: the leaves of `into`, and what they take.
-        value: (old, new, path) -> the value to put, `old` itself where they are alike.
+        found: the leaves of `into`, and the new leaf for each.
+        value: (old, new, path) -> the value to store, `old` itself where they are equal.
 
     Returns:
-        bytes of the arrays that were filled.
+        bytes of the filled arrays.
     """
     before, given = found.before, found.given
     new: list[object] = []
-    copies: list[_Copy] = []
+    copies: list[_ArrayCopy] = []
     for path, leaf in before:
         if path not in given:
             new.append(leaf)
@@ -248,15 +248,17 @@ def put_leaves(
         new.append(leaf)
         storage = getattr(source_of(leaf, path, rank), "storage", None)
         place = None if storage is None else (storage.address, storage.address + storage.nbytes)
-        _check_match(target, source, path, cast)
-        copies.append(_Copy(path, target, source, place))
+        check_held(target, source, path)
+        if not cast:
+            check_dtype(target.spec.dtype, source.spec.dtype, path)
+        copies.append(_ArrayCopy(path, target, source, place))
     _check_ties(copies)
     copies = list({id(copy.target.leaf): copy for copy in copies}.values())
     _put(into, found, new, copies, namespace)
     return sum(copy.nbytes for copy in copies)
 
 
-def _put(into: Any, found: Matched, new: list[object], copies: list[_Copy], namespace: str) -> None:
+def _put(into: Any, found: MatchedLeaves, new: list[object], copies: list[_ArrayCopy], namespace: str) -> None:
     filled = replace_leaves(into, iter(new), namespace=namespace, whole=found.whole)
     stuck = update_in_place(into, filled, is_value=is_value, namespace=namespace, dry=True)
     if stuck:
@@ -267,12 +269,12 @@ def _put(into: Any, found: Matched, new: list[object], copies: list[_Copy], name
             hint="Put it into a dict, a list or a dataclass that is not frozen",
         )
     mark_written(copy.target.leaf for copy in copies)
-    for copy in _apart(copies):
+    for copy in _without_overlaps(copies):
         copy.put(copy.target.pieces)
     update_in_place(into, filled, is_value=is_value, namespace=namespace)
 
 
-def _check_paths(found: Matched, given: Mapping[str, object], rank: int) -> None:
+def _check_paths(found: MatchedLeaves, given: Mapping[str, object], rank: int) -> None:
     left = tuple(f"{index_path(path, rank)}/" if path else "" for path, leaf in found.before if leaf is ...)
     asked = {index_path(path, rank) for path, _ in found.before} | found.taken
     missing = [path for path, leaf in found.before if leaf is not ... and path not in found.given]
@@ -286,14 +288,14 @@ def _check_paths(found: Matched, given: Mapping[str, object], rank: int) -> None
         )
 
 
-def _check_ties(copies: Sequence[_Copy]) -> None:
-    """Refuses two arrays that differ for one place in memory, where the last would win."""
+def _check_ties(copies: Sequence[_ArrayCopy]) -> None:
+    """Refuses different bytes for one place in memory, where the last write would win."""
 
-    def one(first: _Copy, second: _Copy) -> bool:
+    def one(first: _ArrayCopy, second: _ArrayCopy) -> bool:
         return (
             first.source.storage is not None
             and first.source.storage == second.source.storage
-            and same_places(first.target, second.target)
+            and in_same_memory(first.target, second.target)
         )
 
     def read(wanted: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
@@ -301,8 +303,8 @@ def _check_ties(copies: Sequence[_Copy]) -> None:
             copies[number].put(pieces)
 
     targets = [copy.target for copy in copies]
-    pairs = (pair for pair in pairs_of(targets) if not one(copies[pair[0]], copies[pair[1]]))
-    found = first_difference((part for pair in pairs for part in shared(targets, pair, BLOCK)), read, BLOCK)
+    pairs = (pair for pair in overlapping_pairs(targets) if not one(copies[pair[0]], copies[pair[1]]))
+    found = first_difference((part for pair in pairs for part in overlaps_of(targets, pair, BLOCK)), read, BLOCK)
     if found is not None:
         first, second = (copies[number].path for number in found)
         raise MismatchError(
@@ -314,17 +316,17 @@ def _check_ties(copies: Sequence[_Copy]) -> None:
 
 
 def are_equal(first: object, second: object, wanted: object, path: str, rank: int) -> bool:
-    """Whether two arrays have the same bytes in all that this rank wants of them, in the dtype that is wanted."""
+    """Returns whether two arrays have the same bytes in the regions and the dtype of `wanted`."""
     spec = abstract_of(wanted, path, rank)
     assert spec is not None, "only arrays are compared"
     regions = (Region.whole(spec.shape),) if spec.regions is None else spec.regions
-    target = Target(spec, None, [TargetPiece(region, HostArray(np.empty(0))) for region in regions])
-    copies: list[_Copy] = []
+    target = ArrayTarget(spec, None, [TargetPiece(region, HostArray(np.empty(0))) for region in regions])
+    copies: list[_ArrayCopy] = []
     for leaf in (first, second):
         if (source := source_of(leaf, path, rank)) is None:
             return False
         check_held(target, source, path)
-        copies.append(_Copy(path, target, source, None))
+        copies.append(_ArrayCopy(path, target, source, None))
 
     def read(parts: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
         for number, pieces in parts:
@@ -334,25 +336,22 @@ def are_equal(first: object, second: object, wanted: object, path: str, rank: in
 
 
 def check_dtype(wanted: str, given: str, path: str) -> None:
-    """Raises:
-    MismatchError: the dtypes differ."""
+    """Checks that two dtypes are the same.
+
+    Raises:
+        MismatchError: they differ.
+    """
     if wanted != given:
         raise MismatchError(path, expected=wanted, found=given, hint="Convert one of them first")
 
 
-def _check_match(target: Target, source: Source, path: str, cast: bool) -> None:
-    check_held(target, source, path)
-    if not cast:
-        check_dtype(target.spec.dtype, source.spec.dtype, path)
-
-
-def _apart(copies: list[_Copy]) -> list[_Copy]:
-    """The copies, with sources that a copy would overwrite set aside: trees may share memory, as in a swap."""
+def _without_overlaps(copies: list[_ArrayCopy]) -> list[_ArrayCopy]:
+    """Returns the copies, with sources that a copy would overwrite duplicated: trees may share memory, as in a swap."""
     ranges = sorted(copy.range for copy in copies if copy.range is not None)
     starts = [low for low, _ in ranges]
     longest = max((high - low for low, high in ranges), default=0)
 
-    def shared(source: Source) -> bool:
+    def overlaps_of(source: ArraySource) -> bool:
         if source.storage is None:
             return False
         low, high = source.storage.address, source.storage.address + source.storage.nbytes
@@ -360,14 +359,14 @@ def _apart(copies: list[_Copy]) -> list[_Copy]:
         return any(a < high and low < b for a, b in near)
 
     return [
-        msgspec.structs.replace(copy, source=_set_aside(copy.source)) if shared(copy.source) else copy
+        msgspec.structs.replace(copy, source=_duplicated(copy.source)) if overlaps_of(copy.source) else copy
         for copy in copies
     ]
 
 
-def _set_aside(source: Source) -> Source:
+def _duplicated(source: ArraySource) -> ArraySource:
     kept = [
-        Piece(p.region, HostArray(p.data.read(tuple(slice(0, n) for n in p.region.shape)).copy()))
+        SourcePiece(p.region, HostArray(p.data.read(tuple(slice(0, n) for n in p.region.shape)).copy()))
         for p in source.pieces
     ]
     return msgspec.structs.replace(source, pieces=kept)

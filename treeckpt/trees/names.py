@@ -1,8 +1,8 @@
-"""Dotted names for the leaves of a tree, as state dicts have them, and the way back.
+"""Flattens a tree to dotted names, as in state dicts, and builds a tree of dotted names.
 
-A name is the keys on the way to a leaf, joined by dots: {"model": {"layers": [w]}} has `model.layers.0`. Names forget
-what kind a container is, what type a key has, and containers without leaves; `like` gives that back. Two leaves never
-share a name: where they would, as `a.b` beside {"a": {"b"}}, an error names both.
+A name is the keys of a leaf's path, joined by dots: {"model": {"layers": [w]}} has `model.layers.0`. Names do not
+contain the kinds of containers, the types of keys, or containers without leaves; `like` supplies these. Two leaves
+never share a name: where they would, as `a.b` beside {"a": {"b"}}, an error names both.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..arrays.stateful import expanded
+from ..arrays.stateful import state_tree
 from ..core.tree.containers import PerRank, flatten_one_level
 from ..core.tree.flatten import replace_leaves
 from ..core.tree.recursion import Recursive, trampoline
@@ -21,10 +21,10 @@ __all__ = ["flatten_names", "unflatten_names"]
 
 
 def flatten_names(tree: Any, *, separator: str = ".", namespace: str = "") -> dict[str, Any]:
-    """The leaves of a tree by dotted name, in order; the very objects, not copies.
+    """Returns the leaves of a tree by dotted name, in order; the same objects, not copies.
 
-    A key that is not text stands by its text: 3 as `3`. What is under `PerRank` keeps that mark, leaf by leaf. A tree
-    that is a leaf itself has the name "".
+    A key that is no string is converted to text: 3 to `3`. Each leaf under `PerRank` is wrapped in `PerRank`. The name
+    of a tree that is a leaf itself is "".
 
     Raises:
         TreeError: two leaves would have the same name.
@@ -38,7 +38,7 @@ def _check_separator(separator: str) -> None:
 
 
 def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, Any]]:
-    """(name, path, leaf) of each leaf."""
+    """Returns (name, path, leaf) of each leaf."""
     _check_separator(separator)
     found: list[tuple[str, str, Any]] = []
     paths: dict[str, str] = {}
@@ -64,24 +64,24 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
                     child, (*steps, key if isinstance(key, str) else text), f"{path}/{text}" if path else text, own
                 )
 
-    trampoline(walk(expanded(tree, namespace=namespace), (), "", False))
+    trampoline(walk(state_tree(tree, namespace=namespace), (), "", False))
     return found
 
 
 def unflatten_names(names: Mapping[str, Any], like: Any = None, *, separator: str = ".", namespace: str = "") -> Any:
-    """A tree of named leaves; the inverse of `flatten_names`.
+    """Returns a tree of named leaves: the inverse of `flatten_names`.
 
     Args:
-        like: a tree with the wanted containers and keys; its leaves do not matter. Without it the names become dicts
-            in dicts, all keys text.
+        like: a tree with the wanted containers and keys; its leaves are ignored. Without it the result is nested dicts
+            with string keys.
 
     Raises:
-        MismatchError: with like, a name that it lacks or has beyond.
+        MismatchError: with like, a missing or unexpected name.
         TreeError: without like, a name that is a leaf and a container: `a` beside `a.b`.
     """
     if like is None:
         return _nested(names, separator)
-    like = expanded(like, namespace=namespace)
+    like = state_tree(like, namespace=namespace)
     wanted = _named(like, separator, namespace)
     _check_names([name for name, _, _ in wanted], names)
     leaves = (_bare(names[name], leaf) for name, _, leaf in wanted)
@@ -89,7 +89,7 @@ def unflatten_names(names: Mapping[str, Any], like: Any = None, *, separator: st
 
 
 def _bare(leaf: Any, wanted: Any) -> Any:
-    """A leaf for a place under `PerRank` without the mark, which that place has already."""
+    """Returns a leaf without its `PerRank` where the wanted place is under `PerRank` already."""
     return leaf.value if type(wanted) is PerRank and type(leaf) is PerRank else leaf
 
 
@@ -111,7 +111,7 @@ def _check_names(wanted: Iterable[str], names: Mapping[str, Any]) -> None:
 def _nested(names: Mapping[str, Any], separator: str) -> Any:
     _check_separator(separator)
     root: dict[str, Any] = {}
-    inner = {id(root)}  # of the dicts made here: a leaf may be a dict too
+    inner = {id(root)}  # ids of the dicts that are created here: a leaf may be a dict too
     for name, leaf in names.items():
         *above, last = name.split(separator)
         node = root

@@ -1,8 +1,8 @@
-"""A copy of a tree on the host: each array's memory is made anew, and nothing of it is shared with the original.
+"""Copies a tree to host memory that is not shared with the original.
 
-What holds the memory is rebuilt around it: a DTensor stays a DTensor of the same placements, pieces stay pieces, a
-Parameter a Parameter. With "pinned" or "shared" all arrays lie in one block, which costs one registration with the
-driver or one file descriptor however many leaves there are; it lives as long as any of them.
+A leaf keeps its kind: a DTensor stays a DTensor of the same placements, pieces stay pieces, a Parameter a Parameter.
+With "pinned" or "shared" all arrays are in one block, which costs one registration with the driver or one file
+descriptor however many leaves there are; it lives as long as any of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays.registry import abstract_of
 from ..arrays.sharded import Sharded, with_locals
-from ..arrays.stateful import expanded
+from ..arrays.stateful import state_tree
 from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.keyed_table import Column
 from ..core.tree.spec import ArraySpec
@@ -26,23 +26,23 @@ __all__ = ["Memory", "offload"]
 Memory = Literal["plain", "pinned", "shared"]
 
 ALIGN = 64
-"""Bytes to whose multiple each array starts in the block."""
+"""Each array starts at a multiple of this many bytes in the block."""
 
 
 def offload(tree: Any, *, rank: int, memory: Memory, namespace: str) -> Any:
-    """See `treeckpt.trees.offload`."""
+    """Does `treeckpt.trees.offload` for one rank."""
     if memory not in get_args(Memory):
         choices = ", ".join(map(repr, get_args(Memory)))
         raise TreeError("memory", expected=f"one of {choices}", found=f"{memory!r:.60}")
-    tree = expanded(tree, rank=rank, namespace=namespace)
+    tree = state_tree(tree, rank=rank, namespace=namespace)
     _, found = flatten(tree, rank=rank, namespace=namespace)
-    # a table takes its arrays; where its buckets begin is made anew
+    # of a table the arrays are copied; the first row of each bucket is computed anew
     leaves = [(path, leaf.array if isinstance(leaf, Column) else leaf) for path, leaf in found]
-    specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]  # refuses what can not be copied
+    specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]  # refuses what cannot be copied
     parts = [_parts(leaf, path, rank) if spec else [] for (path, leaf), spec in zip(leaves, specs, strict=True)]
     plain = {_key(array): array for arrays in parts for array in arrays}
-    allot = _allotter(memory, plain.values())
-    copies = {key: _copy(array, allot) for key, array in plain.items()}
+    new_array = _array_factory(memory, plain.values())
+    copies = {key: _copy(array, new_array) for key, array in plain.items()}
     made: dict[int, object] = {}
     for (path, leaf), spec, arrays in zip(leaves, specs, parts, strict=True):
         if id(leaf) not in made:
@@ -56,7 +56,7 @@ def _is_sharded_tensor(leaf: object) -> bool:
 
 
 def _parts(leaf: Any, path: str, rank: int) -> list[Any]:
-    """The plain arrays that a leaf's memory is."""
+    """Returns the plain arrays that hold a leaf's memory."""
     if isinstance(leaf, ArraySpec):
         return []
     if isinstance(leaf, Sharded):
@@ -71,45 +71,29 @@ def _parts(leaf: Any, path: str, rank: int) -> list[Any]:
 
 
 def _rebuilt(leaf: Any, spec: ArraySpec, arrays: list[Any]) -> Any:
-    """The leaf around other memory: the inverse of `_parts`."""
+    """Returns the leaf with other memory: the inverse of `_parts`."""
     if isinstance(leaf, ArraySpec):
         return leaf
     if isinstance(leaf, Sharded):
-        return with_locals(leaf, [_rebuilt(*pair, [a]) for pair, a in zip(_local_specs(leaf), arrays, strict=True)])
+        kept = [(local, abstract_of(local, "", 0), array) for local, array in zip(leaf.locals, arrays, strict=True)]
+        return with_locals(leaf, [_rebuilt(local, kind, [array]) for local, kind, array in kept if kind is not None])
     if isinstance(leaf, np.ndarray):
         return arrays[0]
     from ..arrays.dtensor import is_dtensor
     from ..arrays.sharded_tensor import with_shards
+    from ..arrays.torch import as_kind
 
     if _is_sharded_tensor(leaf):
         return with_shards(leaf, arrays)
     if is_dtensor(leaf):
         from torch.distributed.tensor import DTensor
 
-        return _dressed(DTensor(arrays[0], leaf._spec, requires_grad=False), spec)
-    return _dressed(arrays[0].detach(), spec)  # an object of its own: the memory may be another leaf's too
-
-
-def _local_specs(leaf: Sharded) -> Iterable[tuple[Any, ArraySpec]]:
-    for local in leaf.locals:
-        spec = abstract_of(local, "", 0)
-        assert spec is not None, "checked before"
-        yield local, spec
-
-
-def _dressed(tensor: Any, spec: ArraySpec) -> Any:
-    """The tensor as the kind that the spec says."""
-    from torch.nn import Buffer, Parameter
-
-    if spec.kind == "parameter":
-        return Parameter(tensor, requires_grad=spec.requires_grad)
-    if spec.kind == "buffer":
-        return Buffer(tensor.requires_grad_(spec.requires_grad))
-    return tensor.requires_grad_() if spec.requires_grad else tensor
+        return as_kind(DTensor(arrays[0], leaf._spec, requires_grad=False), spec)
+    return as_kind(arrays[0].detach(), spec)  # a new object: the memory may be another leaf's too
 
 
 def _key(array: Any) -> Hashable:
-    """Equal for arrays that show the same elements of the same memory."""
+    """Returns a key that is equal for arrays that show the same elements of the same memory."""
     if isinstance(array, np.ndarray):
         if not array.size:
             return id(array)
@@ -120,41 +104,41 @@ def _key(array: Any) -> Hashable:
     return (array.data_ptr(), str(array.device), tuple(array.shape), array.stride(), array.dtype, view)
 
 
-Allot = Callable[[tuple[int, ...], Any], Any]
-"""Gives a dense array of a shape, of torch's or numpy's dtype."""
+NewArray = Callable[[tuple[int, ...], Any], Any]
+"""Returns a new dense array of a shape and a dtype of torch or numpy."""
 
 
-def _copy(array: Any, allot: Allot) -> Any:
-    """The elements as they look: dense, in C order; on meta there are none to copy."""
+def _copy(array: Any, new_array: NewArray) -> Any:
+    """Returns a dense copy in C order; of a tensor on meta another one there."""
     if isinstance(array, np.ndarray):
-        new = allot(array.shape, array.dtype)
+        new = new_array(array.shape, array.dtype)
         new[...] = array
         return new
     import torch
 
     if array.is_meta:
         return torch.empty(array.shape, dtype=array.dtype, device="meta")
-    return allot(tuple(array.shape), array.dtype).copy_(array)
+    return new_array(tuple(array.shape), array.dtype).copy_(array)
 
 
-def _allotter(memory: Memory, arrays: Iterable[Any]) -> Allot:
+def _array_factory(memory: Memory, arrays: Iterable[Any]) -> NewArray:
     if memory == "plain":
-        return _allot_plain
-    block, at = _block(memory, sum(_room(array.nbytes) for array in arrays)), 0
+        return _new_plain_array
+    block, at = _block(memory, sum(_aligned(array.nbytes) for array in arrays)), 0
 
-    def allot(shape: tuple[int, ...], dtype: Any) -> Any:
+    def new_array(shape: tuple[int, ...], dtype: Any) -> Any:
         nonlocal at
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         part = block[at : at + nbytes]
-        at += _room(nbytes)
+        at += _aligned(nbytes)
         if isinstance(dtype, np.dtype):
             return part.numpy().view(dtype).reshape(shape)
         return part.view(dtype).view(shape)
 
-    return allot
+    return new_array
 
 
-def _allot_plain(shape: tuple[int, ...], dtype: Any) -> Any:
+def _new_plain_array(shape: tuple[int, ...], dtype: Any) -> Any:
     if isinstance(dtype, np.dtype):
         return np.empty(shape, dtype)
     import torch
@@ -162,12 +146,12 @@ def _allot_plain(shape: tuple[int, ...], dtype: Any) -> Any:
     return torch.empty(shape, dtype=dtype)
 
 
-def _room(nbytes: int) -> int:
+def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
 def _block(memory: Memory, nbytes: int) -> Any:
-    """One stretch of bytes; pinned memory is plain memory where there is no accelerator to pin it for."""
+    """Returns a tensor of bytes; "pinned" is plain memory where there is no accelerator."""
     import torch
 
     if memory == "shared":

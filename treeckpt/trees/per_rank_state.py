@@ -1,7 +1,8 @@
-"""What does a rank take of state that each rank has of its own, when the number of ranks is another one?
+"""Loads state under `PerRank` into a world of another size.
 
-`error` refuses, `take` gives rank r what rank r modulo the old world had, and a function makes the state of each new
-rank from those of all old ones. Only the function has every old rank's state read, and only of its own part.
+The policy `error` refuses, `take` gives rank r the state of old rank r modulo the old world size, and a function
+returns the state of each new rank from those of all old ones. Only with a function is every old rank's state read, and
+only for its own part.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Policy = Literal["error", "take"] | Merge
 
 
 def policy_of(given: Policy | Mapping[str, Policy], part: str) -> Policy:
-    """The policy for one part ("rng", "loader", "buffers", "extra"); a mapping that lacks it means `error`.
+    """Returns the policy for one part ("rng", "loader", "buffers", "extra"); `error` where a mapping has none.
 
     Raises:
-        MismatchError: no such policy.
+        MismatchError: an unknown policy.
     """
     policy: Any = given.get(part, "error") if isinstance(given, Mapping) else given
     if policy not in ("error", "take") and not callable(policy):
@@ -34,8 +35,8 @@ def policy_of(given: Policy | Mapping[str, Policy], part: str) -> Policy:
     return policy
 
 
-class _As(SoloComm):
-    """Stands for one rank of a world that may be gone; loads do not talk."""
+class _AssumedRankComm(SoloComm):
+    """The comm of a load for some rank of a world that may have ended; such loads exchange no messages."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class _As(SoloComm):
 
 
 def _as_rank(path: Any, part: str, rank: int, world: int, **options: Any) -> Any:
-    tree = api.load(path, select=part, comm=_As(rank, world), **options)
+    tree = api.load(path, select=part, comm=_AssumedRankComm(rank, world), **options)
     state = tree[part]
     return state.value if isinstance(state, PerRank) else state
 
@@ -51,12 +52,12 @@ def _as_rank(path: Any, part: str, rank: int, world: int, **options: Any) -> Any
 def states_of_all_ranks(
     path: Any, part: str, world: int, *, ranks: Sequence[int] | None = None, **options: Any
 ) -> list[Any]:
-    """The per-rank part `part` of every rank of the world that saved, or of some of them, by rank."""
+    """Returns the per-rank part `part` of every rank of the world that saved, or of some of them, by rank."""
     return [_as_rank(path, part, rank, world, **options) for rank in (range(world) if ranks is None else ranks)]
 
 
 def load_own(path: Any, part: str, policy: Policy, comm: Comm, *, saved_world: int, **options: Any) -> Any:
-    """This rank's state of a part at the root of a checkpoint.
+    """Returns this rank's state of a part at the root of a checkpoint.
 
     Raises:
         MismatchError: the world size changed and the policy is `error`.

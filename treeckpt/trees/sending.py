@@ -1,20 +1,21 @@
-"""A tree that one rank has, brought to the others: as it is (`broadcast`), or cut as each of them wants it.
+"""Sends a tree of one rank to the others: as it is (`broadcast`), or as each of them wants it (`distribute`).
 
-First the ranks agree on what is to be sent: the source tells its tree without data, or the others tell which regions
-they want. Both sides then compute the same packing. What all ranks want alike is broadcast, the rest is sent to each.
+First the ranks agree on what is sent: the source sends its tree without data, or the others send which regions they
+want. Both sides then compute the same packing. What all ranks want alike is broadcast, the rest is sent to each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from ..arrays.base import Target
-from ..arrays.describe import Brought, describe_tree
+from ..arrays.base import ArraySource, ArrayTarget
+from ..arrays.describe import DescribedTree, describe_tree
 from ..arrays.registry import decode, like_of, new_array, resolve
-from ..arrays.stateful import expanded
+from ..arrays.stateful import state_tree
 from ..core.planning.rank_trees import Inventory
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
@@ -22,31 +23,34 @@ from ..core.tree.flatten import flatten, replace_leaves, unflatten
 from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import Value
 from ..errors import LayoutError, MismatchError, RankError, TreeError
-from .gathering import tied, together
-from .packing import Bucket, Entry, bytes_of, pack, pack_entries, unpack
-from .wire import Transfer, Wire
+from ..io.comm.collective import from_rank, gather_results
+from .gathering import rebuild_alias
+from .packing import MessageBucket, PackedRegion, empty_bytes, pack, pack_regions, unpack
+from .transport import Transfer, Transport
 
 __all__ = ["broadcast", "distribute"]
 
+_HINT = "Nothing was sent"
 
-def _check_source(source: int, wire: Wire) -> None:
-    if not 0 <= source < wire.size:
+
+def _check_source(source: int, transport: Transport) -> None:
+    if not 0 <= source < transport.size:
         raise RankError(
-            "src", ranks={}, expected=f"a rank of 0 to {wire.size - 1}", found=f"{source}",
+            "src", ranks={}, expected=f"a rank of 0 to {transport.size - 1}", found=f"{source}",
             hint="Ranks are counted within the group",
         )  # fmt: skip
 
 
-def _whole(tree: Any, wire: Wire, namespace: str) -> Brought:
-    """The source's tree, described; all of it must be here.
+def _describe_whole_tree(tree: Any, transport: Transport, namespace: str) -> DescribedTree:
+    """Describes the source's tree.
 
     Raises:
         LayoutError: a distributed array.
-        TreeError: state of each rank's own.
+        TreeError: state under `PerRank`.
     """
-    tree = expanded(tree, rank=wire.rank, namespace=namespace)
-    brought = describe_tree(tree, rank=wire.rank, members=wire.members, namespace=namespace)
-    for leaf in brought.inventory.leaves:
+    tree = state_tree(tree, rank=transport.rank, namespace=namespace)
+    described = describe_tree(tree, rank=transport.rank, members=transport.members, namespace=namespace)
+    for leaf in described.inventory.leaves:
         if leaf.per_rank is not None:
             raise TreeError(
                 leaf.path, expected="a tree that all ranks can have", found="PerRank", hint="Take it out before sending"
@@ -56,60 +60,60 @@ def _whole(tree: Any, wire: Wire, namespace: str) -> Brought:
                 leaf.path, expected="whole arrays on the rank that sends", found="a distributed one",
                 hint="treeckpt.trees.gather makes it whole",
             )  # fmt: skip
-    return brought
+    return described
 
 
-# as it is -------------------------------------------------------------------------------------------------------------
-class _Plan(msgspec.Struct, array_like=True):
+# broadcast ------------------------------------------------------------------------------------------------------------
+class _BroadcastTree(msgspec.Struct, array_like=True):
     """The source's tree without the arrays' data."""
 
     inventory: Inventory
     values: dict[str, Value]
 
 
-def broadcast(tree: Any, *, wire: Wire, source: int, device: str | None, limit: int, namespace: str) -> Any:
-    """See `treeckpt.trees.broadcast`."""
-    _check_source(source, wire)
-    brought: list[Brought] = []
+def broadcast(tree: Any, *, transport: Transport, source: int, device: str | None, limit: int, namespace: str) -> Any:
+    """Does `treeckpt.trees.broadcast` over a transport."""
+    _check_source(source, transport)
+    sources: dict[str, ArraySource] = {}
 
-    def tell() -> bytes:
-        if wire.rank != source:
-            return b""
-        brought.append(_whole(tree, wire, namespace))
-        return msgspec.msgpack.encode(_Plan(brought[0].inventory, brought[0].values))
+    def describe() -> _BroadcastTree:
+        described = _describe_whole_tree(tree, transport, namespace)
+        sources.update(described.sources)
+        return _BroadcastTree(described.inventory, described.values)
 
-    plan = msgspec.msgpack.decode(together(wire, "broadcast", tell)[source], type=_Plan)
+    plan = from_rank(transport, source, "broadcast", describe, _BroadcastTree, hint=_HINT)
     arrays = [leaf for leaf in plan.inventory.leaves if leaf.spec is not None and leaf.alias_of is None]
-    targets: dict[str, Target] = {}
-    entries: list[Entry] = []
+    targets: dict[str, ArrayTarget] = {}
+    entries: list[PackedRegion] = []
     for number, leaf in enumerate(arrays):
         assert leaf.spec is not None, "arrays only"
-        entries.append(Entry(number, Region.whole(leaf.spec.shape), dtype_of(leaf.spec.dtype).itemsize))
-        if wire.rank != source:
+        entries.append(PackedRegion(number, Region.whole(leaf.spec.shape), dtype_of(leaf.spec.dtype).itemsize))
+        if transport.rank != source:
             targets[leaf.path] = new_array(msgspec.structs.replace(leaf.spec, device=None), leaf.path, device)
-    for bucket in pack_entries(entries, limit):
-        if wire.rank == source:
-            wire.broadcast(pack(bucket, lambda n: brought[0].sources[arrays[n].path].pieces), source)
+    for bucket in pack_regions(entries, limit):
+        if transport.rank == source:
+            transport.broadcast(pack(bucket, lambda n: sources[arrays[n].path].pieces), source)
             continue
-        data = bytes_of(bucket)
-        wire.broadcast(data, source)
+        data = empty_bytes(bucket)
+        transport.broadcast(data, source)
         unpack(data, bucket, lambda entry: targets[arrays[entry.number].path].pieces)
-    return tree if wire.rank == source else _built(plan, targets, wire.rank, namespace)
+    return tree if transport.rank == source else _built(plan, targets, transport.rank, namespace)
 
 
-def _built(plan: _Plan, targets: dict[str, Target], rank: int, namespace: str) -> Any:
-    made: dict[str, Any] = {path: target.leaf for path, target in targets.items()}
+def _built(plan: _BroadcastTree, targets: dict[str, ArrayTarget], rank: int, namespace: str) -> Any:
+    """Returns the tree of the received arrays and values."""
+    leaves: dict[str, Any] = {path: target.leaf for path, target in targets.items()}
     for leaf in plan.inventory.leaves:
         if leaf.spec is None:
-            made[leaf.path] = decode(plan.values[leaf.path], leaf.path, allow_pickle=False)
+            leaves[leaf.path] = decode(plan.values[leaf.path], leaf.path, allow_pickle=False)
         elif leaf.alias_of is not None:
-            made[leaf.path] = tied(leaf, made[leaf.alias_of], targets[leaf.alias_of].spec)
-    leaves = iter([made[leaf.path] for leaf in plan.inventory.leaves])
-    return unflatten(plan.inventory.whole, leaves, resolve=resolve, rank=rank, namespace=namespace)
+            leaves[leaf.path] = rebuild_alias(leaf, leaves[leaf.alias_of], targets[leaf.alias_of].spec)
+    ordered = [leaves[leaf.path] for leaf in plan.inventory.leaves]
+    return unflatten(plan.inventory.whole, iter(ordered), resolve=resolve, rank=rank, namespace=namespace)
 
 
-# cut as each rank wants it --------------------------------------------------------------------------------------------
-class _Wish(msgspec.Struct, frozen=True, array_like=True):
+# distribute -----------------------------------------------------------------------------------------------------------
+class _WantedLeaf(msgspec.Struct, frozen=True, array_like=True):
     """An array that a rank wants, or a value (`spec` is None)."""
 
     path: str
@@ -117,149 +121,152 @@ class _Wish(msgspec.Struct, frozen=True, array_like=True):
     regions: tuple[Region, ...] = ()
 
 
-class _Reply(msgspec.Struct, array_like=True):
-    """What the source has for each path that is no array."""
+class _SourceReply(msgspec.Struct, array_like=True):
+    """What the source sends before the arrays' data."""
 
     values: dict[str, Value]
-    ties: dict[str, str]
-    """Arrays that are one array in the tree that is sent."""
+    """Values by path."""
+    aliases: dict[str, str]
+    """Paths of arrays that are another array of the source's tree, and the path of that one."""
 
 
 class _Distribute:
     """One distribution from one rank, on one rank."""
 
-    def __init__(self, wire: Wire, source: int, device: str | None, namespace: str) -> None:
-        self.wire, self.source, self.device, self.namespace = wire, source, device, namespace
-        self.here = wire.rank if wire.members is None else wire.members[wire.rank]
-        self.targets: dict[str, Target] = {}
-        self.brought: Brought | None = None
+    def __init__(self, transport: Transport, source: int, device: str | None, namespace: str) -> None:
+        self.transport, self.source, self.device, self.namespace = transport, source, device, namespace
+        self.global_rank = transport.rank if transport.members is None else transport.members[transport.rank]
+        self.targets: dict[str, ArrayTarget] = {}
+        self.described: DescribedTree | None = None
         self.like: Any = None
         self.leaves: list[tuple[str, object]] = []
 
-    def wishes(self, like: Any) -> list[list[_Wish]]:
-        """What each rank wants, by rank; makes the arrays that this one wants."""
+    def exchange_wanted(self, like: Any) -> list[list[_WantedLeaf]]:
+        """Returns what each rank wants, by rank; creates the arrays that this one wants."""
+        want = partial(self._want, like)
+        return gather_results(self.transport, "distribute", want, list[_WantedLeaf], hint=_HINT)
 
-        def mine() -> bytes:
-            self.like = expanded(like, rank=self.wire.rank, namespace=self.namespace)
-            _, leaves = flatten(self.like, rank=self.wire.rank, namespace=self.namespace)
-            self.leaves = leaves
-            found: list[_Wish] = []
-            for path, leaf in leaves:
-                if leaf is ...:
-                    continue
-                target = like_of(leaf, path, self.here, self.device)
-                if target is None:
-                    found.append(_Wish(path, None))
-                else:
-                    self.targets[path] = target
-                    found.append(_Wish(path, target.spec, tuple(piece.region for piece in target.pieces)))
-            return msgspec.msgpack.encode(found)
+    def _want(self, like: Any) -> list[_WantedLeaf]:
+        self.like = state_tree(like, rank=self.transport.rank, namespace=self.namespace)
+        _, self.leaves = flatten(self.like, rank=self.transport.rank, namespace=self.namespace)
+        wanted: list[_WantedLeaf] = []
+        for path, leaf in self.leaves:
+            if leaf is ...:
+                continue
+            target = like_of(leaf, path, self.global_rank, self.device)
+            if target is None:
+                wanted.append(_WantedLeaf(path, None))
+            else:
+                self.targets[path] = target
+                wanted.append(_WantedLeaf(path, target.spec, tuple(piece.region for piece in target.pieces)))
+        return wanted
 
-        heard = together(self.wire, "distribute", mine)
-        return [msgspec.msgpack.decode(data, type=list[_Wish]) for data in heard]
+    def exchange_values(self, tree: Any, wanted: Sequence[Sequence[_WantedLeaf]]) -> _SourceReply:
+        """Has the source check that it holds what is wanted; returns what of it is no array, on every rank."""
+        reply = partial(self._reply, tree, wanted)
+        return from_rank(self.transport, self.source, "distribute", reply, _SourceReply, hint=_HINT)
 
-    def reply(self, tree: Any, wishes: Sequence[Sequence[_Wish]]) -> _Reply:
-        """The source looks whether it has what is wanted, and sends what is no array."""
+    def _reply(self, tree: Any, wanted: Sequence[Sequence[_WantedLeaf]]) -> _SourceReply:
+        described = self.described = _describe_whole_tree(tree, self.transport, self.namespace)
+        values: dict[str, Value] = {}
+        for rank, leaves in enumerate(wanted):
+            for leaf in leaves:
+                _check_wanted(leaf, described, rank)
+                if leaf.path in described.values:
+                    values[leaf.path] = described.values[leaf.path]
+        specs = described.inventory.leaves
+        return _SourceReply(values, {s.path: s.alias_of for s in specs if s.alias_of is not None and s.view is None})
 
-        def answer() -> bytes:
-            if self.wire.rank != self.source:
-                return b""
-            brought = self.brought = _whole(tree, self.wire, self.namespace)
-            values: dict[str, Value] = {}
-            for rank, wanted in enumerate(wishes):
-                for wish in wanted:
-                    _check_wish(wish, brought, rank)
-                    if wish.path in brought.values:
-                        values[wish.path] = brought.values[wish.path]
-            leaves = brought.inventory.leaves
-            ties = {leaf.path: leaf.alias_of for leaf in leaves if leaf.alias_of is not None and leaf.view is None}
-            return msgspec.msgpack.encode(_Reply(values, ties))
-
-        return msgspec.msgpack.decode(together(self.wire, "distribute", answer)[self.source], type=_Reply)
-
-    def move(self, wishes: Sequence[Sequence[_Wish]], limit: int) -> None:
-        """Sends what is wanted: to all at once where all want the same, else to each rank."""
-        paths = list(dict.fromkeys(wish.path for wanted in wishes for wish in wanted if wish.spec is not None))
-        number = {path: n for n, path in enumerate(paths)}
-        asked = [{wish.path: wish for wish in wanted} for wanted in wishes]
-        common = {path for path in paths if all(wanted.get(path) == asked[0].get(path) for wanted in asked)}
-
-        def entries(rank: int, chosen: Callable[[str], bool]) -> list[Entry]:
-            return [
-                Entry(number[wish.path], region, dtype_of(wish.spec.dtype).itemsize)
-                for wish in wishes[rank]
-                if wish.spec is not None and chosen(wish.path)
-                for region in wish.regions
-            ]
-
-        for bucket in pack_entries(entries(0, lambda path: path in common), limit):
+    def move(self, wanted: Sequence[Sequence[_WantedLeaf]], limit: int) -> None:
+        """Sends the arrays: broadcast where all ranks want the same regions, else to each rank."""
+        paths = list(dict.fromkeys(leaf.path for leaves in wanted for leaf in leaves if leaf.spec is not None))
+        by_path = [{leaf.path: leaf for leaf in leaves} for leaves in wanted]
+        common = {path for path in paths if all(leaves.get(path) == by_path[0].get(path) for leaves in by_path)}
+        for bucket in pack_regions(_packed([leaf for leaf in wanted[0] if leaf.path in common], paths), limit):
             data = self._pack(bucket, paths)
-            self.wire.broadcast(data, self.source)
+            self.transport.broadcast(data, self.source)
             self._unpack(data, bucket, paths)
-        for rank in range(self.wire.size):
-            for bucket in pack_entries(entries(rank, lambda path: path not in common), limit):
+        for rank in range(self.transport.size):
+            own = [leaf for leaf in wanted[rank] if leaf.path not in common]
+            for bucket in pack_regions(_packed(own, paths), limit):
                 self._send(rank, bucket, paths)
 
-    def _send(self, rank: int, bucket: Bucket, paths: Sequence[str]) -> None:
-        if self.wire.rank not in (rank, self.source):
+    def _send(self, rank: int, bucket: MessageBucket, paths: Sequence[str]) -> None:
+        if self.transport.rank not in (rank, self.source):
             return
         data = self._pack(bucket, paths)
         if rank != self.source:
-            sends: list[Transfer] = [(rank, data)] if self.wire.rank == self.source else []
-            self.wire.exchange(sends, [] if sends else [(self.source, data)])
-        if self.wire.rank == rank:
+            sends: list[Transfer] = [(rank, data)] if self.transport.rank == self.source else []
+            self.transport.exchange(sends, [] if sends else [(self.source, data)])
+        if self.transport.rank == rank:
             self._unpack(data, bucket, paths)
 
-    def _pack(self, bucket: Bucket, paths: Sequence[str]) -> Any:
-        brought = self.brought
-        if brought is None:
-            return bytes_of(bucket)
-        return pack(bucket, lambda n: brought.sources[paths[n]].pieces)
+    def _pack(self, bucket: MessageBucket, paths: Sequence[str]) -> Any:
+        described = self.described
+        if described is None:
+            return empty_bytes(bucket)
+        return pack(bucket, lambda n: described.sources[paths[n]].pieces)
 
-    def _unpack(self, data: Any, bucket: Bucket, paths: Sequence[str]) -> None:
-        def piece(entry: Entry) -> Any:
+    def _unpack(self, data: Any, bucket: MessageBucket, paths: Sequence[str]) -> None:
+        def piece(entry: PackedRegion) -> Any:
             return [p for p in self.targets[paths[entry.number]].pieces if p.region == entry.region]
 
         unpack(data, bucket, piece)
 
-    def result(self, reply: _Reply) -> Any:
-        """The tree; leaves that are one object in like, and one array at the source, are one object again."""
-        asked = dict(self.leaves)
-        made: dict[str, Any] = {path: target.leaf for path, target in self.targets.items()}
+    def result(self, reply: _SourceReply) -> Any:
+        """Returns the tree. Leaves that are one object in like, and one array at the source, are one object again."""
+        like_leaves = dict(self.leaves)
+        built: dict[str, Any] = {path: target.leaf for path, target in self.targets.items()}
         for path, leaf in self.leaves:
-            base = reply.ties.get(path)
+            base = reply.aliases.get(path)
             if leaf is ...:
-                made[path] = leaf
+                built[path] = leaf
             elif path in reply.values:
-                made[path] = decode(reply.values[path], path, allow_pickle=False)
-            elif base is not None and asked.get(base) is leaf:
-                made[path] = made[base]
-        leaves = iter([made[path] for path, _ in self.leaves])
+                built[path] = decode(reply.values[path], path, allow_pickle=False)
+            elif base is not None and like_leaves.get(base) is leaf:
+                built[path] = built[base]
+        leaves = iter([built[path] for path, _ in self.leaves])
         return replace_leaves(self.like, leaves, namespace=self.namespace)
 
 
-def _check_wish(wish: _Wish, brought: Brought, rank: int) -> None:
-    """Raises:
-    MismatchError: the source has no such leaf, or one of another shape, dtype or kind."""
-    source = brought.sources.get(wish.path)
+def _packed(wanted: Sequence[_WantedLeaf], paths: Sequence[str]) -> list[PackedRegion]:
+    """Returns the regions of wanted arrays, each array by its number in `paths`."""
+    number = {path: n for n, path in enumerate(paths)}
+    return [
+        PackedRegion(number[leaf.path], region, dtype_of(leaf.spec.dtype).itemsize)
+        for leaf in wanted
+        if leaf.spec is not None
+        for region in leaf.regions
+    ]
+
+
+def _check_wanted(wanted: _WantedLeaf, described: DescribedTree, rank: int) -> None:
+    """Checks that the source has a leaf that a rank wants.
+
+    Raises:
+        MismatchError: it has none, or one of another shape, dtype or kind.
+    """
+    source = described.sources.get(wanted.path)
     found = "a value" if source is None else f"{source.spec.dtype} of shape {source.spec.shape}"
-    if source is None and wish.path not in brought.values:
+    if source is None and wanted.path not in described.values:
         found = "no such leaf"
-    wanted = "a value" if wish.spec is None else f"{wish.spec.dtype} of shape {wish.spec.shape}"
-    if found != wanted:
+    expected = "a value" if wanted.spec is None else f"{wanted.spec.dtype} of shape {wanted.spec.shape}"
+    if found != expected:
         raise MismatchError(
-            wish.path,
-            expected=f"{wanted}, as rank {rank} wants it",
+            wanted.path,
+            expected=f"{expected}, as rank {rank} wants it",
             found=f"{found} in the tree that is sent",
             hint="Put `...` into like for what is not wanted",
         )
 
 
-def distribute(tree: Any, like: Any, *, wire: Wire, source: int, device: str | None, limit: int, namespace: str) -> Any:
-    """See `treeckpt.trees.distribute`."""
-    _check_source(source, wire)
-    job = _Distribute(wire, source, device, namespace)
-    wishes = job.wishes(like)
-    reply = job.reply(tree, wishes)
-    job.move(wishes, limit)
+def distribute(
+    tree: Any, like: Any, *, transport: Transport, source: int, device: str | None, limit: int, namespace: str
+) -> Any:
+    """Does `treeckpt.trees.distribute` over a transport, with the tree of one rank."""
+    _check_source(source, transport)
+    job = _Distribute(transport, source, device, namespace)
+    wanted = job.exchange_wanted(like)
+    reply = job.exchange_values(tree, wanted)
+    job.move(wanted, limit)
     return job.result(reply)

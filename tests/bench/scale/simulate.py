@@ -27,7 +27,7 @@ from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Layout, MeshLayout, held_by, replica_offsets
 from treeckpt.core.sharding.region import Region, coalesce
 from treeckpt.core.tree.flatten import flatten
-from treeckpt.io.comm.fanout import SPANS, spans_for
+from treeckpt.io.comm.fanout import GROUP_SIZES, group_sizes_for
 from treeckpt.io.storage.store import MemoryStore
 from treeckpt.io.timing import Recorder
 from treeckpt.saving.commit import SaveInfo
@@ -182,7 +182,7 @@ class _World:
 
     def __init__(self, kinds: list[tuple[Inventory, range]], figures: Figures) -> None:
         self.kinds, self.figures, self.size = kinds, figures, sum(len(ranks) for _, ranks in kinds)
-        self._talks = {spans: Talk(self.size, spans) for spans in ((), SPANS)}
+        self._talks = {spans: Talk(self.size, spans) for spans in ((), GROUP_SIZES)}
 
     def _hellos(self, remembered: str = "") -> list[bytes]:
         options = CommonOptions(step=100)
@@ -218,14 +218,14 @@ class _World:
             bundles += self._gather([told.get(rank, b"") for rank in range(self.size)])[0]
             self._share(word, last=True)
         figures.agree, figures.joined_nbytes = bundles + heard + joining, len(word)
-        again = Talk(self.size, spans_for(self.size))
+        again = Talk(self.size, group_sizes_for(self.size))
         repeated = again.gather(self._hellos(key))
         figures.again = again.seconds + _timed(lambda: _heard(repeated))[0]
         return key, word
 
     def _gather(self, messages: list[bytes]) -> tuple[float, dict[int, bytes]]:
         """What rank 0 hears as the world really speaks, and the seconds that it needs to take bundles apart."""
-        talk = self._talks[spans_for(self.size)]
+        talk = self._talks[group_sizes_for(self.size)]
         before = talk.seconds
         heard = [each.gather(messages) for each in self._talks.values() if each is not talk]
         heard.append(talk.gather(messages))
@@ -233,7 +233,7 @@ class _World:
 
     def _share(self, word: bytes, *, last: bool) -> None:
         for talk in self._talks.values():
-            talk.share(word, last=last)
+            talk.broadcast(word, last=last)
 
     def plans(self, key: str, word: bytes, rank: int) -> GlobalPlan:
         """What follows for one rank."""
@@ -261,7 +261,7 @@ class _World:
         for talk in self._talks.values():
             talk.join()
         figures.alone, figures.root = (talk.servers[0] for talk in self._talks.values())
-        figures.leader = self._talks[SPANS].busiest
+        figures.leader = self._talks[GROUP_SIZES].busiest
         figures.done_nbytes = max(map(len, messages))
         info = SaveInfo(0, self.size, "0" * 16, 0, CommonOptions(step=100))
         names = (shard_name(info.save_id, rank, self.size, 0) for rank in range(self.size))

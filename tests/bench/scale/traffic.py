@@ -14,7 +14,7 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from treeckpt.io.comm.fanout import bundle, children_of, leads, parent_of, unbundle
+from treeckpt.io.comm.fanout import bundle, children_of, is_leader, parent_of, unbundle
 
 __all__ = ["LOOKS", "Load", "Talk", "requests_per_second"]
 
@@ -49,7 +49,7 @@ class Talk:
     def __init__(self, world: int, spans: tuple[int, ...]) -> None:
         self._spans, self._world = spans, world
         self._below = {
-            rank: children_of(rank, world, spans) for rank in range(world) if leads(rank, world, spans) or not rank
+            rank: children_of(rank, world, spans) for rank in range(world) if is_leader(rank, world, spans) or not rank
         }
         self.servers = {rank: Load(len(below)) for rank, below in self._below.items()}
         self.seconds = 0.0

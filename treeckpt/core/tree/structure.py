@@ -42,7 +42,7 @@ __all__ = [
     "TableNode",
     "TupleNode",
     "check_unicode",
-    "empty_containers",
+    "empty_container_paths",
     "extra_path_chars",
     "index_path",
     "key_text",
@@ -339,7 +339,7 @@ def extra_path_chars(path: str, count: int) -> int:
     return (len(path) - USUAL_PATH_LENGTH) * count if len(path) > USUAL_PATH_LENGTH else 0
 
 
-def empty_containers(structure: Structure) -> list[str]:
+def empty_container_paths(structure: Structure) -> list[str]:
     """Returns the paths of empty containers, of a structure whose depth was checked."""
     found: list[str] = []
     texts = KeyTextCache()

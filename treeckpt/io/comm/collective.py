@@ -1,16 +1,16 @@
-"""Rank 0 answers for all ranks, in rounds of their own and without collectives.
+"""Collective steps of all ranks: every rank reports, rank 0 concludes, and every rank gets the result or raises.
 
-Every rank calls `from_rank0` at the same point; rank 0 alone looks at the disk, so ranks cannot disagree about what is
-there,
-however stale one rank's view of a network file system is. `gather_errors` is the reverse: every rank says how it
-fared, and
-all learn of every failure. A rank that does not call in time is named in the error that the others raise.
+`Exchange` carries out several such steps in one round; `from_rank0`, `gather_errors` and `all_gather` are calls of one
+step. Only rank 0 reads the disk in `from_rank0`, so ranks cannot disagree about what is there, even if one rank's view
+of a network file system is stale. A rank that does not call in time is named in the error that the others raise.
+`gather_results` and `from_rank` do the same through an all-gather of the caller's, as of a process group.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -19,56 +19,125 @@ from .comm import Comm
 from .failures import CoordinatorReply, Fault, raise_faults, silent_faults, to_fault
 from .rounds import Round
 
-__all__ = ["all_gather", "from_rank0", "gather_errors"]
+__all__ = ["ByteGatherer", "Exchange", "all_gather", "from_rank", "from_rank0", "gather_errors", "gather_results"]
 
 T = TypeVar("T")
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 _HINT = "Call it on every rank, in the same order"
 
 
-class _Answer(CoordinatorReply, array_like=True):
-    """Rank 0's word: the answer, encoded, unless there are faults."""
+class _Report(msgspec.Struct, array_like=True):
+    """What a rank sends: its fault, or the result of its work."""
 
-    data: bytes
-
-
-class _Tale(msgspec.Struct, array_like=True):
     fault: Fault | None
-    data: bytes = b""
+    result: bytes = b""
+
+
+class _Reply(CoordinatorReply, array_like=True):
+    """What rank 0 sends to all: faults, or its conclusion."""
+
+    result: bytes = b""
+
+
+class Exchange(contextlib.AbstractContextManager["Exchange"]):
+    """Collective steps of one call, in one round. After a failed step no other may follow.
+
+    Args:
+        topic: a path and the name of the call: it tells calls apart.
+        path: of errors; by default the topic.
+        hint: for the error of a failed step: what state the failure leaves behind.
+        log_waits: whether to log a long wait for ranks that may not have made the call.
+    """
+
+    def __init__(self, comm: Comm, topic: str, *, path: str = "", hint: str = _HINT, log_waits: bool = True) -> None:
+        self._comm, self._path, self._hint = comm, path or topic, hint
+        self._round = Round(comm, topic, log_waits=log_waits)
+        self._missed: _Reply | None = None
+        """The end of the call where this rank comes too late."""
+        self._error: Exception | None = None
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> Exchange:
+        missed = self._round.join()
+        if missed is not None:
+            self._missed = _decode(missed, type=_Reply)
+        else:
+            self._exit.enter_context(self._round.heartbeats())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def step(
+        self, work: Callable[[], bytes] | None, conclude: Callable[[list[bytes]], bytes], *, last: bool = True
+    ) -> bytes:
+        """Carries out one step; returns rank 0's conclusion.
+
+        Args:
+            work: its result is this rank's report.
+            conclude: is called on rank 0 with all reports, by rank, if no rank has failed.
+            last: whether the exchange ends with this step.
+
+        Raises:
+            TreeckptError: what `work` raised here, or `conclude` on rank 0.
+            RankError: `work` failed on other ranks, or ranks did not answer.
+        """
+        report, self._error = _report_of(work, self._comm.rank)
+        reply = self.reply_to(report, conclude, last=last)
+        raise_faults(reply.faults, self._path, self._comm, cause=self._error, hint=self._hint)
+        return reply.result
+
+    def reply_to(
+        self, report: _Report, conclude: Callable[[list[bytes]], bytes] | None = None, *, last: bool = True
+    ) -> _Reply:
+        """Carries out one step with a given report; returns rank 0's reply without raising its faults."""
+        if self._missed is not None:
+            return self._missed
+        messages = self._round.gather(_encode(report))
+        if messages is None:
+            return _decode(self._round.broadcast(None), type=_Reply)
+        reports = {rank: _decode(message, type=_Report) for rank, message in messages.items()}
+        faults = [report.fault for report in reports.values() if report.fault is not None]
+        faults += silent_faults(self._round.lost)
+        result = b""
+        if not faults and conclude is not None:
+            try:
+                result = conclude([reports[rank].result for rank in range(self._comm.size)])
+            except Exception as error:
+                self._error = error
+                faults = [to_fault(error, 0, common=isinstance(error, TreeckptError))]
+        reply = _Reply(tuple(faults), result)
+        self._round.broadcast(_encode(reply), last=last or bool(faults))
+        return reply
+
+
+def _report_of(work: Callable[[], bytes] | None, rank: int) -> tuple[_Report, Exception | None]:
+    """Runs this rank's work; returns its report, and the error that it raised."""
+    try:
+        return _Report(None, work() if work is not None else b""), None
+    except Exception as error:
+        return _Report(to_fault(error, rank)), error
 
 
 def from_rank0(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -> T:
-    """What `answer()` is on rank 0, on every rank.
+    """Returns the result of `answer()` on rank 0, on every rank.
 
     Args:
-        topic: names the question in errors: a path, and what is asked of it.
-        kind: the type of the answer, one that msgspec knows.
+        topic: for errors: a path, and the name of the call.
+        kind: the type of the result, one that msgspec can decode.
 
     Raises:
         TreeckptError: what `answer` raised on rank 0.
-        RankError: ranks fell silent.
+        RankError: ranks did not answer.
     """
     if comm.size == 1:
         return answer()
-    cause: list[Exception] = []
-
-    def judge(faults: list[Fault]) -> _Answer:
-        data = b""
-        if not faults:
-            try:
-                data = _encode(answer())
-            except Exception as error:
-                cause.append(error)
-                faults = [to_fault(error, 0, common=isinstance(error, TreeckptError))]
-        return _Answer(tuple(faults), data)
-
-    word = _converse(comm, topic, None, judge)
-    raise_faults(word.faults, topic, comm, cause=cause[0] if cause else None, hint=_HINT)
-    return _decode(word.data, type=kind)
+    with Exchange(comm, topic) as exchange:
+        return _decode(exchange.step(None, lambda _: _encode(answer())), type=kind)
 
 
 def gather_errors(comm: Comm, topic: str, error: Exception | None) -> tuple[Fault, ...]:
-    """Every rank's failure, on every rank.
+    """Returns every rank's failure, on every rank; long waits are not logged.
 
     Args:
         error: this rank's own.
@@ -76,73 +145,60 @@ def gather_errors(comm: Comm, topic: str, error: Exception | None) -> tuple[Faul
     fault = to_fault(error, comm.rank) if error is not None else None
     if comm.size == 1:
         return (fault,) if fault is not None else ()
-    return _converse(comm, topic, fault, lambda faults: _Answer(tuple(faults), b""), met=True).faults
+    with Exchange(comm, topic, log_waits=False) as exchange:
+        return exchange.reply_to(_Report(fault)).faults
 
 
 def all_gather(comm: Comm, topic: str, work: Callable[[], T], kind: type[T]) -> list[T]:
-    """What `work()` gives on each rank, by rank, on every rank.
+    """Returns the results of `work()` on all ranks, by rank, on every rank.
 
     Args:
-        kind: the type of what it gives, one that msgspec knows.
+        kind: the type of a result, one that msgspec can decode.
 
     Raises:
         TreeckptError: what `work` raised here.
-        RankError: it failed on other ranks, or ranks fell silent.
+        RankError: it failed on other ranks, or ranks did not answer.
     """
     if comm.size == 1:
         return [work()]
-    fault, cause, data = None, None, b""
-    try:
-        data = _encode(work())
-    except Exception as error:
-        fault, cause = to_fault(error, comm.rank), error
-    heard: dict[int, bytes] = {}
-
-    def judge(faults: list[Fault]) -> _Answer:
-        return _Answer(tuple(faults), _encode([heard[rank] for rank in range(comm.size)] if not faults else []))
-
-    word = _converse(comm, topic, fault, judge, data, heard)
-    raise_faults(word.faults, topic, comm, cause=cause, hint=_HINT)
-    return [_decode(part, type=kind) for part in _decode(word.data, type=list[bytes])]
+    with Exchange(comm, topic) as exchange:
+        results = exchange.step(lambda: _encode(work()), _encode)
+    return [_decode(result, type=kind) for result in _decode(results, type=list[bytes])]
 
 
-def _converse(
-    comm: Comm,
-    topic: str,
-    fault: Fault | None,
-    judge: Callable[[list[Fault]], _Answer],
-    data: bytes = b"",
-    words: dict[int, bytes] | None = None,
-    met: bool = False,
-) -> _Answer:
-    """Has every rank say how it fared; rank 0 judges, and all learn of it.
+class ByteGatherer(Protocol):
+    """An all-gather of bytes."""
 
-    Args:
-        data: what this rank has to say beside.
-        words: on rank 0 takes what each rank said, before `judge` is asked.
-        met: the ranks come from work that they began together, so that no wait is logged.
-    """
-    round_ = Round(comm, topic, met=met)
-    missed = round_.join()
-    if missed is not None:
-        return _decode(missed, type=_Answer)
-    with round_.heartbeats():
-        return _exchange(round_, fault, judge, data, words)
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Returns every rank's bytes, by rank."""
+        ...
 
 
-def _exchange(
-    round_: Round,
-    fault: Fault | None,
-    judge: Callable[[list[Fault]], _Answer],
-    data: bytes,
-    words: dict[int, bytes] | None,
-) -> _Answer:
-    heard = round_.gather(_encode(_Tale(fault, data)))
-    if heard is None:
-        return _decode(round_.share(None, last=True), type=_Answer)
-    tales = {rank: _decode(message, type=_Tale) for rank, message in heard.items()}
-    if words is not None:
-        words.update({rank: tale.data for rank, tale in tales.items()})
-    answer = judge([tale.fault for tale in tales.values() if tale.fault is not None] + silent_faults(round_.lost))
-    round_.share(_encode(answer), last=True)
-    return answer
+def gather_results(
+    ranks: ByteGatherer, topic: str, work: Callable[[], T], kind: type[T], *, hint: str = _HINT
+) -> list[T]:
+    """Does what `all_gather` does through another all-gather, in which no rank can be silent."""
+    results = _gather_reports(ranks, topic, lambda: _encode(work()), hint)
+    return [_decode(result, type=kind) for result in results]
+
+
+def from_rank(
+    ranks: ByteGatherer, source: int, topic: str, work: Callable[[], T], kind: type[T], *, hint: str = _HINT
+) -> T:
+    """Returns the result of `work()` on rank `source`, on every rank; the other ranks do not call it."""
+    mine = (lambda: _encode(work())) if ranks.rank == source else None
+    return _decode(_gather_reports(ranks, topic, mine, hint)[source], type=kind)
+
+
+def _gather_reports(ranks: ByteGatherer, topic: str, work: Callable[[], bytes] | None, hint: str) -> list[bytes]:
+    report, error = _report_of(work, ranks.rank)
+    reports = [_decode(data, type=_Report) for data in ranks.all_gather(_encode(report))]
+    faults = [other.fault for other in reports if other.fault is not None]
+    raise_faults(faults, topic, ranks, cause=error, hint=hint)
+    return [other.result for other in reports]

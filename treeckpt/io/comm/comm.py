@@ -1,12 +1,13 @@
-"""How ranks reach each other: a board of small messages, without any collective of the user's process groups.
+"""Message exchange between ranks over a key-value store, without collectives of the user's process groups.
 
-A comm only posts, waits for and removes messages by key; who says what when, and which save a message belongs to, is
-for `io.comm.rounds`. `TorchComm` goes over a clone of torch.distributed's Store (a connection of its own), so a wait
-never blocks the training's use of it.
+A comm only posts, awaits and removes messages by key. `io.comm.rounds` defines the order of the messages and which
+save they belong to. `TorchComm` uses a clone of torch.distributed's Store (a connection of its own), so a wait never
+blocks the training's use of that Store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -14,18 +15,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ...errors import RankError, TreeckptError
-from .fanout import leads, spans_for
-from .launchers import Unconnected, launched, unconnected
-from .message_store import StoreBoard, follow, serve
+from .fanout import group_sizes_for, is_leader
+from .launchers import UnconnectedComm, launched_rank, unconnected_error
+from .message_store import ThreadMessageStore, TorchMessageStore, connect_to_leader, serve_leader_store
+from .state import CommState
 
 __all__ = [
-    "Board",
     "Comm",
+    "HierarchicalComm",
+    "MessageStore",
+    "PrefixComm",
     "SoloComm",
     "ThreadComm",
-    "TieredComm",
     "TorchComm",
     "as_comm",
+    "check_group",
     "comm_of",
     "default_comm",
     "global_rank",
@@ -34,31 +38,31 @@ __all__ = [
 ]
 
 TIMEOUT = 600.0
-"""Seconds to wait for other ranks, unless told otherwise."""
+"""Default time limit of a wait for other ranks, in seconds."""
 
 
-class Board(Protocol):
-    """Where messages are put up and found by key."""
+class MessageStore(Protocol):
+    """A store of messages by key."""
 
     def post(self, key: str, data: bytes) -> None:
-        """Puts a message up, in the place of one with the same key."""
+        """Stores a message; replaces one with the same key."""
         ...
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        """The messages of these keys as soon as all are there; after `timeout` seconds, None for those that are not.
+        """Returns the messages of these keys once all exist; after `timeout` seconds None for each missing one.
 
         Raises:
-            RankError: the board is gone, and with it the rank that serves it.
+            RankError: the store cannot be reached: the rank that serves it has ended.
         """
         ...
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Removes messages; those that are not there, and a board that is gone, are no error."""
+        """Removes messages. A missing message, or a store that cannot be reached, is no error."""
         ...
 
 
-class Comm(Board, Protocol):
-    """One rank's access to the board that all ranks share."""
+class Comm(MessageStore, Protocol):
+    """One rank's access to the message store that all ranks share."""
 
     @property
     def rank(self) -> int: ...
@@ -68,42 +72,42 @@ class Comm(Board, Protocol):
 
     @property
     def timeout(self) -> float:
-        """Seconds after which a rank counts as silent."""
+        """Seconds without a message after which a rank counts as silent."""
         ...
 
     @property
-    def memory(self) -> dict[str, Any]:
-        """A place for what ranks agreed on, kept between saves."""
+    def state(self) -> CommState:
+        """What this rank keeps between saves."""
         ...
 
 
-class TieredComm(Comm, Protocol):
-    """One whose ranks may speak by leaders."""
+class HierarchicalComm(Comm, Protocol):
+    """A comm in which ranks may exchange messages through leaders of groups."""
 
     @property
-    def tiers(self) -> tuple[int, ...]:
-        """Spans of groups of ranks as `io.comm.fanout` knows them; none where all speak to rank 0."""
+    def group_sizes(self) -> tuple[int, ...]:
+        """Sizes of the nested groups (`io.comm.fanout`); empty where every rank exchanges messages with rank 0."""
         ...
 
-    def board(self, leader: int) -> Board:
-        """The board that a rank serves for those it leads.
+    def leader_store(self, leader: int) -> MessageStore:
+        """Returns the store that a leader serves for the ranks of its group.
 
         Raises:
-            RankError: it is gone, or that rank has not served it in time.
+            RankError: the store cannot be reached, or the leader did not serve it in time.
         """
         ...
 
 
 class SoloComm:
-    """One rank, alone: it sends nothing.
+    """The comm of a single rank: it sends nothing.
 
     Args:
-        members: its rank in the default group, where there is one.
+        members: the rank's number in the default process group, where there is one.
     """
 
     def __init__(self, members: tuple[int] | None = None) -> None:
         self.rank, self.size, self.timeout, self.members = 0, 1, TIMEOUT, members
-        self.memory: dict[str, Any] = {}
+        self.state = CommState()
 
     def post(self, key: str, data: bytes) -> None:
         pass
@@ -115,71 +119,81 @@ class SoloComm:
         pass
 
 
-class _Messages:
-    """Messages between threads that act as ranks."""
+class PrefixComm:
+    """A comm with a prefix before all keys, which keeps the messages of its user apart from those of others.
 
-    def __init__(self) -> None:
-        self.messages: dict[str, bytes] = {}
-        self.changed = threading.Condition()
+    So a background save and the manager can exchange messages at the same time, each in rounds of its own. Two objects
+    of one comm with the same prefix share messages and state.
+    """
+
+    def __init__(self, comm: Comm, prefix: str) -> None:
+        self._comm, self._prefix = comm, prefix
+        self.rank, self.size = comm.rank, comm.size
+        self.state = comm.state.of_prefix(prefix)
+
+    @property
+    def timeout(self) -> float:
+        return self._comm.timeout
 
     def post(self, key: str, data: bytes) -> None:
-        with self.changed:
-            self.messages[key] = data
-            self.changed.notify_all()
+        self._comm.post(f"{self._prefix}/{key}", data)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        with self.changed:
-            self.changed.wait_for(lambda: all(key in self.messages for key in keys), timeout)
-            return [self.messages.get(key) for key in keys]
+        return self._comm.wait([f"{self._prefix}/{key}" for key in keys], timeout)
 
     def drop(self, keys: Sequence[str]) -> None:
-        with self.changed:
-            for key in keys:
-                self.messages.pop(key, None)
+        self._comm.drop([f"{self._prefix}/{key}" for key in keys])
 
 
 class ThreadComm:
-    """Threads of one process as ranks: for tests, and for what needs no more."""
+    """The comm of a thread that acts as a rank: for tests, and for programs whose ranks are threads of one process."""
 
     def __init__(
-        self, rank: int, size: int, boards: Mapping[int, Board], timeout: float, tiers: tuple[int, ...] = ()
+        self,
+        rank: int,
+        size: int,
+        stores: Mapping[int, ThreadMessageStore],
+        timeout: float,
+        group_sizes: tuple[int, ...] = (),
     ) -> None:
-        self.rank, self.size, self.timeout, self.tiers = rank, size, timeout, tiers
-        self.memory: dict[str, Any] = {}
-        self._board, self._boards = boards[0], boards
+        self.rank, self.size, self.timeout, self.group_sizes = rank, size, timeout, group_sizes
+        self.state = CommState()
+        self.stores = stores
 
     def post(self, key: str, data: bytes) -> None:
-        self._board.post(key, data)
+        self.stores[0].post(key, data)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        return self._board.wait(keys, timeout)
+        return self.stores[0].wait(keys, timeout)
 
     def drop(self, keys: Sequence[str]) -> None:
-        self._board.drop(keys)
+        self.stores[0].drop(keys)
 
-    def board(self, leader: int) -> Board:
-        return self._boards[leader]
+    def leader_store(self, leader: int) -> MessageStore:
+        return self.stores[leader]
 
 
-def thread_comms(size: int, *, timeout: float = TIMEOUT, tiers: tuple[int, ...] = ()) -> list[ThreadComm]:
-    """Connected comms for `size` threads, by rank.
+def thread_comms(size: int, *, timeout: float = TIMEOUT, group_sizes: tuple[int, ...] = ()) -> list[ThreadComm]:
+    """Returns connected comms for `size` threads, by rank.
 
     Args:
-        tiers: as `io.comm.fanout` has spans: ranks of groups, by whose leaders they speak to rank 0.
+        group_sizes: sizes of the nested groups whose leaders pass messages on (`io.comm.fanout`).
     """
-    boards = {leader: _Messages() for leader in range(size) if leads(leader, size, tiers) or not leader}
-    return [ThreadComm(rank, size, boards, timeout, tiers) for rank in range(size)]
+    leaders = {0, *(rank for rank in range(size) if is_leader(rank, size, group_sizes))}
+    stores = {leader: ThreadMessageStore() for leader in leaders}
+    return [ThreadComm(rank, size, stores, timeout, group_sizes) for rank in range(size)]
 
 
 class TorchComm:
-    """Processes of torch.distributed, over its key-value Store.
+    """The comm of a process of torch.distributed, over its key-value Store.
 
     Args:
-        store: any torch.distributed Store; the default group's is cloned by `default_comm`.
+        store: any torch.distributed Store; `default_comm` passes a clone of the default group's.
         timeout: seconds.
-        prefix: of all keys, which keeps comms on one store apart.
-        members: the global rank of each rank, where these are some ranks of the default group only.
-        tiers: ranks of groups by whose leaders they speak to rank 0, see `io.comm.fanout`; by default by the size.
+        prefix: is put before all keys, which keeps several comms on one store apart.
+        members: the global rank of each rank, where the comm has only some ranks of the default group.
+        group_sizes: sizes of the nested groups whose leaders pass messages on (`io.comm.fanout`); by default chosen
+            by the world size.
     """
 
     def __init__(
@@ -191,17 +205,17 @@ class TorchComm:
         timeout: float = TIMEOUT,
         prefix: str = "treeckpt",
         members: tuple[int, ...] | None = None,
-        tiers: tuple[int, ...] | None = None,
+        group_sizes: tuple[int, ...] | None = None,
     ) -> None:
         self.rank, self.size, self.timeout, self.members = rank, size, timeout, members
-        self.tiers = spans_for(size) if tiers is None else tiers
-        self.memory: dict[str, Any] = {}
-        self._common = StoreBoard(store, prefix)
-        self._boards: dict[int, Board] = {}
+        self.group_sizes = group_sizes_for(size) if group_sizes is None else group_sizes
+        self.state = CommState()
+        self._common = TorchMessageStore(store, prefix)
+        self._leader_stores: dict[int, MessageStore] = {}
         self._lock, self._owner = threading.Lock(), os.getpid()
 
     def _check_owner(self) -> None:
-        """Refuses to send messages of a rank from a process that was forked from it: they share a connection."""
+        """Refuses a process that was forked from the rank's process: both would use one connection."""
         if os.getpid() != self._owner:
             raise RankError(
                 "comm",
@@ -222,27 +236,28 @@ class TorchComm:
         if os.getpid() == self._owner:
             self._common.drop(keys)
 
-    def board(self, leader: int) -> Board:
+    def leader_store(self, leader: int) -> MessageStore:
         self._check_owner()
         with self._lock:
-            if leader not in self._boards:
-                mine = leader == self.rank
-                self._boards[leader] = (
-                    serve(self._common, leader) if mine else follow(self._common, leader, self.timeout)
+            if leader not in self._leader_stores:
+                self._leader_stores[leader] = (
+                    serve_leader_store(self._common, leader)
+                    if leader == self.rank
+                    else connect_to_leader(self._common, leader, self.timeout)
                 )
-            return self._boards[leader]
+            return self._leader_stores[leader]
 
 
 def default_comm() -> Comm:
-    """The comm of this process: over torch.distributed's default group if that is up, else alone.
+    """Returns the comm of this process: over torch.distributed's default group if that is initialised, else a solo one.
 
-    It is kept with the default group's Store, so that ranks count their saves alike and a new group starts anew.
+    It is cached per Store of the default group, so that ranks count their saves alike and a new group starts anew.
     """
-    return _kept().world if _world_size() > 1 else _SOLO
+    return _default_store_comms().world if _world_size() > 1 else _SOLO
 
 
 def _world_size() -> int:
-    """Of torch.distributed's default group; 0 where that is not up."""
+    """Returns the size of torch.distributed's default group; 0 where that is not initialised."""
     if "torch" not in sys.modules:
         return 0
     import torch.distributed as dist
@@ -250,26 +265,18 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _alone() -> Comm:
-    """The comm of this process as the only one, whatever others there are."""
-    if _world_size() < 2:
-        return _SOLO
-    kept = _kept()
-    return kept.groups.setdefault("alone", SoloComm((kept.world.rank,)))
-
-
 def comm_of(group: Any) -> Comm:
-    """The comm of a process group of torch.distributed, of any ranks: with it these ranks alone save and load.
+    """Returns the comm of a process group of torch.distributed: only the ranks of that group save and load.
 
-    It talks over the default group's Store under a prefix of its own; the group itself is only asked for its name and
-    its ranks, so no collective is issued. Rank i of the comm is rank i of the group.
+    It sends messages over the default group's Store under a prefix of its own. Of the group only the name and the
+    ranks are read, so no collective is issued. Rank i of the comm is rank i of the group.
 
     Args:
-        group: as `dist.new_group` or `DeviceMesh.get_group` give it; None is the default group.
+        group: as `dist.new_group` or `DeviceMesh.get_group` returns it; None is the default group.
 
     Raises:
         RankError: this rank is not part of the group.
-        TreeckptError: it is none.
+        TreeckptError: `group` is no process group.
     """
     import torch.distributed as dist
 
@@ -277,24 +284,24 @@ def comm_of(group: Any) -> Comm:
         return default_comm()
     check_group(group, "comm")
     members = tuple(dist.get_process_group_ranks(group))
-    kept = _kept()
+    comms = _default_store_comms()
     key = f"treeckpt/{group.group_name}/{','.join(map(str, members))}"
-    if key not in kept.groups:
-        kept.groups[key] = TorchComm(
-            kept.store, dist.get_rank(group), len(members), timeout=kept.world.timeout, prefix=key, members=members
+    if key not in comms.groups:
+        comms.groups[key] = TorchComm(
+            comms.store, dist.get_rank(group), len(members), timeout=comms.world.timeout, prefix=key, members=members
         )
-    return kept.groups[key]
+    return comms.groups[key]
 
 
 def check_group(group: Any, name: str) -> None:
-    """Refuses what is no process group of this rank's.
+    """Checks that an argument is a process group with this rank.
 
     Args:
-        name: of the argument.
+        name: of the argument, for the error.
 
     Raises:
         RankError: this rank is not part of the group.
-        TreeckptError: it is none.
+        TreeckptError: `group` is no process group.
     """
     import torch.distributed as dist
 
@@ -314,72 +321,71 @@ def check_group(group: Any, name: str) -> None:
         )
 
 
-def as_comm(comm: Any, *, talks: bool = True) -> Comm:
-    """What the `comm` of a public function stands for: a comm itself, a process group, "alone", or None.
-
-    None is the default group, where that is up; else this process alone.
+def as_comm(comm: Any, *, sends_messages: bool = True) -> Comm:
+    """Returns the comm that the `comm` argument of a public function stands for.
 
     Args:
-        talks: ranks have to reach each other. A load mostly needs to know only which of them this one is.
+        comm: a comm; a process group; "alone"; or None for the default group, or this process alone where there is no
+            such group.
+        sends_messages: whether the call exchanges messages. Most loads do not: they need only rank and world size.
 
     Raises:
         RankError: a launcher has started other ranks, which None does not reach.
-        TreeckptError: it is none of these.
+        TreeckptError: `comm` is none of these.
     """
     if isinstance(comm, str):
+        if comm == "alone" and _world_size() > 1:
+            comms = _default_store_comms()
+            return comms.groups.setdefault("alone", SoloComm((comms.world.rank,)))
         if comm == "alone":
-            return _alone()
+            return _SOLO
         expected = 'a process group of torch.distributed, "alone", or None for all ranks'
         raise TreeckptError("comm", expected=expected, found=f"{comm!r:.60}")
-    if comm is None:
-        place = launched() if not _world_size() else None
-        if place is not None and talks:
-            raise unconnected(place)
-        return default_comm() if place is None else Unconnected(place, TIMEOUT)
-    return comm if hasattr(comm, "post") else comm_of(comm)
+    if comm is not None:
+        return comm if hasattr(comm, "post") else comm_of(comm)
+    launched = launched_rank() if not _world_size() else None
+    if launched is not None and sends_messages:
+        raise unconnected_error(launched)
+    return default_comm() if launched is None else UnconnectedComm(launched, TIMEOUT)
 
 
 def members_of(comm: Comm) -> tuple[int, ...] | None:
-    """The global rank of each of a comm's ranks; None where they are the same."""
+    """Returns the global rank of each rank of a comm; None where the numbers are the same."""
     return getattr(comm, "members", None)
 
 
 def global_rank(comm: Comm) -> int:
-    """This rank's number in the default process group, by which DTensors and ShardedTensors name ranks."""
+    """Returns this rank's number in the default process group, which DTensors and ShardedTensors use."""
     members = members_of(comm)
     return comm.rank if members is None else members[comm.rank]
 
 
-class _Kept:
-    """The comms over one default Store: that of all ranks, and those of groups, by prefix."""
+class _StoreComms:
+    """The comms over one default Store: the comm of all ranks, and those of groups by prefix."""
 
     def __init__(self, original: Any, rank: int, size: int) -> None:
-        self.original, self.store = original, _clone(original)
+        self.original = self.store = original
+        # a kind of Store without clones is shared, and each call on it is a short poll
+        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+            self.store = original.clone()
         self.world = TorchComm(self.store, rank, size)
         self.groups: dict[str, Comm] = {}
 
 
-_COMMS: dict[int, _Kept] = {}
-"""Of the default process group, which is itself a global of torch's."""
+_COMMS: dict[int, _StoreComms] = {}
+"""By the id of the default process group's Store. The group itself is a global of torch."""
 
 
-def _kept() -> _Kept:
+def _default_store_comms() -> _StoreComms:
     import torch.distributed as dist
 
     store: Any = dist.distributed_c10d._get_default_store()
-    kept = _COMMS.get(id(store))
-    if kept is None or kept.original is not store:
+    comms = _COMMS.get(id(store))
+    if comms is None or comms.original is not store:
         _COMMS.clear()
-        kept = _COMMS[id(store)] = _Kept(store, dist.get_rank(), dist.get_world_size())
-    return kept
+        comms = _COMMS[id(store)] = _StoreComms(store, dist.get_rank(), dist.get_world_size())
+    return comms
 
 
 _SOLO = SoloComm()
-"""The one comm of a process that is alone: it keeps plans, and the writer, from save to save."""
-
-
-def _clone(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return store  # a kind of Store without clones: shared, its calls are short polls
+"""The one comm of a process without others: it keeps plans and the writer process from save to save."""

@@ -1,15 +1,15 @@
-"""One rank's failure as a message, and what every rank raises for it."""
+"""One rank's failure as a message, and the error that every rank raises for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
 from ... import errors
 from ...errors import CheckpointError, RankError, TreeckptError
 from ..os_errors import hint_for
-from .comm import Comm
 
 __all__ = ["CoordinatorReply", "Fault", "raise_faults", "silent_faults", "to_fault", "wrap_os_error"]
 
@@ -19,32 +19,39 @@ _KINDS: dict[str, type[TreeckptError]] = {
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, TreeckptError) and kind is not RankError
 }
-"""Our errors that can be raised on behalf of another rank."""
+"""Error classes of treeckpt that can be raised for the failure of another rank."""
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
-    """An error, as it travels from rank to rank."""
+    """An error as a message between ranks."""
 
     rank: int
     kind: str
-    """The name of our error class, or of a foreign one."""
+    """The name of the error's class."""
     path: str
     expected: str
     found: str
     hint: str
     text: str
     common: bool = False
-    """Found by the coordinator on behalf of all ranks: nobody's failure."""
+    """Found by the coordinator for all ranks: no single rank has failed."""
 
 
 class CoordinatorReply(msgspec.Struct, array_like=True):
-    """What every word of the coordinator begins with: faults, if the save ends here."""
+    """The beginning of every message of the coordinator: faults, if the save ends here."""
 
     faults: tuple[Fault, ...]
 
 
+class Ranks(Protocol):
+    """What of a comm `raise_faults` needs."""
+
+    @property
+    def size(self) -> int: ...
+
+
 def to_fault(error: BaseException, rank: int, *, common: bool = False) -> Fault:
-    """The message that tells of an error."""
+    """Returns an error as a message."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, TreeckptError):
         return Fault(rank, type(error).__name__, error.path, error.expected, error.found, error.hint, text, common)
@@ -52,36 +59,36 @@ def to_fault(error: BaseException, rank: int, *, common: bool = False) -> Fault:
 
 
 def wrap_os_error(error: Exception, url: str) -> Exception:
-    """An error of the system's as one of ours; any other as it is."""
+    """Returns a `CheckpointError` for an OSError of a write; any other error unchanged."""
     if not isinstance(error, OSError):
         return error
     found = f"{type(error).__name__}: {error}"
-    made = CheckpointError(url, expected="files that can be written", found=found, hint=hint_for(error))
-    made.__cause__ = error
-    return made
+    wrapped = CheckpointError(url, expected="files that can be written", found=found, hint=hint_for(error))
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def silent_faults(lost: Mapping[int, str]) -> list[Fault]:
-    """The faults of ranks that did not answer, with what is known of each."""
+    """Returns the faults of ranks that did not answer, with what is known of each."""
     return [Fault(rank, RankError.__name__, "", "", "", "", text) for rank, text in lost.items()]
 
 
 def raise_faults(
     faults: Sequence[Fault],
     path: str,
-    comm: Comm,
+    comm: Ranks,
     *,
     cause: BaseException | None = None,
     hint: str = "Nothing was committed; an earlier checkpoint at this path is still valid",
 ) -> None:
-    """Raises what the faults amount to; nothing where there are none.
+    """Raises the error that the faults amount to; does nothing where there are none.
 
-    An error of ours that concerns all ranks alike is raised as itself; failures of single ranks as a `RankError`
+    A treeckpt error that concerns all ranks alike is raised as itself; failures of single ranks as one `RankError`
     that names each.
 
     Args:
         cause: this rank's own error.
-        hint: how things stand now.
+        hint: what state the failure leaves behind.
     """
     if not faults:
         return

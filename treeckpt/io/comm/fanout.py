@@ -1,9 +1,9 @@
-"""Who speaks to whom in a large world: ranks in groups, these in larger groups, each led by its first rank.
+"""Groups of ranks in a large world, and the leader of each: ranks exchange messages with their leader only.
 
-With spans (8, 512) rank 8 leads 8 to 15, as a host's ranks usually are; rank 512 leads 513 to 519, the leaders 520, 528
-... 1016, and with them all up to 1023; rank 0 leads its own and the leaders of all other groups. Messages go up in
-bundles, in which equal ones stand once, and words are handed down; `io.comm.rounds` does so, over a board of each
-leader's.
+With group sizes (8, 512) rank 8 leads ranks 8 to 15, usually the ranks of one host; rank 512 leads 513 to 519, the
+leaders 520, 528 ... 1016, and with them all ranks up to 1023; rank 0 leads its own group and the leaders of all other
+groups. Messages go up in bundles, in which equal messages are stored once, and rank 0's messages are passed down.
+`io.comm.rounds` does so, through a message store of each leader.
 """
 
 from __future__ import annotations
@@ -14,65 +14,74 @@ import msgspec
 
 from ...core.sharding.int_runs import Runs, decode_runs, encode_runs
 
-__all__ = ["SPANS", "TREE_ABOVE", "bundle", "children_of", "leads", "parent_of", "spans_for", "unbundle"]
+__all__ = [
+    "GROUP_SIZES",
+    "TREE_ABOVE",
+    "bundle",
+    "children_of",
+    "group_sizes_for",
+    "is_leader",
+    "parent_of",
+    "unbundle",
+]
 
 TREE_ABOVE = 1024
-"""Ranks of the largest world in which all speak to rank 0 itself.
+"""Number of ranks of the largest world in which every rank exchanges messages with rank 0 itself.
 
-While it waits a rank asks twenty times a second, and the one thread of a Store's server answers some 50,000 requests a
-second (`python -m tests.bench scale` measures it): with 2,500 ranks it is busy with their waiting alone.
+While it waits, a rank polls twenty times a second, and the one thread of a Store's server answers some 50,000 requests
+a second (`python -m tests.bench scale` measures it): with 2,500 ranks the polls alone keep it busy.
 """
-SPANS = (8, 512)
-"""Ranks of a host, as they usually are, and of 64 hosts: of 16,384 ranks 101 speak to rank 0, 70 to other leaders."""
+GROUP_SIZES = (8, 512)
+"""Ranks of a usual host, and of 64 hosts: of 16,384 ranks 101 exchange messages with rank 0, 70 with other leaders."""
 
 
 class _Bundle(msgspec.Struct, array_like=True):
-    words: list[tuple[Runs, bytes]]
-    """Messages, with the ranks that sent them."""
+    messages: list[tuple[Runs, bytes]]
+    """Distinct messages, each with the ranks that sent it."""
     lost: dict[int, str]
     """Ranks that fell silent, and what is known of each."""
 
 
-def spans_for(size: int) -> tuple[int, ...]:
-    """The spans by which a world of this size is grouped; none where all speak to rank 0."""
-    return SPANS if size > TREE_ABOVE else ()
+def group_sizes_for(size: int) -> tuple[int, ...]:
+    """Returns the group sizes of a world of `size` ranks; none where every rank exchanges messages with rank 0."""
+    return GROUP_SIZES if size > TREE_ABOVE else ()
 
 
-def parent_of(rank: int, spans: tuple[int, ...]) -> int:
-    """The leader to whom a rank speaks; rank 0's own is itself."""
-    return next((rank - rank % span for span in spans if rank % span), 0)
+def parent_of(rank: int, group_sizes: tuple[int, ...]) -> int:
+    """Returns the leader of a rank; rank 0's is rank 0."""
+    return next((rank - rank % size for size in group_sizes if rank % size), 0)
 
 
-def children_of(rank: int, size: int, spans: tuple[int, ...]) -> list[int]:
-    """The ranks that speak to this one."""
+def children_of(rank: int, world: int, group_sizes: tuple[int, ...]) -> list[int]:
+    """Returns the ranks whose leader this one is."""
     children: list[int] = []
     step = 1
-    for span in (*spans, size):
-        if rank % span:
+    for size in (*group_sizes, world):
+        if rank % size:
             break
-        children += range(rank + step, min(rank + span, size), step)
-        step = span
+        children += range(rank + step, min(rank + size, world), step)
+        step = size
     return children
 
 
-def leads(rank: int, size: int, spans: tuple[int, ...]) -> bool:
-    """Whether others speak to this rank."""
-    return bool(children_of(rank, size, spans))
+def is_leader(rank: int, world: int, group_sizes: tuple[int, ...]) -> bool:
+    """Returns whether a rank leads others."""
+    return bool(children_of(rank, world, group_sizes))
 
 
-def bundle(heard: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-    """Messages by rank as one: equal ones stand in it once."""
+def bundle(messages: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
+    """Encodes messages by rank as one message, which holds equal ones once."""
     senders: dict[bytes, list[int]] = {}
-    for rank, message in heard.items():
+    for rank, message in messages.items():
         senders.setdefault(message, []).append(rank)
-    words = [(encode_runs(sorted(ranks)), message) for message, ranks in senders.items()]
-    return msgspec.msgpack.encode(_Bundle(words, dict(lost)))
+    distinct = [(encode_runs(sorted(ranks)), message) for message, ranks in senders.items()]
+    return msgspec.msgpack.encode(_Bundle(distinct, dict(lost)))
 
 
 def unbundle(data: bytes) -> tuple[dict[int, bytes], dict[int, str]]:
-    """The messages of a bundle by rank, and the ranks that are lost; equal messages are one object."""
-    found = msgspec.msgpack.decode(data, type=_Bundle)
-    heard: dict[int, bytes] = {}
-    for ranks, message in found.words:
-        heard |= dict.fromkeys(decode_runs(ranks).tolist(), message)
-    return heard, found.lost
+    """Decodes a bundle: messages by rank, and the lost ranks. Equal messages are one object."""
+    bundled = msgspec.msgpack.decode(data, type=_Bundle)
+    messages: dict[int, bytes] = {}
+    for ranks, message in bundled.messages:
+        messages |= dict.fromkeys(decode_runs(ranks).tolist(), message)
+    return messages, bundled.lost

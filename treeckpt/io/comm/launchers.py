@@ -1,7 +1,7 @@
-"""Whether a launcher has started this process as one of several ranks, by its environment alone.
+"""Finds out, by the environment alone, whether a launcher has started this process as one of several ranks.
 
-torchrun, srun, mpirun and jax.distributed give each process its number and how many there are. Processes without a comm
-would each save as the only one, and overwrite each other.
+torchrun, srun, mpirun and jax.distributed tell each process its rank and the number of ranks. Processes without a comm
+would each save as the only one, and overwrite each other's files.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 
 from ...errors import RankError
+from .state import CommState
 
-__all__ = ["Launched", "Unconnected", "launched", "unconnected"]
+__all__ = ["LaunchedRank", "UnconnectedComm", "launched_rank", "unconnected_error"]
 
 _SLURM_SPECIAL = 0xFFFF_FFF0
-"""Steps from here on are SLURM's own: the batch script, an interactive shell, what is outside of all steps."""
+"""Step ids from here on are SLURM's own: the batch script, an interactive shell, what is outside of all steps."""
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
@@ -27,83 +28,84 @@ _MPI = (
 )
 
 
-class Launched(msgspec.Struct, frozen=True):
-    """One rank of several, as its launcher says."""
+class LaunchedRank(msgspec.Struct, frozen=True):
+    """The rank that a launcher has given this process."""
 
     rank: int
     size: int
-    said: str
-    """By what."""
+    evidence: str
+    """Where the launcher says so, as text for errors."""
 
 
-def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
-    """The place of this process among those that were started with it; None where it is alone, as far as is known."""
-    found = os.environ if environment is None else environment
-    inner = _place(found, "RANK", "WORLD_SIZE")
-    if inner is not None and inner.size == 1 and "TORCHELASTIC_RUN_ID" in found:
-        places: list[Launched | None] = [
-            _of_jax()
-        ]  # torchrun's word: it is started by srun and mpirun, not the reverse
+def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
+    """Returns this process's rank among those that were started with it; None where no launcher is found."""
+    variables = os.environ if environment is None else environment
+    torchrun = _rank_in(variables, "RANK", "WORLD_SIZE")
+    if torchrun is not None and torchrun.size == 1 and "TORCHELASTIC_RUN_ID" in variables:
+        # torchrun says that there is one rank, and it is started by srun and mpirun, not the reverse
+        candidates = [_rank_of_jax()]
     else:
-        places = [_of_jax(), inner, _of_slurm(found), *(_place(found, *names) for names in _MPI)]
-    return next((place for place in places if place is not None and place.size > 1), None)
+        candidates = [_rank_of_jax(), torchrun, _rank_of_slurm(variables)]
+        candidates += [_rank_in(variables, *names) for names in _MPI]
+    return next((found for found in candidates if found is not None and found.size > 1), None)
 
 
-def _of_slurm(found: Mapping[str, str]) -> Launched | None:
-    step = _number(found.get("SLURM_STEP_ID", found.get("SLURM_STEPID")))
+def _rank_of_slurm(variables: Mapping[str, str]) -> LaunchedRank | None:
+    step = _number(variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID")))
     if step is None or step >= _SLURM_SPECIAL:
         return None  # the shell of sbatch or salloc has the job's number of tasks, but is none of them
-    return _place(found, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in found else "SLURM_NTASKS")
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
+    return _rank_in(variables, "SLURM_PROCID", size_name)
 
 
-def _of_jax() -> Launched | None:
-    """What jax.distributed was initialised with, if the program uses it; jax is not imported for that."""
+def _rank_of_jax() -> LaunchedRank | None:
+    """Returns the rank that jax.distributed was initialised with, if the program uses it; does not import jax."""
     state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     rank, size = getattr(state, "process_id", None), getattr(state, "num_processes", None)
     if isinstance(rank, int) and isinstance(size, int) and size > 1:
-        return Launched(rank, size, f"jax.distributed, process {rank} of {size}")
+        return LaunchedRank(rank, size, f"jax.distributed, process {rank} of {size}")
     return None
 
 
-def _place(found: Mapping[str, str], rank_name: str, size_name: str) -> Launched | None:
-    rank, size = _number(found.get(rank_name)), _number(found.get(size_name))
+def _rank_in(variables: Mapping[str, str], rank_name: str, size_name: str) -> LaunchedRank | None:
+    rank, size = _number(variables.get(rank_name)), _number(variables.get(size_name))
     if rank is None or size is None or not rank < size:
         return None
-    return Launched(rank, size, f"{rank_name}={rank} and {size_name}={size} in the environment")
+    return LaunchedRank(rank, size, f"{rank_name}={rank} and {size_name}={size} in the environment")
 
 
 def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isascii() and text.isdigit() else None
 
 
-class Unconnected:
-    """One of several ranks, as their launcher says, that cannot reach the others: enough for loads that do not talk."""
+class UnconnectedComm:
+    """The comm of a launched rank that cannot reach the others: sufficient for loads that exchange no messages."""
 
-    def __init__(self, place: Launched, timeout: float) -> None:
-        self.rank, self.size, self.timeout, self._place = place.rank, place.size, timeout, place
-        self.memory: dict[str, Any] = {}
+    def __init__(self, launched: LaunchedRank, timeout: float) -> None:
+        self.rank, self.size, self.timeout, self._launched = launched.rank, launched.size, timeout, launched
+        self.state = CommState()
 
     def post(self, key: str, data: bytes) -> None:
-        raise unconnected(self._place)
+        raise unconnected_error(self._launched)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        raise unconnected(self._place)
+        raise unconnected_error(self._launched)
 
     def drop(self, keys: Sequence[str]) -> None:
         pass
 
 
-def unconnected(place: Launched, name: str = "comm") -> RankError:
-    """What to raise where ranks would have to talk.
+def unconnected_error(launched: LaunchedRank, name: str = "comm") -> RankError:
+    """Returns the error to raise where ranks would have to exchange messages.
 
     Args:
         name: of the argument that would say how.
     """
     return RankError(
         name,
-        ranks={place.rank: "it cannot reach the others"},
-        expected=f"a way to reach the other ranks, of {place.size}",
-        found=f"{place.said}, but no process group of torch.distributed, and no {name}",
+        ranks={launched.rank: "it cannot reach the others"},
+        expected=f"a way to reach the other ranks, of {launched.size}",
+        found=f"{launched.evidence}, but no process group of torch.distributed, and no {name}",
         hint=f"Call dist.init_process_group first, or pass {name}=; a process that is to do this by itself, whatever "
         f'the others do, passes {name}="alone"',
     )

@@ -1,8 +1,9 @@
-"""Boards of messages over torch.distributed's Store: the one that all ranks have, and those that leaders serve.
+"""Message stores: in memory, and over torch.distributed's Store: the one of all ranks, and those that leaders serve.
 
-A leader serves a TCPStore of its own for the ranks that it leads, where the common Store is one, and tells its address
-on that; so in a large world no server has more than some dozens of clients that wait. A rank that cannot connect to it,
-as where a firewall stands between, meets its leader on the common Store, where that looks if somebody is missing.
+A leader serves a TCPStore of its own for the ranks that it leads, where the common Store is a TCPStore, and posts its
+address in the common one; so in a large world no server has more than some dozens of clients that wait. A rank that
+cannot connect to its leader's store (a firewall, for instance) falls back to the common Store, which the leader also
+reads while a message is missing.
 """
 
 from __future__ import annotations
@@ -19,18 +20,41 @@ from typing import Any
 
 from ...errors import RankError
 
-__all__ = ["LedBoard", "StoreBoard", "follow", "serve"]
+__all__ = ["LeaderStore", "ThreadMessageStore", "TorchMessageStore", "connect_to_leader", "serve_leader_store"]
 
-CONNECT = 20.0
+CONNECT_TIMEOUT = 20.0
 """Seconds in which a leader's server has to be reached."""
-ANSWER = 60.0
+CALL_TIMEOUT = 60.0
 """Seconds in which a leader's server answers a call."""
-DETOUR = 2.0
-"""Seconds between two looks of a leader for those who could not reach it."""
+FALLBACK_INTERVAL = 2.0
+"""Seconds between two reads of the common Store by a leader, for ranks that could not connect to it."""
 
 
-class StoreBoard:
-    """Messages on a Store, under a prefix.
+class ThreadMessageStore:
+    """A message store in this process's memory, for threads that act as ranks."""
+
+    def __init__(self) -> None:
+        self.messages: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+    def post(self, key: str, data: bytes) -> None:
+        with self.changed:
+            self.messages[key] = data
+            self.changed.notify_all()
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        with self.changed:
+            self.changed.wait_for(lambda: all(key in self.messages for key in keys), timeout)
+            return [self.messages.get(key) for key in keys]
+
+    def drop(self, keys: Sequence[str]) -> None:
+        with self.changed:
+            for key in keys:
+                self.messages.pop(key, None)
+
+
+class TorchMessageStore:
+    """Messages in a Store, under a prefix.
 
     Args:
         server: the rank that serves the Store, for errors.
@@ -46,27 +70,31 @@ class StoreBoard:
         try:
             self.store.set(f"{self.prefix}/{key}", data)
         except RuntimeError as error:
-            raise _gone(error, self.server) from error
+            raise _store_error(error, self.server) from error
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        """Polls: a blocking wait would hold this connection and cannot be told from a broken one when it ends."""
+        """Polls: a blocking wait would hold this connection, and its end cannot be told from a broken connection."""
         deadline, pause, names = time.monotonic() + timeout, 0.0005, self._keys(keys)
         try:
             while not (complete := self.store.check(names)) and time.monotonic() < deadline:
                 time.sleep(min(pause, timeout))
                 pause = min(pause * 1.5, 0.05)
-            # get waits for what is not there, so it is asked for only what is
+            # get blocks for a missing key, so it is called for existing ones only
             return [bytes(self.store.get(name)) if complete or self.store.check([name]) else None for name in names]
         except RuntimeError as error:
-            raise _gone(error, self.server) from error
+            raise _store_error(error, self.server) from error
 
     def drop(self, keys: Sequence[str]) -> None:
         with contextlib.suppress(RuntimeError):
             for name in self._keys(keys):
                 self.store.delete_key(name)
 
+    def fallback(self, leader: int) -> TorchMessageStore:
+        """Returns the part of this store that a leader and the ranks that cannot connect to it use."""
+        return TorchMessageStore(self.store, f"{self.prefix}/led by {leader}", self.server)
 
-def _gone(error: RuntimeError, server: int) -> RankError:
+
+def _store_error(error: RuntimeError, server: int) -> RankError:
     return RankError(
         "ranks",
         ranks={server: f"its message store does not answer: {error!s:.200}"},
@@ -76,15 +104,19 @@ def _gone(error: RuntimeError, server: int) -> RankError:
     )
 
 
-class _Watched:
-    """A leader's Store whose calls end though its machine may have vanished: torch's own wait for ever."""
+class _TimeLimitedStore:
+    """A leader's Store with a time limit for every call.
+
+    Calls of torch's own client wait for ever where the server's machine has vanished. They run in a daemon thread,
+    which does not keep the process from ending, as those of an executor would.
+    """
 
     def __init__(self, store: Any, limit: float) -> None:
-        self._store, self._limit, self._gone = store, limit, False
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = (
+        self._store, self._limit, self._unreachable = store, limit, False
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = (
             queue.SimpleQueue()
         )
-        threading.Thread(target=_work, args=(self._jobs,), daemon=True).start()
+        threading.Thread(target=_run_calls, args=(self._calls,), daemon=True).start()
 
     def set(self, key: str, data: bytes) -> None:
         self._call(self._store.set, key, data)
@@ -98,85 +130,90 @@ class _Watched:
     def delete_key(self, key: str) -> None:
         self._call(self._store.delete_key, key)
 
-    def _call(self, act: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         future: Future[Any] = Future()
         try:
-            if self._gone:
+            if self._unreachable:
                 raise TimeoutError
-            self._jobs.put((future, act, arguments))
+            self._calls.put((future, function, arguments))
             return future.result(self._limit)
         except TimeoutError as error:
-            self._gone = True
+            self._unreachable = True
             raise RuntimeError(f"no answer for {self._limit:g} s") from error
 
     def __del__(self) -> None:
-        self._jobs.put(None)
+        self._calls.put(None)
 
 
-def _work(jobs: queue.SimpleQueue[Any]) -> None:
-    while (job := jobs.get()) is not None:
-        future, act, arguments = job
+def _run_calls(calls: queue.SimpleQueue[Any]) -> None:
+    while (call := calls.get()) is not None:
+        future, function, arguments = call
         try:
-            future.set_result(act(*arguments))
+            future.set_result(function(*arguments))
         except BaseException as error:
             future.set_exception(error)
-        del job, future, act, arguments  # or the last one's Store would live on
+        del call, future, function, arguments  # else the last call would keep its Store alive
 
 
-class LedBoard:
-    """A board that this rank serves, and the place on the common one where those are met who cannot reach it."""
+class LeaderStore:
+    """The message store that this rank serves as a leader, with a fallback for ranks that cannot connect to it.
 
-    def __init__(self, own: StoreBoard, detour: StoreBoard) -> None:
-        self._own, self._detour, self._met = own, detour, False
+    Args:
+        own: served by this rank.
+        fallback: in the common Store.
+    """
+
+    def __init__(self, own: TorchMessageStore, fallback: TorchMessageStore) -> None:
+        self.own, self._fallback, self._fallback_used = own, fallback, False
 
     def post(self, key: str, data: bytes) -> None:
-        self._own.post(key, data)
-        if self._met:
-            self._detour.post(key, data)
+        self.own.post(key, data)
+        if self._fallback_used:
+            self._fallback.post(key, data)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
         deadline = time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
-            found = self._own.wait(keys, max(min(left, DETOUR), 0))
-            missing = [i for i, message in enumerate(found) if message is None]
+            messages = self.own.wait(keys, max(min(left, FALLBACK_INTERVAL), 0))
+            missing = [i for i, message in enumerate(messages) if message is None]
             if missing:
-                for i, message in zip(missing, self._detour.wait([keys[i] for i in missing], 0), strict=True):
-                    found[i] = message
-                    self._met = self._met or message is not None
-            if None not in found or left <= DETOUR:
-                return found
+                for i, message in zip(missing, self._fallback.wait([keys[i] for i in missing], 0), strict=True):
+                    messages[i] = message
+                    self._fallback_used = self._fallback_used or message is not None
+            if None not in messages or left <= FALLBACK_INTERVAL:
+                return messages
 
     def drop(self, keys: Sequence[str]) -> None:
-        self._own.drop(keys)
-        if self._met:
-            self._detour.drop(keys)
+        self.own.drop(keys)
+        if self._fallback_used:
+            self._fallback.drop(keys)
 
 
-def _meeting(common: StoreBoard, leader: int) -> StoreBoard:
-    return StoreBoard(common.store, f"{common.prefix}/led by {leader}", common.server)
-
-
-def serve(common: StoreBoard, leader: int) -> LedBoard | StoreBoard:
-    """This rank's own board, whose address is told on the common one; a part of that where it can serve none.
+def serve_leader_store(common: TorchMessageStore, leader: int) -> LeaderStore | TorchMessageStore:
+    """Serves this rank's own store and posts its address in the common one; where it cannot, returns the fallback.
 
     Raises:
-        RankError: the common board is gone.
+        RankError: the common store cannot be reached.
     """
-    meeting = _meeting(common, leader)
+    fallback = common.fallback(leader)
     try:
-        own = _served(common.store)
+        server = _new_server(common.store)
     except (RuntimeError, OSError, ValueError):
-        own = None
-    common.post(_address_key(leader), f"{own[0]} {own[1].port}".encode() if own is not None else b"")
-    return LedBoard(StoreBoard(own[1], meeting.prefix, leader), meeting) if own is not None else meeting
+        server = None
+    if server is None:
+        common.post(_address_key(leader), b"")
+        return fallback
+    host, store = server
+    common.post(_address_key(leader), f"{host} {store.port}".encode())
+    return LeaderStore(TorchMessageStore(store, fallback.prefix, leader), fallback)
 
 
-def follow(common: StoreBoard, leader: int, timeout: float) -> StoreBoard:
-    """The board of this rank's leader.
+def connect_to_leader(common: TorchMessageStore, leader: int, timeout: float) -> TorchMessageStore:
+    """Returns the message store of this rank's leader; the fallback where it cannot be reached.
 
     Raises:
-        RankError: the leader told no address within `timeout` seconds, or the common board is gone.
+        RankError: the leader posted no address within `timeout` seconds, or the common store cannot be reached.
     """
     deadline, pause = time.monotonic() + timeout, 0.002
     while (address := common.wait([_address_key(leader)], 0)[0]) is None:
@@ -188,24 +225,24 @@ def follow(common: StoreBoard, leader: int, timeout: float) -> StoreBoard:
                 hint=f"Look at what rank {leader} is doing",
             )
         time.sleep(pause)
-        pause = min(pause * 2, 1.0)  # all ranks ask the one server for this
-    meeting = _meeting(common, leader)
+        pause = min(pause * 2, 1.0)  # all ranks poll the one server for this
+    fallback = common.fallback(leader)
     if not address:
-        return meeting
+        return fallback
     host, _, port = address.decode().rpartition(" ")
     try:
         store = _tcp_store(host, int(port), serves=False)
     except (RuntimeError, OSError, ValueError):
-        return meeting
-    return StoreBoard(_Watched(store, ANSWER), meeting.prefix, leader)
+        return fallback
+    return TorchMessageStore(_TimeLimitedStore(store, CALL_TIMEOUT), fallback.prefix, leader)
 
 
 def _address_key(leader: int) -> str:
     return f"board of {leader}"
 
 
-def _served(store: Any) -> tuple[str, Any] | None:
-    """A server of one's own and the host by which others reach it; None where the common Store is no server's."""
+def _new_server(store: Any) -> tuple[str, Any] | None:
+    """Starts a TCPStore; returns this host's address for other ranks, and it. None where `store` is no TCPStore."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)
@@ -213,12 +250,12 @@ def _served(store: Any) -> tuple[str, Any] | None:
         return None
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # sends nothing; says by which of its addresses this host reaches the server
-        mine = probe.getsockname()[0]
-    return mine, _tcp_store(mine, 0, serves=True)
+        probe.connect(target)  # sends nothing; finds by which of its addresses this host reaches the common server
+        address = probe.getsockname()[0]
+    return address, _tcp_store(address, 0, serves=True)
 
 
 def _tcp_store(host: str, port: int, *, serves: bool) -> Any:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    return TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=CONNECT))
+    return TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_TIMEOUT))

@@ -1,23 +1,22 @@
-"""One save's conversation, kept apart from that of every other save on the same comm.
+"""Rounds: the messages of one save (or another call of all ranks), kept apart from those of every other one.
 
-Rank 0 is the coordinator. It opens a numbered round, and every message carries that number. `gather` brings one message
-of every rank to rank 0, `share` one of rank 0's to all; the last `share` closes the round. Rank 0 keeps a *state* on
-the board: which round was opened last, for what, and how the last one that was closed ended. From it a rank finds the
-round that its call belongs to, so ranks fall into step again after a failure:
+Rank 0 is the coordinator. It opens a numbered round, and every message carries that number. `gather` sends one message
+of every rank to rank 0, `broadcast` sends one message of rank 0 to all; the last `broadcast` closes the round. Rank 0
+keeps a *state* in the message store: which round was opened last and for which topic, and how the last closed round
+ended. From this state a rank finds the round that its call belongs to, so that ranks meet again after a failure:
 
-- A rank that comes too late, after the others gave up on it, is told how the round ended that it missed.
-- A rank that never called for an earlier round does not get that round's messages, but joins the one that is open.
-- A rank that gave up on a round and came back is known by a nonce, which it draws anew for each of its calls.
+- A rank that calls too late, after the others have given up on it, receives the result of the round that it missed.
+- A rank that never called for an earlier round does not receive that round's messages; it joins the open round.
+- A rank that gave up on a round and calls again is recognised by a nonce, which is new for each call.
+- A rank that sends nothing within the time limit is lost: it is named in `lost`, and not waited for again.
 
-A rank that says nothing within the time limit is lost to the round: it is named in `lost`, and not waited for again.
+In a large world (`io.comm.fanout`) not all ranks exchange messages with rank 0: a leader gathers the messages of the
+ranks below it and passes them on as one, and it passes rank 0's messages down, each through a message store of its own.
+A leader that falls silent is lost, and the ranks below it are cut off: they are not named, because nothing is known of
+them, and they read rank 0's message from rank 0's own store.
 
-In a large world (`io.comm.fanout`) not all ranks speak to rank 0: a leader gathers what those below it say and passes
-it on as one message, and hands down what rank 0 says, each over a board of its own. A leader that falls silent is
-lost, and those below it are cut off: they are not named, for nothing is known of them, and read rank 0's word on its
-own board.
-
-`branch` starts a conversation under a name that only the ranks of one round know. It is apart from the numbered rounds,
-so that it may go on in the background while later rounds are opened and closed.
+`branch` starts messages under a name that only the ranks of one round know. They are apart from the numbered rounds, so
+a branch may continue in the background while later rounds are opened and closed.
 """
 
 from __future__ import annotations
@@ -31,51 +30,54 @@ from typing import cast
 import msgspec
 
 from ...errors import RankError
-from .comm import Board, Comm, TieredComm
-from .fanout import bundle, children_of, leads, parent_of, unbundle
-from .waiting import ENDING, log_waiting, send_heartbeats, silence_text, wait_for
+from .comm import Comm, HierarchicalComm, MessageStore
+from .fanout import bundle, children_of, is_leader, parent_of, unbundle
+from .waiting import TERMINATION, log_waiting, send_heartbeats, silence_text, wait_for
 
 __all__ = ["Round"]
 
-SETTLE = 30.0
-"""Seconds that rank 0 waits, at most, for the others to read its last word: it may serve the messages, and be about to
-exit. A comm with a shorter time limit waits that long: a rank that died after its report reads nothing any more.
+LAST_READ_TIMEOUT = 30.0
+"""Seconds that rank 0 waits, at most, until the others have read its last message: rank 0 may serve the message store,
+and be about to exit. A comm with a shorter time limit waits that long: a rank that died after its report reads nothing.
 """
-LOOK = 5.0
-"""Seconds between two looks at rank 0's board, of a rank whose own leader says nothing: at most."""
-_ROUND, _LEFT_OVER, _STATE = "round", "left over", "state"
+LEADER_CHECK_INTERVAL = 5.0
+"""Seconds between two reads of rank 0's store, at most, by a rank whose own leader is silent."""
+_STATE = "state"
 
 
-class _Closed(msgspec.Struct, array_like=True):
+class _ClosedRound(msgspec.Struct, array_like=True):
     """How a round ended."""
 
     number: int
     topic: str
     lost: list[int]
-    word: bytes
+    message: bytes
+    """Rank 0's last message."""
 
-    def missed(self, rank: int, topic: str) -> bool:
+    def is_missed(self, rank: int, topic: str) -> bool:
+        """Whether a rank was lost to this round, and calls for the same topic."""
         return rank in self.lost and topic == self.topic
 
 
-class _State(msgspec.Struct, array_like=True):
+class _RoundState(msgspec.Struct, array_like=True):
+    """Rank 0's state of the rounds, as it is in the message store."""
+
     number: int = 0
     """Of the round that was opened last."""
     topic: str = ""
-    closed: _Closed | None = None
-    """The round that was closed last."""
+    closed: _ClosedRound | None = None
 
     @property
     def is_open(self) -> bool:
         return self.number > 0 and (self.closed is None or self.closed.number < self.number)
 
 
-class _Word(msgspec.Struct, array_like=True):
-    """What rank 0 shares."""
+class _Broadcast(msgspec.Struct, array_like=True):
+    """A message of rank 0 to all."""
 
     last: bool
     settles: bool
-    """Whether rank 0 waits to hear that it was read."""
+    """Whether rank 0 waits until it was read."""
     lost: list[int]
     cut: list[int]
     """Ranks whose leader is lost."""
@@ -83,172 +85,183 @@ class _Word(msgspec.Struct, array_like=True):
 
 
 class Round:
-    """The conversation of one save, as one rank has it.
+    """One rank's side of the messages of one save.
 
     Args:
-        topic: what the save is about: tells a rank that comes late whether it missed this very save.
+        topic: identifies the save: by it a rank that calls late finds whether it missed this very save.
         name: of a branch.
-        met: all ranks are known to make the same call, so that no wait is logged.
+        log_waits: whether to log a long wait for ranks that may not have made the call.
     """
 
-    def __init__(self, comm: Comm, topic: str, *, name: str = "", met: bool = False) -> None:
+    def __init__(self, comm: Comm, topic: str, *, name: str = "", log_waits: bool = True) -> None:
         self.lost: dict[int, str] = {}
-        """On rank 0: the ranks that fell silent, and what is known of each; on leaders, of those below them."""
+        """On rank 0: the silent ranks, and what is known of each; on leaders, of the ranks below them."""
         self._comm, self._topic, self._name = comm, topic, name
-        self._spans: tuple[int, ...] = getattr(comm, "tiers", ())
-        self._leader = parent_of(comm.rank, self._spans)
-        self._below = children_of(comm.rank, comm.size, self._spans)
-        self._above: Board | None = None
-        """Where this rank speaks to its leader, from its first message on; None where that is gone."""
+        self._group_sizes: tuple[int, ...] = getattr(comm, "group_sizes", ())
+        self._leader = parent_of(comm.rank, self._group_sizes)
+        self._below = children_of(comm.rank, comm.size, self._group_sizes)
+        self._above: MessageStore | None = None
+        """The leader's store, from the first message to it on; None where it cannot be reached."""
         self._cut: set[int] = set()
-        """On rank 0: ranks below one that is lost."""
-        self._adrift = False
+        """On rank 0: ranks below a lost one."""
+        self._leader_lost = False
         """Whether this rank's leader has fallen silent."""
         self._number = self._step = 0
-        self._met = met or bool(name)
-        """Whether the others are known to have made the call."""
-        self._state = _State()
+        self._log_waits = log_waits and not name
+        self._state = _RoundState()
         self._nonce = secrets.token_bytes(8)
         self._nonces: dict[int, bytes] = {}
-        self._posted: list[str] = []
-        """On the leader's board."""
-        self._handed: list[str] = []
-        """On this rank's own board."""
+        self._sent_up: list[str] = []
+        """Keys in the leader's store."""
+        self._sent_down: list[str] = []
+        """Keys in this rank's own store."""
 
     def join(self) -> bytes | None:
-        """Opens the round, on rank 0; elsewhere finds it.
+        """Opens the round on rank 0; on other ranks finds it.
 
         Returns:
-            rank 0's last word on the round, if it is over already and this rank was missed in it; else None.
+            rank 0's last message of the round, if it is over already and this rank was lost to it; else None.
         """
         comm = self._comm
         if comm.size == 1:
             return None
-        data = comm.wait([_STATE], 0)[0]
-        state = msgspec.msgpack.decode(data, type=_State) if data is not None else _State()
+        state = self._read_state()
         if comm.rank == 0:
             self._number = state.number + 1
-            self._state = _State(self._number, self._topic, state.closed)
+            self._state = _RoundState(self._number, self._topic, state.closed)
             comm.post(_STATE, msgspec.msgpack.encode(self._state))
             return None
-        last, closed = comm.memory.get(_ROUND, 0), state.closed
+        last, closed = comm.state.last_round, state.closed
         joinable = state.is_open and state.number > last
         retried = joinable and state.topic == self._topic
-        if closed is not None and closed.number > last and not retried and closed.missed(comm.rank, self._topic):
-            comm.memory[_ROUND] = closed.number
-            return closed.word
+        if closed is not None and closed.number > last and not retried and closed.is_missed(comm.rank, self._topic):
+            comm.state.last_round = closed.number
+            return closed.message
         self._number = state.number if joinable else state.number + 1
         return None
 
+    def _read_state(self) -> _RoundState:
+        data = self._comm.wait([_STATE], 0)[0]
+        return msgspec.msgpack.decode(data, type=_RoundState) if data is not None else _RoundState()
+
     def branch(self, name: str) -> Round:
-        """What the same ranks go on to say under a name that they have agreed on."""
+        """Returns a round of the same ranks under a name on which they have agreed."""
         return Round(self._comm, self._topic, name=name)
 
     def heartbeats(self) -> contextlib.AbstractContextManager[None]:
         """Sends heartbeats of this rank while the body runs; only after `join`."""
-        comm = self._comm
-        if comm.size == 1:
+        if self._comm.size == 1:
             return contextlib.nullcontext()
+        return send_heartbeats(self._heartbeat_stores, self._key(self._comm.rank, "heartbeat"))
 
-        def boards() -> list[Board]:
-            ranks = ({self._leader} if comm.rank else set()) | ({comm.rank} if self._below else set())
-            return [self._board(rank) for rank in ranks]
-
-        return send_heartbeats(boards, self._key(comm.rank, "heartbeat"))
+    def _heartbeat_stores(self) -> list[MessageStore]:
+        """Returns the stores of the ranks that wait for this one: its leader's, and its own for those below."""
+        servers = ({self._leader} if self._comm.rank else set[int]()) | (
+            {self._comm.rank} if self._below else set[int]()
+        )
+        return [self._store(server) for server in servers]
 
     def _key(self, rank: int | str, step: int | str = "") -> str:
         return f"{self._name or self._number}/{step or self._step}/{rank}"
 
-    def _board(self, leader: int) -> Board:
-        return cast(TieredComm, self._comm).board(leader) if leader else self._comm
+    def _store(self, server: int) -> MessageStore:
+        """Returns the message store that a rank serves."""
+        return cast(HierarchicalComm, self._comm).leader_store(server) if server else self._comm
 
     def gather(self, data: bytes) -> dict[int, bytes] | None:
-        """The messages of all ranks that are not lost, on rank 0; None elsewhere."""
+        """Returns the messages of all ranks that are not lost, by rank, on rank 0; None on other ranks."""
         self._step += 1
-        comm = self._comm
-        if comm.rank and self._below:
-            self._tell(self._waits(comm.rank), b"")
-        heard = self._collect(data) if self._below else {0: data}
-        if comm.rank == 0:
-            self._cut = set(range(comm.size)).difference(heard, self.lost)
-            return heard
-        self._tell(self._key(comm.rank), self._nonce + (bundle(heard, self.lost) if self._below else data))
+        rank = self._comm.rank
+        if rank and self._below:
+            self._post_up(self._waiting_key(rank), b"")
+        messages = self._collect(data) if self._below else {0: data}
+        if rank == 0:
+            self._cut = set(range(self._comm.size)).difference(messages, self.lost)
+            return messages
+        self._post_up(self._key(rank), self._nonce + (bundle(messages, self.lost) if self._below else data))
         return None
 
-    def _waits(self, rank: int) -> str:
-        """The key of the mark that a leader has come, and waits for those below it."""
+    def _waiting_key(self, rank: int) -> str:
+        """Returns the key under which a leader notes that it has called, and waits for the ranks below it."""
         return f"{self._key(rank)} waits"
 
-    def _tell(self, key: str, data: bytes) -> None:
-        """Posts to this rank's leader."""
-        self._posted.append(key)
+    def _post_up(self, key: str, data: bytes) -> None:
+        """Posts a message to this rank's leader."""
+        self._sent_up.append(key)
         try:
-            if self._above is None and not self._adrift:
-                self._above = self._board(self._leader)
+            if self._above is None and not self._leader_lost:
+                self._above = self._store(self._leader)
             if self._above is not None:
                 self._above.post(key, data)
         except RankError:
             if not self._leader:
                 raise
-            self._above, self._adrift = None, True  # rank 0 will say what became of the leader
+            self._above, self._leader_lost = None, True  # rank 0's next message names the leader as lost
 
     def _collect(self, data: bytes) -> dict[int, bytes]:
-        """This rank's message and those that come to it, with what they bring of others."""
-        board = self._board(self._comm.rank)
+        """Returns this rank's message, those of the ranks below it, and those that they pass on, by rank."""
+        store = self._store(self._comm.rank)
         ranks = [rank for rank in self._below if rank not in self.lost]
-        heard = {self._comm.rank: data}
-        for rank, message in zip(ranks, self._await(board, ranks), strict=True):
+        messages = {self._comm.rank: data}
+        for rank, message in zip(ranks, self._receive_from(store, ranks), strict=True):
             if message is None:
                 self.lost[rank] = silence_text(self._comm.timeout)
             elif self._nonces.setdefault(rank, message[:8]) != message[:8]:
                 self.lost[rank] = "gave up on this save and began another"
-            elif self._leads(rank):
-                words, lost = unbundle(message[8:])
-                heard |= words
+            elif self._is_leader(rank):
+                passed_on, lost = unbundle(message[8:])
+                messages |= passed_on
                 self.lost |= lost
             else:
-                heard[rank] = message[8:]
-        board.drop([self._key(rank) for rank in ranks] + [self._waits(rank) for rank in ranks if self._leads(rank)])
-        return heard
+                messages[rank] = message[8:]
+        notes = [self._waiting_key(rank) for rank in ranks if self._is_leader(rank)]
+        store.drop([self._key(rank) for rank in ranks] + notes)
+        return messages
 
-    def _leads(self, rank: int) -> bool:
-        return leads(rank, self._comm.size, self._spans)
+    @property
+    def _leader_timeout(self) -> float:
+        """Seconds to wait for a leader that itself waits for a time limit: its message needs time to arrive."""
+        return self._comm.timeout * 1.25 + 1
 
-    def _await(self, board: Board, ranks: list[int]) -> list[bytes | None]:
-        """One message of each; leaders that have come may themselves be waiting, as long, for those below them."""
+    def _is_leader(self, rank: int) -> bool:
+        return is_leader(rank, self._comm.size, self._group_sizes)
+
+    def _receive_from(self, store: MessageStore, ranks: list[int]) -> list[bytes | None]:
+        """Returns one message of each rank, None for a silent one.
+
+        A leader that has called may itself be waiting, for a whole time limit, for ranks below it: it gets more time.
+        """
+        if not ranks:
+            return []
         timeout = self._comm.timeout
         heartbeats = [self._key(rank, "heartbeat") for rank in ranks]
 
         def log(missing: Sequence[int], seconds: float) -> None:
             log_waiting(self._comm.rank, [ranks[i] for i in missing], seconds, self._topic)
 
-        late = None if self._met else log
-        found = (
-            wait_for(board, [self._key(rank) for rank in ranks], timeout, heartbeats=heartbeats, late=late)
-            if ranks
-            else []
-        )
-        self._met = self._met or not self._comm.rank
-        for _ in self._spans:
-            slow = [i for i, rank in enumerate(ranks) if found[i] is None and self._leads(rank)]
-            marks = board.wait([self._waits(ranks[i]) for i in slow], 0) if slow else []
-            slow = [i for i, mark in zip(slow, marks, strict=True) if mark is not None]
+        keys = [self._key(rank) for rank in ranks]
+        messages = wait_for(store, keys, timeout, heartbeats=heartbeats, on_slow=log if self._log_waits else None)
+        self._log_waits = self._log_waits and bool(self._comm.rank)
+        for _ in self._group_sizes:
+            slow = [i for i, rank in enumerate(ranks) if messages[i] is None and self._is_leader(rank)]
+            notes = store.wait([self._waiting_key(ranks[i]) for i in slow], 0) if slow else []
+            slow = [i for i, note in zip(slow, notes, strict=True) if note is not None]
             if not slow:
                 break
             keys = [self._key(ranks[i]) for i in slow]
-            more = wait_for(board, keys, _patience(timeout), heartbeats=[heartbeats[i] for i in slow])
+            more = wait_for(store, keys, self._leader_timeout, heartbeats=[heartbeats[i] for i in slow])
             for i, message in zip(slow, more, strict=True):
-                found[i] = message
-        return found
+                messages[i] = message
+        return messages
 
-    def share(self, data: bytes | None, *, last: bool = False, settle: bool = True) -> bytes:
-        """Rank 0's message, on every rank.
+    def broadcast(self, data: bytes | None, *, last: bool = False, settle: bool = True) -> bytes:
+        """Returns rank 0's message, on every rank.
 
         Args:
-            data: on rank 0, the message.
+            data: the message, on rank 0.
             last: on rank 0, whether it closes the round.
-            settle: on rank 0, whether to wait until the others have read the last word; needless where more will be
-                said.
+            settle: on rank 0, whether to wait until the others have read the last message; needless where more
+                messages follow in a branch.
 
         Raises:
             RankError: rank 0 did not send in time.
@@ -258,36 +271,42 @@ class Round:
         if comm.rank == 0:
             assert data is not None, "rank 0 has the message"
             if comm.size > 1:
-                word = _Word(last, settle, list(self.lost), sorted(self._cut), data)
-                self._hand_down(msgspec.msgpack.encode(word))
+                message = _Broadcast(last, settle, list(self.lost), sorted(self._cut), data)
+                self._post_down(msgspec.msgpack.encode(message))
                 if last:
                     self._close(data, settle)
             return data
-        found = self._hear()
-        with contextlib.suppress(RankError):  # those below will look at rank 0's board
-            self._hand_down(found)
+        received = self._receive_broadcast()
+        with contextlib.suppress(RankError):  # the ranks below read rank 0's store then
+            self._post_down(received)
         if not self._name:
-            comm.memory[_ROUND] = self._number
-        word = msgspec.msgpack.decode(found, type=_Word)
-        if word.last:
-            self._leave(word)
-        return word.data
+            comm.state.last_round = self._number
+        message = msgspec.msgpack.decode(received, type=_Broadcast)
+        if message.last:
+            self._leave(message)
+        return message.data
 
-    def _hand_down(self, word: bytes) -> None:
+    def _post_down(self, message: bytes) -> None:
+        """Posts a message of rank 0 for the ranks below this one."""
         if self._below:
-            self._handed.append(self._key("all"))
-            self._board(self._comm.rank).post(self._handed[-1], word)
+            self._sent_down.append(self._key("all"))
+            self._store(self._comm.rank).post(self._sent_down[-1], message)
 
-    def _hear(self) -> bytes:
-        """Rank 0's word."""
+    def _receive_broadcast(self) -> bytes:
+        """Waits for rank 0's message.
+
+        Raises:
+            RankError: it did not come in time.
+        """
         comm, key = self._comm, self._key("all")
-        # rank 0 may itself be waiting, for as long, for a rank that is silent, and leaders before it
-        limit = comm.timeout * 2 + 1 + len(self._spans) * _patience(comm.timeout)
-        found = self._overhear(key, limit) if self._leader else self._await_word(key, limit)
-        if found is not None:
-            self._met = True
-            return found
-        self._withdraw()
+        # rank 0 may itself wait, for a whole time limit, for a silent rank, and leaders before it
+        limit = comm.timeout * 2 + 1 + len(self._group_sizes) * self._leader_timeout
+        message = self._receive_by_leader(key, limit) if self._leader else self._receive_from_rank0(key, limit)
+        if message is not None:
+            self._log_waits = False
+            return message
+        if self._above is not None:
+            self._above.drop(self._sent_up)
         raise RankError(
             "ranks",
             ranks={0: silence_text(limit)},
@@ -296,98 +315,86 @@ class Round:
             "look before saving there again",
         )
 
-    def _await_word(self, key: str, limit: float) -> bytes | None:
-        """Rank 0's message, from its own board."""
+    def _receive_from_rank0(self, key: str, limit: float) -> bytes | None:
+        """Waits for a message in rank 0's own store."""
 
         def log(missing: Sequence[int], seconds: float) -> None:
-            data = self._comm.wait([_STATE], 0)[0]
-            if data is None or msgspec.msgpack.decode(data, type=_State).number < self._number:
+            if self._read_state().number < self._number:
                 log_waiting(self._comm.rank, [0], seconds, self._topic)  # else rank 0 waits too, and logs it
 
-        heartbeats, late = [self._key(0, "heartbeat")], None if self._met else log
+        heartbeats, on_slow = [self._key(0, "heartbeat")], log if self._log_waits else None
         # rank 0 may itself be waiting for another rank, until that wait ends
-        return wait_for(self._comm, [key], limit, heartbeats=heartbeats, grace=2.2, late=late)[0]
+        return wait_for(self._comm, [key], limit, heartbeats=heartbeats, grace=2.2, on_slow=on_slow)[0]
 
-    def _overhear(self, key: str, limit: float) -> bytes | None:
-        """The word as this rank's leader hands it down; where that is silent or gone, as rank 0 posted it."""
+    def _receive_by_leader(self, key: str, limit: float) -> bytes | None:
+        """Waits for a message in the leader's store; in rank 0's where the leader is silent or cannot be reached."""
         comm, start = self._comm, time.monotonic()
         deadline = start + limit
-        often = min(max(comm.timeout / 8, 0.02), LOOK)
-        pause = often if self._adrift or ENDING.listening else comm.timeout
+        interval = min(max(comm.timeout / 8, 0.02), LEADER_CHECK_INTERVAL)
+        pause = interval if self._leader_lost or TERMINATION.listening else comm.timeout
         while True:
-            found = None
+            message = None
             if self._above is not None:
                 try:
-                    found = self._above.wait([key], pause)[0]
+                    message = self._above.wait([key], pause)[0]
                 except RankError:
                     self._above = None
-            if found is not None:
-                return found
-            found = comm.wait([key], 0 if self._above is not None else often)[0]
-            if ENDING.since is not None:
-                deadline = min(deadline, max(ENDING.since, start) + ENDING.limit * (2 + len(self._spans)))
-            if found is not None or time.monotonic() > deadline:
-                self._adrift = True
-                return found
-            pause = often
+            if message is not None:
+                return message
+            message = comm.wait([key], 0 if self._above is not None else interval)[0]
+            if TERMINATION.signalled_at is not None:
+                begin = max(TERMINATION.signalled_at, start)
+                deadline = min(deadline, begin + TERMINATION.limit * (2 + len(self._group_sizes)))
+            if message is not None or time.monotonic() > deadline:
+                self._leader_lost = True
+                return message
+            pause = interval
 
-    def _withdraw(self) -> None:
-        """Removes what nobody will read."""
-        if self._above is not None:
-            self._above.drop(self._posted)
-
-    def _leave(self, word: _Word) -> None:
-        """The last word was read: so say this rank, and those below it before."""
+    def _leave(self, message: _Broadcast) -> None:
+        """Confirms that the last message was read here and, before, by the ranks below."""
         comm = self._comm
-        cut, lost = comm.rank in word.cut, comm.rank in word.lost
-        if cut or lost:
-            self._withdraw()
+        cut, lost = comm.rank in message.cut, comm.rank in message.lost
+        if (cut or lost) and self._above is not None:
+            self._above.drop(self._sent_up)
         if self._below:
-            # those below one that was not heard are cut off, and tell rank 0
-            self._clear(word.settles and not cut and not lost, whole=not word.lost)
-        if not word.settles or lost:
+            # the ranks below a lost leader are cut off, and confirm to rank 0
+            self._clear(message.settles and not cut and not lost, complete=not message.lost)
+        if not message.settles or lost:
             return
         above = comm if cut else self._above
         if above is not None:
-            with contextlib.suppress(RankError):  # whatever becomes of the board, the word is known
+            with contextlib.suppress(RankError):  # whatever becomes of the store, the message was received
                 above.post(self._key(comm.rank, "left"), b"")
 
     def _close(self, data: bytes, settle: bool) -> None:
-        """Lets late ranks know how it ended, waits until the others have read it, and removes what is left over."""
-        comm = self._comm
-        with contextlib.suppress(RankError):  # whatever becomes of the board: the save has ended as it has
+        """Stores for late ranks how the round ended, waits until the others have read it, and removes its messages."""
+        with contextlib.suppress(RankError):  # the save has ended, even if the store is gone
             if not self._name:
-                # only a lost rank will ask for it, and it stands on the board for long
+                # only a lost rank reads the message, and it stays in the store for long
                 lost = [*self.lost, *sorted(self._cut)]
-                self._state.closed = _Closed(self._number, self._topic, lost, data if lost else b"")
-                comm.post(_STATE, msgspec.msgpack.encode(self._state))
-        self._clear(settle, whole=not self.lost)
+                self._state.closed = _ClosedRound(self._number, self._topic, lost, data if lost else b"")
+                self._comm.post(_STATE, msgspec.msgpack.encode(self._state))
+        self._clear(settle, complete=not self.lost)
 
-    def _clear(self, settle: bool, *, whole: bool) -> None:
-        """Removes this rank's words once those below it have read the last.
+    def _clear(self, settle: bool, *, complete: bool) -> None:
+        """Removes the messages in this rank's store once the ranks below it have read the last one.
 
         Args:
-            settle: whether to wait for that.
-            whole: no rank is lost, so there is none that may yet read them.
+            settle: whether to wait until they have.
+            complete: no rank is lost that may read them later.
         """
-        comm, board = self._comm, self._board(self._comm.rank)
-        marks = [self._key(rank, "left") for rank in self._below if rank not in self.lost] if settle else []
+        comm, store = self._comm, self._store(self._comm.rank)
+        below = [self._key(rank, "left") for rank in self._below if rank not in self.lost] if settle else []
         cut = [self._key(rank, "left") for rank in sorted(self._cut)] if settle else []
         left: list[bytes | None] = [None]
         with contextlib.suppress(RankError):
-            settle_for = ENDING.cut(min(SETTLE, comm.timeout))
-            left = board.wait(marks, settle_for) if marks else []
-            left += board.wait(cut, settle_for) if cut else []
-        # a rank that has not read the last word yet may still do so until the next round, or branch, is closed
-        left_over = f"{_LEFT_OVER} {bool(self._name)}"
-        board.drop(comm.memory.pop(left_over, []))
-        keys = [*self._handed, *marks, *cut]
-        if not whole or None in left or not settle:
-            comm.memory[left_over] = keys
+            timeout = TERMINATION.limit_timeout(min(LAST_READ_TIMEOUT, comm.timeout))
+            left = store.wait(below, timeout) if below else []
+            left += store.wait(cut, timeout) if cut else []
+        # a rank that has not read the last message may still do so until the next round, or branch, is closed
+        store.drop(comm.state.unread_keys.pop(bool(self._name), []))
+        keys = [*self._sent_down, *below, *cut]
+        if not complete or None in left or not settle:
+            comm.state.unread_keys[bool(self._name)] = keys
         else:
-            board.drop(keys)
-
-
-def _patience(timeout: float) -> float:
-    """Seconds to wait for a leader that is itself waiting for as long as `timeout`: its message has a way to go."""
-    return timeout * 1.25 + 1
+            store.drop(keys)

@@ -8,7 +8,7 @@ from ...core.format.records import Index
 from ...core.format.shard_header import parse_shard_name
 from ...core.format.timings import Timings, decode_timings, timings_name
 from ...errors import CheckpointError, CheckpointNotFound, CorruptError
-from ..os_errors import unreadable
+from ..os_errors import wrap_read_error
 from .foreign_formats import describe_foreign
 from .shard_reader import read_header
 from .store import Store
@@ -41,7 +41,7 @@ def read_index(store: Store) -> Index:
             else "Check the path",
         ) from error
     except OSError as error:
-        raise unreadable(error, label, kind=CorruptError) from error
+        raise wrap_read_error(error, label, kind=CorruptError) from error
     index = decode_index(data, label)
     if needs_file_sizes(index, len(data)):
         check_against_files(index, store.sizes(), store.url)

@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from ..os_errors import unreadable
+from ..os_errors import wrap_read_error
 from .local_write import sync_directory
 from .store import LocalStore, MemoryStore, Store, Writer
 
@@ -155,7 +155,7 @@ class LocalFolder:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
-            raise unreadable(error, self.url) from error
+            raise wrap_read_error(error, self.url) from error
         return found
 
     def sync(self) -> None:
@@ -195,7 +195,7 @@ class LocalRun:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:  # not the same as an empty run: the caller would start training from scratch
-            raise unreadable(error, self.url) from error
+            raise wrap_read_error(error, self.url) from error
 
     def modified_times(self) -> dict[str, int | None]:
         """Returns when each directory was last changed, by name; takes a few microseconds for each."""

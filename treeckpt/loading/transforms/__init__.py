@@ -1,4 +1,4 @@
-"""Load rules: what becomes of saved leaves before they are wanted.
+"""Load rules: renames, splits, joins and casts that are applied to saved leaves before they are matched with `like`.
 
     rules = [
         tc.rules.Rename("model/h.$L.*", "model/layers.$L.*"),
@@ -7,23 +7,24 @@
     ]
     tc.load(path, like, transforms=rules)
 
-Rules are plain frozen data: they compare, print, and become JSON (`encode`, `decode`). They are applied to names and
-shapes; a load then reads the bytes that it wants of the result, and no others.
+Rules are plain frozen data that can be compared, printed and stored as JSON (`encode`, `decode`). They are applied to
+names and shapes; a load then reads only the bytes that it needs of the result.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from ...core.format.records import Index
 from ...core.tree.spec import ArraySpec
-from ...errors import TreeckptError
+from ...errors import FormatError, TreeckptError
 from .apply_rules import inverse as _inverse
 from .parse import parse
 from .reshape_rules import Cast, Concat, Permute, Slice, Split, Stack, Unstack
-from .rules import Carried, Copy, Drop, Fill, Keep, Rename, Renames, Rule, decode_rules, encode_rules
+from .rules import Carried, Copy, Drop, Fill, Keep, Rename, Renames, Rule
 
 __all__ = [
     "Carried",
@@ -55,31 +56,31 @@ __all__ = [
 
 
 Renaming = Mapping[str, str] | Iterable[tuple[str, str]] | None
-"""Patterns and new names."""
+"""Pairs of a pattern and a new name."""
 Transforms = Rule | str | Iterable[Rule | str] | None
-"""Rules, or statements of `parse`."""
+"""Rules, or statements in the syntax of `parse`."""
 
 
 def carried(*rules: Rule) -> Carried:
-    """Rules for `model/...` that the optimizers' state of the same training state follows; see `Carried`."""
+    """Returns rules for `model/...` that are also applied to the optimizers' state; see `Carried`."""
     return Carried(rules)
 
 
 def split_qkv(
     source: str, into: tuple[str, str, str], *, heads: int, kv_heads: int | None = None, axis: int = 0, groups: int = 0
 ) -> Split:
-    """A fused projection of attention, split into queries, keys and values.
+    """Returns the rule that splits a fused attention projection into queries, keys and values.
 
     Args:
-        heads: of queries.
-        kv_heads: of keys and values; None for as many.
-        axis: of the heads: 0 for a weight as torch has it ([out, in]), and for a bias.
-        groups: how often queries, keys and values follow each other along the axis. By default once for every head of
-            keys and values, each with the queries that share it; 1 where all queries come first, then all keys and all
-            values; n where n ranks of a tensor-parallel group had that each for itself.
+        heads: number of query heads.
+        kv_heads: number of key and value heads; None means `heads`.
+        axis: the axis of the heads: 0 for a bias and for a weight in torch's layout ([out, in]).
+        groups: number of (queries, keys, values) blocks along the axis. The default is one block for each key-value
+            head, with the query heads that share it; 1 means all queries, then all keys, then all values; n means that
+            layout once for each of n tensor-parallel ranks.
 
     Raises:
-        TreeckptError: heads that the groups cannot share.
+        TreeckptError: the heads are not divisible by the groups.
     """
     return Split(source, into, axis, _heads(heads, kv_heads, groups), groups or kv_heads or heads)
 
@@ -93,13 +94,13 @@ def fuse_qkv(
     axis: int = 0,
     groups: int = 0,
 ) -> Concat:
-    """Queries, keys and values, fused into one projection; the inverse of `split_qkv`."""
+    """Returns the rule that joins queries, keys and values into one projection; the inverse of `split_qkv`."""
     _heads(heads, kv_heads, groups)
     return Concat(sources, target, axis, groups or kv_heads or heads)
 
 
 def _heads(heads: int, kv_heads: int | None, groups: int) -> tuple[int, int, int]:
-    """Heads of queries, keys and values in one group."""
+    """Returns the number of query, key and value heads in one group."""
     shared = kv_heads or heads
     count = groups or shared
     if heads < 1 or shared < 1 or heads % count or shared % count:
@@ -113,27 +114,27 @@ def _heads(heads: int, kv_heads: int | None, groups: int) -> tuple[int, int, int
 
 
 def split_ffn(source: str, into: tuple[str, str], *, axis: int = 0, groups: int = 1) -> Split:
-    """A fused gate and up projection, split.
+    """Returns the rule that splits a fused gate and up projection.
 
     Args:
-        groups: how often gate and up follow each other: once, or once for each rank of a tensor-parallel group.
+        groups: number of (gate, up) blocks along the axis: 1, or one for each rank of a tensor-parallel group.
     """
     return Split(source, into, axis, None, groups)
 
 
 def fuse_ffn(sources: tuple[str, str], target: str, *, axis: int = 0, groups: int = 1) -> Concat:
-    """Gate and up projections, fused; the inverse of `split_ffn`."""
+    """Returns the rule that joins gate and up projections; the inverse of `split_ffn`."""
     return Concat(sources, target, axis, groups)
 
 
 def inverse(rules: Transforms, leaves: Index | Mapping[str, ArraySpec | None]) -> tuple[Rule, ...]:
-    """Rules that undo `rules` where they are applied to these leaves, in names and shapes written out.
+    """Returns rules that undo `rules`; they are written out for the names and shapes of these leaves.
 
     Args:
-        leaves: an index, as of `treeckpt.inspect`, or specs by path.
+        leaves: an index, as `treeckpt.inspect` returns it, or specs by path.
 
     Raises:
-        MismatchError: a rule that loses something (drop, slice, a cast to a narrower dtype) or cannot be applied.
+        MismatchError: a rule loses data (drop, slice, a cast to a narrower dtype) or cannot be applied.
     """
     if isinstance(leaves, Index):
         specs = ((leaf.path, leaf.spec) for leaf in leaves.entries)
@@ -142,35 +143,35 @@ def inverse(rules: Transforms, leaves: Index | Mapping[str, ArraySpec | None]) -
 
 
 def encode(rules: Sequence[Rule]) -> bytes:
-    """Rules as JSON: a list of objects, each with its kind as `rule`."""
-    return encode_rules(rules)
+    """Encodes rules as JSON: a list of objects, each with its kind in the field `rule`."""
+    return msgspec.json.encode(rules)
 
 
 def decode(data: bytes | str) -> tuple[Rule, ...]:
-    """The inverse of `encode`. A string in the place of an object is a statement, as for `parse`.
+    """Decodes what `encode` wrote. A string in the place of an object is a statement, as for `parse`.
 
     Raises:
-        FormatError: an unknown kind of rule or field, or one that is missing.
+        FormatError: an unknown kind of rule or field, or a missing field.
     """
+    rules: list[Rule] = []
     try:
-        found: Any = json.loads(data)
-    except ValueError:
-        found = None  # decode_rules says what is wrong
-    if not isinstance(found, list):
-        return decode_rules(data)
-    made: list[Rule] = []
-    for one in found:
-        made += parse(one) if isinstance(one, str) else decode_rules(json.dumps([one]))
-    return tuple(made)
+        for raw in msgspec.json.decode(data, type=list[msgspec.Raw]):
+            if bytes(raw).startswith(b'"'):
+                rules += parse(msgspec.json.decode(raw, type=str))
+            else:
+                rules.append(msgspec.json.decode(raw, type=Rule))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise FormatError("rules", expected="a list of rules", found=f"{error}"[:200]) from error
+    return tuple(rules)
 
 
 def _pairs(rename: Any) -> tuple[tuple[str, str], ...]:
-    """Patterns and new names.
+    """Returns (pattern, new name) pairs from a mapping or an iterable of pairs.
 
     Raises:
-        TreeckptError: anything else.
+        TreeckptError: `rename` is neither.
     """
-    odd = TreeckptError(
+    invalid = TreeckptError(
         "rename",
         expected='patterns and new names, as {"h.$L.*": "layers.$L.*"}, or pairs of these',
         found=f"{rename!r:.80}",
@@ -180,17 +181,17 @@ def _pairs(rename: Any) -> tuple[tuple[str, str], ...]:
         given: list[Any] = list(rename.items() if isinstance(rename, Mapping) else rename)
         pairs = tuple((before, now) for before, now in given)
     except (TypeError, ValueError) as error:
-        raise odd from error
+        raise invalid from error
     if any(isinstance(pair, str) for pair in given) or any(type(name) is not str for pair in pairs for name in pair):
-        raise odd
+        raise invalid
     return pairs
 
 
 def as_rules(rename: Renaming, transforms: Transforms) -> tuple[Rule, ...]:
-    """The rules of a load's `rename` and `transforms`: renames first, all at once; texts are parsed.
+    """Returns the rules for the `rename` and `transforms` of a load: renames first, all at once; texts are parsed.
 
     Raises:
-        TreeckptError: something else among them.
+        TreeckptError: an element is neither a rule nor a text.
     """
     found: list[Rule] = []
     if rename is not None and (pairs := _pairs(rename)):

@@ -1,7 +1,7 @@
-"""Applying rules in order: what is there afterwards, what follows a parameter, and which rules lead back?
+"""Application of a list of rules, the optimizers' state that follows its parameters, and inverse rules.
 
-`apply_rules` walks once over the rules. `Carried` ones it applies to the parameters of a training state, and then,
-moment by moment, to what the optimizers keep of these. `inverse` walks the same way and writes down what undoes it.
+`apply_rules` applies the rules in order. `Carried` rules are applied to the parameters of a training state and then,
+moment by moment, to the optimizers' state of these. `inverse` does the same and collects the rules that undo each.
 """
 
 from __future__ import annotations
@@ -13,65 +13,68 @@ import msgspec
 from ...core.tree.spec import ArraySpec
 from ...core.tree.structure import key_text
 from ...errors import MismatchError
-from .apply_rule import InverseRules, LeafState, RuleContext, Step, items_of, sources_of
+from .apply_rule import InverseRules, LeafState, RuleContext, RuleStep, leaf_states, saved_sources
 from .composed_array import ComposedArray, constant
 from .patterns import compile_pattern
 from .reshape_rules import Cast
 from .rules import Carried, Fill, OneRule, Rule, label_of
 
-__all__ = ["Ruled", "apply_rules", "inverse"]
+__all__ = ["TransformedLeaves", "apply_rules", "inverse"]
 
 
-class Ruled(msgspec.Struct, frozen=True):
-    """What rules made of saved leaves."""
+class TransformedLeaves(msgspec.Struct, frozen=True):
+    """The leaves after all rules."""
 
     items: dict[str, LeafState]
-    """By path, in order."""
+    """Leaves by path, in order."""
     dropped: tuple[str, ...]
-    """Saved leaves that rules have dropped, as they are called in the checkpoint."""
+    """Saved leaves that rules dropped, by their names in the checkpoint."""
     keeps: tuple[str, ...]
-    """Patterns of what stays as it is wanted."""
+    """Patterns of paths where the target keeps its values."""
     fills: tuple[Fill, ...]
-    """Arrays of one value, whose shape is left to what is wanted."""
+    """Arrays of one value whose shape is that of the target."""
 
     def is_kept(self, path: str) -> bool:
-        """Whether what is wanted at a path stays as it is."""
+        """Whether the target keeps its value at a path."""
         return any(compile_pattern(text).match(path, below=True) is not None for text in self.keeps)
 
     def fill_at(self, path: str, wanted: ArraySpec) -> ComposedArray | None:
-        """The array of one value that rules put at a path, of the shape and dtype that are wanted there."""
+        """Returns the array that a `Fill` puts at a path, with the wanted shape and dtype; None if there is none."""
         for fill in self.fills:
             if compile_pattern(fill.target).match(path) is not None:
                 return constant(fill.shape or wanted.shape, wanted.dtype, fill.value)
         return None
 
 
-def apply_rules(items: Mapping[str, LeafState], rules: Iterable[Rule], *, strict: bool = True) -> Ruled:
-    """What is there after rules.
+def apply_rules(items: Mapping[str, LeafState], rules: Iterable[Rule], *, strict: bool = True) -> TransformedLeaves:
+    """Applies rules in order.
 
     Args:
-        strict: a rule that finds nothing to do is an error, unless it is optional.
+        strict: whether a rule that matches nothing is an error, unless it is optional.
 
     Raises:
-        MismatchError: with the rule, and the chain of those before it that led to the leaf.
+        MismatchError: with the rule, and the rules before it that led to the leaf.
     """
     state = RuleContext(items, strict)
     for number, rule in enumerate(rules, 1):
         _apply(state, rule, number)
-    return _ruled(state)
+    order = sorted(state.items.items(), key=lambda pair: pair[1].place)
+    used = {path for item in state.items.values() for path in saved_sources(item)}
+    dropped = tuple(path for path in state.dropped if path not in used)
+    return TransformedLeaves(dict(order), dropped, tuple(state.keeps), tuple(state.fills))
 
 
 def inverse(rules: Iterable[Rule], leaves: Mapping[str, ArraySpec | None]) -> tuple[Rule, ...]:
-    """Rules that take what `rules` make of these leaves back to them; concrete, for these names and shapes alone.
+    """Returns rules that undo `rules` on these leaves; they are valid for these names and shapes only.
 
     Raises:
-        MismatchError: a rule that loses something (drop, slice, a cast to less).
+        MismatchError: a rule loses data (drop, slice, a cast to a narrower dtype).
     """
-    state = RuleContext(items_of(leaves), strict=False)
+    state = RuleContext(leaf_states(leaves), strict=False)
     back: list[Rule] = []
     for number, rule in enumerate(rules, 1):
-        undone = _apply(state, rule, number)
-        back += reversed(undone.rules())
+        undo = _apply(state, rule, number)
+        back += reversed(undo.rules())
     return tuple(reversed(back))
 
 
@@ -80,44 +83,37 @@ def _apply(state: RuleContext, rule: Rule, number: int) -> InverseRules:
     return _apply_carried(state, rule, label) if isinstance(rule, Carried) else state.apply(rule, label)
 
 
-def _ruled(state: RuleContext) -> Ruled:
-    order = sorted(state.items.items(), key=lambda pair: pair[1].place)
-    used = {path for item in state.items.values() for path in sources_of(item)}
-    dropped = tuple(path for path in state.dropped if path not in used)
-    return Ruled(dict(order), dropped, tuple(state.keeps), tuple(state.fills))
-
-
-# what follows parameters ------------------------------------------------------------------------------------------
+# optimizer state that follows its parameters -----------------------------------------------------------------------
 MODEL, OPTIMIZER, GROUPS = "model/", "optimizer/", "param_groups/"
 _ONCE = frozenset(("step", "mu_product"))
-"""Moments that a parameter has one of, also where it has no dimensions itself."""
+"""State of which a parameter has one value, also where the parameter has no dimensions itself."""
 
 
-class Family(msgspec.Struct, frozen=True):
-    """One moment of all parameters: where it stands for each, as text before and after the parameter's name."""
+class StatePath(msgspec.Struct, frozen=True):
+    """The paths of one moment of all parameters, as the text before and after the parameter's name."""
 
     before: str
     after: str
     quoted: bool = False
-    """Whether the name is one key, as among the members of groups."""
+    """Whether the name is a single key, as among the members of param groups."""
 
     def path(self, name: str) -> str:
-        """Where the moment of a parameter stands."""
+        """Returns the path of the moment of a parameter."""
         return self.before + (key_text(name) if self.quoted else name) + self.after
 
 
-Followers = dict[str, dict[Family, str]]
-"""By parameter, without `model/`, where what follows it stands."""
+StateByParameter = dict[str, dict[StatePath, str]]
+"""By parameter name, without `model/`: the paths of its optimizer state."""
 
 
-def _followers(paths: Iterable[str]) -> Followers:
-    """What a training state keeps of parameters.
+def _optimizer_states(paths: Iterable[str]) -> StateByParameter:
+    """Returns the optimizer state of each parameter of a training state.
 
-    A moment stands at `optimizer/[optimizer/]name/moment`, and a parameter among the members of its group at
+    A moment is at `optimizer/[optimizer/]name/moment`, and the membership of a parameter in a param group at
     `param_groups/[optimizer/]members/label/name`.
     """
     there = list(paths)
-    found: Followers = {path.removeprefix(MODEL): {} for path in there if path.startswith(MODEL)}
+    found: StateByParameter = {path.removeprefix(MODEL): {} for path in there if path.startswith(MODEL)}
     quoted = {key_text(name): name for name in found}
     for path in there:
         placed = None
@@ -125,47 +121,49 @@ def _followers(paths: Iterable[str]) -> Followers:
             placed = _moment(path.removeprefix(OPTIMIZER).split("/"), found)
         elif path.startswith(GROUPS) and path.split("/")[-3] == "members":
             before, _, name = path.rpartition("/")
-            placed = (Family(f"{before}/", "", True), quoted[name]) if name in quoted else None
+            placed = (StatePath(f"{before}/", "", True), quoted[name]) if name in quoted else None
         if placed is not None:
             found[placed[1]][placed[0]] = path
     return found
 
 
-def _moment(steps: list[str], parameters: Container[str]) -> tuple[Family, str] | None:
+def _moment(steps: list[str], parameters: Container[str]) -> tuple[StatePath, str] | None:
     for first in range(len(steps)):
         for last in range(len(steps) - 1, first, -1):
             name = "/".join(steps[first:last])
             if name in parameters:
-                return Family(OPTIMIZER + "".join(f"{s}/" for s in steps[:first]), f"/{'/'.join(steps[last:])}"), name
+                return StatePath(
+                    OPTIMIZER + "".join(f"{s}/" for s in steps[:first]), f"/{'/'.join(steps[last:])}"
+                ), name
     return None
 
 
 def _apply_carried(state: RuleContext, carried: Carried, label: str) -> InverseRules:
-    """Applies rules to parameters, which are all that they see, and to what follows them."""
-    undone, back = InverseRules(), list[Rule]()
-    followers = _followers(state.items)
+    """Applies rules to parameters only, and then to their optimizer state."""
+    undo, back = InverseRules(), list[Rule]()
+    states = _optimizer_states(state.items)
     parameters = {path: state.items.pop(path) for path in list(state.items) if path.startswith(MODEL)}
     inner = RuleContext(parameters, state.strict)
     for number, rule in enumerate(_flat(carried), 1):
         one = inner.apply(rule, f"{label.partition(':')[0]}.{number}: {label_of(rule)}")
-        undone.lost = undone.lost or one.lost
+        undo.lost = undo.lost or one.lost
         back += [] if one.lost else reversed(one.rules())
         if isinstance(rule, (Cast, Fill)):
             continue
-        families: dict[Family, dict[str, str]] = {}
-        for path in inner.took:
-            for family, follower in followers.get(path.removeprefix(MODEL), {}).items():
-                families.setdefault(family, {})[path] = follower
-        for family, paths in families.items():
-            _follow(state, inner, rule, family, paths, followers)
+        moments_by_path: dict[StatePath, dict[str, str]] = {}
+        for path in inner.taken:
+            for state_path, moment_path in states.get(path.removeprefix(MODEL), {}).items():
+                moments_by_path.setdefault(state_path, {})[path] = moment_path
+        for state_path, paths in moments_by_path.items():
+            _apply_to_moment(state, inner, rule, state_path, paths, states)
     for path, item in inner.items.items():
         _name_of(path, inner.label)
         state.put(path, item)
     state.keeps += inner.keeps
     state.fills += inner.fills
     state.dropped.update(inner.dropped)
-    undone.steps = [Carried(tuple(reversed(back)))] if back else []
-    return undone
+    undo.steps = [Carried(tuple(reversed(back)))] if back else []
+    return undo
 
 
 def _flat(carried: Carried) -> Iterable[OneRule]:
@@ -187,40 +185,44 @@ def _name_of(path: str, label: str) -> str:
     )
 
 
-def _follow(
+def _apply_to_moment(
     state: RuleContext,
     inner: RuleContext,
     rule: OneRule,
-    family: Family,
+    state_path: StatePath,
     paths: Mapping[str, str],
-    followers: Followers,
+    states: StateByParameter,
 ) -> None:
-    """Does with one moment what a rule did with the parameters that it took.
+    """Applies a rule to one moment of the parameters that it took.
 
     Args:
-        paths: where the moment stands, by the path of its parameter.
+        paths: of the moment, by the path of its parameter.
     """
-    own = {path: state.items[follower] for path, follower in paths.items()}
-    beside = {path: inner.became.get(path, ()) for path, item in own.items() if _is_one(item, inner.took[path], family)}
-    moments = RuleContext(own, strict=False, beside=beside)
+    own = {path: state.items[moment_path] for path, moment_path in paths.items()}
+    per_parameter = {
+        path: inner.new_names.get(path, ())
+        for path, item in own.items()
+        if _is_per_parameter(item, inner.taken[path], state_path)
+    }
+    moments = RuleContext(own, strict=False, per_parameter=per_parameter)
     moments.apply(rule, inner.label)
     for path, item in own.items():
         if moments.items.get(path) is not item:
             del state.items[paths[path]]
-            del followers[path.removeprefix(MODEL)][family]
+            del states[path.removeprefix(MODEL)][state_path]
     for path, item in moments.items.items():
         if own.get(path) is item:
             continue
         name, last = _name_of(path, inner.label), item.trail[-1]
         before = paths.get(last.before, last.before)
-        named = msgspec.structs.replace(item, trail=(*item.trail[:-1], Step(last.rule, before)))
-        followers.setdefault(name, {})[family] = family.path(name)
-        state.put(family.path(name), named)
+        named = msgspec.structs.replace(item, trail=(*item.trail[:-1], RuleStep(last.rule, before)))
+        states.setdefault(name, {})[state_path] = state_path.path(name)
+        state.put(state_path.path(name), named)
     state.dropped.update(moments.dropped)
 
 
-def _is_one(moment: LeafState, parameter: LeafState, family: Family) -> bool:
-    """Whether a parameter has one of these, whatever its shape, and not one for each element."""
-    if moment.array is None or parameter.array is None or family.after.removeprefix("/") in _ONCE:
+def _is_per_parameter(moment: LeafState, parameter: LeafState, state_path: StatePath) -> bool:
+    """Whether a parameter has one value of this state, and not one for each element."""
+    if moment.array is None or parameter.array is None or state_path.after.removeprefix("/") in _ONCE:
         return True
     return moment.array.spec.shape != parameter.array.spec.shape

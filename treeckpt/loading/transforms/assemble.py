@@ -1,36 +1,37 @@
-"""Arrays that rules made, on their way into a target: boxes of saved arrays, turned and cast as they are copied.
+"""Reading of composed arrays into a target: boxes of saved arrays, permuted and cast while they are copied.
 
-What a target wants of a made array is divided into boxes of saved ones, each with something to write to that knows
-where its elements go and in which order. To the engine they are pieces like any others, so only their bytes are read.
+The part of a composed array that a target needs is divided into boxes of saved ones, each with a writer that knows the
+place and order of its elements. The reader treats them as ordinary target pieces, so only their bytes are read.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ...arrays.base import Box, Target, TargetPiece, Writable, raw_dtype
+from ...arrays.base import ArrayTarget, ArrayWriter, Box, TargetPiece, raw_dtype
 from ...arrays.registry import check_cast, library_of
 from ...core.format.records import Index, Leaf
 from ...core.planning.load_plan import Chunk
 from ...core.sharding.dtypes import dtype_of
 from ...core.sharding.region import Region, byte_runs
 from ...core.tree.spec import ArraySpec
-from .composed_array import Constant, Part, parts_in
+from .composed_array import Constant, SourceBox, parts_in
 from .view import MadeLeaf
 
 __all__ = ["only_chunk", "pieces_of"]
 
 
 class PermutedWriter:
-    """A box of a target, written box by box of a saved array."""
+    """Writes boxes of a saved array into a target piece, permuted and cast."""
 
-    def __init__(self, piece: TargetPiece, part: Part, spec: ArraySpec) -> None:
-        self.inner: Writable = piece.data
+    def __init__(self, piece: TargetPiece, part: SourceBox, spec: ArraySpec) -> None:
+        self.inner: ArrayWriter = piece.data
         self.start = part.region.relative_to(piece.region).offset
         self.axes, self.spec, self.dtypes = part.axes, spec, _casts(part.dtypes, spec.dtype)
         kept = [axis for axis in part.axes if axis >= 0]
@@ -40,6 +41,7 @@ class PermutedWriter:
         self.wide: tuple[Any, ...] = (*(slice(None) if axis >= 0 else None for axis in part.axes), ...)
 
     def write(self, box: Box, data: np.ndarray) -> None:
+        """Writes the data of a box of the saved array, of raw dtype."""
         where = tuple(
             slice(start, start + 1) if axis < 0 else slice(start + box[axis].start, start + box[axis].stop)
             for start, axis in zip(self.start, self.axes, strict=True)
@@ -50,15 +52,15 @@ class PermutedWriter:
 
 
 def _casts(dtypes: Sequence[str], wanted: str) -> list[tuple[str, str]]:
-    chain = [*dtypes, wanted]
-    return [(a, b) for a, b in itertools.pairwise(chain) if a != b]
+    """Returns the (from, to) pairs of the casts to apply, in order."""
+    return [(a, b) for a, b in itertools.pairwise([*dtypes, wanted]) if a != b]
 
 
-def pieces_of(leaf: MadeLeaf, target: Target) -> Iterator[tuple[Leaf, TargetPiece] | Callable[[], None]]:
-    """What has to be read into a target, as saved leaves with pieces of them; and what fills it without.
+def pieces_of(leaf: MadeLeaf, target: ArrayTarget) -> Iterator[tuple[Leaf, TargetPiece] | Callable[[], None]]:
+    """Yields (saved leaf, piece to read) for a target, and functions that fill pieces of one value.
 
     Raises:
-        MismatchError: a cast that cannot be made.
+        MismatchError: a cast is not possible.
     """
     for dtypes in {part.dtypes for part in leaf.made.parts}:
         for before, after in _casts(dtypes, target.spec.dtype):
@@ -72,18 +74,18 @@ def pieces_of(leaf: MadeLeaf, target: Target) -> Iterator[tuple[Leaf, TargetPiec
 
 
 def _filler(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[], None]:
-    """What writes a constant where it is wanted."""
+    """Returns a function that writes a constant into its part of a target piece."""
     kind = "float64" if isinstance(part.value, float) else "int64"
     data = np.array([part.value], kind).view(raw_dtype(8))
     for before, after in _casts((kind, *part.dtypes), spec.dtype):
         data = library_of(spec).cast(data, before, after)
     box = part.region.relative_to(piece.region).slices()
-    return lambda: piece.data.write(box, np.broadcast_to(data.reshape(-1)[0], part.region.shape))
+    return partial(piece.data.write, box, np.broadcast_to(data.reshape(-1)[0], part.region.shape))
 
 
 def only_chunk(index: Index, leaf: MadeLeaf, rank: int) -> Chunk | None:
-    """The stretch of a chunk that is all of a made array, None where its bytes are to be turned, joined or cast."""
-    if len(leaf.made.parts) != 1 or not isinstance(part := leaf.made.parts[0], Part):
+    """Returns the range of a chunk that is a whole composed array; None if its bytes are permuted, joined or cast."""
+    if len(leaf.made.parts) != 1 or not isinstance(part := leaf.made.parts[0], SourceBox):
         return None
     kept = [axis for axis in part.axes if axis >= 0]
     source = leaf.sources[part.source]

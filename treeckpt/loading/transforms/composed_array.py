@@ -1,8 +1,8 @@
-"""Arrays made of parts of others: which box of which saved array is where, along which axes, in which dtype?
+"""Arrays composed of boxes of saved arrays: for each box its source, its place, its axes and its dtypes.
 
-Splitting, joining, permuting, stacking and casting only rearrange the list of parts; nothing is read. What a load
-wants of a made array, `parts_in` turns into boxes of saved ones: whatever cut those, and whoever wants which piece,
-only its bytes are read. Parts that fit together are joined, so undoing a change gives the saved array itself back.
+Splitting, joining, permuting, stacking and casting only change the list of parts; nothing is read. `parts_in` maps a
+region of a composed array to boxes of saved ones, so a load reads only the bytes of the region that it needs, however
+the saved arrays are cut. Adjacent parts are merged, so undoing a change gives the saved array itself back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...core.tree.spec import ArraySpec
 __all__ = [
     "ComposedArray",
     "Constant",
-    "Part",
+    "SourceBox",
     "cast",
     "constant",
     "interleave",
@@ -33,24 +33,24 @@ __all__ = [
 ]
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
-    """A box of a saved array, and where it is to be."""
+class SourceBox(msgspec.Struct, frozen=True, gc=False):
+    """A box of a saved array, and its region in the composed array."""
 
     region: Region
-    """In the made array."""
+    """In the composed array."""
     source: str
-    """The path of the saved one."""
+    """Path of the saved array."""
     box: Region
-    """In that."""
+    """In the saved array."""
     axes: tuple[int, ...]
-    """For each dimension of the made array that of the saved one, -1 for a new one of a single element. A dimension of
-    the saved array that is in no list has a single element in `box`."""
+    """For each dimension of the composed array the dimension of the saved one; -1 for a new dimension of length 1. A
+    dimension of the saved array that is missing here has length 1 in `box`."""
     dtypes: tuple[str, ...]
-    """As saved, and what it is cast to, one after the other."""
+    """The saved dtype, then those that it is cast to, in order."""
 
 
 class Constant(msgspec.Struct, frozen=True, gc=False):
-    """A box that holds one value everywhere."""
+    """A region filled with one value."""
 
     region: Region
     value: bool | int | float
@@ -58,106 +58,108 @@ class Constant(msgspec.Struct, frozen=True, gc=False):
 
 
 class ComposedArray(msgspec.Struct, frozen=True):
-    """An array: its parts cover it, and each element once."""
+    """An array given by parts that cover each of its elements once."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part | Constant, ...]
+    parts: tuple[SourceBox | Constant, ...]
 
 
 def saved(path: str, spec: ArraySpec) -> ComposedArray:
-    """A saved array as it is."""
+    """Returns a saved array as it is."""
     whole = Region.whole(spec.shape)
-    return ComposedArray(spec.shape, (Part(whole, path, whole, tuple(range(len(spec.shape))), (spec.dtype,)),))
+    return ComposedArray(spec.shape, (SourceBox(whole, path, whole, tuple(range(len(spec.shape))), (spec.dtype,)),))
 
 
-def is_saved(made: ComposedArray, path: str, spec: ArraySpec) -> bool:
-    """Whether a made array is a saved one, untouched."""
-    return made == saved(path, spec)
+def is_saved(array: ComposedArray, path: str, spec: ArraySpec) -> bool:
+    """Whether a composed array is an unchanged saved one."""
+    return array == saved(path, spec)
 
 
 def constant(shape: tuple[int, ...], dtype: str, value: bool | int | float) -> ComposedArray:
-    """An array of one value."""
+    """Returns an array filled with one value."""
     return ComposedArray(shape, (Constant(Region.whole(shape), value, (dtype,)),))
 
 
-def parts_in(made: ComposedArray, region: Region) -> list[Part | Constant]:
-    """What makes up a region of the array."""
-    if region.is_whole(made.shape):
-        return list(made.parts)
-    cut = ((part, intersect(part.region, region)) for part in made.parts)
+def parts_in(array: ComposedArray, region: Region) -> list[SourceBox | Constant]:
+    """Returns the parts that cover a region of the array."""
+    if region.is_whole(array.shape):
+        return list(array.parts)
+    cut = ((part, intersect(part.region, region)) for part in array.parts)
     return [_cut(part, common) for part, common in cut if common is not None]
 
 
-def _cut(part: Part | Constant, to: Region) -> Part | Constant:
+def _cut(part: SourceBox | Constant, to: Region) -> SourceBox | Constant:
+    """Returns the part of a part that lies in a region."""
     if isinstance(part, Constant):
-        return Constant(to, part.value, part.dtypes)
+        return msgspec.structs.replace(part, region=to)
     offset, shape = list(part.box.offset), list(part.box.shape)
     for d, axis in enumerate(part.axes):
         if axis >= 0:
             offset[axis] += to.offset[d] - part.region.offset[d]
             shape[axis] = to.shape[d]
-    return Part(to, part.source, Region(tuple(offset), tuple(shape)), part.axes, part.dtypes)
+    return msgspec.structs.replace(part, region=to, box=Region(tuple(offset), tuple(shape)))
 
 
-def narrow(made: ComposedArray, region: Region) -> ComposedArray:
-    """A region of the array, as one of its own."""
+def narrow(array: ComposedArray, region: Region) -> ComposedArray:
+    """Returns a region of the array as an array of its own."""
     back = tuple(-o for o in region.offset)
-    return ComposedArray(
-        region.shape, tuple(_moved(part, part.region.shifted(back)) for part in parts_in(made, region))
-    )
+    return ComposedArray(region.shape, tuple(_shifted(part, back) for part in parts_in(array, region)))
 
 
-def _moved(part: Part | Constant, region: Region) -> Part | Constant:
-    if isinstance(part, Constant):
-        return Constant(region, part.value, part.dtypes)
-    return Part(region, part.source, part.box, part.axes, part.dtypes)
+def _shifted(part: SourceBox | Constant, by: tuple[int, ...]) -> SourceBox | Constant:
+    return msgspec.structs.replace(part, region=part.region.shifted(by))
 
 
-def permute(made: ComposedArray, axes: Sequence[int]) -> ComposedArray:
-    """The array with its dimensions in this order."""
+def permute(array: ComposedArray, axes: Sequence[int]) -> ComposedArray:
+    """Returns the array with its dimensions in this order.
 
-    def turned(part: Part | Constant) -> Part | Constant:
-        region = Region(tuple(part.region.offset[a] for a in axes), tuple(part.region.shape[a] for a in axes))
-        if isinstance(part, Constant):
-            return Constant(region, part.value, part.dtypes)
-        return Part(region, part.source, part.box, tuple(part.axes[a] for a in axes), part.dtypes)
+    Args:
+        axes: for each new dimension the old one; -1 for an added dimension of length 1. A dimension of length 1 may be
+            left out, and is removed then.
+    """
+    parts: list[SourceBox | Constant] = []
+    for part in array.parts:
+        offset, shape = part.region.offset, part.region.shape
+        region = Region(tuple(offset[a] if a >= 0 else 0 for a in axes), tuple(shape[a] if a >= 0 else 1 for a in axes))
+        if isinstance(part, SourceBox):
+            part = msgspec.structs.replace(part, axes=tuple(part.axes[a] if a >= 0 else -1 for a in axes))
+        parts.append(msgspec.structs.replace(part, region=region))
+    return ComposedArray(tuple(array.shape[a] if a >= 0 else 1 for a in axes), tuple(parts))
 
-    return ComposedArray(tuple(made.shape[a] for a in axes), tuple(turned(part) for part in made.parts))
 
-
-def cast(made: ComposedArray, dtype: str) -> ComposedArray:
-    """The array in another dtype."""
+def cast(array: ComposedArray, dtype: str) -> ComposedArray:
+    """Returns the array in another dtype."""
     parts = (
         part if part.dtypes[-1] == dtype else msgspec.structs.replace(part, dtypes=(*part.dtypes, dtype))
-        for part in made.parts
+        for part in array.parts
     )
-    return ComposedArray(made.shape, tuple(parts))
+    return ComposedArray(array.shape, tuple(parts))
 
 
 def interleave(arrays: Sequence[ComposedArray], axis: int, groups: int = 1) -> ComposedArray:
-    """Arrays one after the other along an axis; with several groups, a share of each after the other, again and again.
+    """Joins arrays along an axis; with n groups, a 1/n part of each in turn, n times.
 
-    All have equal shapes but along the axis, where each can be divided by the number of groups.
+    Their shapes are equal except along the axis, where each length is divisible by the number of groups.
     """
-    parts: list[Part | Constant] = []
+    parts: list[SourceBox | Constant] = []
     at = 0
     for group in range(groups):
         for array in arrays:
             length = array.shape[axis] // groups
             piece = array if groups == 1 else narrow(array, _slab(array.shape, axis, group * length, length))
             by = tuple(at if d == axis else 0 for d in range(len(array.shape)))
-            parts += [_moved(part, part.region.shifted(by)) for part in piece.parts]
+            parts += [_shifted(part, by) for part in piece.parts]
             at += length
     shape = arrays[0].shape
-    return ComposedArray((*shape[:axis], at, *shape[axis + 1 :]), _joined(parts))
+    return ComposedArray((*shape[:axis], at, *shape[axis + 1 :]), _merged(parts))
 
 
-def uninterleave(made: ComposedArray, axis: int, lengths: Sequence[int], groups: int = 1) -> list[ComposedArray]:
-    """The inverse of `interleave`: arrays with `lengths` of each group along the axis."""
+def uninterleave(array: ComposedArray, axis: int, lengths: Sequence[int], groups: int = 1) -> list[ComposedArray]:
+    """Returns the arrays that `interleave` joined: `lengths` are their lengths along the axis in one group."""
     stride, starts = sum(lengths), list(itertools.accumulate(lengths, initial=0))
     found: list[ComposedArray] = []
     for start, length in zip(starts, lengths, strict=False):
-        pieces = [narrow(made, _slab(made.shape, axis, group * stride + start, length)) for group in range(groups)]
+        pieces = [narrow(array, _slab(array.shape, axis, group * stride + start, length)) for group in range(groups)]
         found.append(pieces[0] if groups == 1 else interleave(pieces, axis))
     return found
 
@@ -168,39 +170,19 @@ def _slab(shape: tuple[int, ...], axis: int, start: int, length: int) -> Region:
 
 
 def stack(arrays: Sequence[ComposedArray], axis: int) -> ComposedArray:
-    """Arrays of one shape along a new axis."""
-    return interleave([_with_axis(array, axis) for array in arrays], axis)
+    """Returns arrays of one shape stacked along a new axis."""
+    dims = list(range(len(arrays[0].shape)))
+    return interleave([permute(array, [*dims[:axis], -1, *dims[axis:]]) for array in arrays], axis)
 
 
-def _with_axis(made: ComposedArray, axis: int) -> ComposedArray:
-    def wider(part: Part | Constant) -> Part | Constant:
-        offset, shape = part.region.offset, part.region.shape
-        region = Region((*offset[:axis], 0, *offset[axis:]), (*shape[:axis], 1, *shape[axis:]))
-        if isinstance(part, Constant):
-            return Constant(region, part.value, part.dtypes)
-        return Part(region, part.source, part.box, (*part.axes[:axis], -1, *part.axes[axis:]), part.dtypes)
-
-    shape = (*made.shape[:axis], 1, *made.shape[axis:])
-    return ComposedArray(shape, tuple(wider(part) for part in made.parts))
+def take(array: ComposedArray, axis: int, index: int) -> ComposedArray:
+    """Returns the array at one index of an axis, without that axis."""
+    return permute(narrow(array, _slab(array.shape, axis, index, 1)), [d for d in range(len(array.shape)) if d != axis])
 
 
-def take(made: ComposedArray, axis: int, index: int) -> ComposedArray:
-    """One element along an axis, which is then no more."""
-
-    def narrower(part: Part | Constant) -> Part | Constant:
-        offset, shape = part.region.offset, part.region.shape
-        region = Region((*offset[:axis], *offset[axis + 1 :]), (*shape[:axis], *shape[axis + 1 :]))
-        if isinstance(part, Constant):
-            return Constant(region, part.value, part.dtypes)
-        return Part(region, part.source, part.box, (*part.axes[:axis], *part.axes[axis + 1 :]), part.dtypes)
-
-    row = narrow(made, _slab(made.shape, axis, index, 1))
-    return ComposedArray((*made.shape[:axis], *made.shape[axis + 1 :]), tuple(narrower(part) for part in row.parts))
-
-
-# joining what fits ------------------------------------------------------------------------------------------------
-def _joined(parts: list[Part | Constant]) -> tuple[Part | Constant, ...]:
-    """The same parts, those that lie side by side in both arrays as one."""
+# merging adjacent parts -------------------------------------------------------------------------------------------
+def _merged(parts: list[SourceBox | Constant]) -> tuple[SourceBox | Constant, ...]:
+    """Returns the same parts; those that are adjacent in both arrays are merged."""
     for dim in reversed(range(len(parts[0].region.shape) if len(parts) > 1 else 0)):
         parts.sort(key=lambda part: _beside(part.region, dim))
         kept = parts[:1]
@@ -219,7 +201,7 @@ def _beside(region: Region, dim: int) -> tuple[tuple[int, ...], tuple[int, ...],
     return (*offset[:dim], *offset[dim + 1 :]), (*shape[:dim], *shape[dim + 1 :]), offset[dim]
 
 
-def _join(a: Part | Constant, b: Part | Constant, dim: int) -> Part | Constant | None:
+def _join(a: SourceBox | Constant, b: SourceBox | Constant, dim: int) -> SourceBox | Constant | None:
     region = _union(a.region, b.region, dim)
     if region is None or a.dtypes != b.dtypes:
         return None
@@ -229,11 +211,11 @@ def _join(a: Part | Constant, b: Part | Constant, dim: int) -> Part | Constant |
     if a.source != b.source or a.axes != b.axes or a.axes[dim] < 0:
         return None
     box = _union(a.box, b.box, a.axes[dim])
-    return Part(region, a.source, box, a.axes, a.dtypes) if box is not None else None
+    return SourceBox(region, a.source, box, a.axes, a.dtypes) if box is not None else None
 
 
 def _union(a: Region, b: Region, dim: int) -> Region | None:
-    """Two boxes of which the second begins where the first ends, as one."""
+    """Returns the union of two boxes if the second begins where the first ends along a dimension, else None."""
     if a.offset[dim] + a.shape[dim] != b.offset[dim] or _beside(a, dim)[:2] != _beside(b, dim)[:2]:
         return None
     return Region(a.offset, (*a.shape[:dim], a.shape[dim] + b.shape[dim], *a.shape[dim + 1 :]))

@@ -1,14 +1,15 @@
-"""Which leaves does a rule mean, and what are they called after it? Patterns over paths, and new names made from them.
+"""Patterns over paths, and templates of new names.
 
-In a pattern `*` stands for any text and `$LAYER` (capitals) for a whole number, the same one wherever it stands again.
-In a new name the k-th `*` is what the k-th `*` of the pattern stood for, `$LAYER` the number, and `${LAYER + 4}` what
-comes of it: integers, names of numbers, `+ - * // %` and brackets. A pattern that ends before a `/` of a path means all
-that lies below, which then keeps its place there; the new name "" is the root.
+In a pattern `*` matches any text and `$LAYER` (capitals) a whole number; the same name matches the same number
+everywhere. In a template the k-th `*` is replaced by the text of the pattern's k-th `*`, `$LAYER` by the number, and
+`${LAYER + 4}` by the result of an expression of integers, number names, `+ - * // %` and brackets. A pattern that ends
+before a `/` of a path matches everything below, which keeps its relative path; the template "" is the root.
 """
 
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -17,39 +18,39 @@ import msgspec
 
 from ...errors import MismatchError
 
-__all__ = ["Binding", "Pattern", "compile_pattern", "expand", "names_in", "numbers_of"]
+__all__ = ["Binding", "Pattern", "bound_numbers", "compile_pattern", "expand", "numbers_in"]
 
 Binding = tuple[tuple[str, int | str], ...]
-"""What stands for what: numbers by name, texts by position (`*0`, `*1` ...), and what lies below (`/`)."""
+"""What a match has bound: numbers by name, texts by position (`*0`, `*1` ...), and the rest of the path (`/`)."""
 
 _PART = re.compile(r"\*|\$\{[^{}]*\}|\$[A-Z][A-Z0-9_]*")
 _NUMBER = "(0|[1-9][0-9]*)"
 _BELOW = "/"
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: a // b,
-    ast.Mod: lambda a, b: a % b,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A pattern, ready to be compared."""
+    """A compiled pattern."""
 
     text: str
     prefix: str
-    """What every path begins with that it means."""
+    """The literal text that every matching path begins with."""
     regex: re.Pattern[str] | None
-    """None for a literal, which means one path and what lies below it."""
+    """None for a literal, which matches one path and everything below it."""
     names: tuple[str, ...]
-    """Of the groups of `regex`."""
+    """Names of the groups of `regex`."""
 
     def match(self, path: str, *, below: bool = False) -> Binding | None:
-        """What stands for what in a path; None if it is not meant.
+        """Returns what a path binds; None if it does not match.
 
         Args:
-            below: takes paths below a meant one too.
+            below: whether paths below a matching one match too.
         """
         if not path.startswith(self.prefix):
             return None
@@ -61,7 +62,7 @@ class Pattern(msgspec.Struct, frozen=True):
         tail = found["below"]
         if tail and not below:
             return None
-        groups = zip(self.names, found.groups(), strict=False)  # the last group is what lies below
+        groups = zip(self.names, found.groups(), strict=False)  # the last group is the rest of the path
         bound: dict[str, int | str] = {name: int(text) if name[0] != "*" else text for name, text in groups}
         if tail:
             bound[_BELOW] = tail
@@ -70,10 +71,10 @@ class Pattern(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=1 << 16)
 def compile_pattern(text: str) -> Pattern:
-    """The pattern of a text.
+    """Compiles a pattern.
 
     Raises:
-        MismatchError: arithmetic, which only new names can have.
+        MismatchError: it contains arithmetic, which only templates can have.
     """
     first = next(_PART.finditer(text), None)
     if first is None:
@@ -104,44 +105,42 @@ def compile_pattern(text: str) -> Pattern:
     return Pattern(text, text[: first.start()], re.compile(source + "(?P<below>/.*)?", re.DOTALL), tuple(names))
 
 
-def numbers_of(template: str) -> set[str]:
-    """The numbers that a pattern or a new name has, by name."""
-    found: set[str] = set()
-    for part in _PART.findall(template):
-        found |= set(re.findall(r"[A-Z][A-Z0-9_]*", part))
-    return found
+def numbers_in(template: str) -> set[str]:
+    """Returns the names of the numbers in a pattern or a template."""
+    return {name for part in _PART.findall(template) for name in re.findall(r"[A-Z][A-Z0-9_]*", part)}
 
 
-def names_in(pattern: Pattern) -> set[str]:
-    """The numbers that a pattern binds."""
+def bound_numbers(pattern: Pattern) -> set[str]:
+    """Returns the names of the numbers that a pattern binds."""
     return {name for name in pattern.names if name[0] != "*"}
 
 
 def expand(template: str, binding: Binding) -> str:
-    """The new name that a template gives under a binding.
+    """Returns the name that a template gives for a binding.
 
     Raises:
-        MismatchError: it needs what the pattern does not bind, or computes what is no whole number of at least 0.
+        MismatchError: it needs what the pattern does not bind, or an expression is not a whole number of at least 0.
     """
     if "*" not in template and "$" not in template and not binding:
         return template
-    bound, stars = dict(binding), 0
-
-    def put(part: re.Match[str]) -> str:
-        nonlocal stars
-        if part[0] == "*":
-            stars += 1
-            if f"*{stars - 1}" not in bound:
-                raise MismatchError(
-                    template,
-                    expected=f"at most {stars - 1} `*` in the new name, as in the pattern",
-                    found="more",
-                    hint="Each `*` stands for what the one in the same place of the pattern stood for",
-                )
-            return str(bound[f"*{stars - 1}"])
-        return str(_number(part[0].strip("${}"), template, bound))
-
-    name, below = _PART.sub(put, template), str(bound.get(_BELOW, ""))
+    bound = dict(binding)
+    name, at, stars = "", 0, 0
+    for part in _PART.finditer(template):
+        name += template[at : part.start()]
+        at = part.end()
+        if part[0] != "*":
+            name += str(_number(part[0].strip("${}"), template, bound))
+            continue
+        if f"*{stars}" not in bound:
+            raise MismatchError(
+                template,
+                expected=f"at most {stars} `*` in the new name, as in the pattern",
+                found="more",
+                hint="Each `*` stands for the text that the `*` in the same position of the pattern matched",
+            )
+        name += str(bound[f"*{stars}"])
+        stars += 1
+    name, below = name + template[at:], str(bound.get(_BELOW, ""))
     return name + below if name else below.removeprefix("/")
 
 

@@ -1,8 +1,8 @@
-"""Rules that reshape: split, join, permute, cast, slice, stack and unstack, as plain data with a JSON form.
+"""Rules that build new arrays: split, concat, permute, cast, slice, stack and unstack, as plain data with a JSON form.
 
-Each says which leaves it takes (`patterns`), what the new ones are called (`targets`), and what array each of these is
-(`make`, by `loading.transforms.composed_array`); and, where nothing is lost, which rules undo it.
-`loading.transforms.apply_rule` finds the leaves.
+Each rule has the patterns of the leaves that it takes (`patterns`), the names of the new leaves (`targets`), a function
+that composes the new arrays (`make`, by `loading.transforms.composed_array`) and, where no data is lost, the rules that
+undo it. `loading.transforms.apply_rule` finds the leaves.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ...core.tree.spec import ArraySpec
 from ...errors import MismatchError
 from . import composed_array as arrays
 from .composed_array import ComposedArray
-from .patterns import Binding, expand, numbers_of
+from .patterns import Binding, expand, numbers_in
 
 __all__ = [
     "NOWHERE",
-    "Array",
+    "ArrayRule",
     "BaseRule",
     "Cast",
     "Concat",
     "Permute",
     "Reshape",
-    "Shaping",
+    "RuleArray",
     "Slice",
     "Split",
     "Stack",
@@ -34,62 +34,65 @@ __all__ = [
 ]
 
 NOWHERE = "_"
-"""The name of what is not kept."""
+"""The target name of an array that is dropped."""
 
 
-class Array(msgspec.Struct, frozen=True):
-    """An array as rules see it."""
+class RuleArray(msgspec.Struct, frozen=True):
+    """An array while rules are applied: its spec, and the saved arrays that it is composed of."""
 
     spec: ArraySpec
-    made: ComposedArray
+    composed: ComposedArray
 
 
 class BaseRule(
     msgspec.Struct, frozen=True, tag_field="rule", omit_defaults=True, forbid_unknown_fields=True, kw_only=True
 ):
-    """What all rules have."""
+    """The base of all rules."""
 
     optional: bool = False
-    """Whether it may find nothing to do; otherwise that is an error, as a misspelt name is one."""
+    """Whether the rule may match no leaf; otherwise that is an error, because a misspelt name looks the same."""
 
 
-class Shaping(BaseRule, frozen=True):
-    """A rule that makes arrays of others; leaves that agree in what the new names have go together."""
+class ArrayRule(BaseRule, frozen=True):
+    """The base of rules that build arrays from others.
+
+    Leaves whose patterns bind the same values for the numbers and texts of `targets` are taken together.
+    """
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """What it takes."""
+        """Patterns of the leaves that the rule takes."""
         raise NotImplementedError
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """What it gives."""
+        """Names of the leaves that the rule adds."""
         raise NotImplementedError
 
     @property
     def joins(self) -> bool:
-        """Whether it takes several arrays at a time."""
+        """Whether the rule takes several arrays at a time."""
         return False
 
-    def make(self, given: Sequence[Array]) -> list[Array]:
-        """The new arrays.
+    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
+        """Returns the new arrays.
 
         Raises:
-            MismatchError: it cannot be done with these shapes and dtypes.
+            MismatchError: the rule cannot be applied to these shapes and dtypes.
         """
         raise NotImplementedError
 
     def names(self, binding: Binding, count: int) -> list[str]:
-        """Names for `count` new arrays."""
+        """Returns names for `count` new arrays."""
         return [expand(target, binding) for target in self.targets]
 
-    def undo(self, given: Sequence[tuple[str, Array]], made: Sequence[str]) -> tuple[Reshape, ...] | None:
-        """Rules that take the new names back to the old ones; None where that is not possible."""
+    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
+        """Returns rules that restore the old names from the new ones; None where that is not possible."""
         return None
 
 
-class OfOne(Shaping, frozen=True):
-    """A rule that takes one array at a time; what it makes of it has the same name, unless it says another."""
+class SingleArrayRule(ArrayRule, frozen=True):
+    """The base of rules that take one array at a time; the result keeps its name unless the rule has a target."""
 
     source: str
 
@@ -102,47 +105,48 @@ class OfOne(Shaping, frozen=True):
         return (self.source,)
 
 
-def _refuse(expected: str, found: str, hint: str = "") -> MismatchError:
-    """An error whose path is told by whoever applies the rule."""
+def _rule_error(expected: str, found: str, hint: str = "") -> MismatchError:
+    """Returns an error without a path; the caller that applies the rule adds it."""
     return MismatchError("", expected=expected, found=found, hint=hint)
 
 
 def _axis(axis: int, shape: tuple[int, ...], more: int = 0) -> int:
     ndim = len(shape) + more
     if not -ndim <= axis < ndim:
-        raise _refuse(f"an axis of shape {shape}", f"axis {axis}")
+        raise _rule_error(f"an axis of shape {shape}", f"axis {axis}")
     return axis % ndim
 
 
-def _of(like: Array, shape: tuple[int, ...], made: ComposedArray) -> Array:
-    return Array(msgspec.structs.replace(like.spec, shape=shape), made)
+def _like(array: RuleArray, composed: ComposedArray) -> RuleArray:
+    """Returns an array with another composition and its shape; all else of the spec stays."""
+    return RuleArray(msgspec.structs.replace(array.spec, shape=composed.shape), composed)
 
 
-def _check_alike(given: Sequence[Array], axis: int | None) -> None:
-    """Refuses arrays that differ in dtype, or in shape other than along the axis."""
+def _check_alike(given: Sequence[RuleArray], axis: int | None) -> None:
+    """Raises a MismatchError for arrays that differ in dtype, or in shape other than along the axis."""
     for array in given:
         if array.spec.dtype != given[0].spec.dtype:
-            raise _refuse(f"arrays of one dtype, as {given[0].spec.dtype}", array.spec.dtype, "Cast them before")
+            raise _rule_error(f"arrays of one dtype, as {given[0].spec.dtype}", array.spec.dtype, "Cast them before")
         a, b = list(array.spec.shape), list(given[0].spec.shape)
         if axis is not None and len(a) == len(b):
             a[axis] = b[axis]
         if a != b:
             besides = "" if axis is None else f" but along axis {axis}"
-            raise _refuse(f"arrays of one shape{besides}, as {given[0].spec.shape}", f"{array.spec.shape}")
+            raise _rule_error(f"arrays of one shape{besides}, as {given[0].spec.shape}", f"{array.spec.shape}")
 
 
-class Split(OfOne, frozen=True, tag="split"):
-    """One array becomes several, along an axis.
+class Split(SingleArrayRule, frozen=True, tag="split"):
+    """Splits one array into several along an axis.
 
     Args:
         source: the array.
-        into: the new names, `_` for a piece that is not kept; or one name with a number of its own, `w.$I`, counted
+        into: the new names, `_` for a piece that is dropped; or one name with a number of its own, `w.$I`, counted
             from 0, which needs `sizes`.
-        axis: that is cut.
-        sizes: how long the pieces are in proportion to each other; None for equal ones.
-        groups: the axis is first thought cut into so many equal stretches, each of which is split; piece k is made of
-            the k-th of each. So a fused projection of grouped-query attention with 32 heads and 8 groups of keys and
-            values, a group after the other, has `sizes=(4, 1, 1), groups=8`.
+        axis: the axis to cut.
+        sizes: relative lengths of the pieces; None means equal lengths.
+        groups: the axis is first divided into this many equal ranges, and each of them is split; piece k is the
+            concatenation of their k-th parts. A fused projection of grouped-query attention with 32 heads and 8 groups
+            of keys and values, group after group, has `sizes=(4, 1, 1), groups=8`.
     """
 
     into: tuple[str, ...]
@@ -154,48 +158,48 @@ class Split(OfOne, frozen=True, tag="split"):
     def targets(self) -> tuple[str, ...]:
         return self.into
 
-    def make(self, given: Sequence[Array]) -> list[Array]:
+    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
         [array] = given
         axis, shape = _axis(self.axis, array.spec.shape), array.spec.shape
         sizes = self.sizes or (1,) * len(self.into)
         if min(sizes) < 0 or not sum(sizes) or self.groups < 1:
-            raise _refuse("sizes and groups of at least 1", f"{sizes}, {self.groups} groups")
+            raise _rule_error("sizes and groups of at least 1", f"{sizes}, {self.groups} groups")
         if shape[axis] % (sum(sizes) * self.groups):
-            raise _refuse(
+            raise _rule_error(
                 f"a length along axis {axis} that {self.groups} groups of {'+'.join(map(str, sizes))} divide",
                 f"{shape[axis]} of shape {shape}",
             )
         unit = shape[axis] // self.groups // sum(sizes)
-        pieces = arrays.uninterleave(array.made, axis, [unit * size for size in sizes], self.groups)
-        return [_of(array, piece.shape, piece) for piece in pieces]
+        pieces = arrays.uninterleave(array.composed, axis, [unit * size for size in sizes], self.groups)
+        return [_like(array, piece) for piece in pieces]
 
     def names(self, binding: Binding, count: int) -> list[str]:
-        return _numbered(self.into, self.source, binding, count)
+        return _new_names(self.into, self.source, binding, count)
 
-    def undo(self, given: Sequence[tuple[str, Array]], made: Sequence[str]) -> tuple[Reshape, ...] | None:
-        return None if NOWHERE in made else (Concat(tuple(made), given[0][0], self.axis, self.groups),)
+    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
+        return None if NOWHERE in new else (Concat(tuple(new), given[0][0], self.axis, self.groups),)
 
 
-def _numbered(into: Sequence[str], source: str, binding: Binding, count: int) -> list[str]:
-    """New names, written out or with a number of their own that is counted from 0.
+def _new_names(into: Sequence[str], source: str, binding: Binding, count: int) -> list[str]:
+    """Returns the new names; a number that only they have is counted from 0.
 
     Raises:
-        MismatchError: there are more or fewer than arrays.
+        MismatchError: their number differs from that of the arrays.
     """
-    free = numbers_of(into[0]) - numbers_of(source) if len(into) == 1 else set[str]()
+    free = numbers_in(into[0]) - numbers_in(source) if len(into) == 1 else set[str]()
     names = [expand(name, binding) for name in into] if not free else []
     if len(free) == 1:
         [name] = free
         names = [expand(into[0], tuple(sorted((*binding, (name, i))))) for i in range(count)]
     if len(names) != count:
-        raise _refuse(f"{count} new names", f"{', '.join(into)}")
+        raise _rule_error(f"{count} new names", f"{', '.join(into)}")
     return names
 
 
-class Concat(Shaping, frozen=True, tag="concat"):
-    """Several arrays become one, along an axis; with several groups, a share of each after the other, again and again.
+class Concat(ArrayRule, frozen=True, tag="concat"):
+    """Joins several arrays along an axis; with n groups, a 1/n part of each in turn, n times.
 
-    A number that only the sources have, as in `Concat(("experts.$E.w",), "experts.w")`, is gone through in order.
+    A number that only the sources have, as in `Concat(("experts.$E.w",), "experts.w")`, orders them.
     """
 
     sources: tuple[str, ...]
@@ -215,25 +219,25 @@ class Concat(Shaping, frozen=True, tag="concat"):
     def joins(self) -> bool:
         return True
 
-    def make(self, given: Sequence[Array]) -> list[Array]:
+    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
         axis = _axis(self.axis, given[0].spec.shape)
         _check_alike(given, axis)
         for array in given:
             if self.groups < 1 or array.spec.shape[axis] % self.groups:
-                raise _refuse(f"a length along axis {axis} that {self.groups} groups divide", f"{array.spec.shape}")
-        joined = arrays.interleave([array.made for array in given], axis, self.groups)
-        return [_of(given[0], joined.shape, joined)]
+                raise _rule_error(f"a length along axis {axis} that {self.groups} groups divide", f"{array.spec.shape}")
+        joined = arrays.interleave([array.composed for array in given], axis, self.groups)
+        return [_like(given[0], joined)]
 
-    def undo(self, given: Sequence[tuple[str, Array]], made: Sequence[str]) -> tuple[Reshape, ...] | None:
+    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
         shapes = [array.spec.shape for _, array in given]
         axis = _axis(self.axis, shapes[0])
         lengths = tuple(shape[axis] // self.groups for shape in shapes)
         sizes = lengths if sum(lengths) else None
-        return (Split(made[0], tuple(name for name, _ in given), axis, sizes, self.groups),)
+        return (Split(new[0], tuple(name for name, _ in given), axis, sizes, self.groups),)
 
 
-class Permute(OfOne, frozen=True, tag="permute"):
-    """An array with its dimensions in another order; without `axes` in the reverse one, so a matrix is transposed."""
+class Permute(SingleArrayRule, frozen=True, tag="permute"):
+    """Permutes the dimensions of an array; without `axes` it reverses them, which transposes a matrix."""
 
     axes: tuple[int, ...] | None = None
     target: str | None = None
@@ -242,18 +246,18 @@ class Permute(OfOne, frozen=True, tag="permute"):
     def targets(self) -> tuple[str, ...]:
         return (self.source if self.target is None else self.target,)
 
-    def make(self, given: Sequence[Array]) -> list[Array]:
+    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
         [array] = given
         ndim = len(array.spec.shape)
         axes = tuple(reversed(range(ndim))) if self.axes is None else self.axes
         if sorted(axes) != list(range(ndim)):
-            raise _refuse(f"an order of the {ndim} dimensions of shape {array.spec.shape}", f"{axes}")
-        turned = arrays.permute(array.made, axes)
-        return [_of(array, turned.shape, turned)]
+            raise _rule_error(f"an order of the {ndim} dimensions of shape {array.spec.shape}", f"{axes}")
+        permuted = arrays.permute(array.composed, axes)
+        return [_like(array, permuted)]
 
-    def undo(self, given: Sequence[tuple[str, Array]], made: Sequence[str]) -> tuple[Reshape, ...] | None:
+    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
         axes = None if self.axes is None else tuple(self.axes.index(d) for d in range(len(self.axes)))
-        return (Permute(made[0], axes, given[0][0]),)
+        return (Permute(new[0], axes, given[0][0]),)
 
 
 _WIDER = {
@@ -264,12 +268,12 @@ _WIDER = {
 }
 
 
-class Cast(OfOne, frozen=True, tag="cast"):
-    """Arrays, or all below a node, in another dtype; values stay as they are.
+class Cast(SingleArrayRule, frozen=True, tag="cast"):
+    """Casts arrays, or all arrays below a node, to another dtype; values stay as they are.
 
     Args:
-        dtype: a name, or a dtype of torch or numpy, which becomes its name.
-        of: only arrays of this dtype.
+        dtype: a name, or a dtype of torch or numpy, which is stored as its name.
+        of: casts only arrays of this dtype.
     """
 
     dtype: str
@@ -280,22 +284,22 @@ class Cast(OfOne, frozen=True, tag="cast"):
         if self.of is not None:
             msgspec.structs.force_setattr(self, "of", normalize_dtype(self.of))
 
-    def make(self, given: Sequence[Array]) -> list[Array]:
+    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
         [array] = given
         if self.of not in (None, array.spec.dtype):
             return [array]
         dtype = dtype_of(self.dtype).name
-        return [Array(msgspec.structs.replace(array.spec, dtype=dtype), arrays.cast(array.made, dtype))]
+        return [RuleArray(msgspec.structs.replace(array.spec, dtype=dtype), arrays.cast(array.composed, dtype))]
 
-    def undo(self, given: Sequence[tuple[str, Array]], made: Sequence[str]) -> tuple[Reshape, ...] | None:
+    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
         before = given[0][1].spec.dtype
         if before == self.dtype or self.of not in (None, before):
             return ()
-        return (Cast(made[0], before),) if before in _WIDER.get(self.dtype, ()) else None
+        return (Cast(new[0], before),) if before in _WIDER.get(self.dtype, ()) else None
 
 
-class Slice(OfOne, frozen=True, tag="slice"):
-    """A stretch of an array along an axis, as of a slice of Python."""
+class Slice(SingleArrayRule, frozen=True, tag="slice"):
+    """Takes a range of an array along an axis, with the meaning of a Python slice."""
 
     start: int | None = None
     stop: int | None = None
@@ -306,18 +310,18 @@ class Slice(OfOne, frozen=True, tag="slice"):
     def targets(self) -> tuple[str, ...]:
         return (self.source if self.target is None else self.target,)
 
-    def make(self, given: Sequence[Array]) -> list[Array]:
+    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
         [array] = given
         axis = _axis(self.axis, array.spec.shape)
         length = array.spec.shape[axis]
         start, stop, _ = slice(self.start, self.stop).indices(length)
         lengths = (start, max(0, stop - start), length - max(start, stop))
-        piece = arrays.uninterleave(array.made, axis, lengths)[1]
-        return [_of(array, piece.shape, piece)]
+        piece = arrays.uninterleave(array.composed, axis, lengths)[1]
+        return [_like(array, piece)]
 
 
-class Stack(Shaping, frozen=True, tag="stack"):
-    """Several arrays become one with a new axis: `Stack("layers.$L.w", "layers.w")`, in the order of their numbers."""
+class Stack(ArrayRule, frozen=True, tag="stack"):
+    """Stacks arrays along a new axis, in the order of their numbers: `Stack("layers.$L.w", "layers.w")`."""
 
     sources: str | tuple[str, ...]
     target: str
@@ -335,17 +339,17 @@ class Stack(Shaping, frozen=True, tag="stack"):
     def joins(self) -> bool:
         return True
 
-    def make(self, given: Sequence[Array]) -> list[Array]:
+    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
         _check_alike(given, None)
-        stacked = arrays.stack([array.made for array in given], _axis(self.axis, given[0].spec.shape, 1))
-        return [_of(given[0], stacked.shape, stacked)]
+        stacked = arrays.stack([array.composed for array in given], _axis(self.axis, given[0].spec.shape, 1))
+        return [_like(given[0], stacked)]
 
-    def undo(self, given: Sequence[tuple[str, Array]], made: Sequence[str]) -> tuple[Reshape, ...] | None:
-        return (Unstack(made[0], tuple(name for name, _ in given), self.axis),)
+    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
+        return (Unstack(new[0], tuple(name for name, _ in given), self.axis),)
 
 
-class Unstack(OfOne, frozen=True, tag="unstack"):
-    """An array becomes one for each element along an axis: `Unstack("layers.w", "layers.$L.w")`, counted from 0."""
+class Unstack(SingleArrayRule, frozen=True, tag="unstack"):
+    """Unstacks an array into one for each index along an axis: `Unstack("layers.w", "layers.$L.w")`, counted from 0."""
 
     into: str | tuple[str, ...]
     axis: int = 0
@@ -354,17 +358,17 @@ class Unstack(OfOne, frozen=True, tag="unstack"):
     def targets(self) -> tuple[str, ...]:
         return (self.into,) if isinstance(self.into, str) else self.into
 
-    def make(self, given: Sequence[Array]) -> list[Array]:
+    def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
         [array] = given
         axis = _axis(self.axis, array.spec.shape)
-        rows = (arrays.take(array.made, axis, i) for i in range(array.spec.shape[axis]))
-        return [_of(array, row.shape, row) for row in rows]
+        rows = (arrays.take(array.composed, axis, i) for i in range(array.spec.shape[axis]))
+        return [_like(array, row) for row in rows]
 
     def names(self, binding: Binding, count: int) -> list[str]:
-        return _numbered(self.targets, self.source, binding, count)
+        return _new_names(self.targets, self.source, binding, count)
 
-    def undo(self, given: Sequence[tuple[str, Array]], made: Sequence[str]) -> tuple[Reshape, ...] | None:
-        return (Stack(tuple(made), given[0][0], _axis(self.axis, given[0][1].spec.shape)),)
+    def undo(self, given: Sequence[tuple[str, RuleArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
+        return (Stack(tuple(new), given[0][0], _axis(self.axis, given[0][1].spec.shape)),)
 
 
 Reshape = Split | Concat | Permute | Cast | Slice | Stack | Unstack

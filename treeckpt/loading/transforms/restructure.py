@@ -1,8 +1,8 @@
-"""The structure of a tree whose leaves have new names: containers of the kinds that they had, as far as that goes.
+"""The structure of a tree whose leaves have new names, with containers of their saved kinds where possible.
 
-A container that still stands where it stood, or moved with what is in it, keeps its kind where its children allow it: a
-list needs all positions from 0 on, a class all its fields. Any other one is a dict, with integers as keys where a step
-is a number.
+A container that is still at its path, or that moved together with its children, keeps its kind if its children allow
+it: a list needs all positions from 0 on, a class all its fields. Every other container is a dict, with integer keys
+where a step is a number.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from ...core.tree.structure import (
 from ...core.tree.value_codec import Value
 from ...errors import MismatchError
 
-__all__ = ["empty_nodes", "regrow"]
+__all__ = ["empty_containers", "rebuild_structure"]
 
 OWN = "~rank*"
 _FIELDS = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TableNode)
-"""Kinds that need all of their children."""
+"""Kinds that need all their children."""
 Steps = tuple[str, ...]
 
 
 class NodeBuilder:
-    """A node of the new tree while it grows."""
+    """A node of the new tree while it is built."""
 
     def __init__(self) -> None:
         self.children: dict[str, NodeBuilder | None] = {}
-        self.was: Steps | None = None
-        """Where a container stood whose kind it may take."""
+        self.saved_path: Steps | None = None
+        """Path of the saved container whose kind it may take."""
 
 
-def empty_nodes(structure: Structure) -> list[tuple[str, int]]:
-    """Containers without anything in them, which no leaf tells of: the path, and how many leaves stand before it."""
+def empty_containers(structure: Structure) -> list[tuple[str, int]]:
+    """Returns the path of each empty container, which no leaf path contains, and the number of leaves before it."""
     found: list[tuple[str, int]] = []
     leaves = 0
 
@@ -73,7 +73,7 @@ def empty_nodes(structure: Structure) -> list[tuple[str, int]]:
 
 
 def _nodes(structure: Structure, rank: int | None) -> dict[Steps, Node]:
-    """Every container by its path; of those under `PerRank` one rank's, or the first."""
+    """Returns every container by its path; under `PerRank` those of one rank, or of the first."""
     found: dict[Steps, Node] = {}
 
     def walk(node: Structure, steps: Steps) -> Recursive[None]:
@@ -92,55 +92,57 @@ def _nodes(structure: Structure, rank: int | None) -> dict[Steps, Node]:
     return found
 
 
-def regrow(structure: Structure, names: Iterable[tuple[str, str]], *, source_rank: int, rank: int) -> Structure:
-    """The structure of a tree with these leaves, in this order.
+def rebuild_structure(
+    structure: Structure, names: Iterable[tuple[str, str]], *, source_rank: int, rank: int
+) -> Structure:
+    """Returns the structure of a tree with these leaves, in this order.
 
     Args:
-        names: of each leaf or empty container, how it is called now, and how it was; empty for what is new.
-        source_rank: whose subtrees of the saved structure count, under `PerRank`.
-        rank: whose they are now.
+        names: (new path, saved path) of each leaf or empty container; the saved path is empty for an added one.
+        source_rank: the rank whose subtrees of the saved structure count, under `PerRank`.
+        rank: the rank that they belong to now.
 
     Raises:
-        MismatchError: a leaf stands where others lie below.
+        MismatchError: a path is both a leaf and a container.
     """
     nodes, root = _nodes(structure, source_rank), NodeBuilder()
     pairs = list(names)
     for now, before in pairs:
         if not now:
             if len(pairs) > 1:
-                raise _both("")
+                raise _path_conflict("")
             return nodes.get(tuple(before.split("/")) if before else ())
         old = tuple(before.split("/")) if before else ()
-        _add(root, tuple(now.split("/")), old, nodes, is_node=bool(old) and old in nodes)
-    root.was = ()
-    return trampoline(_grown(root, (), nodes, rank))
+        _insert(root, tuple(now.split("/")), old, nodes, is_node=bool(old) and old in nodes)
+    root.saved_path = ()
+    return trampoline(_build(root, (), nodes, rank))
 
 
-def _add(root: NodeBuilder, steps: Steps, old: Steps, nodes: dict[Steps, Node], *, is_node: bool) -> None:
-    twig = root
+def _insert(root: NodeBuilder, steps: Steps, old: Steps, nodes: dict[Steps, Node], *, is_node: bool) -> None:
+    builder = root
     for depth, step in enumerate(steps):
         last = depth == len(steps) - 1 and not is_node
-        child = twig.children.get(step)
-        if step in twig.children and (child is None or last):
-            raise _both("/".join(steps[: depth + 1]))
+        child = builder.children.get(step)
+        if step in builder.children and (child is None or last):
+            raise _path_conflict("/".join(steps[: depth + 1]))
         if last:
-            twig.children[step] = None
+            builder.children[step] = None
             return
         if child is None:
-            child = twig.children[step] = NodeBuilder()
-        if child.was is None:
-            child.was = _origin(steps, old, depth + 1, nodes)
-        twig = child
+            child = builder.children[step] = NodeBuilder()
+        if child.saved_path is None:
+            child.saved_path = _saved_path(steps, old, depth + 1, nodes)
+        builder = child
 
 
-def _both(path: str) -> MismatchError:
+def _path_conflict(path: str) -> MismatchError:
     return MismatchError(
         path, expected="a leaf, or leaves below it", found="both", hint="Give one of them another name"
     )
 
 
-def _origin(steps: Steps, old: Steps, depth: int, nodes: dict[Steps, Node]) -> Steps | None:
-    """Where the container stood that a leaf now has at a depth."""
+def _saved_path(steps: Steps, old: Steps, depth: int, nodes: dict[Steps, Node]) -> Steps | None:
+    """Returns the saved path of the container at a depth of a leaf's new path, or None."""
     if steps[:depth] in nodes:
         return steps[:depth]
     above = len(old) - (len(steps) - depth)
@@ -148,24 +150,24 @@ def _origin(steps: Steps, old: Steps, depth: int, nodes: dict[Steps, Node]) -> S
     return old[:above] if moved else None
 
 
-def _grown(twig: NodeBuilder, steps: Steps, nodes: dict[Steps, Node], rank: int) -> Recursive[Node]:
-    was = nodes.get(twig.was) if twig.was is not None else None
-    texts = list(twig.children)
+def _build(builder: NodeBuilder, steps: Steps, nodes: dict[Steps, Node], rank: int) -> Recursive[Node]:
+    was = nodes.get(builder.saved_path) if builder.saved_path is not None else None
+    texts, is_complete = list(builder.children), False
     if isinstance(was, (ListNode, TupleNode, DequeNode)):
         texts.sort(key=lambda text: (not text.isdecimal(), int(text) if text.isdecimal() else 0))
+        is_complete = texts == [str(i) for i in range(len(texts))]
     elif isinstance(was, _FIELDS):
         known = [key_text(key) for key in keys_of(was, "")]
-        texts = known if set(known) == set(texts) else texts
-    grown: list[Structure] = []
+        is_complete = set(known) == set(texts)
+        texts = known if is_complete else texts
+    built: list[Structure] = []
     for text in texts:
-        child = twig.children[text]
-        grown.append(None if child is None else (yield _grown(child, (*steps, text), nodes, rank)))
-    children = tuple(grown)
+        child = builder.children[text]
+        built.append(None if child is None else (yield _build(child, (*steps, text), nodes, rank)))
+    children = tuple(built)
     if texts == [OWN]:
         return PerRankNode((encode_runs([rank]),), children)
-    if isinstance(was, (ListNode, TupleNode, DequeNode)) and texts == [str(i) for i in range(len(texts))]:
-        return msgspec.structs.replace(was, children=children)
-    if isinstance(was, _FIELDS) and texts == [key_text(key) for key in keys_of(was, "")]:
+    if was is not None and is_complete:
         return msgspec.structs.replace(was, children=children)
     stored: dict[str, Value] = {}
     if isinstance(was, (DictNode, OrderedDictNode, DefaultDictNode)):
@@ -177,7 +179,7 @@ def _grown(twig: NodeBuilder, steps: Steps, nodes: dict[Steps, Node], rank: int)
 
 
 def _key(text: str, steps: Steps) -> Value:
-    """The key of a step that no saved container had."""
+    """Returns the key for a path step that no saved container had."""
     if text.startswith("~s"):
         return text.removeprefix("~s")
     if re.fullmatch("-?[0-9]+", text):

@@ -1,17 +1,12 @@
-"""What becomes of saved leaves before they are wanted: rules on names and shapes, as plain data with a JSON form.
+"""Load rules on names, and the union of all rules, as plain data with a JSON form.
 
-`loading.transforms.apply_rules` applies lists of rules, in order, each to what the ones before it left. Nothing here
-touches data: a load reads, of what rules make, the bytes that are wanted.
+`loading.transforms.apply_rules` applies a list of rules in order, each to the result of those before it. Rules never
+touch data: a load reads only the bytes that it needs of their result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
-
-from ...errors import FormatError
-from .reshape_rules import BaseRule, Reshape, Shaping
+from .reshape_rules import ArrayRule, BaseRule, Reshape
 
 __all__ = [
     "Carried",
@@ -23,66 +18,64 @@ __all__ = [
     "Rename",
     "Renames",
     "Rule",
-    "decode_rules",
-    "encode_rules",
     "label_of",
 ]
 
 
 class Rename(BaseRule, frozen=True, tag="rename"):
-    """Leaves, or all below a node, are called otherwise: `Rename("model/h.$L.*", "model/layers.${L + 4}.*")`."""
+    """Renames leaves, or everything below a node: `Rename("model/h.$L.*", "model/layers.${L + 4}.*")`."""
 
     source: str
     target: str
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Pattern and new name."""
+        """(pattern, new name) pairs."""
         return ((self.source, self.target),)
 
 
 class Renames(BaseRule, frozen=True, tag="renames"):
-    """Several renames at once: a leaf takes the first that means it, so names may be exchanged."""
+    """Applies several renames at once: the first pattern that matches a leaf counts, so names can be exchanged."""
 
     names: tuple[tuple[str, str], ...]
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Pattern and new name."""
+        """(pattern, new name) pairs."""
         return self.names
 
 
 class Copy(BaseRule, frozen=True, tag="copy"):
-    """Leaves, or all below a node, are there under a second name too: one array, tied, where neither is changed."""
+    """Adds a second name to leaves, or to everything below a node; both are one tied array while neither is changed."""
 
     source: str
     target: str
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Pattern and new name."""
+        """(pattern, new name) pairs."""
         return ((self.source, self.target),)
 
 
 class Drop(BaseRule, frozen=True, tag="drop"):
-    """Leaves, or all below a node, are not there."""
+    """Removes leaves, or everything below a node."""
 
     source: str
 
 
 class Keep(BaseRule, frozen=True, tag="keep"):
-    """What is wanted under these names stays as `like` has it, whatever was saved there."""
+    """Leaves the target's values under these names unchanged, whatever was saved there."""
 
     source: str
 
 
 class Fill(BaseRule, frozen=True, tag="fill"):
-    """An array of one value, where none was saved.
+    """Adds an array of one value where none was saved.
 
     Args:
-        target: its name; a pattern, if the shape is left to `like`.
-        value: of each element.
-        shape, dtype: None takes those that `like` wants there.
+        target: its name; a pattern if the shape comes from `like`.
+        value: the value of every element.
+        shape, dtype: of the array; a shape of None means the shape and dtype that `like` has there.
     """
 
     target: str
@@ -92,11 +85,11 @@ class Fill(BaseRule, frozen=True, tag="fill"):
 
 
 class Carried(BaseRule, frozen=True, tag="carried"):
-    """Rules for `model/...` of a state that `treeckpt.training` saved, which its optimizers' state follows.
+    """Applies rules to `model/...` of a state saved by `treeckpt.training`, and to the optimizers' state of it.
 
-    Moments (`optimizer/<name>/exp_avg`) are renamed, split, joined and turned as their parameters are. What a parameter
-    has only one of (`step`, its place in a group) goes to all that it becomes; where parameters of one group are
-    joined, the first one's is taken. Casts and fills are of parameters only.
+    Moments (`optimizer/<name>/exp_avg`) are renamed, split, joined and permuted as their parameters are. State of which
+    a parameter has one value (`step`, its membership in a group) is copied to each parameter that it is split into;
+    where parameters of one group are joined, the value of the first is taken. Casts and fills apply to parameters only.
     """
 
     rules: tuple[Rule, ...]
@@ -107,9 +100,9 @@ Rule = OneRule | Carried
 
 
 def label_of(rule: Rule) -> str:
-    """A rule in a few words, for errors."""
+    """Returns a short description of a rule, for errors."""
     kind = str(type(rule).__struct_config__.tag)
-    if isinstance(rule, Shaping):
+    if isinstance(rule, ArrayRule):
         return f"{kind} {', '.join(rule.patterns)} -> {', '.join(rule.targets)}"[:200]
     if isinstance(rule, (Rename, Renames, Copy)):
         more = f" and {len(rule.pairs) - 1} more" if len(rule.pairs) > 1 else ""
@@ -117,20 +110,3 @@ def label_of(rule: Rule) -> str:
     if isinstance(rule, Carried):
         return f"{kind} {len(rule.rules)} rules"
     return f"{kind} {rule.target if isinstance(rule, Fill) else rule.source}"
-
-
-def encode_rules(rules: Sequence[Rule]) -> bytes:
-    """Rules as JSON: a list of objects, each with its kind as `rule`."""
-    return msgspec.json.encode(rules)
-
-
-def decode_rules(data: bytes | str, name: str = "rules") -> tuple[Rule, ...]:
-    """The inverse of `encode_rules`.
-
-    Raises:
-        FormatError: an unknown kind of rule or field, or one that is missing.
-    """
-    try:
-        return msgspec.json.decode(data, type=tuple[Rule, ...])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise FormatError(name, expected="a list of rules", found=f"{error}"[:200]) from error

@@ -1,7 +1,7 @@
-"""A checkpoint as a load sees it: the leaves of its index, or what rules make of them.
+"""The leaves that a load can match: those of an index, or those that rules build from them.
 
-Without rules a view is the index itself. With rules, a leaf that only has another name is the saved one under that
-name, ties and all; one that is made of others is a `MadeLeaf`. Under `PerRank` a view has one rank's leaves.
+Without rules a view is the index itself. With rules, a renamed leaf is the saved one under its new name, ties included;
+a leaf that is composed of others is a `MadeLeaf`. Under `PerRank` a view has the leaves of one rank.
 """
 
 from __future__ import annotations
@@ -15,51 +15,51 @@ from ...core.format.chunks import NoChunks
 from ...core.format.records import AliasRecord, ArrayRecord, Index, Leaf, ValueRecord
 from ...core.sharding.int_runs import Runs, decode_runs
 from ...core.tree.spec import ArraySpec
-from ...core.tree.structure import Structure, empty_containers, paths_of
+from ...core.tree.structure import Structure, empty_container_paths, paths_of
 from ...errors import MismatchError
-from .apply_rule import LeafState, chain_of
-from .apply_rules import Ruled, apply_rules
-from .composed_array import ComposedArray, Part, is_saved, saved
-from .reshape_rules import Array
-from .restructure import empty_nodes, regrow
+from .apply_rule import LeafState, rule_history
+from .apply_rules import TransformedLeaves, apply_rules
+from .composed_array import ComposedArray, SourceBox, is_saved, saved
+from .reshape_rules import RuleArray
+from .restructure import empty_containers, rebuild_structure
 from .rules import Rule
 
 __all__ = ["MadeLeaf", "View", "plain_view", "ruled_view"]
 
 
 class MadeLeaf(Leaf, frozen=True, gc=False):
-    """An array that rules made. Its record has no chunks: these are those of the leaves it is made of."""
+    """An array that rules composed. Its record has no chunks: those of its sources are read."""
 
     made: ComposedArray
     sources: dict[str, Leaf]
-    """The saved leaves, by their paths."""
+    """The saved leaves that it is composed of, by path."""
 
 
 class View(msgspec.Struct, frozen=True, dict=True):
-    """What is there to be loaded."""
+    """The leaves that can be loaded."""
 
     index: Index
     by_path: Mapping[str, tuple[Leaf, ...]]
-    ruled: Ruled | None = None
+    ruled: TransformedLeaves | None = None
     empty: tuple[tuple[str, str], ...] = ()
-    """Names of empty containers, and what they were."""
+    """(new path, saved path) of empty containers."""
     source_rank: int = 0
     rank: int = 0
 
     @cached_property
     def structure(self) -> Structure:
-        """Of the tree; of this rank alone where there are rules."""
+        """Structure of the tree; that of this rank alone where there are rules."""
         if self.ruled is None:
             return self.index.structure
         places = {path: item.place for path, item in self.ruled.items.items()}
         names = [(path, item.of) for path, item in self.ruled.items.items() if path in self.by_path]
         names = sorted([*names, *self.empty], key=lambda pair: places[pair[0]])
-        return regrow(self.index.structure, names, source_rank=self.source_rank, rank=self.rank)
+        return rebuild_structure(self.index.structure, names, source_rank=self.source_rank, rank=self.rank)
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Of leaves, and of containers with nothing in them: what globs may mean."""
-        return frozenset((*self.by_path, *empty_containers(self.structure)))
+        """Paths of leaves and of empty containers: those that globs are matched with."""
+        return frozenset((*self.by_path, *empty_container_paths(self.structure)))
 
     @cached_property
     def entries(self) -> Sequence[Leaf]:
@@ -70,25 +70,25 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def specs(self) -> dict[str, ArraySpec | None]:
-        """What each leaf is, by path; None for values."""
+        """Spec of each leaf by path; None for values."""
         return {path: found[0].spec for path, found in self.by_path.items()}
 
     def is_kept(self, path: str) -> bool:
-        """Whether a rule says that what is wanted there stays as it is."""
+        """Whether a `Keep` rule leaves the target's value at a path unchanged."""
         return self.ruled is not None and self.ruled.is_kept(path)
 
     def filled(self, path: str, wanted: ArraySpec | None) -> Leaf | None:
-        """An array of one value, if rules put one where an array is wanted and none was saved."""
-        made = self.ruled.fill_at(path, wanted) if self.ruled is not None and wanted is not None else None
-        if made is None or wanted is None:
+        """Returns the array that a `Fill` rule puts where one is wanted and none was saved; None if no rule does."""
+        if self.ruled is None or wanted is None or (array := self.ruled.fill_at(path, wanted)) is None:
             return None
-        return _made_leaf(self._filled.setdefault(path, -1 - len(self._filled)), path, None, Array(wanted, made), {})
+        number = self._filled.setdefault(path, -1 - len(self._filled))
+        return _made_leaf(number, path, None, RuleArray(wanted, array), {})
 
     def check_fills(self) -> None:
-        """Refuses rules that leave a shape to what is wanted, where nothing says what is wanted.
+        """Checks that no `Fill` rule takes its shape from a `like`, for a load without one.
 
         Raises:
-            MismatchError: naming one.
+            MismatchError: with the name of such a rule.
         """
         for fill in self.ruled.fills if self.ruled is not None else ():
             raise MismatchError(
@@ -100,17 +100,17 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _filled(self) -> dict[str, int]:
-        """Numbers of what was not saved at all."""
+        """Leaf numbers of filled arrays, which were not saved."""
         return {}
 
     def chain(self, path: str) -> str:
-        """How a leaf came about, for errors; empty where no rule had to do with it."""
+        """Returns the rules that led to a leaf, for errors; empty where no rule changed it."""
         item = self.ruled.items.get(path) if self.ruled is not None else None
-        return chain_of(item, path) if item is not None and item.trail else ""
+        return rule_history(item, path) if item is not None and item.trail else ""
 
     @cached_property
     def renamed(self) -> tuple[tuple[str, str], ...]:
-        """Leaves that only have another name, as saved and now."""
+        """(saved path, new path) of leaves that only have another name."""
         if self.ruled is None:
             return ()
         leaves = ((path, self.ruled.items[path].of, found[0]) for path, found in self.by_path.items())
@@ -118,25 +118,25 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
 
 def plain_view(index: Index) -> View:
-    """An index as it is."""
+    """Returns the view of an index without rules."""
     return View(index, index.by_path)
 
 
 def ruled_view(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int, strict: bool = True) -> View:
-    """What rules make of an index.
+    """Returns the view of an index after rules.
 
     Args:
-        source_rank: whose leaves count, under `PerRank`.
-        rank: that they are for.
-        strict: rules that find nothing to do are an error.
+        source_rank: the rank whose leaves count, under `PerRank`.
+        rank: the rank that they are for.
+        strict: whether rules that match nothing are an error.
 
     Raises:
         MismatchError: a rule that cannot be applied.
     """
     own = {path: _own(found, source_rank) for path, found in index.by_path.items()}
     items = {path: _item(index, leaf) for path, leaf in own.items()}
-    empty = empty_nodes(index.structure)
-    # an empty container stands behind the leaf before it, and all that rules make of that
+    empty = empty_containers(index.structure)
+    # an empty container comes after the leaf before it, and after all that rules build from that leaf
     items.update((path, LeafState(path, (before - 1, 1 << 60, i))) for i, (path, before) in enumerate(empty))
     ruled = apply_rules(items, rules, strict=strict)
     numbers: dict[object, int] = {}
@@ -149,14 +149,14 @@ def ruled_view(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: i
 
 
 def _own(found: Sequence[Leaf], rank: int) -> Leaf:
-    """One rank's leaf of a path; the first where it has none, which a load then refuses."""
+    """Returns the leaf of one rank at a path; the first if that rank has none, which a load then refuses."""
     if found[0].ranks is None:
         return found[0]
     return next((leaf for leaf in found if rank in decode_runs(leaf.ranks or ())), found[0])
 
 
 def _source(index: Index, leaf: Leaf) -> str:
-    """The path of the array that a leaf is: ties are one."""
+    """Returns the path of the array of a leaf: that of its target for a tie without a view."""
     record = leaf.record
     return index.entries[record.of].path if isinstance(record, AliasRecord) and record.view is None else leaf.path
 
@@ -166,24 +166,22 @@ def _item(index: Index, leaf: Leaf) -> LeafState:
     spec = leaf.spec
     if not isinstance(spec, ArraySpec):
         return LeafState(leaf.path, (leaf.number,), value=value)
-    return LeafState(leaf.path, (leaf.number,), Array(spec, saved(_source(index, leaf), spec)))
+    return LeafState(leaf.path, (leaf.number,), RuleArray(spec, saved(_source(index, leaf), spec)))
 
 
 def _leaf(index: Index, own: Mapping[str, Leaf], path: str, item: LeafState, numbers: dict[object, int]) -> Leaf:
-    """The leaf of an item; what is made of the same parts has the same number, and so is one array."""
+    """Returns the leaf for a state; arrays composed of the same parts get one number, so they are one array."""
     leaf, array = own.get(item.of), item.array
-    if leaf is not None and (array is None or _is_untouched(index, leaf, array)):
+    if leaf is not None and (
+        array is None or (leaf.spec == array.spec and is_saved(array.composed, _source(index, leaf), array.spec))
+    ):
         return leaf if leaf.path == path else msgspec.structs.replace(leaf, path=path)
     assert array is not None, "only arrays are new"
-    sources = {part.source: own[part.source] for part in array.made.parts if isinstance(part, Part)}
+    sources = {part.source: own[part.source] for part in array.composed.parts if isinstance(part, SourceBox)}
     ranks = next((source.ranks for source in sources.values() if source.ranks is not None), None)
-    number = numbers.setdefault((array.spec, array.made) if sources else path, len(index.entries) + len(numbers))
+    number = numbers.setdefault((array.spec, array.composed) if sources else path, len(index.entries) + len(numbers))
     return _made_leaf(number, path, ranks, array, sources)
 
 
-def _made_leaf(number: int, path: str, ranks: Runs | None, array: Array, sources: dict[str, Leaf]) -> MadeLeaf:
-    return MadeLeaf(number, path, ArrayRecord(-1, -1, NoChunks()), ranks, array.spec, array.made, sources)
-
-
-def _is_untouched(index: Index, leaf: Leaf, array: Array) -> bool:
-    return leaf.spec == array.spec and is_saved(array.made, _source(index, leaf), array.spec)
+def _made_leaf(number: int, path: str, ranks: Runs | None, array: RuleArray, sources: dict[str, Leaf]) -> MadeLeaf:
+    return MadeLeaf(number, path, ArrayRecord(-1, -1, NoChunks()), ranks, array.spec, array.composed, sources)

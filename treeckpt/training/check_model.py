@@ -1,26 +1,26 @@
-"""Whether what was saved fits a model's tensors: in kind, shape and dtype, and where names here are one tensor."""
+"""Checks that saved arrays fit a model's tensors: in kind, shape and dtype, and where several names are one tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from torch.nn.parameter import is_lazy
 
 from ..arrays.plain_tensor import dtype_name
 from ..core.tree.spec import ArraySpec
 from ..errors import MismatchError
-from .modules import Entry, takes_back
+from .modules import StateDictEntry, has_load_hook
 from .names import key_path
+from .sources import RestoreSource
 
-__all__ = ["check_entry", "settle_ties", "without_ties"]
+__all__ = ["check_entry", "resolve_ties", "without_ties"]
 
 
-def check_entry(entry: Entry, spec: ArraySpec | None, path: str, *, cast: bool) -> None:
-    """Compares a tensor of the model with what was saved; None for a value.
+def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cast: bool) -> None:
+    """Compares a tensor of the model with the saved spec; a spec of None is a value.
 
     Raises:
-        MismatchError: of kind, shape or dtype.
+        MismatchError: kind, shape or dtype differ.
     """
     live = entry.value
     if is_lazy(live):
@@ -30,7 +30,7 @@ def check_entry(entry: Entry, spec: ArraySpec | None, path: str, *, cast: bool) 
             found="a lazy one, which the first forward pass makes",
             hint="Run the model once before",
         )
-    if not entry.live and not takes_back(entry):
+    if not entry.live and not has_load_hook(entry):
         raise MismatchError(
             path,
             expected="a parameter or buffer of the model",
@@ -56,35 +56,36 @@ def check_entry(entry: Entry, spec: ArraySpec | None, path: str, *, cast: bool) 
         )
 
 
-def without_ties(missing: Sequence[str], entries: Sequence[Entry], filled: Sequence[Entry]) -> list[str]:
-    """The missing paths but those of tensors that are filled under another name."""
+def without_ties(
+    missing: Sequence[str], entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]
+) -> list[str]:
+    """Returns the missing paths without those of tensors that are filled under another name."""
     there = {id(entry.value) for entry in filled}
     tied = {f"model/{key_path(entry.key)}" for entry in entries if entry.kind != "extra" and id(entry.value) in there}
     return [path for path in missing if path not in tied]
 
 
-def settle_ties(
-    entries: Sequence[Entry],
+def resolve_ties(
+    entries: Sequence[StateDictEntry],
     paths: Mapping[int, str],
-    are_equal: Callable[[tuple[str, str], Any], bool],
+    source: RestoreSource,
     *,
     strict: bool,
-) -> tuple[list[Entry], list[str]]:
-    """The entries to fill, and the paths of those that are not, as another name of the same tensor is filled.
+) -> tuple[list[StateDictEntry], list[str]]:
+    """Returns the entries to fill, and the paths of those whose tensor is filled under another name.
 
     Args:
-        paths: of the entries as they were saved, by identity.
-        are_equal: (two paths, the tensor) -> whether what was saved at both is the same.
-        strict: where it is not, that is an error; else the last name is filled.
+        paths: the saved path of each entry, by identity.
+        strict: whether different saved arrays for one tensor are an error; otherwise the last name is filled.
 
     Raises:
-        MismatchError: names of one tensor stand for arrays that differ.
+        MismatchError: the saved arrays of the names of one tensor differ.
     """
-    tied: dict[int, list[Entry]] = {}
+    tied: dict[int, list[StateDictEntry]] = {}
     left: list[str] = []
     for entry in entries:
         others, path = tied.setdefault(id(entry.value), []), paths[id(entry)]
-        if others and not are_equal((paths[id(others[0])], path), entry.value):
+        if others and not source.are_equal((paths[id(others[0])], path), entry.value):
             if strict:
                 raise MismatchError(
                     path,

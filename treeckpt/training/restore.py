@@ -1,17 +1,20 @@
-"""Putting a saved training state into live objects.
+"""Restore of a saved training state into live objects.
 
-First everything is compared and every small part is loaded, without a change to anything: names, shapes, groups,
-schedules, per-rank state. Then modules without memory get theirs, arrays are filled in place, and the optimizers,
-extra states, loader, schedulers and generators take what they are given. Ranks do not talk.
+First everything is compared and every small part is loaded, without any change: names, shapes, param groups, scheduler
+state, per-rank state. Then meta tensors get memory, arrays are filled in place, and the optimizers, extra states,
+loader, schedulers and random number generators load their states. Ranks exchange no messages.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from ..arrays.stateful import is_stateful
@@ -25,19 +28,29 @@ from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms, as_rules, carried
 from ..trees.per_rank_state import Policy, policy_of
-from .capture import live_of, ties_of
-from .fitting import check_entry, settle_ties, without_ties
-from .modules import Entry, Modules, collect, hidden, load_made, materialise, on_meta, settle_shards, shards_of
+from .capture import optimizer_of, ties_of
+from .check_model import check_entry, resolve_ties, without_ties
+from .hyperparameters import is_same
+from .modules import (
+    Modules,
+    StateDictEntry,
+    allocate_meta_tensors,
+    collect_entries,
+    hidden_parameters,
+    load_hook_tensors,
+    on_meta,
+    reset_fsdp_shards,
+    shards_of,
+)
 from .names import Key, key_path, put_in
-from .opening import is_stored, open_source, stores_of
-from .optimizers import Live, Optimizers, survey
-from .parts import compare_extra, loads_of
-from .plans import OptimizerPlan, apply_optimizers, plan_optimizers
+from .open_source import is_stored, open_source, stores_of
+from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
+from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .report import RestoreReport
 from .rng import check_rng, set_rng
 from .schedules import from_groups
-from .sources import Options, Source, children_of, descend
-from .values import is_same
+from .sources import RestoreSource, SourceOptions, children_of, descend
+from .user_state import compare_extra, loader_actions
 
 __all__ = ["restore"]
 
@@ -91,49 +104,57 @@ def restore(
     Raises:
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
-    comm = as_comm(comm, talks=False)
+    comm, rules = as_comm(comm, sends_messages=False), as_rules(rename, transforms)
+    rules = (carried(*rules),) if rules else ()
+    options = SourceOptions(cast, verify, allow_pickle, read, rules, globs_of(select), globs_of(exclude), strict)
+    targets = RestoreTargets(
+        model, optimizer, scheduler, loader, rng, extra, partial, tuple(keep), world_changed, device
+    )
+    run = functools.partial(_restore, comm=comm, targets=targets, options=options)
+    return on_one_version(source, run, together=read == "once") if is_stored(source) else run(source)
 
-    def restore_version(given: Any) -> RestoreReport:
-        with together(open_relay(comm, stores_of(given)) if read == "once" else None):
-            rules = as_rules(rename, transforms)
-            rules = (carried(*rules),) if rules else ()
-            chosen = Options(cast, verify, allow_pickle, read, rules, globs_of(select), globs_of(exclude), strict)
-            found = open_source(given, comm, chosen)
-            job = _Restore(found, comm, model, optimizer, strict, partial, cast, world_changed)
-            chosen.chosen.check_used(lambda: [*found.names, *(f"model/{key_path(entry.key)}" for entry in job.entries)])
-            job.plan_model()
-            job.plan_optimizer(tuple(keep))
-            job.plan_rest(scheduler, loader, rng, extra)
-            job.check_keys()
-        return job.run(device)
 
-    if is_stored(source):
-        return on_one_version(source, restore_version, together=read == "once")
-    return restore_version(source)
+class RestoreTargets(msgspec.Struct, frozen=True):
+    """The live objects that a restore fills, and how it treats them; the fields are the arguments of `restore`."""
+
+    model: Modules
+    optimizer: Optimizers | None
+    scheduler: Any
+    loader: Any
+    rng: bool
+    extra: Any
+    partial: bool
+    keep: tuple[str, ...]
+    world_changed: Policy | Mapping[str, Policy]
+    device: str | torch.device | None
+
+
+def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: SourceOptions) -> RestoreReport:
+    """Restores one version of a source: compares everything first, then changes the targets."""
+    with together(open_relay(comm, stores_of(given)) if options.read == "once" else None):
+        source = open_source(given, comm, options)
+        job = _Restore(source, comm, targets, options)
+        paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
+        options.chosen.check_used(lambda: [*source.names, *paths])
+        job.plan_model()
+        job.plan_optimizer()
+        job.plan_schedulers()
+        job.plan_rest()
+        job.check_keys()
+    return job.run()
 
 
 class _Restore:
     """One restore on one rank."""
 
-    def __init__(
-        self,
-        source: Source,
-        comm: Comm,
-        model: Modules,
-        optimizer: Optimizers | None,
-        strict: bool,
-        partial: bool,
-        cast: bool,
-        world_changed: Policy | Mapping[str, Policy],
-    ) -> None:
+    def __init__(self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: SourceOptions) -> None:
         self.began = time.perf_counter()
-        self.source, self.comm, self.model = source, comm, model
-        self.strict, self.partial, self.cast = strict, partial, cast
-        self.world_changed: Policy | Mapping[str, Policy] = world_changed
-        self.entries: list[Entry] = collect(model)
-        self.hidden: list[Entry] = hidden(model, self.entries)
-        self.ties: dict[int, tuple[Key, ...]] = ties_of(self.entries, model)
-        self.lives: list[Live] = survey(optimizer, self.ties, shards_of(self.entries, self.hidden))
+        self.source, self.comm, self.targets, self.options = source, comm, targets, options
+        self.entries: list[StateDictEntry] = collect_entries(targets.model)
+        self.hidden: list[StateDictEntry] = hidden_parameters(targets.model, self.entries)
+        self.ties: dict[int, tuple[Key, ...]] = ties_of(self.entries, targets.model)
+        shards = shards_of(self.entries, self.hidden)
+        self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.ties, shards)
         self.plans: list[OptimizerPlan] = []
         self.parts = children_of(source.structure)
         self.missing: list[str] = []
@@ -141,17 +162,18 @@ class _Restore:
         self.ignored: list[str] = []
         self.left: set[str] = set()
         """Names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
-        self.wanted: list[Entry] = []
+        self.wanted: list[StateDictEntry] = []
         """Entries of the model that are filled in place."""
         self.last: list[Callable[[], None]] = []
-        """What is done after all arrays are in place."""
+        """Actions to run after all arrays are in place."""
         self.loader: Any = None
         self.extra: Any = None
-        self.fill_extra = False
+        self.rng_state: Any = None
 
-    # compare, and load what is small --------------------------------------------------------------------------------
+    # compare, and load the small parts --------------------------------------------------------------------------------
 
     def plan_model(self) -> None:
+        """Compares the model with the source, and chooses the entries to fill."""
         leaves, asked = self.source.leaves, set[str]()
         saved_extra: Any = None
         paths: dict[int, str] = {}
@@ -162,12 +184,13 @@ class _Restore:
                 self.left.add(key_path(entry.key))
                 continue
             if entry.kind == "extra":
-                if not self._is_there(("model", *entry.key)):
+                if entry.key[-1] not in children_of(descend(self.source.structure, ("model", *entry.key[:-1]))):
                     self.missing.append(path)
                     continue
                 saved_extra = self.source.part("model") if saved_extra is None else saved_extra
                 asked.update(p for p in leaves if p == path or p.startswith(path + "/"))
-                self._plan_extra_state(entry, saved_extra)
+                state = functools.reduce(operator.getitem, entry.key, saved_extra)
+                self.last.append(functools.partial(entry.module.set_extra_state, state))
                 continue
             if isinstance(node, PerRankNode):
                 self._refuse_changed_world("buffers", path)
@@ -176,25 +199,17 @@ class _Restore:
             if path not in leaves:
                 self.missing.append(path)
                 continue
-            check_entry(entry, leaves[path], path, cast=self.cast)
+            check_entry(entry, leaves[path], path, cast=self.options.cast)
             self.wanted.append(entry)
             paths[id(entry)] = path
         self.missing = without_ties(self.missing, self.entries, self.wanted)
-        self.wanted, left = settle_ties(self.wanted, paths, self.source.are_equal, strict=self.strict)
+        self.wanted, left = resolve_ties(self.wanted, paths, self.source, strict=self.options.strict)
         self.ignored += left
         self.unexpected += [path for path in leaves if path.startswith("model/") and path not in asked]
 
-    def _is_there(self, keys: tuple[str, ...]) -> bool:
-        return keys[-1] in children_of(descend(self.source.structure, keys[:-1]))
-
-    def _plan_extra_state(self, entry: Entry, saved: Any) -> None:
-        for step in entry.key:
-            saved = saved[step]
-        value = saved
-        self.last.append(lambda: entry.module.set_extra_state(value))
-
     def _refuse_changed_world(self, part: str, path: str) -> None:
-        policy = policy_of(self.world_changed, part)
+        """Raises for per-rank state of a world of another size, unless `world_changed` says "take"."""
+        policy = policy_of(self.targets.world_changed, part)
         if self.comm.size != self.source.world and policy != "take":
             raise MismatchError(
                 path,
@@ -203,46 +218,50 @@ class _Restore:
                 hint=f"The world size changed: pass world_changed={{{part!r}: 'take'}}",
             )
 
-    def plan_optimizer(self, keep: tuple[str, ...]) -> None:
-        if not self.lives:
+    def plan_optimizer(self) -> None:
+        """Compares the optimizers with the source."""
+        keep = self.targets.keep
+        if not self.optimizers:
             return
         if "optimizer" not in self.parts or "param_groups" not in self.parts:
             self._missing_part("optimizer", "training.state(model, optimizer)")
-        known = sorted({name for live in self.lives for group in live.groups for name in group.values})
+        known = sorted({name for live in self.optimizers for group in live.groups for name in group.values})
         if unknown := [name for name in keep if name not in known]:
             raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=unknown[0])
         parameters = (entry for entry in (*self.entries, *self.hidden) if entry.kind == "parameter")
         frozen = (entry for entry in parameters if not entry.value.requires_grad)
         names = frozenset(key_path(entry.key) for entry in frozen)
-        self.plans, differences = plan_optimizers(self.lives, self.ties, self.source, keep=keep, frozen=names)
-        left = tuple(f"{key_path(('optimizer', *live.prefix))}/{name}/" for live in self.lives for name in self.left)
+        self.plans, differences = plan_optimizers(self.optimizers, self.ties, self.source, keep=keep, frozen=names)
+        left = tuple(
+            f"{key_path(('optimizer', *live.prefix))}/{name}/" for live in self.optimizers for name in self.left
+        )
         self.missing += [path for path in differences.missing if not f"{path}/".startswith(left)]
         self.unexpected += differences.unexpected
         self.ignored += differences.ignored
 
-    def plan_rest(self, scheduler: Any, loader: Any, rng: bool, extra: Any) -> None:
-        if scheduler is not None and self._has("scheduler", "scheduler=..."):
-            self._plan_schedulers(scheduler)
+    def plan_rest(self) -> None:
+        """Loads the state of the loader and the generators, and compares or loads `extra`."""
+        loader, extra = self.targets.loader, self.targets.extra
         if loader is not None and self._has("loader", "loader=..."):
-            self.loader = self.source.own("loader", policy_of(self.world_changed, "loader"))
-            self.last += loads_of(loader, self.loader, "loader")
+            self.loader = self.source.own("loader", policy_of(self.targets.world_changed, "loader"))
+            self.last += loader_actions(loader, self.loader, "loader")
         if extra is not None and self._has("extra", "extra=..."):
-            self.extra, self.fill_extra = extra, True
+            self.extra = extra
             found = compare_extra(extra, self.source, rank=self.comm.rank)
             self.missing, self.unexpected = self.missing + found[0], self.unexpected + found[1]
         elif "extra" in self.parts:
             if any("~rank*" in path for path in self.source.leaves if path.startswith("extra")):
                 self._refuse_changed_world("extra", "extra")
             self.extra = self.source.part("extra")
-        if rng and self._has("rng", "rng=True"):
-            state = self.source.own("rng", policy_of(self.world_changed, "rng"))
-            check_rng(state)
-            self.last.append(lambda: self.ignored.extend(set_rng(state)))
+        if self.targets.rng and self._has("rng", "rng=True"):
+            self.rng_state = self.source.own("rng", policy_of(self.targets.world_changed, "rng"))
+            check_rng(self.rng_state)
 
     def _has(self, part: str, how: str) -> bool:
+        """Whether the source has a part; under `strict` it raises if not."""
         if part in self.parts:
             return True
-        if self.strict:
+        if self.options.strict:
             self._missing_part(part, f"training.state(model, ..., {how})")
         self.missing.append(part)
         return False
@@ -255,39 +274,46 @@ class _Restore:
             hint=f"Leave it out: {part}={False if part == 'rng' else None}",
         )
 
-    def _plan_schedulers(self, scheduler: Any) -> None:
+    def plan_schedulers(self) -> None:
+        """Loads the states of the schedulers, for the param groups of the live optimizers.
+
+        Raises:
+            MismatchError: other schedulers were saved.
+        """
+        scheduler = self.targets.scheduler
+        if scheduler is None or not self._has("scheduler", "scheduler=..."):
+            return
         saved = self.source.part("scheduler")
-        of = {plan.prefix: plan.of for plan in self.plans}
-
-        def plan_one(one: Any, state: Any, path: str) -> None:
-            live = live_of(one, self.lives)
-            if live is not None:
-                state = from_groups(state, live.groups, of.get(live.prefix, {}), path=path, same=is_same)
-            self.last.append(lambda: one.load_state_dict(state))
-
         if is_stateful(scheduler) or not isinstance(scheduler, (Mapping, list, tuple)):
-            plan_one(scheduler, saved, "scheduler")
+            self._plan_scheduler(scheduler, saved, "scheduler")
             return
         keys = list(scheduler) if isinstance(scheduler, Mapping) else list(range(len(scheduler)))
         saved_keys = list(saved) if isinstance(saved, Mapping) else list(range(len(saved)))
         if set(keys) != set(saved_keys):
             raise MismatchError("scheduler", expected=f"schedulers {keys}", found=f"{saved_keys} in the checkpoint")
         for key in keys:
-            plan_one(scheduler[key], saved[key], f"scheduler/{key}")
+            self._plan_scheduler(scheduler[key], saved[key], f"scheduler/{key}")
+
+    def _plan_scheduler(self, scheduler: Any, state: Any, path: str) -> None:
+        optimizer = optimizer_of(scheduler, self.optimizers)
+        if optimizer is not None:
+            of = next((plan.of for plan in reversed(self.plans) if plan.prefix == optimizer.prefix), {})
+            state = from_groups(state, optimizer.groups, of, path=path, same=is_same)
+        self.last.append(functools.partial(scheduler.load_state_dict, state))
 
     def check_keys(self) -> None:
-        """Refuses what is only here, or only there.
+        """Checks that the targets and the source have the same leaves.
 
         Raises:
-            MismatchError: under `strict`.
+            MismatchError: they have not, under `strict`.
         """
-        bad = self.missing + ([] if self.partial else self.unexpected)
-        if not self.strict or not bad:
+        bad = self.missing + ([] if self.targets.partial else self.unexpected)
+        if not self.options.strict or not bad:
             return
         texts = [
             f"{len(paths)} {what}: {', '.join(paths[:5])}{f' and {len(paths) - 5} more' if len(paths) > 5 else ''}"
             for what, paths in (("missing in the checkpoint", self.missing), ("not here", self.unexpected))
-            if paths and (what != "not here" or not self.partial)
+            if paths and (what != "not here" or not self.targets.partial)
         ]
         raise MismatchError(
             bad[0],
@@ -298,19 +324,22 @@ class _Restore:
 
     # change ---------------------------------------------------------------------------------------------------------
 
-    def run(self, device: str | torch.device | None) -> RestoreReport:
+    def run(self) -> RestoreReport:
+        """Fills the targets."""
         roots = {id(entry.root) for entry in self.wanted if not entry.live}
-        made = materialise([*self.wanted, *(one for one in self.hidden if id(one.root) in roots)], device)
+        made = allocate_meta_tensors(
+            [*self.wanted, *(one for one in self.hidden if id(one.root) in roots)], self.targets.device
+        )
         if made:
-            settle_shards(self.model)
-        target = self._target()
-        take = self.comm.size != self.source.world
-        filled = self.source.fill(target, take=take)
-        load_made(self.entries, self.wanted)
+            reset_fsdp_shards(self.targets.model)
+        filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
+        load_hook_tensors(self.entries, self.wanted)
         self.ignored += apply_optimizers(self.plans)
-        for act in self.last:
-            act()
-        left = on_meta(self.model)
+        for action in self.last:
+            action()
+        if self.rng_state is not None:
+            self.ignored += set_rng(self.rng_state)
+        left = on_meta(self.targets.model)
         if left:
             _log.warning(
                 "%s: still on the meta device, as not saved: %s. Set before the model runs", self.source.url, left
@@ -333,7 +362,7 @@ class _Restore:
         )
 
     def _target(self) -> dict[str, Any]:
-        """The tree to fill: live tensors and new moments where the checkpoint has them, `...` for all else."""
+        """Returns the tree to fill: live tensors and new moments where the checkpoint has them, `...` for all else."""
         target: dict[str, Any] = dict.fromkeys(self.parts, ...)
         tensors: dict[str, Any] = {}
         for entry in self.wanted:
@@ -345,6 +374,6 @@ class _Restore:
             for plan in self.plans:
                 for key, moments in plan.build_moments(self.source).items():
                     put_in(target["optimizer"], key, moments)
-        if self.fill_extra:
+        if self.targets.extra is not None and "extra" in self.parts:
             target["extra"] = self.extra
         return target

@@ -1,8 +1,8 @@
-"""Several checkpoints as the one source of a restore: which of them gives what?
+"""Several checkpoints as one source of a restore, where later ones win.
 
-Each is seen through its own rules, which the optimizers' state follows, and through rules that drop what a later one
-gives. So they have no leaf in common, and their structures together are that of one training state. What each rank had
-of its own, as its generators, one checkpoint gives as a whole.
+Each is read through its own rules, which its optimizers' state follows, and through rules that drop the leaves that a
+later one provides. So they have no leaf in common, and their structures merge into that of one training state. Per-rank
+state, such as that of the generators, comes from one checkpoint as a whole.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from ..loading.overlay import Bank, From, globs_of, members_of, refuse_rules
 from ..loading.transforms import as_rules, carried
 from ..loading.transforms.rules import Drop
 from ..trees.per_rank_state import Policy
-from .sources import CheckpointSource, Filled, Options, fill_from, wanted_of
+from .sources import CheckpointSource, FillResult, SourceOptions, fill_from, wanted_of
 
-__all__ = ["BankSource"]
+__all__ = ["OverlaySource"]
 
 OWN = "/~rank*"
 
 
-class BankSource:
-    """Checkpoints of which later ones win."""
+class OverlaySource:
+    """Several checkpoints, of which later ones win."""
 
-    def __init__(self, bank: Bank, comm: Comm, options: Options) -> None:
+    def __init__(self, bank: Bank, comm: Comm, options: SourceOptions) -> None:
         refuse_rules(options.rules)
         self.comm, self.options = comm, options
         members = members_of(bank, bank.sources, self._look)
-        self._met = [member for _, member in members]
+        self._all_members = [member for _, member in members]
         for source, member in members:
             _globs(source, options.strict).check_used(lambda member=member: member.names, lambda: self.names)
-        self._giver: dict[str, CheckpointSource] = {}
-        given = [(member, _given(member, source)) for source, member in members]
+        self._provider: dict[str, CheckpointSource] = {}
+        given = [(member, _provided_leaves(member, source)) for source, member in members]
         beside: dict[CheckpointSource, list[str]] = {}
         winner = {_unit(path): member for member, paths in given for path in paths}
         for member, paths in given:
             own = {path for path in paths if winner[_unit(path)] is member}
-            self._giver.update(dict.fromkeys(own, member))
-            # a table of which a part is taken stays a table
+            self._provider.update(dict.fromkeys(own, member))
+            # a table of which only some leaves are taken stays a whole table
             parts = tuple(table for table in member.tables if any(path.startswith(table) for path in own))
             beside[member] = [path for path in member.leaves if path not in own and path.startswith(parts)]
             kept = own.union(beside[member])
@@ -57,7 +57,7 @@ class BankSource:
         self._bank = Bank([From(m.path, transforms=m.rules, exclude=beside[m] or None) for m in self.members])
         self.url = ", ".join(member.url for member in self.members)
         self.world = next((m.world for m in self.members if m.world != comm.size), comm.size)
-        self.step = (self._giver_of("param_groups") or self.members[-1]).step
+        self.step = (self._provider_of("param_groups") or self.members[-1]).step
         dropped, renamed = zip(*(member.ruled for member in self.members), strict=True)
         self.ruled = sum(dropped, ()), sum(renamed, ())
 
@@ -66,14 +66,14 @@ class BankSource:
         options = msgspec.structs.replace(self.options, rules=(carried(*rules),) if rules else ())
         return source, CheckpointSource(source.path, self.comm, options)
 
-    def _giver_of(self, part: str) -> CheckpointSource | None:
-        """The last checkpoint that gives something of a part at the root."""
-        found = [self._giver[path] for path in self._giver if path == part or path.startswith(f"{part}/")]
+    def _provider_of(self, part: str) -> CheckpointSource | None:
+        """Returns the last checkpoint that provides a leaf of a part at the root, or None."""
+        found = [self._provider[path] for path in self._provider if path == part or path.startswith(f"{part}/")]
         return max(found, key=self.members.index, default=None)
 
     @cached_property
     def names(self) -> frozenset[str]:
-        return frozenset[str]().union(*(member.names for member in self._met))
+        return frozenset[str]().union(*(member.names for member in self._all_members))
 
     @cached_property
     def structure(self) -> Structure:
@@ -81,45 +81,45 @@ class BankSource:
 
     @cached_property
     def leaves(self) -> Mapping[str, ArraySpec | None]:
-        return {path: member.leaves[path] for path, member in self._giver.items()}
+        return {path: member.leaves[path] for path, member in self._provider.items()}
 
     def is_left(self, path: str) -> bool:
-        given = path in self._giver or path + OWN in self._giver
+        given = path in self._provider or path + OWN in self._provider
         return not self.options.selects(path) or (not given and any(m.view.is_kept(path) for m in self.members))
 
     def are_equal(self, paths: tuple[str, str], wanted: Any) -> bool:
-        first, second = (self._giver[path] for path in paths)
+        first, second = (self._provider[path] for path in paths)
         if first is second:
             return first.are_equal(paths, wanted)
         with first.opened() as one, second.opened() as other:
             return are_equal((one, paths[0]), (other, paths[1]), wanted_of(wanted, paths[0], self.comm))
 
     def is_spread(self, path: str) -> bool:
-        return self._giver[path].is_spread(path)
+        return self._provider[path].is_spread(path)
 
     def value(self, path: str) -> Any:
-        return self._giver[path].value(path)
+        return self._provider[path].value(path)
 
     def part(self, name: str) -> Any:
         tree = api.load(self._bank, select=name, comm=self.comm, per_rank="take", **self.options.reading)
         return tree[name]
 
     def own(self, name: str, policy: Policy) -> Any:
-        giver = self._giver_of(name)
-        assert giver is not None, "asked for by what is there"
-        return giver.own(name, policy)
+        provider = self._provider_of(name)
+        assert provider is not None, "only parts of the structure are requested"
+        return provider.own(name, policy)
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> Filled:
+    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
         return fill_from(self._bank, target, self.comm, self.options, take=take)
 
 
 def _unit(path: str) -> str:
-    """What only one checkpoint gives: a leaf, or all that a rank has of its own at a place."""
+    """Returns the path of the unit that one checkpoint provides: a leaf, or all per-rank state at a path."""
     return path.partition(OWN)[0]
 
 
-def _given(member: CheckpointSource, source: From) -> list[str]:
-    """The leaves that a checkpoint is to give."""
+def _provided_leaves(member: CheckpointSource, source: From) -> list[str]:
+    """Returns the leaves that a checkpoint provides."""
     return [path for path in member.leaves if _globs(source).selects(path) and not member.view.is_kept(path)]
 
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.foreign_formats import HFAI_PART
 from ..io.storage.store import Store
-from .checksums import Storages
-from .files import Flat, store_window
-from .pickles import short
-from .pieces import chained
-from .torch_file import read_torch
-from .values import Refused
+from .checksums import ArchiveStorages
+from .files import FlatReader, store_window
+from .pickle_reader import brief
+from .pickle_values import RefusedLeaf
+from .piecewise import from_ranges
+from .torch_read import read_torch
 
 __all__ = ["PART", "read_hfai"]
 
@@ -31,10 +31,10 @@ PART = HFAI_PART
 VERSION = "2.0.0"
 
 
-class _Parts:
+class HfaiParts:
     """The parts of one checkpoint, in order."""
 
-    def __init__(self, store: Store, storages: Storages, refused: list[Refused] | None) -> None:
+    def __init__(self, store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf] | None) -> None:
         self.store = store
         files = store.sizes()
         names = sorted((int(match[1]), name) for name in files if (match := PART.fullmatch(name)))
@@ -44,7 +44,7 @@ class _Parts:
             raise self._wrong(f"PART_000.pt to PART_{len(names) - 1:03d}.pt", f"{[name for _, name in names][:8]}")
         self.states: list[Any] = []
         for _, name in names:
-            refusals: list[Refused] | None = None if refused is None else []
+            refusals: list[RefusedLeaf] | None = None if refused is None else []
             self.states.append(read_torch(store_window(store, name, files), storages, refusals))
             if refused is not None and refusals:
                 refused += [one for one in refusals if one not in refused]
@@ -64,9 +64,9 @@ class _Parts:
             if not isinstance(state, dict) or not {"model", "optimizer"} <= state.keys():
                 raise FormatError(label, expected="a part of hfai.checkpoint.save", found=f"{type(state).__name__}")
             if (version := state.get("__version__", "1.0.0")) != VERSION:
-                raise FormatError(label, expected=f"version {VERSION}", found=short(version))
+                raise FormatError(label, expected=f"version {VERSION}", found=brief(version))
             if state.get("__nshards__") != len(self.states):
-                raise self._wrong(f"{len(self.states)} parts in part {number}", f"{short(state.get('__nshards__'))}")
+                raise self._wrong(f"{len(self.states)} parts in part {number}", f"{brief(state.get('__nshards__'))}")
             for key in ("model", "optimizer"):
                 if not isinstance(state[key], list) or len(state[key]) != len(self.states[0][key]):
                     raise self._wrong(f"{len(self.states[0][key])} entries of {key} in each part", f"part {number}")
@@ -77,35 +77,35 @@ class _Parts:
         """By part, the whole and the large tensors of model or optimizer number `number`."""
         return [state[key][number] for state in self.states]
 
-    def large(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Lazy]:
+    def large(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, LazyArray]:
         """The tensors that are split over all parts, put together."""
         found: dict[Any, list[tuple[Any, Any]]] = {}
         for _, large in pairs:
             if not isinstance(large, dict) or any(not isinstance(v, tuple) or len(v) != 2 for v in large.values()):
-                raise FormatError(self.store.url, expected="shapes and shares of large tensors", found=short(large))
+                raise FormatError(self.store.url, expected="shapes and shares of large tensors", found=brief(large))
             for name, share in large.items():
                 found.setdefault(name, []).append(share)
         return {name: self._joined(name, shares) for name, shares in found.items()}
 
-    def _joined(self, name: Any, shares: Sequence[tuple[Any, Any]]) -> Lazy:
+    def _joined(self, name: Any, shares: Sequence[tuple[Any, Any]]) -> LazyArray:
         shapes = {tuple(shape) for shape, _ in shares}
         arrays = [array for _, array in shares]
-        kinds = {array.spec.dtype for array in arrays if isinstance(array, Lazy) and len(array.spec.shape) == 1}
-        if len(shapes) != 1 or len(kinds) != 1 or not all(isinstance(array, Lazy) for array in arrays):
-            raise self._wrong(f"shares of one shape and dtype of {short(name)}", f"{short(sorted(shapes))}, {kinds}")
+        kinds = {array.spec.dtype for array in arrays if isinstance(array, LazyArray) and len(array.spec.shape) == 1}
+        if len(shapes) != 1 or len(kinds) != 1 or not all(isinstance(array, LazyArray) for array in arrays):
+            raise self._wrong(f"shares of one shape and dtype of {brief(name)}", f"{brief(sorted(shapes))}, {kinds}")
         spec = ArraySpec(shapes.pop(), kinds.pop())
         dtype_of(spec.dtype)
-        return chained(spec, [(a.spec.shape[0], _flat(a)) for a in arrays], f"{short(name)}: {self.store.url}")
+        return from_ranges(spec, [(a.spec.shape[0], _flat(a)) for a in arrays], f"{brief(name)}: {self.store.url}")
 
 
-def _flat(array: Lazy) -> Flat:
+def _flat(array: LazyArray) -> FlatReader:
     def read(start: int, count: int) -> np.ndarray:
         return array.read(Region((start,), (count,)))
 
     return read
 
 
-def _model(parts: _Parts, number: int) -> dict[Any, Any]:
+def _model(parts: HfaiParts, number: int) -> dict[Any, Any]:
     pairs = parts.pairs("model", number)
     found: dict[Any, Any] = {}
     for params, _ in pairs:
@@ -113,13 +113,13 @@ def _model(parts: _Parts, number: int) -> dict[Any, Any]:
     return _together(found, parts.large(pairs), parts)
 
 
-def _together(whole: dict[Any, Any], large: dict[Any, Any], parts: _Parts) -> dict[Any, Any]:
+def _together(whole: dict[Any, Any], large: dict[Any, Any], parts: HfaiParts) -> dict[Any, Any]:
     if twice := whole.keys() & large.keys():
         raise CorruptError(parts.store.url, expected="each tensor once", found=f"{sorted(map(str, twice))[:3]} twice")
     return whole | large
 
 
-def _optimizer(parts: _Parts, number: int) -> dict[Any, Any]:
+def _optimizer(parts: HfaiParts, number: int) -> dict[Any, Any]:
     """As torch's own state dict; param groups stand in every part."""
     pairs = parts.pairs("optimizer", number)
     first = pairs[0][0]
@@ -132,7 +132,7 @@ def _optimizer(parts: _Parts, number: int) -> dict[Any, Any]:
         state |= opt["state"]
     for key, tensor in parts.large(pairs).items():
         if not isinstance(key, tuple) or len(key) != 2 or not isinstance(state.get(key[0]), dict):
-            raise FormatError(parts.store.url, expected="the parameter and name of a moment", found=short(key))
+            raise FormatError(parts.store.url, expected="the parameter and name of a moment", found=brief(key))
         state[key[0]] = _together(state[key[0]], {key[1]: tensor}, parts)
     return first | {"state": {key: state[key] for key in sorted(state, key=_order)}}
 
@@ -141,16 +141,16 @@ def _order(key: Any) -> tuple[bool, Any]:
     return (False, key) if type(key) is int else (True, str(key))
 
 
-def read_hfai(store: Store, storages: Storages, refused: list[Refused] | None = None) -> dict[str, Any]:
+def read_hfai(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf] | None = None) -> dict[str, Any]:
     """The state in a directory of hfai.checkpoint.save, with its tensors left in the files.
 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: there is none, or its parts do not fit together.
     """
-    parts = _Parts(store, storages, refused)
+    parts = HfaiParts(store, storages, refused)
     first = parts.states[0]
     found: dict[str, Any] = {}
-    makers: dict[str, Callable[[_Parts, int], Any]] = {"model": _model, "optimizer": _optimizer}
+    makers: dict[str, Callable[[HfaiParts, int], Any]] = {"model": _model, "optimizer": _optimizer}
     for key, make in makers.items():
         made = [make(parts, number) for number in range(len(first[key]))]
         if made or key == "model":

@@ -1,4 +1,4 @@
-"""From contents that a format holds to the layout of its files. Pure, but for torch's own help with pickles."""
+"""File layouts of contents that fit a format. Pure, except that torch helps with pickles."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 import msgspec
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, tiles
 from ..errors import TreeError
 from .contents import tree_of
-from .holding import Held
-from .output import Output, OutputFile, Part
-from .safetensors import encode_header
+from .format_fit import FittedContents
+from .output import Output, OutputFile, OutputPart
+from .safetensors_files import encode_header
 
 __all__ = ["lay_out_safetensors", "lay_out_torch", "slice_of"]
 
 SHARE = 64 << 20
 """Bytes of a part, at most, where parts can be cut: so that ranks have alike to do."""
-Named = tuple[str, str, Lazy]
+Named = tuple[str, str, LazyArray]
 """Name, path, array."""
 
 
-def lay_out_torch(held: Held) -> Output:
+def lay_out_torch(held: FittedContents) -> Output:
     """One file of torch.save."""
     from .torch_write import build_archive
 
@@ -35,7 +35,7 @@ def lay_out_torch(held: Held) -> Output:
     return Output((file,), tuple(archive.parts(0)), False)
 
 
-def lay_out_safetensors(held: Held, *, directory: bool, max_shard_size: int) -> Output:
+def lay_out_safetensors(held: FittedContents, *, directory: bool, max_shard_size: int) -> Output:
     """One safetensors file, or a directory as Hugging Face has it.
 
     Raises:
@@ -48,7 +48,7 @@ def lay_out_safetensors(held: Held, *, directory: bool, max_shard_size: int) -> 
     shards = _shards(arrays, max_shard_size) if directory else [arrays]
     homes = {path: number for number, shard in enumerate(shards) for _, path, _ in shard}
     files: list[OutputFile] = []
-    parts: list[Part] = []
+    parts: list[OutputPart] = []
     base = {"format": "pt"} | {k: v for k, v in contents.metadata.items() if type(v) is str}
     for number, shard in enumerate(shards):
         tied = {held.names[p]: held.names[tie.of] for p, tie in held.ties.items() if homes[tie.of] == number}
@@ -57,7 +57,7 @@ def lay_out_safetensors(held: Held, *, directory: bool, max_shard_size: int) -> 
         size = len(header) + sum(lazy.nbytes for _, _, lazy in shard)
         files.append(OutputFile(_shard_name(number, len(shards)) if directory else "", size, ((0, header),)))
         for (_, path, lazy), start in zip(shard, starts, strict=True):
-            parts += _cut(Part(number, start, path, lazy, Region.whole(lazy.spec.shape)))
+            parts += _cut(OutputPart(number, start, path, lazy, Region.whole(lazy.spec.shape)))
     if len(shards) > 1:
         files.append(_index(shards))
     return Output(tuple(files), tuple(parts), directory)
@@ -88,7 +88,7 @@ def _index(shards: Sequence[Sequence[Named]]) -> OutputFile:
     return OutputFile("model.safetensors.index.json", len(data), ((0, data),))
 
 
-def _cut(part: Part) -> Iterable[Part]:
+def _cut(part: OutputPart) -> Iterable[OutputPart]:
     """A part in pieces that ranks can share."""
     at = part.start
     for region in tiles(part.region, max(1, SHARE // part.itemsize)):
@@ -96,7 +96,7 @@ def _cut(part: Part) -> Iterable[Part]:
         at += region.size * part.itemsize
 
 
-def slice_of(lazy: Lazy, box: Region) -> Lazy:
+def slice_of(lazy: LazyArray, box: Region) -> LazyArray:
     """A box of an array, as an array."""
     spec = msgspec.structs.replace(lazy.spec, shape=box.shape)
-    return Lazy(spec, lambda region: lazy.read(region.shifted(box.offset)))
+    return LazyArray(spec, lambda region: lazy.read(region.shifted(box.offset)))

@@ -1,4 +1,4 @@
-"""What is a restore given: a path, several checkpoints, or a tree?"""
+"""The source of a restore: a checkpoint, several checkpoints, or a tree in memory."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from ..core.tree.structure import keys_of
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..loading.overlay import as_bank
-from .banks import BankSource
-from .sources import CheckpointSource, Options, Source, TreeSource, children_of
+from .overlay_source import OverlaySource
+from .sources import CheckpointSource, RestoreSource, SourceOptions, TreeSource, children_of
 
 __all__ = ["is_stored", "open_source", "stores_of"]
 
 
 def is_stored(given: Any) -> bool:
-    """Whether it is a path, a store, or several of them; no tree in memory."""
+    """Whether a source is a path, a store, or several of them, and no tree in memory."""
     return isinstance(given, (str, os.PathLike)) or hasattr(given, "sizes") or as_bank(given) is not None
 
 
 def stores_of(given: Any) -> list[Any]:
-    """The paths or stores of a checkpoint, or of several."""
+    """Returns the paths or stores of a checkpoint, or of several."""
     bank = as_bank(given)
     return [given] if bank is None else [source.path for source in bank.sources]
 
 
-def open_source(given: Any, comm: Comm, options: Options) -> Source:
-    """The source of a path or store, of several, or of a tree.
+def open_source(given: Any, comm: Comm, options: SourceOptions) -> RestoreSource:
+    """Opens a path or store, several of them, or a tree.
 
     Raises:
-        MismatchError: its root is no training state.
+        MismatchError: the root is no training state.
     """
     bank = as_bank(given)
     source: Any
     if isinstance(given, Mapping):
         source = TreeSource(given, comm, options)
     elif bank is not None:
-        source = BankSource(bank, comm, options)
+        source = OverlaySource(bank, comm, options)
     elif isinstance(given, (str, os.PathLike)) or hasattr(given, "sizes"):
         source = CheckpointSource(given, comm, options)
     else:

@@ -1,7 +1,7 @@
-"""How the tree operations move bytes between ranks: the collectives of one torch.distributed process group.
+"""How the tree operations move bytes between ranks: through collectives of one torch.distributed process group.
 
-Ranks are counted within the group. Bytes are numpy arrays of uint8; a group whose backend moves only device memory
-(NCCL) gets them by way of its device. Without a process group, or in one of a single rank, there is nobody to talk to.
+Ranks are counted within the group. Bytes are numpy arrays of uint8; for a group whose backend moves only device memory
+(NCCL) they are copied to and from its device. `SoloTransport` stands for a single rank, or no process group.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..io.comm.comm import check_group
-from ..io.comm.launchers import launched, unconnected
+from ..io.comm.launchers import launched_rank, unconnected_error
 
-__all__ = ["SoloWire", "TorchWire", "Wire", "wire_of"]
+__all__ = ["SoloTransport", "TorchTransport", "Transfer", "Transport", "transport_of"]
 
 Transfer = tuple[int, np.ndarray]
-"""The other rank, and the bytes to be sent or filled."""
+"""The other rank, and the bytes to send or to fill."""
 
 
-class Wire(Protocol):
-    """One rank's way to the others. Every method is called by all ranks in the same order."""
+class Transport(Protocol):
+    """One rank's access to the others. Every method is called by all ranks in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -32,11 +32,11 @@ class Wire(Protocol):
 
     @property
     def members(self) -> tuple[int, ...] | None:
-        """The global rank of each rank; None where they are the same."""
+        """The global rank of each rank; None where the numbers are the same."""
         ...
 
-    def tell(self, data: bytes) -> list[bytes]:
-        """Every rank's message, by rank."""
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Returns every rank's message, by rank."""
         ...
 
     def broadcast(self, data: np.ndarray, source: int) -> None:
@@ -48,23 +48,23 @@ class Wire(Protocol):
         ...
 
 
-class SoloWire:
-    """One rank, alone."""
+class SoloTransport:
+    """The transport of a single rank: it sends nothing."""
 
     rank, size, members = 0, 1, None
 
-    def tell(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes) -> list[bytes]:
         return [data]
 
     def broadcast(self, data: np.ndarray, source: int) -> None:
         pass
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        assert not sends and not receives, "there is nobody else"
+        assert not sends and not receives, "there is no other rank"
 
 
-class TorchWire:
-    """The ranks of a process group."""
+class TorchTransport:
+    """The transport of a process group."""
 
     def __init__(self, group: Any) -> None:
         import torch.distributed as dist
@@ -75,16 +75,16 @@ class TorchWire:
         self.members = None if self._ranks == tuple(range(dist.get_world_size())) else self._ranks
         self._device = str(dist.distributed_c10d._get_object_coll_device(group))
 
-    def tell(self, data: bytes) -> list[bytes]:
-        heard: list[Any] = [None] * self.size
-        self._dist.all_gather_object(heard, data, group=self._group)
-        return heard
+    def all_gather(self, data: bytes) -> list[bytes]:
+        gathered: list[Any] = [None] * self.size
+        self._dist.all_gather_object(gathered, data, group=self._group)
+        return gathered
 
     def broadcast(self, data: np.ndarray, source: int) -> None:
         tensor = self._tensor(data)
         self._dist.broadcast(tensor, src=self._ranks[source], group=self._group)
         if source != self.rank:
-            self._take(tensor, data)
+            self._copy_back(tensor, data)
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         dist = self._dist
@@ -98,33 +98,36 @@ class TorchWire:
         for work in dist.batch_isend_irecv(calls) if calls else []:
             work.wait()
         for tensor, data in filled:
-            self._take(tensor, data)
+            self._copy_back(tensor, data)
 
     def _tensor(self, data: np.ndarray) -> Any:
         import torch
 
         return torch.from_numpy(data).to(self._device)
 
-    def _take(self, tensor: Any, data: np.ndarray) -> None:
+    def _copy_back(self, tensor: Any, data: np.ndarray) -> None:
         if self._device != "cpu":
             data[:] = tensor.cpu().numpy()
 
 
-def wire_of(group: Any) -> Wire:
-    """The wire of a process group; None is the default group, or no group where there is none; "alone" is no group.
+def transport_of(group: Any) -> Transport:
+    """Returns the transport of a process group.
+
+    Args:
+        group: None is the default group, or a solo transport where there is none; "alone" is a solo transport.
 
     Raises:
         RankError: this rank is not part of the group, or there is none although a launcher has started other ranks.
-        TreeckptError: it is none.
+        TreeckptError: `group` is no process group.
     """
     if isinstance(group, str) and group == "alone":
-        return SoloWire()
+        return SoloTransport()
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
-        if group is None and (place := launched()) is not None:
-            raise unconnected(place, "group")
-        return SoloWire()
+        if group is None and (launched := launched_rank()) is not None:
+            raise unconnected_error(launched, "group")
+        return SoloTransport()
     if group is None:
         group = dist.group.WORLD
     check_group(group, "group")
-    return TorchWire(group)
+    return TorchTransport(group)

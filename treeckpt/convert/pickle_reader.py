@@ -1,10 +1,9 @@
 """Reads a pickle as data. Nothing that it names is imported, looked up or called.
 
-The stream is taken apart by `pickletools`, and a small machine with a stack carries out what builds containers and
-plain values. A class or function is only its name (`Symbol`); what a pickle wants made by calling it becomes an
-`Opaque` record of the name, the arguments and the state, unless the caller gives a constructor of its own for that very
-name, and this takes the arguments. No attribute is set of anything but these records. Long byte strings stay in the
-file (`Blob`).
+`pickletools` splits the stream into instructions, and a small stack machine executes those that build containers and
+plain values. A class or function is only its name (`Symbol`). A call becomes an `UnbuiltObject` with the name, the
+arguments and the state, unless the caller passes a constructor for exactly that name that accepts the arguments.
+Attributes are set on these records only. Long byte strings stay in the file (`FileBytes`).
 """
 
 from __future__ import annotations
@@ -19,9 +18,18 @@ from typing import Any
 import msgspec
 
 from ..errors import CorruptError, FormatError, TreeckptError
-from .files import Window
+from .files import FileRange
 
-__all__ = ["Blob", "Constructors", "Maker", "Opaque", "Symbol", "Unpickled", "read_pickle", "short"]
+__all__ = [
+    "Constructors",
+    "DeferredValue",
+    "FileBytes",
+    "Symbol",
+    "UnbuiltObject",
+    "Unpickled",
+    "brief",
+    "read_pickle",
+]
 
 MAX_PICKLE = 1 << 30
 """Bytes of a pickle, blobs not counted: beyond that it is no description of a checkpoint."""
@@ -40,8 +48,8 @@ class Symbol(msgspec.Struct, frozen=True):
     """Its module and its name, with a blank between."""
 
 
-class Opaque(msgspec.Struct, eq=False):
-    """What a pickle wants made by a call: the call, and what follows it."""
+class UnbuiltObject(msgspec.Struct, eq=False):
+    """An object that the pickle builds by a call: the call, and the state and items set afterwards."""
 
     symbol: str
     args: tuple[Any, ...]
@@ -55,8 +63,8 @@ class Opaque(msgspec.Struct, eq=False):
         return f"<{self.symbol.replace(' ', '.')[:200]}>"
 
 
-class Maker(msgspec.Struct, eq=False):
-    """What a constructor gives for something that a state follows: made once all is read."""
+class DeferredValue(msgspec.Struct, eq=False):
+    """A value that is built after the whole pickle is read, because its state follows the constructor call."""
 
     state: Any = None
 
@@ -65,10 +73,10 @@ class Maker(msgspec.Struct, eq=False):
         raise NotImplementedError
 
 
-class Blob(msgspec.Struct, frozen=True, eq=False):
+class FileBytes(msgspec.Struct, frozen=True, eq=False):
     """A long byte string that is still in the file."""
 
-    window: Window
+    window: FileRange
 
     def __len__(self) -> int:
         return self.window.size
@@ -78,7 +86,7 @@ class Blob(msgspec.Struct, frozen=True, eq=False):
         return self.window.read(0, self.window.size).tobytes()
 
 
-def short(value: Any) -> str:
+def brief(value: Any) -> str:
     """A value from a file in few characters, however large it is: containers may hold each other over and over."""
     try:
         return reprlib.repr(value)[:80]
@@ -96,10 +104,10 @@ class Unpickled(msgspec.Struct, frozen=True):
     """How many instructions it had: no honest tree has many more nodes."""
 
 
-class _Stream:
+class _PickleStream:
     """A window as pickletools reads it; it is told of long byte strings without their bytes."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: FileRange) -> None:
         self._window, self._at, self._read = window, 0, 0
         self._buffer, self._first = b"", 0
         self._opcode = b""
@@ -109,7 +117,7 @@ class _Stream:
 
     def read(self, count: int) -> Any:
         if count >= LONG and self._opcode in b"B\x8e":
-            blob = Blob(self._window.within(self._at, count))
+            blob = FileBytes(self._window.within(self._at, count))
             self._at += count
             return blob
         self._read += count
@@ -148,20 +156,20 @@ class _Stream:
 
 
 def read_pickle(
-    window: Window, constructors: Constructors, *, persistent: Callable[[Any], Any] | None = None
+    window: FileRange, constructors: Constructors, *, persistent: Callable[[Any], Any] | None = None
 ) -> Unpickled:
     """The value of the pickle at the beginning of a stretch of a file.
 
     Args:
-        constructors: what may be made; any other call becomes an `Opaque`.
+        constructors: what may be made; any other call becomes an `UnbuiltObject`.
         persistent: resolves a persistent id.
 
     Raises:
         FormatError: no pickle, or one that asks for what no checkpoint needs.
         CorruptError: it is cut short.
     """
-    machine = _Machine(constructors, persistent)
-    stream = _Stream(window)
+    machine = _PickleMachine(constructors, persistent)
+    stream = _PickleStream(window)
     steps = 0
     try:
         with warnings.catch_warnings():
@@ -188,7 +196,7 @@ _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, OverflowError, 
 """What constructors raise of arguments that they do not take: of one value that is odd, not of a damaged file."""
 
 
-class _Machine:
+class _PickleMachine:
     def __init__(self, constructors: Constructors, persistent: Callable[[Any], Any] | None) -> None:
         self.constructors, self.persistent = constructors, persistent
         self.stack: list[Any] = []
@@ -214,10 +222,10 @@ class _Machine:
         self.memo[len(self.memo) if number is None else int(number)] = self.stack[-1]
 
     def call(self, function: Any, args: Any) -> None:
-        if not isinstance(function, (Symbol, Opaque)) or not isinstance(args, tuple):
+        if not isinstance(function, (Symbol, UnbuiltObject)) or not isinstance(args, tuple):
             raise ValueError(f"a call of {type(function).__name__}")
-        if isinstance(function, Opaque):  # as of a nested class, which older protocols look up by getattr
-            self.push(Opaque(function.symbol, (function, *args), items=[]))
+        if isinstance(function, UnbuiltObject):  # as of a nested class, which older protocols look up by getattr
+            self.push(UnbuiltObject(function.symbol, (function, *args), items=[]))
         else:
             self.push(self._made(function.text, args))
 
@@ -232,25 +240,27 @@ class _Machine:
             why = error.found
         except _REFUSALS as error:
             why = f"{error}"
-        return Opaque(name, args, items=[], why=why[:200])
+        return UnbuiltObject(name, args, items=[], why=why[:200])
 
     def call_named(self, function: Any, args: Any, named: Any) -> None:
         """A call with arguments by name, which no constructor of ours takes."""
-        if not isinstance(function, (Symbol, Opaque)):
+        if not isinstance(function, (Symbol, UnbuiltObject)):
             raise ValueError(f"a call of {type(function).__name__}")
-        self.push(Opaque(function.text if isinstance(function, Symbol) else function.symbol, (args, named), items=[]))
+        self.push(
+            UnbuiltObject(function.text if isinstance(function, Symbol) else function.symbol, (args, named), items=[])
+        )
 
     def build(self) -> None:
         state = self.stack.pop()
         made = self.stack[-1]
-        if isinstance(made, (Opaque, Maker)):
+        if isinstance(made, (UnbuiltObject, DeferredValue)):
             made.state = state
         elif not isinstance(made, dict):  # attributes of an OrderedDict, as state dicts have, are not part of the tree
             raise ValueError(f"a state for a {type(made).__name__}")
 
     def append(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if isinstance(target, Opaque):
+        if isinstance(target, UnbuiltObject):
             target.items += items
         elif isinstance(target, (list, collections.deque)):
             target.extend(items)
@@ -262,7 +272,7 @@ class _Machine:
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         pairs = list(zip(items[::2], items[1::2], strict=True))
-        if isinstance(target, Opaque):
+        if isinstance(target, UnbuiltObject):
             target.items += pairs
         elif isinstance(target, dict):
             target.update(pairs)
@@ -284,7 +294,7 @@ def _dict(items: list[Any]) -> dict[Hashable, Any]:
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _ignore(machine: _Machine, argument: Any) -> None:
+def _ignore(machine: _PickleMachine, argument: Any) -> None:
     pass
 
 
@@ -292,7 +302,7 @@ def _drop(items: list[Any]) -> None:
     pass
 
 
-def _pop(machine: _Machine, argument: Any) -> None:
+def _pop(machine: _PickleMachine, argument: Any) -> None:
     if machine.stack:
         machine.stack.pop()
     else:  # pickle pops a mark so
@@ -306,8 +316,8 @@ _PUSHED = (
 )  # fmt: skip
 """Instructions whose argument is the value. Out-of-band buffers and the registry of extensions are not among ours."""
 
-_STEPS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(_PUSHED, _Machine.push),
+_STEPS: dict[str, Callable[[_PickleMachine, Any], None]] = {
+    **dict.fromkeys(_PUSHED, _PickleMachine.push),
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), _ignore),
     "NONE": lambda m, _: m.push(None),
     "NEWTRUE": lambda m, _: m.push(True),
@@ -332,7 +342,7 @@ _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     "ADDITEMS": lambda m, _: m.append(m.to_mark()),
     "SETITEM": lambda m, _: m.set_items(m.take(2)),
     "SETITEMS": lambda m, _: m.set_items(m.to_mark()),
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _PickleMachine.put),
     "MEMOIZE": lambda m, _: m.put(),
     **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, n: m.push(m.memo[int(n)])),
     "GLOBAL": lambda m, name: m.symbol(*name.split(" ", 1)),

@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import Storage
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.registry import library_of
 from ..core.sharding.dtypes import dtype_of, normalize_dtype
 from ..core.sharding.region import Region
 from ..errors import MismatchError
 from .contents import Contents, map_leaves
-from .files import Addresses
+from .files import AddressSpace
 
 __all__ = ["FLOATS", "cast_floats"]
 
@@ -26,7 +26,7 @@ _LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """Of dtypes that hold fewer magnitudes than float32."""
 
 
-def cast_floats(contents: Contents, dtype: Any, addresses: Addresses) -> Contents:
+def cast_floats(contents: Contents, dtype: Any, addresses: AddressSpace) -> Contents:
     """The contents with all arrays of floating point in one dtype. Ties stay, views become arrays of their own.
 
     Raises:
@@ -38,7 +38,7 @@ def cast_floats(contents: Contents, dtype: Any, addresses: Addresses) -> Content
     moved: dict[Any, int] = {}
 
     def change(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, Lazy) or leaf.spec.dtype not in _FLOATING or leaf.spec.dtype == name:
+        if not isinstance(leaf, LazyArray) or leaf.spec.dtype not in _FLOATING or leaf.spec.dtype == name:
             return leaf
         storage = leaf.storage
         if storage is not None:
@@ -51,7 +51,7 @@ def cast_floats(contents: Contents, dtype: Any, addresses: Addresses) -> Content
     return map_leaves(contents, change)
 
 
-def _cast(leaf: Lazy, dtype: str, path: str, storage: Storage | None) -> Lazy:
+def _cast(leaf: LazyArray, dtype: str, path: str, storage: Storage | None) -> LazyArray:
     spec = msgspec.structs.replace(leaf.spec, dtype=dtype)
     convert = library_of(spec).cast
 
@@ -61,7 +61,7 @@ def _cast(leaf: Lazy, dtype: str, path: str, storage: Storage | None) -> Lazy:
             _check_range(convert(data, leaf.spec.dtype, "float64"), dtype, path)
         return convert(data, leaf.spec.dtype, dtype).reshape(region.shape)
 
-    return Lazy(spec, read, storage)
+    return LazyArray(spec, read, storage)
 
 
 def _check_range(raw: np.ndarray, dtype: str, path: str) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import raw_dtype
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, byte_runs, flat_regions
 from ..core.tree.spec import ArraySpec
@@ -22,11 +22,11 @@ from ..core.tree.structure import MAX_DEPTH
 from ..errors import CheckpointNotFound, CorruptError, FormatError
 from ..io.storage.foreign_formats import PADDLE_METADATA
 from ..io.storage.store import Store
-from .files import Addresses, memory_array, store_window
-from .pickles import Opaque, read_pickle, short
-from .pieces import boxed
-from .safetensors import read_safetensors
-from .values import PLAIN, settle
+from .files import AddressSpace, memory_array, store_window
+from .pickle_reader import UnbuiltObject, brief, read_pickle
+from .pickle_values import PLAIN, build_tree
+from .piecewise import from_boxes
+from .safetensors_files import read_safetensors
 
 __all__ = ["METADATA", "read_paddle"]
 
@@ -41,19 +41,19 @@ def _fields(node: Any, name: str, label: str) -> dict[str, Any]:
         FormatError: it is of another one.
     """
     symbols = [f"{module} {name}" for module in _MODULES]
-    if not isinstance(node, Opaque) or node.symbol not in symbols or not isinstance(node.state, dict):
-        found = node.symbol.replace(" ", ".") if isinstance(node, Opaque) else f"{short(node)}"
+    if not isinstance(node, UnbuiltObject) or node.symbol not in symbols or not isinstance(node.state, dict):
+        found = node.symbol.replace(" ", ".") if isinstance(node, UnbuiltObject) else f"{brief(node)}"
         raise FormatError(label, expected=f"Paddle's {name}", found=found, hint="It is no Paddle checkpoint's")
     return node.state
 
 
 def _sizes(node: Any, label: str) -> tuple[int, ...]:
     if not isinstance(node, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in node):
-        raise FormatError(label, expected="a shape or an offset", found=short(node))
+        raise FormatError(label, expected="a shape or an offset", found=brief(node))
     return tuple(node)
 
 
-class _Piece(msgspec.Struct, frozen=True):
+class PaddlePiece(msgspec.Struct, frozen=True):
     """A box of a tensor, or a flat range of it."""
 
     box: Region
@@ -73,19 +73,19 @@ def _flat(fields: dict[str, Any], label: str) -> tuple[int, int] | None:
     bounds = fields.get("flattened_range")
     pair = (bounds.start, bounds.stop) if isinstance(bounds, slice) else bounds
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise FormatError(label, expected="a flattened range", found=short(bounds))
+        raise FormatError(label, expected="a flattened range", found=brief(bounds))
     low, high = _sizes(pair, label)
     return low, max(low, high)
 
 
-class _Directory:
-    def __init__(self, store: Store, name: str, addresses: Addresses) -> None:
+class PaddleDirectory:
+    def __init__(self, store: Store, name: str, addresses: AddressSpace) -> None:
         self.store, self.addresses, self.label = store, addresses, f"{store.url}/{name}"
         self.files = store.sizes()
         fields = _fields(read_pickle(store_window(store, name, self.files), PLAIN).value, "Metadata", self.label)
         tensors, places = fields.get("state_dict_metadata"), fields.get("storage_metadata")
         if not isinstance(tensors, dict) or not isinstance(places, dict):
-            raise FormatError(self.label, expected="tensors and their places", found=short(tensors))
+            raise FormatError(self.label, expected="tensors and their places", found=brief(tensors))
         self.tensors, self.paths = tensors, fields.get("flat_mapping")
         self.places: dict[tuple[Any, ...], str] = {}
         for index, file in places.items():
@@ -100,13 +100,13 @@ class _Directory:
             if file.endswith(".safetensors"):
                 found: Any = read_safetensors(window, self.addresses)[0]
             else:
-                found = settle(read_pickle(window, PLAIN), window.label)
+                found = build_tree(read_pickle(window, PLAIN), window.label)
             if not isinstance(found, dict):
                 raise FormatError(window.label, expected="a dict of arrays", found=type(found).__name__)
             self._opened[file] = found
         return self._opened[file]
 
-    def _piece(self, node: Any) -> _Piece:
+    def _piece(self, node: Any) -> PaddlePiece:
         fields = _fields(node, "LocalTensorMetadata", self.label)
         offset = _sizes(fields.get("global_offset"), self.label)
         box = Region(offset, _sizes(fields.get("local_shape"), self.label))
@@ -114,11 +114,11 @@ class _Directory:
             raise FormatError(self.label, expected="an offset for each dimension", found=f"{box}")
         dtype = str(fields.get("dtype")).removeprefix("paddle.")
         whole = fields.get("global_shape")
-        return _Piece(
+        return PaddlePiece(
             box, _flat(fields, self.label), dtype_of(dtype).name, () if whole is None else _sizes(whole, self.label)
         )
 
-    def _data(self, name: str, piece: _Piece) -> Lazy:
+    def _data(self, name: str, piece: PaddlePiece) -> LazyArray:
         """The bytes of a piece, as one flat array."""
         file = self.places.get((name, *piece.key))
         if not isinstance(file, str) or file not in self.files:
@@ -128,24 +128,24 @@ class _Directory:
         label = f"{name[:80]}: {self.store.url}/{file}"
         if isinstance(found, np.ndarray):
             found = memory_array(found)
-        if not isinstance(found, Lazy) or math.prod(found.spec.shape) != size:
-            raise CorruptError(label, expected=f"an array of {size} elements", found=short(found))
+        if not isinstance(found, LazyArray) or math.prod(found.spec.shape) != size:
+            raise CorruptError(label, expected=f"an array of {size} elements", found=brief(found))
         stored = found.spec.dtype
         if stored != piece.dtype and (stored, piece.dtype) != ("uint16", "bfloat16"):
             raise CorruptError(label, expected=f"an array of {piece.dtype}", found=f"one of {stored}")
         return found
 
-    def tensor(self, name: str, nodes: Any) -> Lazy:
+    def tensor(self, name: str, nodes: Any) -> LazyArray:
         """A tensor, put together from its pieces."""
         if not isinstance(nodes, list) or not nodes:
-            raise FormatError(self.label, expected=f"the pieces of {name[:80]}", found=short(nodes))
+            raise FormatError(self.label, expected=f"the pieces of {name[:80]}", found=brief(nodes))
         pieces = list({piece.key: piece for piece in map(self._piece, nodes)}.values())
         shape = pieces[0].shape or tuple(max(stops) for stops in zip(*(p.box.stop for p in pieces), strict=True))
         spec = ArraySpec(shape, pieces[0].dtype)
         boxes = [(box, opened) for piece in pieces for box, opened in self._boxes(name, spec, piece)]
-        return boxed(spec, boxes, f"{name[:80]}: {self.label}")
+        return from_boxes(spec, boxes, f"{name[:80]}: {self.label}")
 
-    def _boxes(self, name: str, spec: ArraySpec, piece: _Piece) -> list[tuple[Region, Any]]:
+    def _boxes(self, name: str, spec: ArraySpec, piece: PaddlePiece) -> list[tuple[Region, Any]]:
         """A piece as boxes of the tensor: a flat range is cut into several."""
         size = piece.box.size
         low, high = piece.flat or (0, size)
@@ -159,15 +159,15 @@ class _Directory:
             start += region.size
         return found
 
-    def _opener(self, name: str, spec: ArraySpec, piece: _Piece, shape: tuple[int, ...], start: int) -> Any:
-        def opened() -> Lazy:
+    def _opener(self, name: str, spec: ArraySpec, piece: PaddlePiece, shape: tuple[int, ...], start: int) -> Any:
+        def opened() -> LazyArray:
             data = self._data(name, piece)
             return _reshaped(data, ArraySpec(shape, spec.dtype), start)
 
         return opened
 
 
-def _reshaped(data: Lazy, spec: ArraySpec, start: int) -> Lazy:
+def _reshaped(data: LazyArray, spec: ArraySpec, start: int) -> LazyArray:
     """An array of the elements of another one, in C order, from number `start` on."""
     raw = raw_dtype(dtype_of(spec.dtype).itemsize)
 
@@ -180,7 +180,7 @@ def _reshaped(data: Lazy, spec: ArraySpec, start: int) -> Lazy:
                 at += part.size
         return out.reshape(region.shape)
 
-    return Lazy(spec, read)
+    return LazyArray(spec, read)
 
 
 def _runs(region: Region, shape: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -189,7 +189,7 @@ def _runs(region: Region, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(first, first + runs.length) for first in runs.starts().tolist()] if region.size else []
 
 
-def read_paddle(store: Store, addresses: Addresses, *, name: str | None = None) -> dict[str, Any]:
+def read_paddle(store: Store, addresses: AddressSpace, *, name: str | None = None) -> dict[str, Any]:
     """The state dict in a Paddle directory, nested as it was, with its tensors left in the files.
 
     Args:
@@ -207,7 +207,7 @@ def read_paddle(store: Store, addresses: Addresses, *, name: str | None = None) 
             found=", ".join(names[:4]) or "none",
             hint="Name the metadata file itself" if names else "The save never finished",
         )
-    directory = _Directory(store, name or names[0], addresses)
+    directory = PaddleDirectory(store, name or names[0], addresses)
     root: dict[str, Any] = {}
     for key, nodes in directory.tensors.items():
         path = directory.paths.get(key) if isinstance(directory.paths, dict) and directory.paths else (key,)
@@ -216,11 +216,11 @@ def read_paddle(store: Store, addresses: Addresses, *, name: str | None = None) 
             or not 0 < len(path) <= MAX_DEPTH
             or any(type(k) is not str for k in path)
         ):
-            raise FormatError(directory.label, expected=f"the path of {short(key)}", found=short(path))
+            raise FormatError(directory.label, expected=f"the path of {brief(key)}", found=brief(path))
         node = root
         for step in path[:-1]:
             node = node.setdefault(step, {})
             if not isinstance(node, dict):
-                raise FormatError(directory.label, expected="a dict", found=f"a tensor, above {short(path)}")
+                raise FormatError(directory.label, expected="a dict", found=f"a tensor, above {brief(path)}")
         node[path[-1]] = directory.tensor(str(key), nodes)
     return root

@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..arrays.base import raw_dtype
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, any_overlap, intersect
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError
-from .files import Flat, strided_array
+from .files import FlatReader, strided_array
 
-__all__ = ["boxed", "chained"]
+__all__ = ["from_boxes", "from_ranges"]
 
-Open = Callable[[], Lazy]
+Open = Callable[[], LazyArray]
 """Gives a piece when it is first wanted."""
 
 
-def boxed(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: str) -> Lazy:
+def from_boxes(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: str) -> LazyArray:
     """One array of boxes of it.
 
     Raises:
@@ -39,7 +39,7 @@ def boxed(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: str) ->
         )
     raw = raw_dtype(dtype_of(spec.dtype).itemsize)
     if len(pieces) == 1:
-        return Lazy(spec, lambda region: _opened(pieces[0], spec, label).read(region))
+        return LazyArray(spec, lambda region: _opened(pieces[0], spec, label).read(region))
 
     def read(region: Region) -> np.ndarray:
         out = np.empty(region.shape, raw)
@@ -49,10 +49,10 @@ def boxed(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: str) ->
                 out[common.relative_to(region).slices()] = data
         return out
 
-    return Lazy(spec, read)
+    return LazyArray(spec, read)
 
 
-def _opened(piece: tuple[Region, Open], spec: ArraySpec, label: str) -> Lazy:
+def _opened(piece: tuple[Region, Open], spec: ArraySpec, label: str) -> LazyArray:
     region, opened = piece
     lazy = opened()
     if lazy.spec.shape != region.shape or lazy.spec.dtype != spec.dtype:
@@ -65,7 +65,7 @@ def _opened(piece: tuple[Region, Open], spec: ArraySpec, label: str) -> Lazy:
     return lazy
 
 
-def chained(spec: ArraySpec, parts: Sequence[tuple[int, Flat]], label: str) -> Lazy:
+def from_ranges(spec: ArraySpec, parts: Sequence[tuple[int, FlatReader]], label: str) -> LazyArray:
     """One array of flat stretches of its elements in C order: (elements, reader) of each.
 
     Raises:

@@ -1,8 +1,8 @@
-"""From what a pickle describes to a tree: plain values, numpy's arrays and scalars, torch's dtypes and devices.
+"""Builds a tree from a pickle read as data: plain values, numpy arrays and scalars, torch dtypes and devices.
 
-`PLAIN` has the constructors of what the standard library, numpy and torch put into state dicts; each makes a value of
-checked arguments. `settle` goes over what was read and puts the last things in place; what only a call of foreign code
-could make is named, with its path, and refused or left out.
+`PLAIN` has constructors for the objects of the standard library, numpy and torch that state dicts contain; each checks
+its arguments. `build_tree` replaces the remaining records by values; an object that only foreign code could build is
+reported with its path, and refused or left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.numpy import dtype_name
 from ..arrays.registry import encodable
 from ..core.sharding.dtypes import dtype_of, numpy_dtype
@@ -25,9 +25,9 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import MAX_DEPTH, key_text
 from ..errors import CorruptError, FormatError, TreeckptError, TreeError
 from .files import flat_array
-from .pickles import Blob, Constructors, Maker, Opaque, Symbol, Unpickled, short
+from .pickle_reader import Constructors, DeferredValue, FileBytes, Symbol, UnbuiltObject, Unpickled, brief
 
-__all__ = ["PLAIN", "Refused", "dtype_named", "settle"]
+__all__ = ["PLAIN", "RefusedLeaf", "build_tree", "dtype_named"]
 
 _CODE, _HELD = "Making it would run its code", "It is none of what checkpoints hold"
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
@@ -35,7 +35,7 @@ NODES = 100_000
 """Nodes that a tree may have in any case; more only where the pickle is as long."""
 
 
-class _NumpyDtype(Maker, eq=False):
+class _NumpyDtype(DeferredValue, eq=False):
     """numpy's dtype as it is pickled: a code, then a state with the byte order."""
 
     code: Any = ""
@@ -45,11 +45,11 @@ class _NumpyDtype(Maker, eq=False):
         if isinstance(self.code, Symbol) and self.code.text.startswith("ml_dtypes ") and order in ("<", "|", "="):
             return numpy_dtype(self.code.text.removeprefix("ml_dtypes "))
         if not isinstance(self.code, str) or order not in ("<", ">", "|", "=") or "O" in self.code:
-            raise ValueError(f"a numpy dtype {short(self.code)}")
+            raise ValueError(f"a numpy dtype {brief(self.code)}")
         _, _, inner, names, *rest = (*self.state, None, None, None, None)[: max(4, len(self.state))]
         dtype = np.dtype(self.code + self._unit(rest))
         if dtype.hasobject or dtype.fields is not None or inner is not None or names is not None:
-            raise ValueError(f"a numpy dtype {short(self.code)}{' with fields' if names is not None else ''}")
+            raise ValueError(f"a numpy dtype {brief(self.code)}{' with fields' if names is not None else ''}")
         return dtype if order == "|" else dtype.newbyteorder(order)
 
     def _unit(self, rest: Sequence[Any]) -> str:
@@ -61,19 +61,19 @@ class _NumpyDtype(Maker, eq=False):
         return "" if name == "generic" else f"[{int(count)}{name}]"
 
 
-class _NumpyArray(Maker, eq=False):
+class _NumpyArray(DeferredValue, eq=False):
     """numpy's array as it is pickled: empty, then a state with all there is."""
 
-    def make(self) -> np.ndarray | Lazy:
+    def make(self) -> np.ndarray | LazyArray:
         _, shape, dtype, fortran, data = self.state
         return _array(data, dtype, shape, "F" if fortran else "C")
 
 
-def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray | Lazy:
+def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray | LazyArray:
     element = dtype.make()
     if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape) or order not in "CF":
-        raise ValueError(f"an array of shape {short(shape)}")
-    if isinstance(data, Blob):
+        raise ValueError(f"an array of shape {brief(shape)}")
+    if isinstance(data, FileBytes):
         plain = element.newbyteorder("<") == element or element.itemsize == 1
         if not plain or (order == "F" and sum(n != 1 for n in shape) > 1):
             data = data.bytes()
@@ -84,17 +84,17 @@ def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray | 
     return np.frombuffer(bytearray(data), element).reshape(shape, order=order)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-class _NumpyBuffer(Maker, eq=False):
+class _NumpyBuffer(DeferredValue, eq=False):
     """numpy's array as protocol 5 has it."""
 
     args: tuple[Any, ...] = ()
 
-    def make(self) -> np.ndarray | Lazy:
+    def make(self) -> np.ndarray | LazyArray:
         data, dtype, shape, order = self.args
         return _array(data, dtype, shape, order)
 
 
-class _NumpyScalar(Maker, eq=False):
+class _NumpyScalar(DeferredValue, eq=False):
     dtype: Any = None
     data: Any = None
 
@@ -108,7 +108,7 @@ class _NumpyScalar(Maker, eq=False):
 def _encode(text: Any, codec: Any) -> bytes:
     """How protocol 2 writes bytes."""
     if not isinstance(text, str) or codec not in ("latin1", "latin-1"):
-        raise ValueError(f"text in {short(codec)}")
+        raise ValueError(f"text in {brief(codec)}")
     return text.encode("latin-1")
 
 
@@ -140,7 +140,7 @@ def _default(*args: Any) -> Any:
     name = _PYTHON_2.get(name, name) if module == "__builtin__" else name
     made: Any = DEFAULT_FACTORIES.get(name)
     if made is None or module not in ("__builtin__", made.__module__):
-        raise ValueError(f"a defaultdict of {short(factory)}")
+        raise ValueError(f"a defaultdict of {brief(factory)}")
     return collections.defaultdict(made)
 
 
@@ -195,11 +195,11 @@ def dtype_named(symbol: Any) -> str:
     """
     module, _, name = symbol.text.partition(" ") if isinstance(symbol, Symbol) else ("", "", "")
     if module != "torch":
-        raise FormatError("dtype", expected="a dtype of torch", found=short(symbol))
+        raise FormatError("dtype", expected="a dtype of torch", found=brief(symbol))
     return dtype_of(name).name
 
 
-class Refused(msgspec.Struct, frozen=True):
+class RefusedLeaf(msgspec.Struct, frozen=True):
     """What could not be made."""
 
     path: str
@@ -207,7 +207,7 @@ class Refused(msgspec.Struct, frozen=True):
     why: str = _CODE
 
 
-def settle(read: Unpickled, label: str, refused: list[Refused] | None = None) -> Any:
+def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = None) -> Any:
     """The tree that a pickle describes.
 
     Args:
@@ -217,15 +217,15 @@ def settle(read: Unpickled, label: str, refused: list[Refused] | None = None) ->
         TreeError: naming the path of what cannot be made.
         FormatError: more nodes than the pickle has parts: containers that hold one another over and over.
     """
-    return trampoline(_Settling(label, max(NODES, 2 * read.steps), refused).settle(read.value, "", 0))
+    return trampoline(_TreeBuilder(label, max(NODES, 2 * read.steps), refused).build(read.value, "", 0))
 
 
-class _Settling:
-    def __init__(self, label: str, limit: int, refused: list[Refused] | None) -> None:
+class _TreeBuilder:
+    def __init__(self, label: str, limit: int, refused: list[RefusedLeaf] | None) -> None:
         self.label, self.left, self.refused = label, limit, refused
         self.made: dict[int, tuple[Any, Any]] = {}
 
-    def settle(self, node: Any, path: str, depth: int) -> Recursive[Any]:
+    def build(self, node: Any, path: str, depth: int) -> Recursive[Any]:
         self.left -= 1
         if self.left < 0 or depth > MAX_DEPTH:
             raise FormatError(
@@ -239,16 +239,16 @@ class _Settling:
             return (yield self._mapping(node, path, depth))
         if kind in (list, collections.deque):
             for i, child in enumerate(node):
-                node[i] = yield self.settle(child, self._below(path, i), depth + 1)
+                node[i] = yield self.build(child, self._below(path, i), depth + 1)
             return node
         if kind in (tuple, set, frozenset):
             items: list[Any] = []
             for i, child in enumerate(node):
-                items.append((yield self.settle(child, self._below(path, i) if kind is tuple else path, depth + 1)))
+                items.append((yield self.build(child, self._below(path, i) if kind is tuple else path, depth + 1)))
             return kind(items)
-        if isinstance(node, (Symbol, Opaque, Blob, Maker)):
+        if isinstance(node, (Symbol, UnbuiltObject, FileBytes, DeferredValue)):
             return self._once(node, path)
-        return node if kind in _PLAIN or isinstance(node, (Lazy, np.ndarray)) else self._value_of_type(node, path)
+        return node if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) else self._value_of_type(node, path)
 
     def _mapping(self, node: Any, path: str, depth: int) -> Recursive[Any]:
         try:
@@ -256,14 +256,14 @@ class _Settling:
         except TreeError as error:
             return self._refuse(path, f"a {type(node).__name__} with {error.found}", _HELD)
         for key, below in steps:
-            node[key] = yield self.settle(node[key], below, depth + 1)
+            node[key] = yield self.build(node[key], below, depth + 1)
         return node
 
     def _below(self, path: str, key: object) -> str:
         return f"{path}/{key_text(key, path)}" if path else key_text(key, path)
 
     def _value_of_type(self, node: Any, path: str) -> Any:
-        return node if encodable(node) else self._refuse(path, short(node), _HELD)
+        return node if encodable(node) else self._refuse(path, brief(node), _HELD)
 
     def _once(self, node: Any, path: str) -> Any:
         """The value of what stands for one; the same where it is met again, so that ties stay."""
@@ -272,11 +272,11 @@ class _Settling:
         return self.made[id(node)][1]
 
     def _value(self, node: Any, path: str) -> Any:
-        if isinstance(node, Blob):
+        if isinstance(node, FileBytes):
             return node.bytes()
         if isinstance(node, Symbol):
             return self._named(node, path)
-        if isinstance(node, Opaque):
+        if isinstance(node, UnbuiltObject):
             what = f"an object made by {node.symbol.replace(' ', '.')}"
             return self._refuse(path, f"{what} ({node.why})", _HELD) if node.why else self._refuse(path, what)
         try:
@@ -303,12 +303,12 @@ class _Settling:
 
     def _refuse(self, path: str, what: str, why: str = _CODE) -> Any:
         if self.refused is None:
-            raise refusal(Refused(path, what, why), self.label)
-        self.refused.append(Refused(path, what, why))
+            raise refusal(RefusedLeaf(path, what, why), self.label)
+        self.refused.append(RefusedLeaf(path, what, why))
         return ...
 
 
-def refusal(found: Refused, label: str) -> TreeError:
+def refusal(found: RefusedLeaf, label: str) -> TreeError:
     """The error for what cannot be made."""
     leave = f"Leave it out (exclude={found.path!r}, --exclude {found.path!r}), or have" if found.path else "Have"
     return TreeError(
@@ -318,9 +318,3 @@ def refusal(found: Refused, label: str) -> TreeError:
         hint=f"{found.why}. {leave} the program that wrote it save plain values; of a module or optimizer, "
         "its state_dict()",
     )
-
-
-def refuse_all(found: Sequence[Refused], label: str) -> None:
-    """Raises for the first of what cannot be made, if there is any."""
-    if found:
-        raise refusal(found[0], label)

@@ -1,7 +1,7 @@
-"""Registered optimizers take the state of a checkpoint whether they have any yet or not.
+"""Restore of registered optimizers, which may have no state yet.
 
-What `Optimizer.state_dict` gives names parameters by their numbers. The moments that the optimizer here lacks are made
-as `restore` makes them: of the saved dtype, laid out as their parameter is. The optimizer itself changes last.
+`Optimizer.state_dict` names parameters by their numbers. Moments that the live optimizer lacks are created as `restore`
+creates them: of the saved dtype, with the layout of their parameter. The optimizer itself changes last.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import msgspec
 from torch import Tensor
 
 from ..arrays.registry import new_array, resolve
-from ..arrays.stateful import hand_over, is_optimizer
+from ..arrays.stateful import is_optimizer, load_exact_state
 from ..core.tree.flatten import flatten, replace_leaves, unflatten
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
 from ..errors import MismatchError
-from .moments import Place, build_state
-from .sources import Source, children_of, descend
+from .moments import MomentPlacement, build_state
+from .sources import RestoreSource, children_of, descend
 
-__all__ = ["ResumedOptimizer", "with_resumed", "without_resumed"]
+__all__ = ["ResumedOptimizer", "with_resumed_optimizers", "without_resumed_optimizers"]
 
 
 class ResumedOptimizer:
@@ -35,10 +35,12 @@ class ResumedOptimizer:
 
     def load_state_dict(self, state: Any) -> None:
         """Loads the state into the optimizer; moments keep the dtype that was saved."""
-        hand_over(self.optimizer, state)
+        load_exact_state(self.optimizer, state)
 
 
-def with_resumed(thing: Any, keys: tuple[Any, ...], source: Source, selects: Callable[[str], bool]) -> Any:
+def with_resumed_optimizers(
+    thing: Any, keys: tuple[Any, ...], source: RestoreSource, selects: Callable[[str], bool]
+) -> Any:
     """A registered thing; its optimizers that do not have the same arrays as the saved ones are `ResumedOptimizer`s.
 
     Args:
@@ -57,7 +59,7 @@ def with_resumed(thing: Any, keys: tuple[Any, ...], source: Source, selects: Cal
     return replace_leaves(thing, iter(found)) if any(isinstance(leaf, ResumedOptimizer) for leaf in found) else thing
 
 
-def without_resumed(filled: Any) -> Any:
+def without_resumed_optimizers(filled: Any) -> Any:
     """A tree with the optimizers themselves in the places of those that are `ResumedOptimizer`."""
     leaves = (leaf.optimizer if isinstance(leaf, ResumedOptimizer) else leaf for _, leaf in flatten(filled)[1])
     return replace_leaves(filled, leaves)
@@ -69,7 +71,7 @@ def _node_at(node: Structure, path: str) -> Structure:
     return node
 
 
-def _resumed(optimizer: Any, path: str, saved: Structure, source: Source, selects: Callable[[str], bool]) -> Any:
+def _resumed(optimizer: Any, path: str, saved: Structure, source: RestoreSource, selects: Callable[[str], bool]) -> Any:
     live = optimizer.state_dict()
     below = {p: f"{path}/{p}" for p, _ in paths_of(saved)} if saved is not None else {}
     arrays = {p for p, at in below.items() if source.leaves.get(at) is not None}
@@ -83,19 +85,19 @@ def _resumed(optimizer: Any, path: str, saved: Structure, source: Source, select
             found="a part",
             hint="Select the whole optimizer, or exclude it",
         )
-    return ResumedOptimizer(optimizer, _Making(optimizer, source).state(saved, live, path))
+    return ResumedOptimizer(optimizer, _StateDictBuilder(optimizer, source).state(saved, live, path))
 
 
-class _Making:
-    """The state to be filled of one optimizer."""
+class _StateDictBuilder:
+    """Builds the state dict of one optimizer, to be filled."""
 
-    def __init__(self, optimizer: Any, source: Source) -> None:
+    def __init__(self, optimizer: Any, source: RestoreSource) -> None:
         groups: list[Any] = [group["params"] for group in optimizer.param_groups]
         self._source = source
         self._numbered: dict[Any, Tensor] = dict(enumerate(parameter for group in groups for parameter in group))
         self._placed = {(i, j): parameter for i, group in enumerate(groups) for j, parameter in enumerate(group)}
         counts = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
-        self._place = Place(counts_on_device=counts)
+        self._place = MomentPlacement(counts_on_device=counts)
 
     def state(self, node: Structure, live: Any, at: str) -> Any:
         """What `state_dict` gives, or a part of it: that of an optimizer that is wrapped may stand inside another.
@@ -128,8 +130,7 @@ class _Making:
                 arrays = (p for below, _ in paths_of(child) if self._source.leaves[p := f"{path}/{below}"] is not None)
                 place = msgspec.structs.replace(self._place, was_spread=any(map(self._source.is_spread, arrays)))
                 found[key] = build_state(
-                    parameters[key], child, mine or {}, path=path, leaves=self._source.leaves,
-                    value=self._source.value, is_spread=self._source.is_spread, place=place,
+                    parameters[key], child, mine or {}, self._source, path=path, place=place
                 )  # fmt: skip
             else:
                 found[key] = self._as_saved(child, path)

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from ..errors import CorruptError, FormatError
-from .files import Window
+from .files import FileRange
 
-__all__ = ["Entry", "Found", "ZipLayout", "find_entries", "lay_out"]
+__all__ = ["NewZipEntry", "ZipEntry", "ZipLayout", "find_entries", "lay_out"]
 
 MAX_ENTRIES = 1 << 22
 ALIGN = 64
@@ -25,10 +25,10 @@ ALIGN = 64
 _DATE = (0, 0x21)  # 1980-01-01
 
 
-class _Reader:
+class _RangeFile:
     """A window as zipfile reads it."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: FileRange) -> None:
         self._window, self._at = window, 0
 
     def seekable(self) -> bool:
@@ -49,23 +49,23 @@ class _Reader:
         return data
 
 
-class Found(msgspec.Struct, frozen=True):
+class ZipEntry(msgspec.Struct, frozen=True):
     """An entry of an archive that is read."""
 
-    window: Window
+    window: FileRange
     """Its contents."""
     crc: int
     """CRC-32 of these, as the archive's directory has it."""
 
 
-def find_entries(window: Window) -> dict[str, Found]:
+def find_entries(window: FileRange) -> dict[str, ZipEntry]:
     """Where the contents of a zip archive's entries lie, by name.
 
     Raises:
         FormatError: no zip archive, or one with compressed or encrypted entries.
         CorruptError: entries that do not lie in it.
     """
-    reader: Any = _Reader(window)
+    reader: Any = _RangeFile(window)
     try:
         with zipfile.ZipFile(reader) as archive:
             infos = archive.infolist()
@@ -78,10 +78,10 @@ def find_entries(window: Window) -> dict[str, Found]:
         ) from error
     if len(infos) > MAX_ENTRIES:
         raise FormatError(window.label, expected=f"at most {MAX_ENTRIES} entries", found=f"{len(infos)}")
-    return {info.filename: Found(_contents(window, info), info.CRC) for info in infos}
+    return {info.filename: ZipEntry(_contents(window, info), info.CRC) for info in infos}
 
 
-def _contents(window: Window, info: zipfile.ZipInfo) -> Window:
+def _contents(window: FileRange, info: zipfile.ZipInfo) -> FileRange:
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
         raise FormatError(
             window.label, expected="entries that are stored as they are", found=f"{info.filename[:80]!r}, packed"
@@ -93,7 +93,7 @@ def _contents(window: Window, info: zipfile.ZipInfo) -> Window:
     return window.within(info.header_offset + 30 + name + extra, info.file_size)
 
 
-class Entry(msgspec.Struct, frozen=True):
+class NewZipEntry(msgspec.Struct, frozen=True):
     """An entry of a new archive."""
 
     name: str
@@ -113,7 +113,7 @@ class ZipLayout(msgspec.Struct, frozen=True):
     """Where each entry's checksum goes, twice."""
 
 
-def lay_out(entries: Sequence[Entry]) -> ZipLayout:
+def lay_out(entries: Sequence[NewZipEntry]) -> ZipLayout:
     """The archive of some entries, in their order."""
     literals: list[tuple[int, bytes]] = []
     starts: list[int] = []
@@ -144,7 +144,7 @@ def lay_out(entries: Sequence[Entry]) -> ZipLayout:
     return ZipLayout(at + len(literals[-1][1]), tuple(literals), tuple(starts), tuple(crcs))
 
 
-def _common(entry: Entry, extra: bytes) -> bytes:
+def _common(entry: NewZipEntry, extra: bytes) -> bytes:
     """What an entry's head and its record in the directory share; sizes stand in the extra field, with 64 bits."""
     crc = zlib.crc32(entry.data) if entry.data is not None else 0
     sizes = struct.pack("<III", crc, 0xFFFFFFFF, 0xFFFFFFFF)

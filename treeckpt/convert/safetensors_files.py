@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError, TreeckptError
 from ..io.storage.foreign_formats import SAFETENSORS_INDEX
 from ..io.storage.store import Store
-from .files import Addresses, Window, flat_array, store_window
+from .files import AddressSpace, FileRange, flat_array, store_window
 
 __all__ = ["INDEX", "TAGS", "encode_header", "read_safetensors", "read_sharded"]
 
@@ -34,13 +34,13 @@ TAGS = {
 """The dtypes of safetensors."""
 
 
-class _Tensor(msgspec.Struct, gc=False):
+class _SafetensorsEntry(msgspec.Struct, gc=False):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
-def _header(window: Window) -> tuple[dict[str, msgspec.Raw], Window]:
+def _header(window: FileRange) -> tuple[dict[str, msgspec.Raw], FileRange]:
     """The entries of a file, and its data area."""
     length = int.from_bytes(window.read(0, 8).tobytes(), "little")
     if length > MAX_HEADER:
@@ -55,7 +55,7 @@ def _header(window: Window) -> tuple[dict[str, msgspec.Raw], Window]:
     )
 
 
-def read_safetensors(window: Window, addresses: Addresses) -> tuple[dict[str, Lazy], dict[str, str]]:
+def read_safetensors(window: FileRange, addresses: AddressSpace) -> tuple[dict[str, LazyArray], dict[str, str]]:
     """The tensors of one file, by name, and its metadata.
 
     Raises:
@@ -77,8 +77,8 @@ def read_safetensors(window: Window, addresses: Addresses) -> tuple[dict[str, La
     return found, metadata
 
 
-def _entry(name: str, raw: msgspec.Raw, data: Window, addresses: Addresses) -> Lazy:
-    entry = msgspec.json.decode(raw, type=_Tensor)
+def _entry(name: str, raw: msgspec.Raw, data: FileRange, addresses: AddressSpace) -> LazyArray:
+    entry = msgspec.json.decode(raw, type=_SafetensorsEntry)
     dtype = TAGS.get(entry.dtype)
     if dtype is None:
         raise ValueError(f"dtype {entry.dtype[:20]!r} of {name[:80]!r}, which is not known")
@@ -88,12 +88,12 @@ def _entry(name: str, raw: msgspec.Raw, data: Window, addresses: Addresses) -> L
     return flat_array(ArraySpec(entry.shape, dtype), data.within(start, stop - start), addresses.take(stop - start))
 
 
-class _Index(msgspec.Struct):
+class _SafetensorsIndex(msgspec.Struct):
     weight_map: dict[str, str]
     metadata: dict[str, Any] = {}
 
 
-def read_sharded(store: Store, addresses: Addresses) -> tuple[dict[str, Lazy], dict[str, str]]:
+def read_sharded(store: Store, addresses: AddressSpace) -> tuple[dict[str, LazyArray], dict[str, str]]:
     """The tensors of a directory: those that its index names, or of all its files.
 
     Raises:
@@ -107,7 +107,7 @@ def read_sharded(store: Store, addresses: Addresses) -> tuple[dict[str, Lazy], d
         names: Sequence[str] = sorted(set(wanted.values()))
     else:
         names = sorted(name for name in sizes if name.endswith(".safetensors"))
-    found: dict[str, Lazy] = {}
+    found: dict[str, LazyArray] = {}
     metadata: dict[str, str] = {}
     for name in names:
         if name not in sizes:
@@ -130,7 +130,7 @@ def _read_index(store: Store, names: list[str]) -> dict[str, str]:
         )
     data = store.read(names[0], limit=MAX_HEADER)
     try:
-        files = msgspec.json.decode(data, type=_Index).weight_map
+        files = msgspec.json.decode(data, type=_SafetensorsIndex).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
         raise FormatError(f"{store.url}/{names[0]}", expected="a weight_map", found=f"{error}"[:200]) from error
     if bad := next((file for file in files.values() if "/" in file or file.startswith(".")), None):

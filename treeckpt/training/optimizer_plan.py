@@ -1,4 +1,4 @@
-"""What each live optimizer takes of the saved state, and which differences there are.
+"""The saved state that each live optimizer takes, and the differences between both.
 
 Parameters are matched by name, through any of the names that a tied one has. A parameter that trains here must be
 known to the checkpoint; one that is frozen here need not. Nothing is changed before `apply_optimizers`.
@@ -13,24 +13,33 @@ import msgspec
 from torch import Tensor
 
 from ..arrays.plain_tensor import dtype_name
-from ..arrays.stateful import hand_over
+from ..arrays.stateful import load_exact_state
 from ..core.tree.flatten import flatten
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
 from ..errors import MismatchError
-from .groups import Group, Labels, agreed, empty, empty_groups, labels_by_member, match_groups, places_of
-from .moments import Place, build_state, expected_moments
+from .groups import (
+    Labels,
+    ParamGroup,
+    common_value,
+    empty_label,
+    labels_by_member,
+    match_empty_groups,
+    match_groups,
+    saved_labels,
+)
+from .hyperparameters import assign_value, is_same
+from .moments import MomentPlacement, build_state, expected_moments
 from .names import Key, get_in, key_path, parse_key
-from .optimizers import Live, groups_of, is_lbfgs, prefixes
-from .sources import Source, children_of, descend
-from .state_dicts import BESIDE, BY_GROUP, join, shared_of, split, standard
-from .values import is_same, taken
+from .optimizers import NamedOptimizer, groups_of, is_lbfgs, optimizer_names
+from .sources import RestoreSource, children_of, descend
+from .state_dicts import BY_GROUP, STATE_DICT_KEY, join, shared_of, split, standard_form
 
 __all__ = ["Differences", "OptimizerPlan", "apply_optimizers", "plan_optimizers"]
 
 
 class Differences(msgspec.Struct):
-    """Paths that are only wanted, only saved, or saved for nothing that trains here."""
+    """Paths that only the optimizers have, that only the checkpoint has, and of state without use here."""
 
     missing: list[str] = []
     unexpected: list[str] = []
@@ -38,17 +47,17 @@ class Differences(msgspec.Struct):
 
 
 class OptimizerPlan(msgspec.Struct):
-    """What one live optimizer, or one part of it, takes."""
+    """The saved state that one live optimizer, or one part of it, takes."""
 
     prefix: Key
-    live: Live
+    live: NamedOptimizer
     of: Labels
     """As saved, under the names that the parameters have here."""
     values: list[dict[str, Any]]
-    """What each live group takes."""
+    """The values that each live group takes."""
     saved: dict[Key, tuple[str, Structure]]
     """By live parameter: the path and the structure of its saved state."""
-    places: dict[Key, Place]
+    places: dict[Key, MomentPlacement]
     """By live parameter: how it was saved."""
     form: Any
     """As saved: what `state_dict` is to have beside the state of parameters."""
@@ -57,7 +66,7 @@ class OptimizerPlan(msgspec.Struct):
     moments: dict[Key, dict[Any, Any]] = {}
     """Once built: the state of each live parameter, to be filled."""
 
-    def build_moments(self, source: Source) -> dict[Key, dict[Any, Any]]:
+    def build_moments(self, source: RestoreSource) -> dict[Key, dict[Any, Any]]:
         """By saved key, the tensors to be filled; those that a fresh optimizer lacks are made."""
         found: dict[Key, dict[Any, Any]] = {}
         flags = {m: v for g, v in zip(self.live.groups, self.values, strict=True) for m in g.members}
@@ -71,10 +80,8 @@ class OptimizerPlan(msgspec.Struct):
                 parameter,
                 structure,
                 self.live.own[key],
+                source,
                 path=path,
-                leaves=source.leaves,
-                value=source.value,
-                is_spread=source.is_spread,
                 place=place,
             )
             self.moments[key] = built
@@ -83,14 +90,14 @@ class OptimizerPlan(msgspec.Struct):
 
 
 def plan_optimizers(
-    lives: Sequence[Live],
+    lives: Sequence[NamedOptimizer],
     ties: Mapping[int, tuple[Key, ...]],
-    source: Source,
+    source: RestoreSource,
     *,
     keep: tuple[str, ...],
     frozen: frozenset[str],
 ) -> tuple[list[OptimizerPlan], Differences]:
-    """What each optimizer takes, and what does not match.
+    """Returns the plan of each optimizer, and what does not match.
 
     Args:
         keep: hyper-parameters that stay as they are here.
@@ -103,7 +110,7 @@ def plan_optimizers(
     groups_tree, differences = source.part("param_groups"), Differences([], [], [])
     plans: list[OptimizerPlan] = []
     used: set[str] = set()
-    for prefix in prefixes(lives):
+    for prefix in optimizer_names(lives):
         saved_groups = get_in(groups_tree, prefix, {})
         if "members" not in saved_groups or "values" not in saved_groups:
             raise MismatchError(
@@ -127,20 +134,20 @@ class _Matcher:
 
     def __init__(
         self,
-        source: Source,
+        source: RestoreSource,
         prefix: Key,
         ties: Mapping[int, tuple[Key, ...]],
         saved_groups: Mapping[str, Any],
         differences: Differences,
-        groups: Sequence[Group],
+        groups: Sequence[ParamGroup],
     ) -> None:
         self.source, self.prefix, self.differences = source, prefix, differences
         self.tied = {keys[0]: [key_path(key) for key in keys] for keys in ties.values()}
         self.saved_of = labels_by_member(saved_groups["members"])
         self.values: dict[str, dict[str, Any]] = saved_groups["values"]
         self.members, self.order = saved_groups["members"], saved_groups.get("order")
-        self.shared, self.forms = saved_groups.get("shared", {}), saved_groups.get(BESIDE, {})
-        self.empty = empty_groups(groups, self.members)
+        self.shared, self.forms = saved_groups.get("shared", {}), saved_groups.get(STATE_DICT_KEY, {})
+        self.empty = match_empty_groups(groups, self.members)
         self.position = 0
         """Of the next live group among those of all parts."""
         self.path = key_path(("param_groups", *prefix))
@@ -148,19 +155,19 @@ class _Matcher:
         self.used: set[str] = set()
         """Saved leaves that are wanted, or known to be of no use."""
 
-    def plan(self, live: Live, keep: tuple[str, ...]) -> OptimizerPlan:
-        """What one optimizer takes."""
+    def plan(self, live: NamedOptimizer, keep: tuple[str, ...]) -> OptimizerPlan:
+        """Returns the plan of one optimizer."""
         of: dict[str, list[str]] = {}
         for key in (member for group in live.groups for member in group.members):
             if (name := self._saved_name(key)) is not None:
                 of[key_path(key)] = self.saved_of[name]
         for here in range(len(live.groups)):
             if (label := self.empty.get(self.position + here)) is not None:
-                of[empty(here)] = [label]
+                of[empty_label(here)] = [label]
         self.position += len(live.groups)
         values = match_groups(live.groups, of, self.values, path=self.path, same=is_same, keep=keep)
         for position, (group, found) in enumerate(zip(live.groups, values, strict=True)):
-            if places_of(group, position, of):
+            if saved_labels(group, position, of):
                 self._compare_values(group, found, keep)
         plan = OptimizerPlan(self.prefix, live, of, values, {}, {}, self._form_of(live, of), keep)
         for key, parameter in live.parameters.items():
@@ -168,7 +175,7 @@ class _Matcher:
         self._check_order(live)
         return plan
 
-    def _form_of(self, live: Live, of: Labels) -> Any:
+    def _form_of(self, live: NamedOptimizer, of: Labels) -> Any:
         """What the live optimizer's state dict is to have beside the state of parameters.
 
         Raises:
@@ -176,13 +183,13 @@ class _Matcher:
         """
         named = dict.fromkeys(label for labels in of.values() for label in labels if label in self.forms)
         labels = list(named or self.forms)
-        path = f"{self.path}/{BESIDE}"
-        found = [self.forms[label] for label in labels] or [standard(self.shared)]
-        form = agreed([(label,) for label in labels] or [("",)], found, path, is_same)
+        path = f"{self.path}/{STATE_DICT_KEY}"
+        found = [self.forms[label] for label in labels] or [standard_form(self.shared)]
+        form = common_value([(label,) for label in labels] or [("",)], found, path, is_same)
         if not isinstance(form, dict) or not isinstance(live.form, dict | None):
             return form
         if live.form is None:
-            more = [key for key in form if key not in standard()]
+            more = [key for key in form if key not in standard_form()]
             self.differences.unexpected += [f"{path}/{key_text(key)}" for key in more]
             return form
         lacking = [key for key in live.form if key not in form]
@@ -204,7 +211,7 @@ class _Matcher:
     def _state_path(self, name: str) -> str:
         return f"{key_path(('optimizer', *self.prefix))}/{name}"
 
-    def _compare_values(self, group: Group, found: Mapping[str, Any], keep: tuple[str, ...]) -> None:
+    def _compare_values(self, group: ParamGroup, found: Mapping[str, Any], keep: tuple[str, ...]) -> None:
         """Notes hyper-parameters that the checkpoint lacks."""
         lacking = [name for name in group.values if name not in found and name not in (*keep, "name")]
         self.differences.missing += [f"{self.path}/values/{name}" for name in lacking]
@@ -219,7 +226,7 @@ class _Matcher:
             return
         structure = self.saved_keys[name]
         if plan.live.form is None:  # what another kind of optimizer kept has no place here
-            structure = _without(structure, BESIDE)
+            structure = _without(structure, STATE_DICT_KEY)
         self.used.update(_leaves_below(path, structure))
         plan.saved[key] = (path, structure)
         plan.places[key] = self._place_of(f"model/{name}", parameter)
@@ -228,21 +235,21 @@ class _Matcher:
         lacking = sorted((moment for moment in wanted if moment not in saved), key=str)
         self.differences.missing += [f"{path}/{key_text(moment)}" for moment in lacking]
 
-    def _place_of(self, path: str, parameter: Tensor) -> Place:
+    def _place_of(self, path: str, parameter: Tensor) -> MomentPlacement:
         spec = self.source.leaves.get(path)
         if spec is None:
-            return Place()
+            return MomentPlacement()
         dtypes = spec.dtype, dtype_name(parameter.dtype)
-        return Place(spec.device is not None, was_spread=self.source.is_spread(path), dtypes=dtypes)
+        return MomentPlacement(spec.device is not None, was_spread=self.source.is_spread(path), dtypes=dtypes)
 
     def _expected(self, plan: OptimizerPlan, key: Key, parameter: Tensor) -> frozenset[Any]:
-        optimizer = plan.live.maker
+        optimizer = plan.live.innermost
         for group, found in zip(plan.live.groups, plan.values, strict=True):
             if optimizer is not None and key in group.members:
                 return expected_moments(optimizer, {**group.values, **found}, parameter)
         return frozenset()
 
-    def _check_order(self, live: Live) -> None:
+    def _check_order(self, live: NamedOptimizer) -> None:
         order = [self._saved_name(key) for key in live.parameters]
         if is_lbfgs(live.stateful) and self.order is not None and order != list(self.order):
             raise MismatchError(
@@ -252,7 +259,7 @@ class _Matcher:
                 hint=f"Give the optimizer {', '.join(map(str, self.order))[:200]}",
             )
 
-    def compare(self, groups: Sequence[Group], frozen: frozenset[str]) -> None:
+    def compare(self, groups: Sequence[ParamGroup], frozen: frozenset[str]) -> None:
         """Notes the parameters and the groups without any that only the checkpoint's optimizer has."""
         left = [label for label, names in self.members.items() if not names and label not in self.empty.values()]
         self.differences.ignored += [f"{self.path}/values/{key_text(label)}" for label in left]
@@ -305,7 +312,7 @@ def apply_optimizers(plans: Sequence[OptimizerPlan]) -> list[str]:
             _apply_plain(plan)
         else:
             _hand_over(plan)
-            left += [key_path(("param_groups", *plan.prefix, BESIDE)) + f"/{path}" for path in _not_taken(plan)]
+            left += [key_path(("param_groups", *plan.prefix, STATE_DICT_KEY)) + f"/{path}" for path in _not_taken(plan)]
     return left
 
 
@@ -326,7 +333,7 @@ def _apply_plain(plan: OptimizerPlan) -> None:
     optimizer.state.update(shared_of(plan.form, plan.live.numbering, plan.live.shared))
     for group, values in zip(plan.live.optimizer.param_groups, plan.values, strict=True):
         for name, value in values.items():
-            group[name] = taken(group.get(name), value)
+            group[name] = assign_value(group.get(name), value)
     if not type(optimizer).__setstate__.__module__.startswith("torch.optim."):
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
@@ -345,9 +352,11 @@ def _hand_over(plan: OptimizerPlan) -> None:
         return [{**group.values, **mine} for group, mine in zip(live.groups, found, strict=True)]
 
     before = [dict(group) for group in live.stateful.param_groups]
-    hand_over(live.stateful, join(plan.form, live.numbering, own, grouped, live.form))
+    load_exact_state(live.stateful, join(plan.form, live.numbering, own, grouped, live.form))
     for group, held in zip(live.stateful.param_groups, before, strict=True):
-        group.update({name: taken(value, group[name]) for name, value in held.items() if _is_held(name, value, group)})
+        group.update(
+            {name: assign_value(value, group[name]) for name, value in held.items() if _is_held(name, value, group)}
+        )
 
 
 def _is_held(name: str, value: object, group: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""One checkpoint into another format: open, choose, check, and stream. See `convert`."""
+"""Conversion of a checkpoint to another format: opens, selects, checks and streams. See `convert`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from typing import Any
 import msgspec
 
 from .. import api
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.format.file_names import step_of
 from ..errors import CheckpointError, MismatchError
-from ..io.comm.comm import as_comm
+from ..io.comm.comm import Comm, as_comm
 from ..io.storage.bucket import check_path
 from ..io.storage.store import Store
 from . import contents as choosing
-from .casting import cast_floats
-from .checksums import Storages
-from .contents import NODES, Contents, Finding, lower, named, tree_of
-from .files import Addresses
-from .growth import check_growth, own_nbytes
-from .holding import NOTHING, Held, hold_dcp, hold_safetensors, hold_torch, refuse_losses
+from .cast import cast_floats
+from .checksums import ArchiveStorages
+from .contents import NODES, Contents, Finding, lower_containers, matches_globs, tree_of
+from .format_fit import NOTHING, FittedContents, fit_dcp, fit_safetensors, fit_torch, refuse_losses
+from .layout import lay_out_safetensors, lay_out_torch
 from .output import Output, check_free, run_output
+from .size_limit import check_growth, own_nbytes
 from .sources import SOURCES, detect, open_source
-from .writing import lay_out_safetensors, lay_out_torch
 
 __all__ = [
     "FORMATS",
@@ -56,14 +55,14 @@ AnyPath = str | os.PathLike[str]
 
 
 class ConvertReport(msgspec.Struct, frozen=True):
-    """What a conversion did, or would do."""
+    """The result of a conversion, or of a dry run."""
 
     source: str
     destination: str
     source_format: str
     format: str
     leaves: int
-    """That are written; of a dry run, that would be."""
+    """Number of leaves that are written; in a dry run, that would be."""
     arrays: int
     nbytes: int
     """Bytes of all arrays, each as often as it stands in the tree."""
@@ -71,9 +70,9 @@ class ConvertReport(msgspec.Struct, frozen=True):
     written_nbytes: int
     """Bytes of array data that this rank wrote."""
     notes: tuple[Finding, ...]
-    """What changes its form."""
+    """Changes of form without loss."""
     losses: tuple[Finding, ...]
-    """What is left out, or changed: only with `lossy`, and in a dry run."""
+    """Leaves that are left out or changed: only with `lossy`, and in a dry run."""
     dry_run: bool
     seconds: float
 
@@ -148,14 +147,27 @@ def convert(
         MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
         CheckpointExists: there is something at the destination.
     """
-    begin = time.perf_counter()
     options = _options(destination, to, dtype, max_shard_size, memory, select, exclude, subtree, lossy)
-    comm = as_comm(comm)
-    kind, storages = detect(source), Storages(alone=comm.size == 1)
-    with open_source(source, kind, storages, lambda at: named(at, options.exclude)) as found:
+    return _convert(source, destination, options, dry_run, overwrite, step, as_comm(comm))
+
+
+def _convert(
+    source: AnyPath | Store,
+    destination: AnyPath,
+    options: _Options,
+    dry_run: bool,
+    overwrite: bool,
+    step: int | None,
+    comm: Comm,
+) -> ConvertReport:
+    """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
+    begin = time.perf_counter()
+    kind, storages = detect(source), ArchiveStorages(alone=comm.size == 1)
+    with open_source(source, kind, storages, lambda at: matches_globs(at, options.exclude)) as found:
         chosen = _chosen(found, options)
-        held, plan = _PLANS[options.to](_cast(chosen, options, storages), options)
-        if not (dry_run or lossy):
+        cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
+        held, plan = _PLANS[options.to](cast, options)
+        if not (dry_run or options.lossy):
             refuse_losses(held.contents, options.to)
         output = plan() if options.to != "treeckpt" else None
         check_growth(chosen, own_nbytes(held.contents) if output is None else output.nbytes)
@@ -165,13 +177,13 @@ def convert(
             names, written = ((), 0) if dry_run else _save(held, destination, options, overwrite, step, comm)
         else:
             names, written = _write(output, destination, options, overwrite, comm, dry_run=dry_run)
-        assert dry_run or not storages.owing(), "what is converted is read as a whole"
+        assert dry_run or not storages.owing(), "all bytes of a source are read"
     ways = chosen.label, os.fspath(destination), kind, options.to
     return _report(ways, held.contents, names, written, dry_run, time.perf_counter() - begin)
 
 
 def _write(
-    output: Output, destination: AnyPath, options: _Options, overwrite: bool, comm: Any, *, dry_run: bool
+    output: Output, destination: AnyPath, options: _Options, overwrite: bool, comm: Comm, *, dry_run: bool
 ) -> tuple[tuple[str, ...], int]:
     """The names of the files of a format that is not ours, and the bytes that this rank wrote."""
     place, written = _local(destination), 0
@@ -190,7 +202,7 @@ def _report(
     dry_run: bool,
     seconds: float,
 ) -> ConvertReport:
-    arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, Lazy)]
+    arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
     nbytes = sum(leaf.nbytes for leaf in arrays)
     notes, losses = (tuple(f for f in contents.findings if f.lost == lost) for lost in (False, True))
     gone = sum(finding.becomes == NOTHING for finding in losses)
@@ -256,27 +268,23 @@ def _chosen(contents: Contents, options: _Options) -> Contents:
     return choosing.subtree(contents, options.subtree)
 
 
-def _cast(contents: Contents, options: _Options, addresses: Addresses) -> Contents:
-    return cast_floats(contents, options.dtype, addresses) if options.dtype is not None else contents
-
-
-def _read_of(chosen: Contents, held: Held, options: _Options) -> list[choosing.Leaf]:
+def _read_of(chosen: Contents, held: FittedContents, options: _Options) -> list[choosing.ContentsLeaf]:
     """What will be read: the leaves that are not lost, by their paths in the source."""
     lost = {finding.path for finding in held.contents.findings if finding.lost}
     above = f"{options.subtree}/" if options.subtree else ""
     return [(above + path, leaf) for path, leaf in chosen.leaves if path not in lost]
 
 
-_Plan = tuple[Held, Callable[[], Output]]
+_Plan = tuple[FittedContents, Callable[[], Output]]
 
 
 def _plan_torch(contents: Contents, options: _Options) -> _Plan:
-    held = hold_torch(contents)
+    held = fit_torch(contents)
     return held, lambda: lay_out_torch(held)
 
 
 def _plan_dcp(contents: Contents, options: _Options) -> _Plan:
-    held = hold_dcp(contents)
+    held = fit_dcp(contents)
 
     def plan() -> Output:
         from .dcp_write import lay_out_dcp
@@ -287,13 +295,13 @@ def _plan_dcp(contents: Contents, options: _Options) -> _Plan:
 
 
 def _plan_safetensors(contents: Contents, options: _Options) -> _Plan:
-    held = hold_safetensors(contents)
+    held = fit_safetensors(contents)
     limit = options.max_shard_size or SHARD
     return held, lambda: lay_out_safetensors(held, directory=options.directory, max_shard_size=limit)
 
 
 def _plan_native(contents: Contents, options: _Options) -> _Plan:
-    return Held(lower(contents, NODES), {}), _no_output
+    return FittedContents(lower_containers(contents, NODES), {}), _no_output
 
 
 def _no_output() -> Output:
@@ -309,7 +317,7 @@ _PLANS: dict[str, Callable[[Contents, _Options], _Plan]] = {
 
 
 def _save(
-    held: Held, destination: AnyPath, options: _Options, overwrite: bool, step: int | None, comm: Any
+    held: FittedContents, destination: AnyPath, options: _Options, overwrite: bool, step: int | None, comm: Comm
 ) -> tuple[tuple[str, ...], int]:
     """The names of the files of a checkpoint of ours, and the bytes that this rank wrote."""
     contents = held.contents

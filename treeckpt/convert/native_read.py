@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import HostArray, Storage, TargetPiece, raw_dtype
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.registry import decode
 from ..core.format.check_index import check_against_files
 from ..core.format.chunks import BoxChunks
@@ -25,14 +25,14 @@ from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..loading.read_tasks import list_readings, run_readings
 from .contents import Contents, spread_ranks
-from .files import Addresses, Flat, strided_array
-from .values import Refused
+from .files import AddressSpace, FlatReader, strided_array
+from .pickle_values import RefusedLeaf
 
 __all__ = ["read_native"]
 
 
-class _Checkpoint:
-    def __init__(self, store: Store, index: Index, addresses: Addresses, refused: list[Refused] | None) -> None:
+class _NativeReader:
+    def __init__(self, store: Store, index: Index, addresses: AddressSpace, refused: list[RefusedLeaf] | None) -> None:
         self.index, self.addresses, self.refused = index, addresses, refused
         self.shards = Shards(store, index, Recorder(0), verify=True)
         ranks = {file.rank for file in index.file_list if file.part}
@@ -59,7 +59,7 @@ class _Checkpoint:
         except TreeckptError as error:
             if self.refused is None:
                 raise
-            self.refused.append(Refused(leaf.path, error.found))
+            self.refused.append(RefusedLeaf(leaf.path, error.found))
             return leaf.path, ...
 
     def _address(self, leaf: Leaf, rank: int | None) -> int:
@@ -71,14 +71,14 @@ class _Checkpoint:
             )
         return self._bases[key]
 
-    def _whole(self, leaf: Leaf, rank: int | None) -> Lazy:
+    def _whole(self, leaf: Leaf, rank: int | None) -> LazyArray:
         assert leaf.spec is not None, "an array has a spec"
         spec = msgspec.structs.replace(leaf.spec, regions=None, device=None)
         nbytes = Region.whole(spec.shape).size * dtype_of(spec.dtype).itemsize
         storage = Storage(self._address(leaf, rank), nbytes, None) if nbytes else None
-        return Lazy(spec, lambda region: self.read(leaf, region, rank), storage)
+        return LazyArray(spec, lambda region: self.read(leaf, region, rank), storage)
 
-    def _alias(self, leaf: Leaf, record: AliasRecord, rank: int | None) -> Lazy:
+    def _alias(self, leaf: Leaf, record: AliasRecord, rank: int | None) -> LazyArray:
         base = self.index.entries[record.of]
         assert leaf.spec is not None and base.spec is not None, "an array has a spec"
         spec = msgspec.structs.replace(leaf.spec, regions=None, device=None)
@@ -86,10 +86,10 @@ class _Checkpoint:
         address = self._address(base, rank)
         if view is None:
             whole = self._whole(base, rank)
-            return Lazy(spec, whole.read, whole.storage)
+            return LazyArray(spec, whole.read, whole.storage)
         return strided_array(spec, self._flat(base, rank), view.offset, view.strides, address)
 
-    def _flat(self, leaf: Leaf, rank: int | None) -> Flat:
+    def _flat(self, leaf: Leaf, rank: int | None) -> FlatReader:
         assert leaf.spec is not None, "an array has a spec"
         shape, raw = leaf.spec.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize)
 
@@ -129,7 +129,7 @@ class _Checkpoint:
         return out
 
 
-def read_native(store: Store, addresses: Addresses, refused: list[Refused] | None = None) -> Contents:
+def read_native(store: Store, addresses: AddressSpace, refused: list[RefusedLeaf] | None = None) -> Contents:
     """A checkpoint of ours; state that each rank has of its own comes as a dict by rank.
 
     Raises:
@@ -138,7 +138,7 @@ def read_native(store: Store, addresses: Addresses, refused: list[Refused] | Non
     """
     index = read_index(store)
     check_against_files(index, store.sizes(), store.url)
-    checkpoint = _Checkpoint(store, index, addresses, refused)
+    checkpoint = _NativeReader(store, index, addresses, refused)
     structure, leaves, findings = spread_ranks(index.structure, checkpoint.leaf)
     metadata = {
         key: decode(value, f"custom_metadata/{key}", allow_pickle=False) for key, value in index.metadata.items()

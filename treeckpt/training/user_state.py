@@ -1,33 +1,34 @@
-"""What becomes of the parts of a training state that are trees of the user's own: `loader` and `extra`?
+"""Restore of the parts of a training state that are user-defined trees: `loader` and `extra`.
 
-A loader may be one object or a tree of them: each takes what was saved where it stands. An `extra` that is given is
-filled as `treeckpt.load_into` fills a tree; what only one side has is found here, before anything changes.
+A loader is one object or a tree of them: each loads the state that was saved at its path. A given `extra` is filled as
+`treeckpt.load_into` fills a tree; leaves that only one side has are found here, before anything changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ..arrays.registry import is_value
-from ..arrays.stateful import expand, holds_stateful, is_stateful
+from ..arrays.stateful import expand_states, holds_stateful, is_stateful
 from ..core.tree.flatten import flatten
 from ..core.tree.sequences import differing_sequences
 from ..core.tree.structure import index_path, key_text
 from ..errors import MismatchError
-from .sources import Source
+from .sources import RestoreSource
 
-__all__ = ["compare_extra", "loads_of"]
+__all__ = ["compare_extra", "loader_actions"]
 
 
-def loads_of(loader: Any, state: Any, path: str) -> Iterator[Callable[[], None]]:
-    """What hands each object of a loader's tree (dicts, lists and tuples) its state.
+def loader_actions(loader: Any, state: Any, path: str) -> Iterator[Callable[[], None]]:
+    """Yields functions that load the state of each object in a loader's tree (dicts, lists and tuples).
 
     Raises:
-        MismatchError: an object where nothing was saved.
+        MismatchError: nothing was saved for an object.
     """
     if is_stateful(loader):
-        yield lambda: loader.load_state_dict(state)
+        yield partial(loader.load_state_dict, state)
         return
     pairs: Any = loader.items() if isinstance(loader, Mapping) else ()
     for key, one in enumerate(loader) if isinstance(loader, (list, tuple)) else pairs:
@@ -43,16 +44,16 @@ def loads_of(loader: Any, state: Any, path: str) -> Iterator[Callable[[], None]]
                 found="nothing in the checkpoint",
                 hint="Give the loaders in a tree as that which was saved",
             ) from error
-        yield from loads_of(one, part, here)
+        yield from loader_actions(one, part, here)
 
 
-def compare_extra(extra: Any, source: Source, *, rank: int) -> tuple[list[str], list[str]]:
-    """The paths that only the given tree has, and those that only the checkpoint has.
+def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list[str], list[str]]:
+    """Returns the paths that only the given tree has, and those that only the checkpoint has.
 
-    What `...` stands for is not asked for, nor is what an object keeps whose state has no arrays: it judges it itself.
+    Paths at or below `...` are not compared, nor is the state of an object without arrays, which checks it itself.
     """
     tree: dict[str, Any] = {"extra": extra}
-    found = expand(tree, rank=rank, mappings=True)
+    found = expand_states(tree, rank=rank, mappings=True)
     tree = tree if found is None else found.target()
     _, leaves = flatten(tree, rank=rank)
     sequences = differing_sequences(
@@ -63,12 +64,12 @@ def compare_extra(extra: Any, source: Source, *, rank: int) -> tuple[list[str], 
         rank=rank,
         source_rank=rank % source.world,
     )
-    asked = {index_path(path, rank): leaf for path, leaf in leaves}
-    free = (*(f"{path}/" for path, leaf in asked.items() if leaf is ...), *(f"{path}/" for path in sequences))
+    wanted = {index_path(path, rank): leaf for path, leaf in leaves}
+    free = (*(f"{path}/" for path, leaf in wanted.items() if leaf is ...), *(f"{path}/" for path in sequences))
     there = [path for path in source.leaves if path == "extra" or path.startswith("extra/")]
     missing = [
         path
-        for path, leaf in asked.items()
+        for path, leaf in wanted.items()
         if leaf is not ... and path not in source.leaves and not path.startswith(free)
     ]
-    return missing, [path for path in there if path not in asked and not path.startswith(free)]
+    return missing, [path for path in there if path not in wanted and not path.startswith(free)]

@@ -1,4 +1,4 @@
-"""What each format holds: containers, values, dtypes, ties; and what becomes of the rest, told before it is written."""
+"""The containers, values, dtypes and ties that each format holds, and the changes to all else, found before writing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..arrays.registry import encodable
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, key_text, keys_of
 from ..errors import TreeError
 from ..trees.names import flatten_names
-from .contents import Contents, Finding, lower, map_leaves, tree_of
-from .pickles import short
-from .safetensors import TAGS
+from .contents import Contents, Finding, lower_containers, map_leaves, tree_of
+from .pickle_reader import brief
+from .safetensors_files import TAGS
 from .ties import Tie, ties_of
 
-__all__ = ["NOTHING", "Held", "hold_dcp", "hold_safetensors", "hold_torch", "refuse_losses"]
+__all__ = ["NOTHING", "FittedContents", "fit_dcp", "fit_safetensors", "fit_torch", "refuse_losses"]
 
 NOTHING = "nothing"
 """What a leaf becomes that is not written."""
@@ -29,8 +29,8 @@ _WRITTEN = "tensors of torch's dtypes"
 _TREE = "None, numbers, text, bytes, sets of these, and torch's dtypes, sizes and devices"
 
 
-class Held(msgspec.Struct, frozen=True):
-    """What a format takes of some contents."""
+class FittedContents(msgspec.Struct, frozen=True):
+    """The part of some contents that a format holds."""
 
     contents: Contents
     ties: dict[str, Tie]
@@ -38,7 +38,7 @@ class Held(msgspec.Struct, frozen=True):
     """By path, the name in a format with flat names."""
 
 
-class _Check:
+class _FormatCheck:
     """Leaves of one format, one by one; what it meets it notes."""
 
     def __init__(self, holds: str) -> None:
@@ -69,7 +69,7 @@ def _torch_has(dtype: str) -> bool:
     return isinstance(vars(torch).get(dtype), torch.dtype)
 
 
-def _array(check: _Check, path: str, lazy: Lazy, *, kinds: bool) -> Lazy | None:
+def _array(check: _FormatCheck, path: str, lazy: LazyArray, *, kinds: bool) -> LazyArray | None:
     """An array as a tensor; None if it cannot be one."""
     spec = lazy.spec
     if spec.kind == "numpy":
@@ -79,8 +79,12 @@ def _array(check: _Check, path: str, lazy: Lazy, *, kinds: bool) -> Lazy | None:
         check.note(path, "an array of numpy", "a tensor")
     elif spec.kind == "buffer" or (not kinds and (spec.kind != "tensor" or spec.requires_grad)):
         check.note(path, f"a {spec.kind}" + ", requires_grad" * spec.requires_grad, "a plain tensor")
-        return Lazy(msgspec.structs.replace(spec, kind="tensor", requires_grad=False), lazy.read, lazy.storage)
-    return Lazy(msgspec.structs.replace(spec, kind="tensor"), lazy.read, lazy.storage) if spec.kind == "numpy" else lazy
+        return LazyArray(msgspec.structs.replace(spec, kind="tensor", requires_grad=False), lazy.read, lazy.storage)
+    return (
+        LazyArray(msgspec.structs.replace(spec, kind="tensor"), lazy.read, lazy.storage)
+        if spec.kind == "numpy"
+        else lazy
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -94,21 +98,21 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _SCALARS
 
 
-def _value(check: _Check, path: str, value: Any) -> Any:
+def _value(check: _FormatCheck, path: str, value: Any) -> Any:
     if isinstance(value, (np.bool_, np.integer, np.floating, np.complexfloating)) and type(value.item()) in _SCALARS:
         check.note(path, f"a {type(value).__name__} of numpy", f"a Python {type(value.item()).__name__}")
         return value.item()
     if _is_plain(value):
         return value
-    check.lose(path, f"{type(value).__module__}.{type(value).__qualname__} {short(value)}", "None")
+    check.lose(path, f"{type(value).__module__}.{type(value).__qualname__} {brief(value)}", "None")
     return None
 
 
-def _leaves(contents: Contents, check: _Check, *, kinds: bool) -> Contents:
-    made: dict[int, Lazy | None] = {}  # the same array is met again where it is tied
+def _leaves(contents: Contents, check: _FormatCheck, *, kinds: bool) -> Contents:
+    made: dict[int, LazyArray | None] = {}  # the same array is met again where it is tied
 
     def change(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, Lazy):
+        if not isinstance(leaf, LazyArray):
             return _value(check, path, leaf)
         if id(leaf) not in made:
             made[id(leaf)] = _array(check, path, leaf, kinds=kinds)
@@ -118,14 +122,14 @@ def _leaves(contents: Contents, check: _Check, *, kinds: bool) -> Contents:
     return msgspec.structs.replace(changed, findings=(*changed.findings, *check.all()))
 
 
-def hold_torch(contents: Contents) -> Held:
+def fit_torch(contents: Contents) -> FittedContents:
     """For a file of torch.save that opens with weights_only=True."""
-    contents = lower(contents, frozenset((DictNode, OrderedDictNode, ListNode, TupleNode)))
-    contents = _leaves(contents, _Check(f"{_WRITTEN}, {_TREE}"), kinds=True)
-    return Held(contents, ties_of(contents))
+    contents = lower_containers(contents, frozenset((DictNode, OrderedDictNode, ListNode, TupleNode)))
+    contents = _leaves(contents, _FormatCheck(f"{_WRITTEN}, {_TREE}"), kinds=True)
+    return FittedContents(contents, ties_of(contents))
 
 
-def hold_dcp(contents: Contents) -> Held:
+def fit_dcp(contents: Contents) -> FittedContents:
     """For a DCP directory: a dict at the root, keys as text, each tensor by itself.
 
     Raises:
@@ -136,17 +140,17 @@ def hold_dcp(contents: Contents) -> Held:
             contents.label, expected="a dict at the root of a DCP checkpoint", found="another tree",
             hint="Take a part that is a dict (subtree=...)",
         )  # fmt: skip
-    contents = lower(contents, frozenset((DictNode, ListNode, TupleNode)))
-    check = _Check(f"{_WRITTEN}, {_TREE}, in dicts with text as keys")
+    contents = lower_containers(contents, frozenset((DictNode, ListNode, TupleNode)))
+    check = _FormatCheck(f"{_WRITTEN}, {_TREE}, in dicts with text as keys")
     trampoline(_check_keys(contents.structure, "", check))
     contents = _leaves(contents, check, kinds=False)
     ties = ties_of(contents)
     told = [Finding(path, "each array by itself", f"a tie of {tie.of}", "a copy") for path, tie in ties.items()]
     _names(contents)
-    return Held(msgspec.structs.replace(contents, findings=(*contents.findings, *told)), {})
+    return FittedContents(msgspec.structs.replace(contents, findings=(*contents.findings, *told)), {})
 
 
-def _check_keys(node: Structure, path: str, check: _Check) -> Recursive[None]:
+def _check_keys(node: Structure, path: str, check: _FormatCheck) -> Recursive[None]:
     if node is None:
         return
     for key, child in zip(keys_of(node, path), node.children, strict=True):
@@ -168,19 +172,19 @@ def _names(contents: Contents) -> dict[str, str]:
     return {path: name for name, path in flatten_names(tree_of(numbered)).items()}
 
 
-def hold_safetensors(contents: Contents) -> Held:
+def fit_safetensors(contents: Contents) -> FittedContents:
     """For safetensors: arrays by name.
 
     Raises:
         TreeError: two leaves would have one name, or there are no arrays.
     """
-    contents = lower(contents, frozenset((DictNode, ListNode, TupleNode)))
-    check = _Check(f"tensors of {', '.join(TAGS.values())}")
+    contents = lower_containers(contents, frozenset((DictNode, ListNode, TupleNode)))
+    check = _FormatCheck(f"tensors of {', '.join(TAGS.values())}")
     left: set[str] = set()
 
     def change(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, Lazy):
-            check.lose(path, f"a value, {short(leaf)}", NOTHING)
+        if not isinstance(leaf, LazyArray):
+            check.lose(path, f"a value, {brief(leaf)}", NOTHING)
         elif leaf.spec.dtype not in TAGS.values():
             check.lose(path, f"an array of {leaf.spec.dtype}", NOTHING)
         else:
@@ -200,12 +204,12 @@ def hold_safetensors(contents: Contents) -> Held:
             check.note(path, f"a view of {tie.of}", "a copy")
     whole = {path: tie for path, tie in ties.items() if tie.view is None}
     contents = msgspec.structs.replace(contents, findings=(*contents.findings, *check.all()))
-    return Held(contents, whole, kept)
+    return FittedContents(contents, whole, kept)
 
 
 def _once(made: dict[int, Any], leaf: Any, make: Callable[[], Any]) -> Any:
     """The same for an array that is met again."""
-    if not isinstance(leaf, Lazy):
+    if not isinstance(leaf, LazyArray):
         return make()
     if id(leaf) not in made:
         made[id(leaf)] = make()

@@ -1,4 +1,4 @@
-"""Are two hyper-parameters one, and how does a live group take a saved one?"""
+"""Comparison of hyper-parameters, and assignment of a saved one to a live param group."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..core.tree.flatten import flatten
 from ..core.tree.nesting import split_structure
 from ..errors import TreeError
 
-__all__ = ["is_same", "taken"]
+__all__ = ["assign_value", "is_same"]
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two values are alike, type and all; Python's comparison takes 1, 1.0 and True for the same."""
+    """Whether two values are equal, type included; Python's == also holds for 1, 1.0 and True."""
     if a is b:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -37,8 +37,8 @@ def is_same(a: Any, b: Any) -> bool:
         return bool(a == b)
 
 
-def taken(live: Any, saved: Any) -> Any:
-    """What a group holds after it took a saved value: a live tensor stays the object that compiled code knows."""
+def assign_value(live: Any, saved: Any) -> Any:
+    """Returns the new value of a group; a live tensor is filled and stays the object that compiled code holds."""
     if not isinstance(live, Tensor) or isinstance(saved, bool) or not isinstance(saved, (Tensor, int, float)):
         return saved
     if isinstance(saved, Tensor) and saved.shape != live.shape:

@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of, numpy_dtype
 from ..core.sharding.region import Region
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, FormatError
-from .checksums import Storages, Sum
-from .files import Window, flat_of, strided_array
-from .pickles import Constructors, Opaque, Symbol, Unpickled, read_pickle, short
-from .values import PLAIN, Refused, dtype_named, settle
-from .zips import find_entries
+from .checksums import ArchiveStorages, EntryChecksum
+from .files import FileRange, flat_of, strided_array
+from .pickle_reader import Constructors, Symbol, UnbuiltObject, Unpickled, brief, read_pickle
+from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named
+from .zip_archive import find_entries
 
 __all__ = ["STORAGES", "read_archive", "read_torch"]
 
@@ -33,10 +33,10 @@ STORAGES = {
 """The classes of storages that have a dtype, as torch names them in files."""
 
 
-class _Storage(msgspec.Struct, frozen=True):
+class TorchFileStorage(msgspec.Struct, frozen=True):
     """An entry of the archive with a storage's bytes. `dtype` is empty where the tensor tells it."""
 
-    entry: Sum
+    entry: EntryChecksum
     dtype: str
     size: int
     """In elements, of bytes where there is no dtype."""
@@ -46,10 +46,10 @@ class _Storage(msgspec.Struct, frozen=True):
         return f"a storage of {self.dtype or 'bytes'}"
 
 
-class _Archive:
+class _TorchArchive:
     """What the pickle of one file refers to."""
 
-    def __init__(self, window: Window, storages: Storages) -> None:
+    def __init__(self, window: FileRange, storages: ArchiveStorages) -> None:
         self.window, self.storages = window, storages
         self.entries = {
             name: storages.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
@@ -63,7 +63,7 @@ class _Archive:
                 hint="Save the state dict with torch.save",
             )
         self.prefix = names[0].removesuffix("data.pkl")
-        self._storages: dict[str, _Storage] = {}
+        self._storages: dict[str, TorchFileStorage] = {}
         self._check_order()
 
     def _check_order(self) -> None:
@@ -77,25 +77,25 @@ class _Archive:
                 hint="Load it with torch and save it anew on a little-endian machine",
             )
 
-    def storage(self, identity: Any) -> _Storage | Opaque:
+    def storage(self, identity: Any) -> TorchFileStorage | UnbuiltObject:
         """What a persistent id stands for; a record of its class where that is none of dense arrays."""
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
-            raise ValueError(f"a persistent id {short(identity)}")
+            raise ValueError(f"a persistent id {brief(identity)}")
         _, kind, key, _, size = identity
         module, _, name = kind.text.partition(" ") if isinstance(kind, Symbol) else ("", "", "")
         dtype = STORAGES.get(name)
         if (dtype is None and name != "UntypedStorage") or module not in ("torch", "torch.storage"):
-            named = kind.text if isinstance(kind, Symbol) else short(kind)
-            return Opaque(named, (), why="a storage of no dtype that is known")
+            named = kind.text if isinstance(kind, Symbol) else brief(kind)
+            return UnbuiltObject(named, (), why="a storage of no dtype that is known")
         if not isinstance(key, str) or type(size) is not int or size < 0:
-            raise ValueError(f"a storage {short(key)} of {short(size)} elements")
+            raise ValueError(f"a storage {brief(key)} of {brief(size)} elements")
         if key not in self._storages:
             entry = self.entries.get(f"{self.prefix}data/{key}")
             nbytes = size * (dtype_of(dtype).itemsize if dtype else 1)
             if entry is None:
                 raise ValueError(f"a storage {key:.40} that is not in the file")
             entry.window.within(0, nbytes)
-            self._storages[key] = _Storage(entry, dtype or "", size, self.storages.take_entry(entry))
+            self._storages[key] = TorchFileStorage(entry, dtype or "", size, self.storages.take_entry(entry))
         found = self._storages[key]
         if (found.dtype, found.size) != (dtype or "", size):
             raise ValueError(f"storage {key:.40} with two sizes or dtypes")
@@ -117,18 +117,18 @@ class _Archive:
     def tensor(
         self, storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, hooks: Any = None,
         metadata: Any = None,
-    ) -> Lazy:  # fmt: skip
+    ) -> LazyArray:  # fmt: skip
         """A tensor over a storage with a dtype."""
-        if not isinstance(storage, _Storage) or not storage.dtype:
+        if not isinstance(storage, TorchFileStorage) or not storage.dtype:
             raise ValueError(f"a tensor over {storage!r:.80}")
         return _tensor(storage, storage.dtype, (offset, shape, strides), requires_grad, metadata)
 
     def tensor_v3(
         self, storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any,
         metadata: Any = None,
-    ) -> Lazy:  # fmt: skip
+    ) -> LazyArray:  # fmt: skip
         """A tensor over a storage of bytes."""
-        if not isinstance(storage, _Storage):
+        if not isinstance(storage, TorchFileStorage):
             raise ValueError(f"a tensor over {storage!r:.80}")
         return _tensor(storage, dtype_named(dtype), (offset, shape, strides), requires_grad, metadata)
 
@@ -141,19 +141,21 @@ class _Archive:
             raise FormatError(
                 self.window.label,
                 expected="plain tensors",
-                found=f"a tensor of the class {short(named.replace(' ', '.') or kind)}",
+                found=f"a tensor of the class {brief(named.replace(' ', '.') or kind)}",
                 hint="Save its parts as plain tensors with the program that wrote it",
             )
         made = make(*args)
         buffer = isinstance(state, dict) and state.get("_is_buffer") is True
-        return _with(made, kind="buffer") if buffer and isinstance(made, Lazy) else made
+        return _with(made, kind="buffer") if buffer and isinstance(made, LazyArray) else made
 
 
-def _tensor(storage: _Storage, dtype: str, place: tuple[Any, Any, Any], requires_grad: Any, metadata: Any) -> Lazy:
+def _tensor(
+    storage: TorchFileStorage, dtype: str, place: tuple[Any, Any, Any], requires_grad: Any, metadata: Any
+) -> LazyArray:
     offset, shape, strides = place
     numbers = (offset, *shape, *strides)
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
-        raise _misplaced(storage, f"a tensor of shape {short(shape)}, strides {short(strides)} at {short(offset)}")
+        raise _misplaced(storage, f"a tensor of shape {brief(shape)}, strides {brief(strides)} at {brief(offset)}")
     itemsize = dtype_of(dtype).itemsize
     size = storage.entry.window.size // itemsize
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -165,7 +167,7 @@ def _tensor(storage: _Storage, dtype: str, place: tuple[Any, Any, Any], requires
     return _resolved(made, metadata) if metadata else made
 
 
-def _misplaced(storage: _Storage, found: str) -> CorruptError:
+def _misplaced(storage: TorchFileStorage, found: str) -> CorruptError:
     return CorruptError(
         storage.entry.window.label,
         expected="tensors that lie in their storages",
@@ -174,7 +176,7 @@ def _misplaced(storage: _Storage, found: str) -> CorruptError:
     )
 
 
-def _check_spread(spec: ArraySpec, reach: int, storage: _Storage) -> None:
+def _check_spread(spec: ArraySpec, reach: int, storage: TorchFileStorage) -> None:
     """Refuses an array that shows few bytes over and over: it would be written out in full.
 
     An honest one is `expand`ed, from a row to a batch say.
@@ -184,10 +186,10 @@ def _check_spread(spec: ArraySpec, reach: int, storage: _Storage) -> None:
         raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
 
 
-def _resolved(made: Lazy, metadata: Any) -> Lazy:
+def _resolved(made: LazyArray, metadata: Any) -> LazyArray:
     """A conjugate or negative view: its bytes say something else than its elements."""
     if not isinstance(metadata, dict) or set(metadata) - {"conj", "neg"}:
-        raise ValueError(f"a tensor with {short(metadata)}")
+        raise ValueError(f"a tensor with {brief(metadata)}")
     element = numpy_dtype(made.spec.dtype)
 
     def read(region: Region) -> np.ndarray:
@@ -196,36 +198,36 @@ def _resolved(made: Lazy, metadata: Any) -> Lazy:
         data = np.conj(data) if metadata.get("conj") else data
         return np.ascontiguousarray(-data if metadata.get("neg") else data).view(raw.dtype).reshape(region.shape)
 
-    return Lazy(made.spec, read)
+    return LazyArray(made.spec, read)
 
 
 def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
-    if not isinstance(data, Lazy):
+    if not isinstance(data, LazyArray):
         raise ValueError("a parameter that is no tensor")
     return _with(data, kind="parameter", requires_grad=requires_grad is True)
 
 
-def _with(lazy: Lazy, **changes: Any) -> Lazy:
-    return Lazy(msgspec.structs.replace(lazy.spec, **changes), lazy.read, lazy.storage)
+def _with(lazy: LazyArray, **changes: Any) -> LazyArray:
+    return LazyArray(msgspec.structs.replace(lazy.spec, **changes), lazy.read, lazy.storage)
 
 
-def read_archive(window: Window, storages: Storages) -> Unpickled:
+def read_archive(window: FileRange, storages: ArchiveStorages) -> Unpickled:
     """What the pickle of a file of torch.save describes, not settled yet.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
     """
-    archive = _Archive(window, storages)
+    archive = _TorchArchive(window, storages)
     pickled = archive.entries[f"{archive.prefix}data.pkl"]
     pickled.check()
     return read_pickle(pickled.window, archive.constructors(), persistent=archive.storage)
 
 
-def read_torch(window: Window, storages: Storages, refused: list[Refused] | None = None) -> Any:
+def read_torch(window: FileRange, storages: ArchiveStorages, refused: list[RefusedLeaf] | None = None) -> Any:
     """The tree in a file of torch.save, with its tensors left in the file.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
         TreeError: it holds an object that only its own code could make; noted in `refused` if that is given.
     """
-    return settle(read_archive(window, storages), window.label, refused)
+    return build_tree(read_archive(window, storages), window.label, refused)

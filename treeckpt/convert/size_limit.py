@@ -1,8 +1,8 @@
-"""How much larger than its source a conversion may be: views can repeat the same bytes."""
+"""Limit of the output size relative to the source: views can repeat the same bytes."""
 
 from __future__ import annotations
 
-from ..arrays.lazy import Lazy
+from ..arrays.lazy import LazyArray
 from ..errors import FormatError
 from .contents import Contents
 from .ties import ties_of
@@ -26,7 +26,7 @@ def check_growth(source: Contents, nbytes: int) -> None:
     """
     if nbytes <= FREE:
         return
-    arrays = [(path, leaf) for path, leaf in source.leaves if isinstance(leaf, Lazy)]
+    arrays = [(path, leaf) for path, leaf in source.leaves if isinstance(leaf, LazyArray)]
     held = _held(arrays)
     if nbytes > FREE + TIMES * held:
         path, largest = max(arrays, key=lambda pair: pair[1].nbytes)
@@ -40,12 +40,12 @@ def check_growth(source: Contents, nbytes: int) -> None:
 
 def own_nbytes(contents: Contents) -> int:
     """Bytes of the arrays that are no ties or views of others among them."""
-    sizes = {path: leaf.nbytes for path, leaf in contents.leaves if isinstance(leaf, Lazy)}
+    sizes = {path: leaf.nbytes for path, leaf in contents.leaves if isinstance(leaf, LazyArray)}
     total = sum(sizes.values())
     return total - sum(sizes[path] for path in ties_of(contents)) if total > FREE else total
 
 
-def _held(arrays: list[tuple[str, Lazy]]) -> int:
+def _held(arrays: list[tuple[str, LazyArray]]) -> int:
     """Bytes that the arrays show, each once."""
     total = reach = 0
     for start, nbytes in sorted((a.storage.address, a.storage.nbytes) for _, a in arrays if a.storage is not None):

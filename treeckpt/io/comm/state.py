@@ -1,0 +1,47 @@
+"""What a comm keeps between saves: the position in the rounds, and one value per type for the comm's users."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+__all__ = ["CommState"]
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class CommState:
+    """The state of one rank of a comm."""
+
+    last_round: int = 0
+    """Number of the last round whose messages this rank has read."""
+    unread_keys: dict[bool, list[str]] = dataclasses.field(default_factory=dict[bool, list[str]])
+    """Keys of messages that some rank may still read, of rounds (False) and of branches (True)."""
+    managers: int = 0
+    """Managers created so far; the number keeps their messages apart."""
+    _by_prefix: dict[str, CommState] = dataclasses.field(default_factory=dict[str, "CommState"])
+    _values: dict[type, object] = dataclasses.field(default_factory=dict[type, object])
+
+    def of_prefix(self, prefix: str) -> CommState:
+        """Returns the state that the comms with this prefix share."""
+        return self._by_prefix.setdefault(prefix, CommState())
+
+    def get(self, kind: type[T]) -> T | None:
+        """Returns the value of a type that a user of the comm has put here; None where there is none."""
+        value = self._values.get(kind)
+        return value if isinstance(value, kind) else None
+
+    def put(self, value: object) -> None:
+        """Keeps a value under its type, in place of an earlier one."""
+        self._values[type(value)] = value
+
+    def setdefault(self, value: T) -> T:
+        """Keeps a value under its type unless there is one already; returns the one that is kept."""
+        kept = self._values.setdefault(type(value), value)
+        assert isinstance(kept, type(value)), "values are kept under their types"
+        return kept
+
+    def remove(self, kind: type) -> None:
+        """Removes the value of a type, if there is one."""
+        self._values.pop(kind, None)
