@@ -1,8 +1,9 @@
 """A part of an array, read by its ranges alone: what a person looks at, without loading what is not looked at.
 
 The region's chunks are planned as a load plans them (`core.planning.load_plan`). Where rounding out to blocks of
-checksums costs at most four times what is shown, or no more than a few blocks, they are compared; only the checksums of those
-blocks are taken from the shard's header, which of a large shard is megabytes. Else the bytes are read as they are.
+checksums costs at most four times what is shown, or no more than a few blocks, they are compared; only the checksums
+of those blocks are taken from the shard's header, which of a large shard is megabytes. Else the bytes are read as they
+are.
 """
 
 from __future__ import annotations
