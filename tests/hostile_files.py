@@ -218,7 +218,7 @@ def _dashboard(path: Path, good: Path) -> float:
     """The seconds of the slowest page."""
     from starlette.testclient import TestClient
 
-    from treeckpt_dashboard.app import create_app
+    from treeckpt_dashboard.web.app import create_app
 
     os.environ["TREECKPT_CACHE"] = str(path.parents[1] / "cache")
     with TestClient(create_app([path.parent]), base_url="http://127.0.0.1") as client:

@@ -117,10 +117,10 @@ def write_large_checkpoint(directory: Path, *, leaves: int, step: int = 1, world
 
 def hold_readers(monkeypatch: Any, gate: Path) -> Callable[[], None]:
     """Has processes that read large indexes wait; gives what lets them go on."""
-    import treeckpt_dashboard.reading as reading
+    from treeckpt_dashboard.store import index_reader
 
     wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
-    monkeypatch.setattr(reading, "_PROGRAM", wait + reading._PROGRAM)
+    monkeypatch.setattr(index_reader, "_PROGRAM", wait + index_reader._PROGRAM)
     return gate.touch
 
 

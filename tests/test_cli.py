@@ -185,12 +185,13 @@ from treeckpt.cli.main import main
 one, two = {str(run / "step_00000100")!r}, {str(run / "step_00000200")!r}
 for command in (["ls", {str(run)!r}], ["show", one], ["verify", one], ["diff", one, two]):
     assert main(command) == 0
-from treeckpt_dashboard.app import create_app
-from treeckpt_dashboard.library import Library
-from treeckpt_dashboard import runs, server
+from treeckpt_dashboard.web.app import create_app
+from treeckpt_dashboard.store.library import Library
+from treeckpt_dashboard.runs import model
+from treeckpt_dashboard.web import server
 create_app([{str(run)!r}])
 library = Library([{str(run)!r}])
-assert library.checkpoints(library.runs[0], wait=300) and runs.runs_page(library).runs
+assert library.checkpoints(library.runs[0], wait=300) and model.runs_page(library).runs
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

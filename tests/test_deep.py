@@ -24,9 +24,9 @@ from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.analysis.treemap import treemap_of
 from treeckpt.core.tree.structure import MAX_DEPTH
 from treeckpt.report import report
-from treeckpt_dashboard.folds import folds_page
-from treeckpt_dashboard.stored import StoredOutline
-from treeckpt_dashboard.tables import build_table
+from treeckpt_dashboard.checkpoint.folds import folds_page
+from treeckpt_dashboard.store.index_table import build_table
+from treeckpt_dashboard.store.stored_index import StoredOutline
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ from treeckpt.demo.data import batch, read_text, row_start
 from treeckpt.demo.launch import JobFailed, command_of, follow, run_job, worker_environment
 from treeckpt.demo.report import build_table, compare_runs, differing, largest_gap
 from treeckpt.demo.tasks import Resume, Resumed, Saved, Train, Trained
-from treeckpt_dashboard import server
+from treeckpt_dashboard.web import server
 
 TEXT = np.arange(1000, dtype=np.uint64).astype(np.uint8)
 

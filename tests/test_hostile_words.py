@@ -296,7 +296,7 @@ def test_paths_that_no_file_can_have_are_refused(tmp_path: Path, name: str) -> N
             call()
     for command in (["show", path], ["verify", path], ["ls", path], ["diff", path, path], ["convert", path, path]):
         assert main.main(command) in (1, 2)
-    from treeckpt_dashboard.app import create_app
+    from treeckpt_dashboard.web.app import create_app
 
     with pytest.raises(tc.TreeckptError):
         create_app([path])

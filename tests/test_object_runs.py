@@ -138,7 +138,7 @@ def test_the_command_line_reads_and_cleans_runs(far_run: str, capsys: pytest.Cap
 
 def test_the_dashboard_reads_runs(far_run: str) -> None:
     testclient = pytest.importorskip("starlette.testclient")
-    from treeckpt_dashboard.app import create_app
+    from treeckpt_dashboard.web.app import create_app
 
     tc.save(f"{far_run}/{step_name(7)}", {"layer": {"w": np.arange(9)}}, step=7)
     client = testclient.TestClient(create_app([far_run]), base_url="http://127.0.0.1:8265")
@@ -151,7 +151,7 @@ def test_the_dashboard_reads_runs(far_run: str) -> None:
 
 def test_the_dashboard_peeks_and_compares_checksums(far_run: str) -> None:
     testclient = pytest.importorskip("starlette.testclient")
-    from treeckpt_dashboard.app import create_app
+    from treeckpt_dashboard.web.app import create_app
 
     place, matrix = f"{far_run}/{step_name(8)}", np.arange(1 << 20, dtype=np.float32).reshape(2048, 512)
     tc.save(place, {"w": matrix}, step=8)

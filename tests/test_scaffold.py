@@ -99,7 +99,7 @@ def test_wheel_works_outside_the_checkout(wheel, tmp_path):
         str(wheel),
         cwd=tmp_path,
     )
-    code = "import treeckpt, treeckpt_dashboard.app; print(treeckpt.__file__); print(treeckpt_dashboard.__file__)"
+    code = "import treeckpt, treeckpt_dashboard.web.app; print(treeckpt.__file__); print(treeckpt_dashboard.__file__)"
     files = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(site)).split()
     assert all(file.startswith(str(site)) for file in files), files
     write_run(tmp_path / "run", steps=(100, 200))

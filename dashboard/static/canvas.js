@@ -1,5 +1,5 @@
 // @ts-check
-/** Drawing: sharp canvases that follow the window and the colour scheme, colours of data, patterns, legends. */
+/** Canvases that follow the width of the window and the colour scheme, colours of data, patterns, and legends. */
 import { make } from "./dom.js";
 
 const probe = document.createElement("i");
@@ -33,7 +33,7 @@ export function ink(fill) {
 export const fillOf = (number) => colour(`--c${number % COLOURS}`);
 
 /**
- * Fills a box with the colour of a number. The colours repeat past eight: then with stripes, so that no two of the first 24 are alike.
+ * Fills a box with the colour of a number. After eight, colours repeat with stripes: the first 24 are all different.
  * @param {CanvasRenderingContext2D} g @param {number} number
  * @param {number} x @param {number} y @param {number} w @param {number} h
  */
@@ -46,7 +46,7 @@ export function fillBox(g, number, x, y, w, h) {
 }
 
 /**
- * Diagonal lines inside a box.
+ * Draws diagonal lines inside a box.
  * @param {CanvasRenderingContext2D} g @param {number} x @param {number} y @param {number} w @param {number} h
  * @param {string} stroke @param {number} step @param {number} alpha
  */
@@ -60,15 +60,21 @@ export function hatch(g, x, y, w, h, stroke, step, alpha) {
   g.globalAlpha = alpha;
   g.lineWidth = 1;
   g.beginPath();
-  for (let at = Math.floor((x - h) / step) * step; at < x + w; at += step) { g.moveTo(at, y + h); g.lineTo(at + h, y); }
+  for (let at = Math.floor((x - h) / step) * step; at < x + w; at += step) {
+    g.moveTo(at, y + h);
+    g.lineTo(at + h, y);
+  }
   g.stroke();
   g.restore();
 }
 
 /**
- * Draws whenever size or colours change. The callback gets the context and the width in CSS pixels, and gives the height it wants.
+ * Draws a canvas whenever its width or the colours change; sizes are in CSS pixels. Returns what draws it again.
  * @param {HTMLCanvasElement} canvas
- * @param {{ height: (width: number) => number, draw: (g: CanvasRenderingContext2D, width: number, height: number) => void }} picture
+ * @param {{
+ *   height: (width: number) => number,
+ *   draw: (g: CanvasRenderingContext2D, width: number, height: number) => void,
+ * }} picture
  */
 export function follow(canvas, picture) {
   const redraw = () => {
@@ -87,13 +93,18 @@ export function follow(canvas, picture) {
     picture.draw(g, width, height);
   };
   let last = 0;
-  new ResizeObserver(() => { if (canvas.clientWidth !== last) { last = canvas.clientWidth; redraw(); } }).observe(canvas);
+  new ResizeObserver(() => {
+    if (canvas.clientWidth !== last) {
+      last = canvas.clientWidth;
+      redraw();
+    }
+  }).observe(canvas);
   document.addEventListener("theme", redraw);
   return redraw;
 }
 
 /**
- * A legend; every swatch is drawn as the picture draws its boxes.
+ * Fills a list with a legend; each swatch is drawn by the function that draws the boxes of the picture.
  * @param {HTMLElement} list
  * @param {{ text: string, draw: (g: CanvasRenderingContext2D) => void }[]} entries
  */
@@ -107,7 +118,7 @@ export function legend(list, entries) {
 }
 
 /**
- * Text in a box where it fits, else nothing.
+ * Writes text into a box, if it fits.
  * @param {CanvasRenderingContext2D} g @param {string} text
  * @param {number} x @param {number} y @param {number} w @param {number} h @param {string} fill
  */
@@ -119,20 +130,34 @@ export function label(g, text, x, y, w, h, fill) {
 }
 
 /**
- * Lets a canvas's items be pointed at, and walked through with the arrow keys.
- * @param {HTMLCanvasElement} canvas
+ * Lets the items of a picture be pointed at, and walked through with the arrow keys.
+ * @param {HTMLElement} holder gets the keys
  * @param {{ count: () => number, at: (x: number, y: number) => number, select: (item: number) => void }} items
+ * @param {HTMLElement} [picture] gets the pointer, if that is not the holder
  */
-export function selectable(canvas, items) {
+export function selectable(holder, items, picture = holder) {
   let current = -1;
   /** @param {number} item */
-  const go = (item) => { if (item !== current) { current = item; items.select(item); } };
-  canvas.addEventListener("pointermove", (event) => go(items.at(event.offsetX, event.offsetY)));
-  canvas.addEventListener("pointerdown", (event) => go(items.at(event.offsetX, event.offsetY)));
-  canvas.addEventListener("pointerleave", () => go(-1));
-  canvas.addEventListener("keydown", (event) => {
+  const go = (item) => {
+    if (item !== current) {
+      current = item;
+      items.select(item);
+    }
+  };
+  picture.addEventListener("pointermove", (event) => go(items.at(event.offsetX, event.offsetY)));
+  picture.addEventListener("pointerdown", (event) => go(items.at(event.offsetX, event.offsetY)));
+  picture.addEventListener("pointerleave", () => go(-1));
+  holder.addEventListener("keydown", (event) => {
     const last = items.count() - 1;
-    const steps = { ArrowRight: current + 1, ArrowDown: current + 1, ArrowLeft: current - 1, ArrowUp: current - 1, Home: 0, End: last, Escape: -1 };
+    const steps = {
+      ArrowRight: current + 1,
+      ArrowDown: current + 1,
+      ArrowLeft: current - 1,
+      ArrowUp: current - 1,
+      Home: 0,
+      End: last,
+      Escape: -1,
+    };
     if (!(event.key in steps) || last < 0) return;
     event.preventDefault();
     const next = steps[/** @type {keyof typeof steps} */ (event.key)];

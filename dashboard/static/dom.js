@@ -1,20 +1,24 @@
 // @ts-check
-/** What every page needs: elements, text that cannot deceive, numbers in words, and requests to the API. */
+/** What every page needs: elements, text without hidden characters, formatted numbers, and requests to the API. */
 
 /**
- * Text with every character that has no glyph of its own, or that reorders others, written as an escape.
+ * Writes characters without a glyph of their own, and characters that reorder others, as escapes.
  * @param {unknown} text
  */
 export function visible(text) {
   return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu, (c) => {
     const code = /** @type {number} */ (c.codePointAt(0));
     const hex = code.toString(16);
-    return code < 0x100 ? `\\x${hex.padStart(2, "0")}` : code < 0x10000 ? `\\u${hex.padStart(4, "0")}` : `\\U${hex.padStart(8, "0")}`;
+    return code < 0x100
+      ? `\\x${hex.padStart(2, "0")}`
+      : code < 0x10000
+        ? `\\u${hex.padStart(4, "0")}`
+        : `\\U${hex.padStart(8, "0")}`;
   });
 }
 
 /**
- * An element with attributes and children; text only ever as text.
+ * Creates an element with attributes and children; a string becomes a text node, never HTML.
  * @param {string} name
  * @param {Record<string, string | number | boolean | null | undefined>} [attributes]
  * @param {(Node | string | null)[]} children
@@ -23,9 +27,11 @@ export function visible(text) {
 export function make(name, attributes = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (value !== null && value !== undefined && value !== false) element.setAttribute(key, value === true ? "" : String(value));
+    if (value !== null && value !== undefined && value !== false)
+      element.setAttribute(key, value === true ? "" : String(value));
   }
-  for (const child of children) if (child !== null) element.append(typeof child === "string" ? visible(child) : child);
+  for (const child of children)
+    if (child !== null) element.append(typeof child === "string" ? visible(child) : child);
   return element;
 }
 
@@ -40,20 +46,24 @@ export function find(selector) {
   return /** @type {T} */ (/** @type {unknown} */ (element));
 }
 
-/** The way to the dashboard's root, as the server wrote it. */
+/** The relative link to the dashboard's root, as the server wrote it. */
 export const base = document.body.dataset.base ?? "./";
 
 /**
- * The JSON of one API address.
+ * Requests the JSON of one API address.
  * @param {string} path
  * @param {Record<string, string | number | null | undefined>} [query]
  * @param {AbortSignal} [signal]
  */
 export async function api(path, query = {}, signal) {
   const parameters = new URLSearchParams();
-  for (const [key, value] of Object.entries(query)) if (value !== null && value !== undefined && value !== "") parameters.set(key, String(value));
+  for (const [key, value] of Object.entries(query))
+    if (value !== null && value !== undefined && value !== "") parameters.set(key, String(value));
   const text = parameters.toString();
-  const response = await fetch(`${base}api/v1/${path}${text ? `?${text}` : ""}`, { signal, headers: { accept: "application/json" } });
+  const response = await fetch(`${base}api/v1/${path}${text ? `?${text}` : ""}`, {
+    signal,
+    headers: { accept: "application/json" },
+  });
   const body = await response.json().catch(() => ({}));
   if (!response.ok) throw new Error(body.error ?? `the server answered ${response.status}`);
   return body;
@@ -66,7 +76,10 @@ const three = (n) => Number(n.toPrecision(3)).toString();
 export function bytesText(nbytes) {
   const units = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
   let unit = 0;
-  while (Math.abs(nbytes) >= 999.5 && unit < units.length - 1) { nbytes /= 1000; unit += 1; }
+  while (Math.abs(nbytes) >= 999.5 && unit < units.length - 1) {
+    nbytes /= 1000;
+    unit += 1;
+  }
   return `${unit ? three(nbytes) : Math.round(nbytes)} ${units[unit]}`;
 }
 
@@ -83,7 +96,10 @@ export const numberText = (n) => n.toLocaleString("en");
 /** What the address says of the view. @param {string} name */
 export const recalled = (name) => new URLSearchParams(location.search).get(name);
 
-/** Puts the view's state into the address, so that it can be sent to somebody. @param {Record<string, string | number | null | undefined>} state empty values are left out */
+/**
+ * Writes the state of the view into the address, so that it can be sent to somebody.
+ * @param {Record<string, string | number | null | undefined>} state empty values are left out
+ */
 export function remember(state) {
   const address = new URL(location.href);
   for (const [name, value] of Object.entries(state)) {
@@ -97,7 +113,7 @@ export function remember(state) {
 export const reason = (error) => (error instanceof Error ? error.message : String(error));
 
 /**
- * Puts text on the clipboard, and says so on the button.
+ * Copies text to the clipboard, and shows that on the button.
  * @param {HTMLElement} button @param {string | Promise<string>} text
  */
 export async function copy(button, text) {
@@ -108,13 +124,36 @@ export async function copy(button, text) {
   } catch (error) {
     button.textContent = `Not copied: ${reason(error)}`;
   }
-  setTimeout(() => { button.textContent = before; }, 1500);
+  setTimeout(() => {
+    button.textContent = before;
+  }, 1500);
 }
 
-/** Makes the buttons of a part of the page copy a path, or the Python line that loads it. @param {ParentNode} part @param {string} checkpoint @param {() => string} path */
+/**
+ * Makes the buttons of a part of the page copy a path, or the Python line that loads it.
+ * @param {ParentNode} part @param {string} checkpoint @param {() => string} path
+ */
 export function copiers(part, checkpoint, path) {
   for (const button of part.querySelectorAll("button[data-copy]")) {
-    button.addEventListener("click", () => copy(/** @type {HTMLElement} */ (button), button.getAttribute("data-copy") === "path" ? path()
-      : api(`checkpoints/${checkpoint}/snippet`, { path: path() }).then((found) => found.snippet)));
+    button.addEventListener("click", () =>
+      copy(
+        /** @type {HTMLElement} */ (button),
+        button.getAttribute("data-copy") === "path"
+          ? path()
+          : api(`checkpoints/${checkpoint}/snippet`, { path: path() }).then((found) => found.snippet),
+      ),
+    );
   }
 }
+
+/**
+ * Creates a table.
+ * @param {string} kind its class @param {HTMLElement[]} head @param {HTMLElement[][]} rows cells of each row
+ */
+export const tableOf = (kind, head, rows) =>
+  make(
+    "table",
+    { class: kind },
+    make("thead", {}, make("tr", {}, ...head)),
+    make("tbody", {}, ...rows.map((cells) => make("tr", {}, ...cells))),
+  );

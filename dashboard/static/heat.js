@@ -1,5 +1,5 @@
 // @ts-check
-/** Colour for numbers: a ramp that keeps its order without hue, and a matrix painted number by number as an image. */
+/** Colours of numbers: a ramp whose lightness keeps the order, and a matrix as an image of one pixel per number. */
 import { colour } from "./canvas.js";
 
 const STEPS = 256;
@@ -18,7 +18,10 @@ export function ramp() {
   const colours = new Uint32Array(STEPS + 1);
   for (let n = 0; n < STEPS; n += 1) {
     const x = n / (STEPS - 1);
-    const k = Math.min(at.findIndex((stop, i) => i < at.length - 1 && x <= at[i + 1]), at.length - 2);
+    const k = Math.min(
+      at.findIndex((stop, i) => i < at.length - 1 && x <= at[i + 1]),
+      at.length - 2,
+    );
     const f = (x - at[k]) / (at[k + 1] - at[k]);
     const [r, g, b] = stops[k].map((v, i) => Math.round(v + (stops[k + 1][i] - v) * f));
     colours[n] = ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
@@ -27,7 +30,7 @@ export function ramp() {
 }
 
 /**
- * The largest of each few rows, where there are more rows than lines: one slow rank of thousands stays visible.
+ * Reduces rows to lines by their maximum, if there are more rows than lines: one slow rank of thousands stays visible.
  * @param {ArrayLike<number>[]} columns all of one length @param {number} lines
  * @returns {Float64Array[]}
  */
@@ -35,7 +38,8 @@ export function pooled(columns, lines) {
   return columns.map((numbers) => {
     const found = new Float64Array(lines);
     for (let line = 0; line < lines; line += 1) {
-      const first = Math.floor((line * numbers.length) / lines), last = Math.max(first + 1, Math.floor(((line + 1) * numbers.length) / lines));
+      const first = Math.floor((line * numbers.length) / lines);
+      const last = Math.max(first + 1, Math.floor(((line + 1) * numbers.length) / lines));
       let most = numbers[first];
       for (let row = first + 1; row < last; row += 1) if (numbers[row] > most) most = numbers[row];
       found[line] = most;
@@ -45,11 +49,13 @@ export function pooled(columns, lines) {
 }
 
 /**
- * A matrix as an image, a point for each number.
- * @param {ArrayLike<number>[]} columns @param {(number: number, column: number) => number} share from 0 to 1, below 0 for none
+ * Paints a matrix as an image with one pixel for each number.
+ * @param {ArrayLike<number>[]} columns
+ * @param {(number: number, column: number) => number} share from 0 to 1, below 0 for none
  */
 export function imageOf(columns, share) {
-  const lines = columns[0].length, width = columns.length;
+  const lines = columns[0].length;
+  const width = columns.length;
   const image = new ImageData(width, lines);
   const pixels = new Uint32Array(image.data.buffer);
   const colours = ramp();

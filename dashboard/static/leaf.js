@@ -9,18 +9,25 @@ const canvas = /** @type {HTMLCanvasElement} */ (find("#map-canvas"));
 const readout = find("#map-text");
 const EDGE = { left: 54, top: 22, right: 10, bottom: 6 };
 
-/** @type {{ dims: string[], sizes: number[], y: number | null, x: number | null, at: number[], rows: number, columns: number, boxes: number[][], files: Record<string, string>, more: number, missing: number, overlaps: number[][] } | null} */
+/**
+ * @type {{
+ *   dims: string[], sizes: number[], y: number | null, x: number | null, at: number[], rows: number,
+ *   columns: number, boxes: number[][], files: Record<string, string>, more: number, missing: number,
+ *   overlaps: number[][],
+ * } | null}
+ */
 let map = null;
 let by = recalled("by") === "file" ? "file" : "rank";
 let chosen = -1;
 /** The region that was asked for: an offset, then a size per dimension. @type {number[]} */
 const asked = JSON.parse(holder.dataset.found ?? "[]");
 
-/** That region on the plane, as [top, left, bottom, right]; null where it does not meet it. */
+/** The requested region on the plane as [top, left, bottom, right]; null if it does not intersect the plane. */
 function wanted() {
   if (!map || !asked.length || asked.length !== 2 * map.sizes.length) return null;
   const n = map.sizes.length;
-  for (let d = 0; d < n; d += 1) if (d !== map.y && d !== map.x && (map.at[d] < asked[d] || map.at[d] >= asked[d] + asked[n + d])) return null;
+  for (let d = 0; d < n; d += 1)
+    if (d !== map.y && d !== map.x && (map.at[d] < asked[d] || map.at[d] >= asked[d] + asked[n + d])) return null;
   /** @param {number | null} d */
   const span = (d) => (d === null ? [0, 1] : [asked[d], asked[d] + asked[n + d]]);
   const [down, across] = [span(map.y), span(map.x)];
@@ -41,11 +48,19 @@ function heightOf(width) {
 /** @param {number} width @param {number} height */
 function scale(width, height) {
   const m = /** @type {NonNullable<typeof map>} */ (map);
-  return { x: (width - EDGE.left - EDGE.right) / Math.max(1, m.columns), y: (height - EDGE.top - EDGE.bottom) / Math.max(1, m.rows) };
+  return {
+    x: (width - EDGE.left - EDGE.right) / Math.max(1, m.columns),
+    y: (height - EDGE.top - EDGE.bottom) / Math.max(1, m.rows),
+  };
 }
 
 /** @param {number[]} box @param {{ x: number, y: number }} s */
-const place = (box, s) => [EDGE.left + box[1] * s.x, EDGE.top + box[0] * s.y, (box[3] - box[1]) * s.x, (box[2] - box[0]) * s.y];
+const place = (box, s) => [
+  EDGE.left + box[1] * s.x,
+  EDGE.top + box[0] * s.y,
+  (box[3] - box[1]) * s.x,
+  (box[2] - box[0]) * s.y,
+];
 
 /** @param {CanvasRenderingContext2D} g @param {number} width @param {number} height */
 function draw(g, width, height) {
@@ -53,7 +68,7 @@ function draw(g, width, height) {
   if (!map) return;
   const s = scale(width, height);
   const [w, h] = [map.columns * s.x, map.rows * s.y];
-  // what no region covers stays as this: a gap
+  // what no region covers stays visible: a gap
   g.fillStyle = colour("--card");
   g.fillRect(EDGE.left, EDGE.top, w, h);
   if (!map.more) hatch(g, EDGE.left, EDGE.top, w, h, colour("--gap"), 5, 0.9);
@@ -62,8 +77,16 @@ function draw(g, width, height) {
     fillBox(g, keyOf(box), x, y, bw, bh);
     const paint = ink(fillOf(keyOf(box)));
     if (box[8] > 1) hatch(g, x, y, bw, bh, paint, 9, 0.22);
-    if (bw > 3 && bh > 3) { g.strokeStyle = colour("--card"); g.lineWidth = 1; g.strokeRect(x + 0.5, y + 0.5, bw - 1, bh - 1); }
-    if (at === chosen) { g.strokeStyle = colour("--text"); g.lineWidth = 3; g.strokeRect(x + 1.5, y + 1.5, Math.max(1, bw - 3), Math.max(1, bh - 3)); }
+    if (bw > 3 && bh > 3) {
+      g.strokeStyle = colour("--card");
+      g.lineWidth = 1;
+      g.strokeRect(x + 0.5, y + 0.5, bw - 1, bh - 1);
+    }
+    if (at === chosen) {
+      g.strokeStyle = colour("--text");
+      g.lineWidth = 3;
+      g.strokeRect(x + 1.5, y + 1.5, Math.max(1, bw - 3), Math.max(1, bh - 3));
+    }
   });
   for (const cut of map.overlaps) {
     const [x, y, bw, bh] = place(cut, s);
@@ -91,16 +114,26 @@ function draw(g, width, height) {
   axes(g, s, w, h);
 }
 
-/** Who holds a box, written in it where there is room. @param {CanvasRenderingContext2D} g @param {number[]} box @param {number[]} at @param {number[] | null} bright what is not pale, null if nothing is */
+/**
+ * Writes into a box which rank or file holds it, if there is room.
+ * @param {CanvasRenderingContext2D} g @param {number[]} box @param {number[]} at
+ * @param {number[] | null} bright what is not pale, null if nothing is
+ */
 function name(g, box, [x, y, w, h], bright) {
   const texts = by === "rank" ? [`rank ${box[4]}`, `${box[4]}`] : [`file ${box[5]}`, `${box[5]}`];
   const text = texts.find((t) => g.measureText(t).width + 10 <= w);
   const [cx, cy] = [x + w / 2, y + h / 2];
-  const pale = bright && (cx < bright[0] || cx > bright[0] + bright[2] || cy < bright[1] || cy > bright[1] + bright[3]);
+  const pale =
+    bright && (cx < bright[0] || cx > bright[0] + bright[2] || cy < bright[1] || cy > bright[1] + bright[3]);
   if (text) label(g, text, x, y, w, h, pale ? colour("--text") : ink(fillOf(keyOf(box))));
 }
 
-/** Where regions begin and end, written along both edges as far as there is room. @param {CanvasRenderingContext2D} g @param {{x: number, y: number}} s @param {number} w @param {number} h */
+/**
+ * Writes along both edges where regions begin and end, as far as there is room.
+ * @param {CanvasRenderingContext2D} g
+ * @param {{x: number, y: number}} s
+ * @param {number} w @param {number} h
+ */
 function axes(g, s, w, h) {
   if (!map) return;
   g.fillStyle = colour("--dim");
@@ -110,7 +143,9 @@ function axes(g, s, w, h) {
   const down = [...new Set(map.boxes.flatMap((box) => [box[0], box[2]]))].sort((a, b) => a - b);
   let last = -Infinity;
   for (const cut of across) {
-    const at = EDGE.left + cut * s.x, text = numberText(cut), half = g.measureText(text).width / 2;
+    const at = EDGE.left + cut * s.x;
+    const text = numberText(cut);
+    const half = g.measureText(text).width / 2;
     const x = Math.min(Math.max(at, EDGE.left + half - 4), EDGE.left + w - half + 4);
     if (x - half < last + 8) continue;
     g.textAlign = "center";
@@ -136,21 +171,33 @@ function select(item) {
   redraw();
   if (!map) return;
   const box = map.boxes[item];
-  if (!box) { readout.textContent = summary(); return; }
+  if (!box) {
+    readout.textContent = summary();
+    return;
+  }
   const ranges = map.dims.map((name, d) => {
     if (map?.y === d) return `${box[0]}:${box[2]}`;
     return map?.x === d ? `${box[1]}:${box[3]}` : `${map?.at[d]}`;
   });
   const held = box[8] > 1 ? `, held by ${box[8]} ranks` : "";
-  readout.textContent = `[${ranges.join(", ")}] written by rank ${box[4]}${held} · file ${box[5]}, bytes ${numberText(box[6])} to ${numberText(box[7])} (${bytesText(box[7] - box[6])})`;
+  const [rank, file, start, stop] = box.slice(4);
+  const bytes = `bytes ${numberText(start)} to ${numberText(stop)} (${bytesText(stop - start)})`;
+  readout.textContent = `[${ranges.join(", ")}] written by rank ${rank}${held} · file ${file}, ${bytes}`;
 }
 
 function summary() {
   if (!map) return "";
   const count = `${numberText(map.boxes.length)} ${map.boxes.length === 1 ? "region" : "regions"}`;
-  const names = [map.y !== null ? `${map.dims[map.y]} down` : "", map.x !== null ? `${map.dims[map.x]} across` : ""].filter(Boolean);
-  const troubles = [map.missing ? `${numberText(map.missing)} elements are in no chunk` : "", map.overlaps.length ? `chunks overlap in ${numberText(map.overlaps.length)} places` : ""].filter(Boolean);
-  return `${[count, names.join(", "), ...troubles].join(" · ")}${map.more ? ` · ${numberText(map.more)} more are not drawn` : ""}`;
+  const names = [
+    map.y !== null ? `${map.dims[map.y]} down` : "",
+    map.x !== null ? `${map.dims[map.x]} across` : "",
+  ].filter(Boolean);
+  const troubles = [
+    map.missing ? `${numberText(map.missing)} elements are in no chunk` : "",
+    map.overlaps.length ? `chunks overlap in ${numberText(map.overlaps.length)} places` : "",
+  ].filter(Boolean);
+  if (map.more) troubles.push(`${numberText(map.more)} more are not drawn`);
+  return [count, names.join(", "), ...troubles].join(" · ");
 }
 
 selectable(canvas, {
@@ -175,14 +222,32 @@ function describe() {
   if (map.boxes.some((box) => box[8] > 1)) {
     entries.push({ text: "held by several ranks", draw: (g) => hatch(g, 0, 0, 13, 13, colour("--dim"), 4, 1) });
   }
-  if (map.missing) entries.push({ text: "gap: no chunk holds this", draw: (g) => hatch(g, 0, 0, 13, 13, colour("--gap"), 4, 1) });
-  if (map.overlaps.length) entries.push({ text: "overlap: two chunks hold this", draw: (g) => { g.fillStyle = colour("--gap"); g.fillRect(0, 0, 13, 13); hatch(g, 0, 0, 13, 13, colour("--card"), 5, 0.8); } });
+  if (map.missing)
+    entries.push({ text: "gap: no chunk holds this", draw: (g) => hatch(g, 0, 0, 13, 13, colour("--gap"), 4, 1) });
+  if (map.overlaps.length)
+    entries.push({
+      text: "overlap: two chunks hold this",
+      draw: (g) => {
+        g.fillStyle = colour("--gap");
+        g.fillRect(0, 0, 13, 13);
+        hatch(g, 0, 0, 13, 13, colour("--card"), 5, 0.8);
+      },
+    });
   legend(find("#map-legend"), entries);
 }
 
 async function load() {
   const data = new FormData(form);
-  const view = form.hidden ? {} : { y: String(data.get("y")), x: String(data.get("x")), at: data.getAll("at").map((n) => Number(n) || 0).join(",") };
+  const view = form.hidden
+    ? {}
+    : {
+        y: String(data.get("y")),
+        x: String(data.get("x")),
+        at: data
+          .getAll("at")
+          .map((n) => Number(n) || 0)
+          .join(","),
+      };
   try {
     map = await api(`checkpoints/${holder.dataset.checkpoint}/leaves/${holder.dataset.leaf}/map`, view);
   } catch (error) {
@@ -202,7 +267,7 @@ async function load() {
   redraw();
 }
 
-/** The axes as the address has them, before the first map is asked for. */
+/** Sets the axis pickers from the address, before the first map is requested. */
 function restore() {
   for (const name of ["y", "x"]) {
     const select = /** @type {HTMLSelectElement} */ (form.elements.namedItem(name));
@@ -210,7 +275,9 @@ function restore() {
     if (value !== null && [...select.options].some((option) => option.value === value)) select.value = value;
   }
   const at = (recalled("at") ?? "").split(",");
-  form.querySelectorAll("input[name=at]").forEach((input, d) => { if (/^[0-9]{1,15}$/.test(at[d] ?? "")) /** @type {HTMLInputElement} */ (input).value = at[d]; });
+  form.querySelectorAll("input[name=at]").forEach((input, d) => {
+    if (/^[0-9]{1,15}$/.test(at[d] ?? "")) /** @type {HTMLInputElement} */ (input).value = at[d];
+  });
 }
 
 for (const button of document.querySelectorAll("button[data-colour]")) {
@@ -218,7 +285,8 @@ for (const button of document.querySelectorAll("button[data-colour]")) {
   button.addEventListener("click", () => {
     by = button.getAttribute("data-colour") ?? "rank";
     remember({ by: by === "rank" ? null : by });
-    for (const other of document.querySelectorAll("button[data-colour]")) other.setAttribute("aria-pressed", String(other === button));
+    for (const other of document.querySelectorAll("button[data-colour]"))
+      other.setAttribute("aria-pressed", String(other === button));
     describe();
     redraw();
   });
@@ -229,7 +297,7 @@ form.addEventListener("input", async () => {
 });
 form.addEventListener("submit", (event) => event.preventDefault());
 document.querySelector("#who")?.addEventListener("submit", (event) => {
-  // as the form does it, but with the rest of the view's state
+  // as the form would do, but the address keeps the rest of the view's state
   event.preventDefault();
   remember({ region: /** @type {HTMLInputElement} */ (find("#region")).value.trim(), start: null });
   location.reload();

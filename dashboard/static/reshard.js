@@ -1,5 +1,7 @@
 // @ts-check
-/** The matrix of a reshard: a row for each rank of the target, a column for each file, the darker the more is read. */
+/**
+ * The matrix of a reshard: one row per rank of the target, one column per file; a darker cell means more bytes read.
+ */
 import { bytesText, find, numberText } from "./dom.js";
 import { colour, follow, ink, label, legend, selectable } from "./canvas.js";
 
@@ -26,26 +28,50 @@ const columnWidth = (width) => (width - EDGE.left - EDGE.right) / files;
 /** @param {CanvasRenderingContext2D} g @param {number} width @param {number} height */
 function draw(g, width, height) {
   g.clearRect(0, 0, width, height);
-  const w = columnWidth(width), h = rowHeight, gap = w > 6 && h > 6 ? 1 : 0;
+  const w = columnWidth(width);
+  const h = rowHeight;
+  const gap = w > 6 && h > 6 ? 1 : 0;
   g.fillStyle = colour("--soft");
   g.fillRect(EDGE.left, EDGE.top, w * files, h * ranks.length);
   g.fillStyle = colour("--c0");
   for (const [row, file, nbytes] of cells) {
     g.globalAlpha = shade(nbytes);
-    g.fillRect(EDGE.left + file * w + gap, EDGE.top + row * h + gap, Math.max(0.7, w - 2 * gap), Math.max(0.7, h - 2 * gap));
+    g.fillRect(
+      EDGE.left + file * w + gap,
+      EDGE.top + row * h + gap,
+      Math.max(0.7, w - 2 * gap),
+      Math.max(0.7, h - 2 * gap),
+    );
   }
   g.globalAlpha = 1;
-  if (w > 70 && h > 16) for (const [row, file, nbytes] of cells) label(g, bytesText(nbytes), EDGE.left + file * w, EDGE.top + row * h, w, h, shade(nbytes) > 0.55 ? ink(colour("--c0")) : colour("--text"));
+  if (w > 70 && h > 16)
+    for (const [row, file, nbytes] of cells)
+      label(
+        g,
+        bytesText(nbytes),
+        EDGE.left + file * w,
+        EDGE.top + row * h,
+        w,
+        h,
+        shade(nbytes) > 0.55 ? ink(colour("--c0")) : colour("--text"),
+      );
   g.fillStyle = colour("--dim");
   g.textAlign = "right";
   const every = Math.ceil(15 / h);
-  ranks.forEach((rank, row) => { if (row % every === 0) g.fillText(`rank ${rank}`, EDGE.left - 8, EDGE.top + row * h + Math.max(h, 12) / 2); });
+  ranks.forEach((rank, row) => {
+    if (row % every === 0) g.fillText(`rank ${rank}`, EDGE.left - 8, EDGE.top + row * h + Math.max(h, 12) / 2);
+  });
   g.textAlign = "center";
   const room = g.measureText(`file ${files}`).width + 10;
   const step = Math.ceil(room / w);
-  for (let file = 0; file < files; file += step) g.fillText(`file ${file}`, Math.max(EDGE.left + file * w + w / 2, EDGE.left + room / 2 - 5), EDGE.top - 11);
+  for (let file = 0; file < files; file += step)
+    g.fillText(`file ${file}`, Math.max(EDGE.left + file * w + w / 2, EDGE.left + room / 2 - 5), EDGE.top - 11);
   const cell = cells[chosen];
-  if (cell) { g.strokeStyle = colour("--text"); g.lineWidth = 2; g.strokeRect(EDGE.left + cell[1] * w, EDGE.top + cell[0] * h, Math.max(2, w), Math.max(2, h)); }
+  if (cell) {
+    g.strokeStyle = colour("--text");
+    g.lineWidth = 2;
+    g.strokeRect(EDGE.left + cell[1] * w, EDGE.top + cell[0] * h, Math.max(2, w), Math.max(2, h));
+  }
 }
 
 const redraw = follow(canvas, { height: () => EDGE.top + rowHeight * ranks.length + EDGE.bottom, draw });
@@ -55,8 +81,9 @@ readout.textContent = quiet;
 selectable(canvas, {
   count: () => cells.length,
   at: (x, y) => {
-    const file = Math.floor((x - EDGE.left) / columnWidth(canvas.clientWidth)), row = Math.floor((y - EDGE.top) / rowHeight);
-    return file < 0 || file >= files ? -1 : where.get(row * files + file) ?? -1;
+    const file = Math.floor((x - EDGE.left) / columnWidth(canvas.clientWidth));
+    const row = Math.floor((y - EDGE.top) / rowHeight);
+    return file < 0 || file >= files ? -1 : (where.get(row * files + file) ?? -1);
   },
   select: (item) => {
     chosen = item;
@@ -66,8 +93,16 @@ selectable(canvas, {
   },
 });
 
-legend(find("#matrix-legend"), [1, 0.25, 0.02].map((part) => ({
-  text: bytesText(part * most),
-  draw: (/** @type {CanvasRenderingContext2D} */ g) => { g.fillStyle = colour("--c0"); g.globalAlpha = shade(part * most); g.fillRect(0, 0, 13, 13); g.globalAlpha = 1; },
-})));
+legend(
+  find("#matrix-legend"),
+  [1, 0.25, 0.02].map((part) => ({
+    text: bytesText(part * most),
+    draw: (/** @type {CanvasRenderingContext2D} */ g) => {
+      g.fillStyle = colour("--c0");
+      g.globalAlpha = shade(part * most);
+      g.fillRect(0, 0, 13, 13);
+      g.globalAlpha = 1;
+    },
+  })),
+);
 redraw();

@@ -1,8 +1,8 @@
 // @ts-check
 /**
- * Keeps a page of runs or of saves up to date: asks every two seconds whether it has changed, only while somebody follows
- * or something is saved, never while the page is hidden, and puts the parts marked `data-live` in place of the old ones.
- * The parts are the server's own page, parsed as a document: no text becomes HTML here.
+ * Keeps a page of runs or of saves up to date. It requests the page every two seconds while the person follows it or a
+ * save is in progress, never while the page is hidden, and replaces the parts that are marked `data-live`. The parts
+ * come from the server's page, parsed as a document: no text becomes HTML here.
  */
 
 import { find } from "./dom.js";
@@ -15,7 +15,10 @@ let timer = 0;
 let failed = false;
 
 const address = new URL(location.href);
-let following = address.searchParams.get("follow") !== "0" && !address.searchParams.has("start") && !address.searchParams.has("cursor");
+let following =
+  address.searchParams.get("follow") !== "0" &&
+  !address.searchParams.has("start") &&
+  !address.searchParams.has("cursor");
 button.hidden = false;
 
 const busy = () => document.querySelector('[data-live][data-busy="1"]') !== null;
@@ -33,7 +36,13 @@ button.addEventListener("click", () => {
 });
 
 /** The checkpoints of the page. @param {ParentNode} root */
-const rows = (root) => new Map([...root.querySelectorAll("tr[data-id]")].map((row) => [/** @type {HTMLElement} */ (row).dataset.id, /** @type {HTMLElement} */ (row)]));
+const rows = (root) =>
+  new Map(
+    [...root.querySelectorAll("tr[data-id]")].map((row) => [
+      /** @type {HTMLElement} */ (row).dataset.id,
+      /** @type {HTMLElement} */ (row),
+    ]),
+  );
 
 /** @param {Document} page */
 function take(page) {
@@ -45,18 +54,28 @@ function take(page) {
     const open = [...old.querySelectorAll("details")].map((details) => details.open);
     const taken = /** @type {HTMLElement} */ (document.importNode(now, true));
     old.replaceWith(taken);
-    taken.querySelectorAll("details").forEach((details, at) => { details.open = open[at] ?? details.open; });
+    taken.querySelectorAll("details").forEach((details, at) => {
+      details.open = open[at] ?? details.open;
+    });
   }
   const fresh = [...rows(document)].filter(([id]) => !before.has(id));
   if (before.size) for (const [, row] of fresh) row.classList.add("fresh");
-  if (before.size && fresh.length) news.textContent = fresh.length === 1 ? `New: ${fresh[0][1].querySelector("a")?.textContent}` : `${fresh.length} new`;
-  if (focused && document.activeElement === document.body) [...document.querySelectorAll("main a")].find((a) => a.getAttribute("href") === focused)?.focus();
+  if (before.size && fresh.length)
+    news.textContent =
+      fresh.length === 1 ? `New: ${fresh[0][1].querySelector("a")?.textContent}` : `${fresh.length} new`;
+  if (focused && document.activeElement === document.body) {
+    const links = /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("main a"));
+    [...links].find((a) => a.getAttribute("href") === focused)?.focus();
+  }
 }
 
 async function ask() {
   const headers = { accept: "text/html", ...(tag ? { "If-None-Match": tag } : {}) };
   const response = await fetch(location.href, { headers, cache: "no-store" });
-  if (failed) { failed = false; news.textContent = ""; }
+  if (failed) {
+    failed = false;
+    news.textContent = "";
+  }
   if (response.status === 304) return;
   if (!response.ok) throw new Error(`the server answered ${response.status}`);
   tag = response.headers.get("ETag") ?? "";
@@ -67,10 +86,16 @@ async function ask() {
 function plan(pause = PAUSE) {
   clearTimeout(timer);
   if (document.hidden || !(following || busy())) return;
-  timer = window.setTimeout(() => ask().catch((error) => {
-    failed = true;
-    news.textContent = `No news: ${error instanceof Error ? error.message : error}`;
-  }).finally(() => plan()), pause);
+  timer = window.setTimeout(
+    () =>
+      ask()
+        .catch((error) => {
+          failed = true;
+          news.textContent = `No news: ${error instanceof Error ? error.message : error}`;
+        })
+        .finally(() => plan()),
+    pause,
+  );
 }
 
 document.addEventListener("visibilitychange", () => plan(0));

@@ -1,5 +1,5 @@
 // @ts-check
-/** A note that follows the pointer over a picture, and the same words below it for those who do not point. */
+/** A tooltip that follows the pointer over a picture; the same text is below the picture for keyboard users. */
 import { make, visible } from "./dom.js";
 
 /**

@@ -1,11 +1,20 @@
 // @ts-check
-/** The treemap: an area for each leaf, as large as its bytes, inside its part of the tree, rank, file or dtype. */
-import { api, base, bytesText, find, make, numberText, reason, recalled, remember, visible } from "./dom.js";
+/** The treemap: one area per leaf, in proportion to its bytes, inside its part of the tree, rank, file or dtype. */
+import { api, base, bytesText, find, make, numberText, reason, recalled, remember, tableOf, visible } from "./dom.js";
 import { colour, fillOf, follow, ink, selectable } from "./canvas.js";
 import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
 
-/** @typedef {{ by: string, node: string, path: string, total: number, above: string[][], parents: number[], names: string[], nbytes: number[], leaves: number[], nodes: string[], more: number[] }} Page */
-/** @typedef {{ x0: number, y0: number, x1: number, y1: number, box: number, part: number, depth: number, shade: number }} Area */
+/**
+ * @typedef {{
+ *   by: string, node: string, path: string, total: number, above: string[][], parents: number[], names: string[],
+ *   nbytes: number[], leaves: number[], nodes: string[], more: number[],
+ * }} Page
+ */
+/**
+ * @typedef {{
+ *   x0: number, y0: number, x1: number, y1: number, box: number, part: number, depth: number, shade: number,
+ * }} Area
+ */
 
 const holder = find("#treemap");
 const canvas = /** @type {HTMLCanvasElement} */ (find("#treemap-canvas"));
@@ -24,7 +33,9 @@ const picture = document.createElement("canvas");
 let drawn = "";
 let chosen = -1;
 let theme = 0;
-document.addEventListener("theme", () => { theme += 1; });
+document.addEventListener("theme", () => {
+  theme += 1;
+});
 
 /** @param {number} box */
 function nameOf(box) {
@@ -39,36 +50,48 @@ function pathOf(box) {
   return names.join(" / ");
 }
 
-/** @param {number} width @param {number} height */
+/** @typedef {{ box: number, children: Tree[] }} Tree */
+
+/** Computes the areas of a picture. @param {number} width @param {number} height */
 function arrange(width, height) {
   if (!page) return;
-  /** @type {{ box: number, children: any[] }[]} */
-  const nodes = page.parents.map((_, box) => ({ box, children: [] }));
-  page.parents.forEach((parent, box) => { if (parent >= 0) nodes[parent].children.push(nodes[box]); });
-  const sizes = page.nbytes;
-  const root = hierarchy(nodes[0], (/** @type {any} */ n) => (n.children.length ? n.children : null)).sum((/** @type {any} */ n) => (n.children.length ? 0 : sizes[n.box]));
-  /** @type {any} */ (treemap()).size([width, height]).paddingInner(1).paddingTop((/** @type {any} */ n) => (n.depth === 1 && n.children ? TITLE : 0)).round(true)(root);
+  const { parents, nbytes } = page;
+  /** @type {Tree[]} */
+  const nodes = parents.map((_, box) => ({ box, children: [] }));
+  parents.forEach((parent, box) => {
+    if (parent >= 0) nodes[parent].children.push(nodes[box]);
+  });
+  const root = hierarchy(nodes[0], (tree) => (tree.children.length ? tree.children : null));
+  root.sum((tree) => (tree.children.length ? 0 : nbytes[tree.box]));
+  const layout = /** @type {typeof treemap<Tree>} */ (treemap)().size([width, height]).paddingInner(1).round(true);
+  layout.paddingTop((node) => (node.depth === 1 && node.children ? TITLE : 0))(root);
   areas = { leaves: [], frames: [] };
   let part = -1;
-  root.eachBefore((/** @type {any} */ n) => {
-    if (n.depth === 1) part += 1;
-    if (n.children) n.children.forEach((/** @type {any} */ child, /** @type {number} */ at) => { child.shade = n.depth ? at % 2 : 0; });
-    const shade = n.shade ?? 0;
-    const area = { x0: n.x0, y0: n.y0, x1: n.x1, y1: n.y1, box: n.data.box, part: Math.max(0, part), depth: n.depth, shade };
-    if (n.children) { if (n.depth === 1) areas.frames.push(area); } else areas.leaves.push(area);
+  /** Every second child is drawn paler. @type {Map<object, number>} */
+  const shades = new Map();
+  root.eachBefore((node) => {
+    const { x0, y0, x1, y1, depth, children } = node;
+    if (depth === 1) part += 1;
+    children?.forEach((child, at) => shades.set(child, depth ? at % 2 : 0));
+    const shade = shades.get(node) ?? 0;
+    const area = { x0, y0, x1, y1, box: node.data.box, part: Math.max(0, part), depth, shade };
+    if (!children) areas.leaves.push(area);
+    else if (depth === 1) areas.frames.push(area);
   });
   painted = [...areas.leaves];
-  areas.leaves.sort((a, b) => sizes[b.box] - sizes[a.box]);
+  areas.leaves.sort((a, b) => nbytes[b.box] - nbytes[a.box]);
 }
 
-/** @param {CanvasRenderingContext2D} g @param {string} text @param {number} x @param {number} y @param {number} room */
+/**
+ * @param {CanvasRenderingContext2D} g @param {string} text @param {number} x @param {number} y @param {number} room
+ */
 function write(g, text, x, y, room) {
   if (room < 24) return;
   let shown = visible(text);
   if (g.measureText(shown).width > room) {
     const keep = Math.floor((shown.length * (room - 14)) / g.measureText(shown).width);
-    if (keep < 7) return; // "…eight" tells nothing
-    shown = `…${shown.slice(-keep)}`; // the end of a name tells leaves apart
+    if (keep < 7) return; // the end of a word says nothing
+    shown = `…${shown.slice(-keep)}`; // leaves differ in the end of their names
   }
   g.fillText(shown, x, y);
 }
@@ -77,26 +100,41 @@ function write(g, text, x, y, room) {
 function paint(g) {
   g.textBaseline = "middle";
   g.textAlign = "left";
-  // one colour after the other: to change it costs more than to fill a box
+  // boxes of one colour together: to change the colour costs more than to fill a box
   for (const shade of [0, 1]) {
     let last = -1;
     g.globalAlpha = shade ? 0.82 : 1;
     for (const area of painted) {
       if (area.shade !== shade) continue;
-      if (area.part !== last) { g.fillStyle = fillOf(area.part); last = area.part; }
+      if (area.part !== last) {
+        g.fillStyle = fillOf(area.part);
+        last = area.part;
+      }
       g.fillRect(area.x0, area.y0, Math.max(0.5, area.x1 - area.x0), Math.max(0.5, area.y1 - area.y0));
     }
   }
   g.globalAlpha = 1;
   for (const area of areas.leaves.slice(0, 400)) {
-    const w = area.x1 - area.x0, h = area.y1 - area.y0;
+    const w = area.x1 - area.x0;
+    const h = area.y1 - area.y0;
     if (w < 50 || h < 16) continue;
     g.fillStyle = ink(fillOf(area.part));
     write(g, nameOf(area.box), area.x0 + 5, area.y0 + (h < 34 ? h / 2 : 12), w - 10);
-    if (h >= 34) { g.globalAlpha = 0.75; write(g, bytesText(page?.nbytes[area.box] ?? 0), area.x0 + 5, area.y0 + 27, w - 10); g.globalAlpha = 1; }
+    if (h >= 34) {
+      g.globalAlpha = 0.75;
+      write(g, bytesText(page?.nbytes[area.box] ?? 0), area.x0 + 5, area.y0 + 27, w - 10);
+      g.globalAlpha = 1;
+    }
   }
   g.fillStyle = colour("--text");
-  for (const area of areas.frames) write(g, `${nameOf(area.box)} · ${bytesText(page?.nbytes[area.box] ?? 0)}`, area.x0 + 3, area.y0 + TITLE / 2 + 1, area.x1 - area.x0 - 6);
+  for (const area of areas.frames)
+    write(
+      g,
+      `${nameOf(area.box)} · ${bytesText(page?.nbytes[area.box] ?? 0)}`,
+      area.x0 + 3,
+      area.y0 + TITLE / 2 + 1,
+      area.x1 - area.x0 - 6,
+    );
 }
 
 /** @param {CanvasRenderingContext2D} g @param {number} width @param {number} height */
@@ -108,19 +146,29 @@ function draw(g, width, height) {
     picture.width = canvas.width;
     picture.height = canvas.height;
     const to = picture.getContext("2d");
-    if (to) { to.setTransform(g.getTransform()); to.font = g.font; paint(to); }
+    if (to) {
+      to.setTransform(g.getTransform());
+      to.font = g.font;
+      paint(to);
+    }
   }
   g.clearRect(0, 0, width, height);
   if (page?.total) g.drawImage(picture, 0, 0, width, height);
   const area = areas.leaves[chosen];
-  if (area) { g.strokeStyle = colour("--text"); g.lineWidth = 2; g.strokeRect(area.x0 + 1, area.y0 + 1, Math.max(1, area.x1 - area.x0 - 2), Math.max(1, area.y1 - area.y0 - 2)); }
+  if (area) {
+    g.strokeStyle = colour("--text");
+    g.lineWidth = 2;
+    g.strokeRect(area.x0 + 1, area.y0 + 1, Math.max(1, area.x1 - area.x0 - 2), Math.max(1, area.y1 - area.y0 - 2));
+  }
 }
 
 const redraw = follow(canvas, { height: (width) => (width < 500 ? 320 : 300), draw });
 
 function summary() {
   if (!page) return "";
-  return page.total ? `${bytesText(page.total)} in ${numberText(areas.leaves.length)} areas; a click opens one` : "No arrays here.";
+  return page.total
+    ? `${bytesText(page.total)} in ${numberText(areas.leaves.length)} areas; a click opens one`
+    : "No arrays here.";
 }
 
 selectable(canvas, {
@@ -130,12 +178,20 @@ selectable(canvas, {
     chosen = item;
     redraw();
     const area = areas.leaves[item];
-    if (!area || !page) { readout.textContent = summary(); return; }
-    readout.textContent = `${visible(pathOf(area.box))} · ${bytesText(page.nbytes[area.box])}, ${((100 * page.nbytes[area.box]) / page.total).toPrecision(3)} %`;
+    if (!area || !page) {
+      readout.textContent = summary();
+      return;
+    }
+    const nbytes = page.nbytes[area.box];
+    const percent = ((100 * nbytes) / page.total).toPrecision(3);
+    readout.textContent = `${visible(pathOf(area.box))} · ${bytesText(nbytes)}, ${percent} %`;
   },
 });
 
-/** Opens what an area stands for: a leaf's page, or the part of the tree that its smaller ones are in. @param {number} item */
+/**
+ * Opens what an area stands for: the page of a leaf, or the part of the tree whose smaller leaves it combines.
+ * @param {number} item
+ */
 function open(item) {
   const area = areas.leaves[item];
   if (!page || !area) return;
@@ -144,13 +200,25 @@ function open(item) {
 }
 
 canvas.addEventListener("click", (event) => {
-  const frame = areas.frames.find((a) => event.offsetX >= a.x0 && event.offsetX < a.x1 && event.offsetY >= a.y0 && event.offsetY < a.y0 + TITLE);
+  const frame = areas.frames.find(
+    (a) => event.offsetX >= a.x0 && event.offsetX < a.x1 && event.offsetY >= a.y0 && event.offsetY < a.y0 + TITLE,
+  );
   if (frame && page?.by === "tree" && page.leaves[frame.box] < 0) show("tree", page.nodes[frame.box]);
-  else open(areas.leaves.findIndex((a) => event.offsetX >= a.x0 && event.offsetX < a.x1 && event.offsetY >= a.y0 && event.offsetY < a.y1));
+  else
+    open(
+      areas.leaves.findIndex(
+        (a) => event.offsetX >= a.x0 && event.offsetX < a.x1 && event.offsetY >= a.y0 && event.offsetY < a.y1,
+      ),
+    );
 });
-canvas.addEventListener("keydown", (event) => { if (event.key === "Enter" && chosen >= 0) { event.preventDefault(); open(chosen); } });
+canvas.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && chosen >= 0) {
+    event.preventDefault();
+    open(chosen);
+  }
+});
 
-/** The way back to the root. */
+/** Shows links to the nodes above. */
 function crumbs() {
   if (!page) return;
   const steps = page.above.map(([node, name]) => {
@@ -158,27 +226,40 @@ function crumbs() {
     button.addEventListener("click", () => show("tree", node));
     return button;
   });
-  trail.replaceChildren(...steps.flatMap((step) => [step, document.createTextNode(" / ")]), page.node ? make("span", {}, page.path.split("/").pop() ?? "") : "");
+  trail.replaceChildren(
+    ...steps.flatMap((step) => [step, document.createTextNode(" / ")]),
+    page.node ? make("span", {}, page.path.split("/").pop() ?? "") : "",
+  );
 }
 
-/** The same as a table: the largest boxes. */
-function twin() {
-  if (!page) return;
-  const { by, node, parents, nbytes, leaves, nodes, total } = page;
+/** The link of a box: to a leaf, or to a part of the tree. @param {Page} page @param {number} box */
+function hrefOf({ by, node, leaves, nodes }, box) {
+  if (leaves[box] >= 0) return `${base}checkpoints/${checkpoint}/leaves/${leaves[box]}`;
+  return by === "tree" && nodes[box] !== node ? `?map=tree&mapnode=${nodes[box]}` : null;
+}
+
+/** Shows the largest boxes as a table. @param {Page} page */
+function showTable(page) {
+  const { parents, nbytes, total } = page;
   const first = parents.flatMap((parent, box) => (parent === 0 ? [box] : []));
-  const rows = [...first, ...areas.leaves.map((a) => a.box).filter((box) => parents[box] !== 0)].slice(0, 100);
-  find("#treemap-table").replaceChildren(make("table", { class: "small" },
-    make("thead", {}, make("tr", {}, make("th", {}, "Where"), make("th", { class: "n" }, "Bytes"), make("th", { class: "n" }, "Share"))),
-    make("tbody", {}, ...rows.map((box) => {
-      const address = leaves[box] >= 0 ? `${base}checkpoints/${checkpoint}/leaves/${leaves[box]}` : by === "tree" && nodes[box] !== node ? `?map=tree&mapnode=${nodes[box]}` : null;
-      const text = pathOf(box);
-      return make("tr", {}, make("th", { scope: "row", class: "mono" }, address ? make("a", { href: address }, text) : text), make("td", { class: "n" }, bytesText(nbytes[box])), make("td", { class: "n" }, `${((100 * nbytes[box]) / (total || 1)).toPrecision(3)} %`));
-    }))));
+  const boxes = [...first, ...areas.leaves.map((a) => a.box).filter((box) => parents[box] !== 0)].slice(0, 100);
+  const head = [make("th", {}, "Where"), make("th", { class: "n" }, "Bytes"), make("th", { class: "n" }, "Share")];
+  const rows = boxes.map((box) => {
+    const href = hrefOf(page, box);
+    const text = pathOf(box);
+    return [
+      make("th", { scope: "row", class: "mono" }, href ? make("a", { href }, text) : text),
+      make("td", { class: "n" }, bytesText(nbytes[box])),
+      make("td", { class: "n" }, `${((100 * nbytes[box]) / (total || 1)).toPrecision(3)} %`),
+    ];
+  });
+  find("#treemap-table").replaceChildren(tableOf("small", head, rows));
 }
 
 /** @param {string} by @param {string} node */
 async function show(by, node) {
-  for (const button of document.querySelectorAll("button[data-by]")) button.setAttribute("aria-pressed", String(button.getAttribute("data-by") === by));
+  for (const button of document.querySelectorAll("button[data-by]"))
+    button.setAttribute("aria-pressed", String(button.getAttribute("data-by") === by));
   try {
     page = /** @type {Page} */ (await api(`checkpoints/${checkpoint}/treemap`, { by, node }));
   } catch (error) {
@@ -190,11 +271,15 @@ async function show(by, node) {
   drawn = "";
   crumbs();
   redraw();
-  twin();
+  showTable(page);
   readout.textContent = summary();
 }
 
-for (const button of document.querySelectorAll("button[data-by]")) button.addEventListener("click", () => show(button.getAttribute("data-by") ?? "tree", ""));
+for (const button of document.querySelectorAll("button[data-by]"))
+  button.addEventListener("click", () => show(button.getAttribute("data-by") ?? "tree", ""));
 const wanted = recalled("map");
 const known = [...document.querySelectorAll("button[data-by]")].map((button) => button.getAttribute("data-by"));
-show(wanted && known.includes(wanted) ? wanted : "tree", /^[0-9.]{1,1000}$/.test(recalled("mapnode") ?? "") ? recalled("mapnode") ?? "" : "");
+show(
+  wanted && known.includes(wanted) ? wanted : "tree",
+  /^[0-9.]{1,1000}$/.test(recalled("mapnode") ?? "") ? (recalled("mapnode") ?? "") : "",
+);

@@ -2,17 +2,30 @@
 /** Lines over the steps of a run: time, rate, bytes. A step leads to the timing of its save. */
 import { api, base, bytesText, find, numberText, secondsText } from "./dom.js";
 import { colour, legend } from "./canvas.js";
+import { axisStyle, keepFitted } from "./plots.js";
 
-/** @typedef {{ ids: string[], step: number[], seconds: (number | null)[], blocked: (number | null)[], nbytes: number[], rate: (number | null)[], dedupe: (number | null)[] }} Trends */
-/** @type {any} */
-const Plot = /** @type {any} */ (window).uPlot;
+/**
+ * @typedef {{
+ *   ids: string[], step: number[], seconds: (number | null)[], blocked: (number | null)[], nbytes: number[],
+ *   rate: (number | null)[], dedupe: (number | null)[],
+ * }} Trends
+ */
 const readout = find("#trends-text");
 const percent = (/** @type {number} */ n) => `${Math.round(n * 100)} %`;
 const rate = (/** @type {number} */ n) => `${bytesText(n)}/s`;
 
-/** What each chart shows. @type {Record<string, { lines: [string, keyof Trends, string][], text: (n: number) => string, max?: number }>} */
+/**
+ * What each chart shows.
+ * @type {Record<string, { lines: [string, keyof Trends, string][], text: (n: number) => string, max?: number }>}
+ */
 const CHARTS = {
-  time: { lines: [["took", "seconds", "--c0"], ["blocked", "blocked", "--c5"]], text: secondsText },
+  time: {
+    lines: [
+      ["took", "seconds", "--c0"],
+      ["blocked", "blocked", "--c5"],
+    ],
+    text: secondsText,
+  },
   rate: { lines: [["rate", "rate", "--c2"]], text: rate },
   nbytes: { lines: [["bytes", "nbytes", "--c4"]], text: bytesText },
   dedupe: { lines: [["written of held", "dedupe", "--c3"]], text: percent, max: 1 },
@@ -20,56 +33,120 @@ const CHARTS = {
 
 /** @param {Trends} data @param {number} at */
 function textOf(data, at) {
-  const parts = Object.values(CHARTS).flatMap(({ lines, text }) => lines.map(([name, key]) => {
-    const n = /** @type {number | null} */ (data[key][at]);
-    return n === null ? null : `${name} ${text(n)}`;
-  }));
+  const parts = Object.values(CHARTS).flatMap(({ lines, text }) =>
+    lines.map(([name, key]) => {
+      const n = /** @type {number | null} */ (data[key][at]);
+      return n === null ? null : `${name} ${text(n)}`;
+    }),
+  );
   return `step ${numberText(data.step[at])} · ${parts.filter((part) => part !== null).join(" · ")}`;
 }
 
 /** @param {HTMLElement} holder @param {Trends} data */
 function chart(holder, data) {
   const { lines, text, max } = CHARTS[holder.dataset.chart ?? "time"];
-  const axis = { stroke: () => colour("--dim"), grid: { stroke: () => colour("--line"), width: 1 }, ticks: { stroke: () => colour("--line"), width: 1 }, font: `12px ${getComputedStyle(document.body).fontFamily}` };
-  const open = (/** @type {number | null | undefined} */ at) => { if (at !== null && at !== undefined) location.href = `${base}checkpoints/${data.ids[at]}/timing`; };
-  const plot = new Plot({
-    width: holder.clientWidth, height: 210,
-    scales: { x: { time: false }, y: { range: (/** @type {unknown} */ _, /** @type {number} */ __, /** @type {number | null} */ top) => [0, max ?? (top ? top * 1.08 : 1)] } },
-    legend: { show: false },
-    cursor: { y: false, points: { size: 9 }, drag: { x: true, y: false }, sync: { key: "steps", setSeries: false } },
-    axes: [
-      { ...axis, values: (/** @type {unknown} */ _, /** @type {number[]} */ steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")) },
-      { ...axis, size: 74, values: (/** @type {unknown} */ _, /** @type {number[]} */ ticks) => ticks.map((n) => text(n)) },
-    ],
-    series: [{ label: "step" }, ...lines.map(([label, , stroke], n) => ({ label, stroke: () => colour(stroke), width: 2, dash: n ? [7, 5] : [], points: { show: data.step.length < 60, size: 6, fill: () => colour(stroke) } }))],
-    hooks: { setCursor: [(/** @type {any} */ u) => { const at = u.cursor.idx; readout.textContent = at === null || at === undefined ? "\u00a0" : textOf(data, at); }] },
-  }, [data.step, ...lines.map(([, key]) => data[key])], holder);
+  const axis = axisStyle();
+  const open = (/** @type {number | null | undefined} */ at) => {
+    if (at !== null && at !== undefined) location.href = `${base}checkpoints/${data.ids[at]}/timing`;
+  };
+  const plot = new uPlot(
+    {
+      width: holder.clientWidth,
+      height: 210,
+      scales: {
+        x: { time: false },
+        y: {
+          range: (_, __, top) => [0, max ?? (top ? top * 1.08 : 1)],
+        },
+      },
+      legend: { show: false },
+      cursor: {
+        y: false,
+        points: { size: 9 },
+        drag: { x: true, y: false },
+        sync: { key: "steps", setSeries: false },
+      },
+      axes: [
+        {
+          ...axis,
+          values: (_, steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")),
+        },
+        {
+          ...axis,
+          size: 74,
+          values: (_, ticks) => ticks.map((n) => text(n)),
+        },
+      ],
+      series: [
+        { label: "step" },
+        ...lines.map(([label, , stroke], n) => ({
+          label,
+          stroke: () => colour(stroke),
+          width: 2,
+          dash: n ? [7, 5] : [],
+          points: { show: data.step.length < 60, size: 6, fill: () => colour(stroke) },
+        })),
+      ],
+      hooks: {
+        setCursor: [
+          (u) => {
+            const at = u.cursor.idx;
+            readout.textContent = at === null || at === undefined ? "\u00a0" : textOf(data, at);
+          },
+        ],
+      },
+    },
+    [data.step, ...lines.map(([, key]) => /** @type {(number | null)[]} */ (data[key]))],
+    holder,
+  );
 
   const list = holder.parentElement?.querySelector("ul");
   if (list) {
-    legend(list, lines.map(([label, , stroke]) => ({ text: label, draw: (/** @type {CanvasRenderingContext2D} */ g) => { g.fillStyle = colour(stroke); g.fillRect(0, 5, 13, 3); } })));
+    legend(
+      list,
+      lines.map(([label, , stroke]) => ({
+        text: label,
+        draw: (/** @type {CanvasRenderingContext2D} */ g) => {
+          g.fillStyle = colour(stroke);
+          g.fillRect(0, 5, 13, 3);
+        },
+      })),
+    );
   }
   let from = 0;
-  plot.over.addEventListener("pointerdown", (/** @type {PointerEvent} */ event) => { from = event.clientX; });
-  plot.over.addEventListener("click", (/** @type {PointerEvent} */ event) => { if (Math.abs(event.clientX - from) < 4) open(plot.cursor.idx); });
+  plot.over.addEventListener("pointerdown", (/** @type {PointerEvent} */ event) => {
+    from = event.clientX;
+  });
+  plot.over.addEventListener("click", (/** @type {PointerEvent} */ event) => {
+    if (Math.abs(event.clientX - from) < 4) open(plot.cursor.idx);
+  });
   holder.addEventListener("keydown", (event) => {
-    const last = data.step.length - 1, at = plot.cursor.idx;
+    const last = data.step.length - 1;
+    const at = plot.cursor.idx;
     /** @type {Record<string, number>} */
-    const steps = { ArrowRight: Math.min(last, (at ?? -1) + 1), ArrowLeft: Math.max(0, (at ?? last + 1) - 1), Home: 0, End: last };
-    if (event.key === "Enter") { open(at); return; }
+    const steps = {
+      ArrowRight: Math.min(last, (at ?? -1) + 1),
+      ArrowLeft: Math.max(0, (at ?? last + 1) - 1),
+      Home: 0,
+      End: last,
+    };
+    if (event.key === "Enter") {
+      open(at);
+      return;
+    }
     if (!(event.key in steps)) return;
     event.preventDefault();
     plot.setCursor({ left: plot.valToPos(data.step[steps[event.key]], "x"), top: 20 });
   });
-  new ResizeObserver(() => { if (holder.clientWidth && holder.clientWidth !== plot.width) plot.setSize({ width: holder.clientWidth, height: 210 }); }).observe(holder);
-  const redraw = () => plot.redraw(false, true);
-  document.addEventListener("theme", redraw);
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  keepFitted(plot, holder);
 }
 
 async function start() {
   const data = /** @type {Trends} */ (await api(`runs/${find("#trends").dataset.run}/trends`));
-  for (const holder of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".chart"))) chart(holder, data);
+  for (const holder of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".chart")))
+    chart(holder, data);
 }
 
-start().catch((error) => { readout.textContent = `The lines cannot be drawn: ${error instanceof Error ? error.message : error}`; });
+start().catch((error) => {
+  readout.textContent = `The lines cannot be drawn: ${error instanceof Error ? error.message : error}`;
+});

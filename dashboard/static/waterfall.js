@@ -1,64 +1,204 @@
 // @ts-check
-/** The columns of a save's spans, and how a part of them is laid out: few ranks with their lanes, or many as one line each. */
+/** The waterfall of a save: zoomed by dragging and by keys, and walked through with the arrow keys. */
+import { find, numberText } from "./dom.js";
+import { follow } from "./canvas.js";
+import { FRAME, LEFT, WAITS, drawWaterfall, pixelsPerUnit } from "./waterfall_draw.js";
+import { LANE, bandsOf, edgesOf, orderOf, spanAt } from "./waterfall_layout.js";
+import { fit, recallView, rememberView, textOf } from "./waterfall_view.js";
 
-/** @typedef {{ unit: number, total: number, phases: string[], waiting: boolean[], ranks: number[], counts: number[], busy: number[], blocked: (number | null)[], phase: number[], start: number[], length: number[], lane: number[], nbytes: number[], critical: number[][], stragglers: number[] }} Columns */
-/** @typedef {{ t0: number, t1: number, r0: number, r1: number }} View in units of time and positions of rows */
-/** @typedef {{ row: number, rank: number, from: number, to: number, top: number, height: number }} Band `row` is a rank's position in the columns; the band stands for the rows `from` to `to` */
+/** @typedef {import("./waterfall_draw.js").Scene} Scene */
 
-export const LANE = 17, GAP = 9, TOP = 26;
-/** Ranks that are drawn with all their lanes; more become a line each. */
-export const DETAIL = 40;
-const OVERVIEW = 460;
+const CLICK = 6; // pixels that the pointer may move in a click
+const AROUND = 24; // ranks that Enter on a line of the overview shows
 
-/** Where each rank's spans begin, with the end of all. @param {Columns} data */
-export function edgesOf(data) {
-  const edges = new Int32Array(data.counts.length + 1);
-  data.counts.forEach((count, at) => { edges[at + 1] = edges[at] + count; });
-  return edges;
-}
-
-/** Ranks' positions in the order in which they are drawn. @param {Columns} data @param {string} order */
-export function orderOf(data, order) {
-  const rows = Int32Array.from(data.ranks, (_, at) => at);
-  return order === "slow" ? rows.sort((a, b) => data.busy[b] - data.busy[a] || a - b) : rows;
+/**
+ * The scene of a save with all of it in view.
+ * @param {import("./waterfall_layout.js").Columns} data @param {number | null} slowest @param {string} order
+ * @returns {Scene}
+ */
+function sceneOf(data, slowest, order) {
+  // the outermost phase contains the others and stays grey
+  let next = 0;
+  const paints = data.phases.map((name, n) => (name === "save" ? FRAME : data.waiting[n] ? WAITS : next++));
+  const edges = edgesOf(data);
+  const rows = orderOf(data, order);
+  const view = { t0: 0, t1: data.total, r0: 0, r1: rows.length };
+  const layout = bandsOf(data, edges, rows, view);
+  const stragglers = new Set(data.stragglers);
+  return { data, edges, rows, paints, stragglers, slowest, order, view, chosen: -1, layout, drag: null };
 }
 
 /**
- * The bands of a view, from top to bottom. With more rows than lines, a line shows the slowest of its ranks.
- * @param {Columns} data @param {Int32Array} edges @param {Int32Array} rows @param {View} view
- * @returns {{ bands: Band[], height: number, detail: boolean }}
+ * Shows a save on the canvas.
+ * @param {HTMLCanvasElement} canvas @param {import("./waterfall_layout.js").Columns} data
+ * @param {number | null} slowest the rank to mark
+ * @param {(text: string, at?: { x: number, y: number } | null) => void} note shows what is chosen
+ * @returns {number[]} the colour number of each phase
  */
-export function bandsOf(data, edges, rows, view) {
-  const count = view.r1 - view.r0;
-  /** @type {Band[]} */
-  const bands = [];
-  if (count <= DETAIL) {
-    let top = TOP;
-    for (let at = view.r0; at < view.r1; at += 1) {
-      const row = rows[at];
-      let lanes = 1;
-      for (let s = edges[row]; s < edges[row + 1]; s += 1) lanes = Math.max(lanes, data.lane[s] + 1);
-      bands.push({ row, rank: data.ranks[row], from: at, to: at + 1, top, height: lanes * LANE });
-      top += lanes * LANE + GAP;
-    }
-    return { bands, height: top, detail: true };
-  }
-  const lines = Math.min(count, OVERVIEW);
-  for (let line = 0; line < lines; line += 1) {
-    const from = view.r0 + Math.floor((line * count) / lines), to = view.r0 + Math.floor(((line + 1) * count) / lines);
-    let row = rows[from];
-    for (let at = from + 1; at < to; at += 1) if (data.busy[rows[at]] > data.busy[row]) row = rows[at];
-    bands.push({ row, rank: data.ranks[row], from, to, top: TOP + (line * OVERVIEW) / lines, height: OVERVIEW / lines });
-  }
-  return { bands, height: TOP + OVERVIEW + 4, detail: false };
-}
+export function showWaterfall(canvas, data, slowest, note) {
+  const order = new URL(location.href).searchParams.get("order") === "slow" ? "slow" : "rank";
+  const scene = sceneOf(data, slowest, order);
+  const redraw = follow(canvas, {
+    height: () => scene.layout.height,
+    draw: (g, width, height) => drawWaterfall(g, width, height, scene),
+  });
 
-/** The span at a moment of a band, the innermost, or -1. @param {Columns} data @param {Int32Array} edges @param {Band} band @param {number} time @param {number} lane -1 for any @param {number} near */
-export function spanAt(data, edges, band, time, lane, near) {
-  let found = -1;
-  for (let s = edges[band.row]; s < edges[band.row + 1]; s += 1) {
-    const inside = time >= data.start[s] - near && time <= data.start[s] + data.length[s] + near;
-    if (inside && (lane < 0 || data.lane[s] === lane)) found = s;
+  /** @param {Scene["view"]} view @param {number} [chosen] */
+  function zoom(view, chosen = -1) {
+    const { edges, rows } = scene;
+    const layout = bandsOf(data, edges, rows, view);
+    Object.assign(scene, { view, layout, chosen: layout.detail ? chosen : -1 });
+    const whole = view.t0 === 0 && view.t1 === data.total && view.r0 === 0 && view.r1 === rows.length;
+    /** @type {HTMLButtonElement} */ (find("#zoom-reset")).disabled = whole;
+    find("#waterfall-about").textContent = layout.detail ? "" : aboutOverview();
+    for (const button of orderButtons)
+      button.setAttribute("aria-pressed", String(button.dataset.order === scene.order));
+    redraw();
+    rememberView(scene);
   }
-  return found;
+
+  function aboutOverview() {
+    const count = scene.view.r1 - scene.view.r0;
+    const lines = scene.layout.bands.length;
+    const binned = lines < count ? `; each line is the slowest of ${Math.ceil(count / lines)}` : "";
+    return `${numberText(count)} ranks${binned}. Drag over a part, or press Enter on a line, to see its spans.`;
+  }
+
+  /** Zooms time about the middle, or about what is chosen. @param {number} factor */
+  function zoomBy(factor) {
+    const { chosen, layout, view } = scene;
+    const { start, length } = data;
+    const middle = layout.detail && chosen >= 0 ? start[chosen] + length[chosen] / 2 : (view.t0 + view.t1) / 2;
+    const half = Math.max((view.t1 - view.t0) * factor, 4) / 2;
+    const [t0, t1] = fit([middle - half, middle + half], data.total);
+    zoom({ ...view, t0, t1 }, chosen);
+  }
+
+  const reset = () => zoom({ t0: 0, t1: data.total, r0: 0, r1: scene.rows.length });
+
+  /** @param {number} item @param {{ x: number, y: number } | null} [at] */
+  function choose(item, at = null) {
+    const changed = item !== scene.chosen;
+    scene.chosen = item;
+    note(textOf(scene, item), at);
+    if (changed) redraw();
+  }
+
+  /** @param {number} x @param {number} y */
+  function itemAt(x, y) {
+    if (x < LEFT) return -1;
+    const { edges, layout, view } = scene;
+    const at = layout.bands.findIndex((band) => y >= band.top - 1 && y < band.top + band.height + 1);
+    if (at < 0 || !layout.detail) return at;
+    const band = layout.bands[at];
+    const scale = pixelsPerUnit(view, canvas.clientWidth);
+    return spanAt(data, edges, band, view.t0 + (x - LEFT) / scale, Math.floor((y - band.top) / LANE), 1.5 / scale);
+  }
+
+  /** Zooms into the rectangle that was dragged. @param {NonNullable<Scene["drag"]>} box */
+  function zoomInto(box) {
+    const { layout, view } = scene;
+    const scale = pixelsPerUnit(view, canvas.clientWidth);
+    const [left, right] = [Math.min(box.x0, box.x1), Math.max(box.x0, box.x1)];
+    const [top, bottom] = [Math.min(box.y0, box.y1), Math.max(box.y0, box.y1)];
+    const times = [left, right].map((x) => view.t0 + (x - LEFT) / scale);
+    const [t0, t1] = right - left < CLICK ? [view.t0, view.t1] : fit(times, data.total);
+    const hit = layout.bands.filter((band) => band.top + band.height > top && band.top < bottom);
+    const keep = layout.detail || bottom - top < CLICK || !hit.length;
+    zoom({ t0, t1, r0: keep ? view.r0 : hit[0].from, r1: keep ? view.r1 : hit[hit.length - 1].to });
+  }
+
+  /** Shows the ranks around a line of the overview. */
+  function enter() {
+    const { chosen, layout, rows, view } = scene;
+    if (layout.detail || chosen < 0) return;
+    const r0 = Math.max(0, Math.min(layout.bands[chosen].from - AROUND / 3, rows.length - AROUND));
+    zoom({ ...view, r0, r1: Math.min(rows.length, r0 + AROUND) });
+  }
+
+  /** @param {number} step forwards through the spans of the ranks in view, or through the lines */
+  function walk(step) {
+    const { bands, detail } = scene.layout;
+    const range = (/** @type {number} */ from, /** @type {number} */ to) =>
+      Array.from({ length: to - from }, (_, n) => from + n);
+    const items = detail
+      ? bands.flatMap(({ row }) => range(scene.edges[row], scene.edges[row + 1]))
+      : [...bands.keys()];
+    const at = items.indexOf(scene.chosen) + step;
+    choose(items[Math.max(0, Math.min(at, items.length - 1))] ?? -1);
+  }
+
+  canvas.addEventListener("pointermove", ({ offsetX: x, offsetY: y }) => {
+    if (!scene.drag) {
+      choose(itemAt(x, y), { x, y });
+      return;
+    }
+    scene.drag = { ...scene.drag, x1: x, y1: y };
+    redraw();
+  });
+  canvas.addEventListener("pointerdown", ({ button, offsetX: x, offsetY: y, pointerId }) => {
+    if (button !== 0) return;
+    scene.drag = { x0: x, y0: y, x1: x, y1: y };
+    canvas.setPointerCapture(pointerId);
+  });
+  canvas.addEventListener("pointerup", ({ offsetX: x, offsetY: y }) => {
+    const box = scene.drag;
+    scene.drag = null;
+    if (!box) return;
+    if (Math.abs(box.x1 - box.x0) >= CLICK || Math.abs(box.y1 - box.y0) >= CLICK) {
+      zoomInto(box);
+      return;
+    }
+    choose(itemAt(x, y));
+    redraw();
+  });
+  canvas.addEventListener("pointercancel", () => {
+    scene.drag = null;
+    redraw();
+  });
+  canvas.addEventListener("pointerleave", () => {
+    if (!scene.drag) choose(-1);
+  });
+  canvas.addEventListener("dblclick", reset);
+
+  const forwards = () => walk(1);
+  const backwards = () => walk(-1);
+  const zoomIn = () => zoomBy(0.5);
+  const zoomOut = () => zoomBy(2);
+  /** @type {Record<string, () => void>} */
+  const keys = {
+    ArrowRight: forwards,
+    ArrowDown: forwards,
+    ArrowLeft: backwards,
+    ArrowUp: backwards,
+    Home: () => walk(-Infinity),
+    End: () => walk(Infinity),
+    "+": zoomIn,
+    "=": zoomIn,
+    "-": zoomOut,
+    0: reset,
+    Enter: enter,
+    Escape: () => {
+      if (scene.chosen >= 0) choose(-1);
+      else reset();
+    },
+  };
+  canvas.addEventListener("keydown", (event) => {
+    if (!keys[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+  find("#zoom-in").addEventListener("click", zoomIn);
+  find("#zoom-out").addEventListener("click", zoomOut);
+  find("#zoom-reset").addEventListener("click", reset);
+  const orderButtons = /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[data-order]"));
+  for (const button of orderButtons) {
+    button.addEventListener("click", () => {
+      scene.order = button.dataset.order ?? "rank";
+      scene.rows = orderOf(data, scene.order);
+      zoom(scene.view);
+    });
+  }
+  zoom(recallView(scene));
+  return scene.paints;
 }

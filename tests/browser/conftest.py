@@ -1,4 +1,4 @@
-"""A real Chromium on a real server. Every page is watched: what it must never do fails the test at its end."""
+"""A real Chromium on a real server. A page that logs an error or leaves its origin fails the test at its end."""
 
 import shutil
 import socket
@@ -9,7 +9,7 @@ import uvicorn
 from axe_playwright_python.sync_playwright import Axe
 
 from tests.samples import write_checkpoint, write_mixed_run
-from treeckpt_dashboard.app import create_app
+from treeckpt_dashboard.web.app import create_app
 
 playwright_api = pytest.importorskip("playwright.sync_api")
 playwright_api.expect.set_options(timeout=60_000)  # for what hangs; a loaded machine takes its time

@@ -1,4 +1,4 @@
-"""Does every page work for everybody: on a phone, in both schemes, by ear, without scripts, behind a proxy?"""
+"""Every page works on a phone, in both schemes, with a screen reader, without scripts, and behind a proxy."""
 
 import re
 

@@ -1,32 +1,14 @@
-"""Can a person find what they came for, with the pointer, with keys alone, on a phone, and in a hostile checkpoint?"""
+"""Paths through the pages, with the pointer, with keys alone, on a phone, and in a hostile checkpoint."""
 
 import re
 
 import numpy as np
 import pytest
 
-from tests.background import until
+from tests.browser.helpers import expect_colours
 from tests.samples import write_checkpoint
 
 expect = pytest.importorskip("playwright.sync_api").expect
-
-
-def expect_colours(page, selector, least):
-    """Waits until a canvas shows so many different colours."""
-    assert until(lambda: _colours(page, selector) >= least), f"{_colours(page, selector)} on {selector}"
-
-
-def _colours(page, selector):
-    return page.locator(selector).evaluate(
-        """(canvas) => {
-            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-            const seen = new Set();
-            for (let at = 0; at < data.length; at += 4) {
-                if (data[at + 3] === 255) seen.add(data.slice(at, at + 3).join());
-            }
-            return seen.size;
-        }"""
-    )
 
 
 def test_from_the_runs_to_who_holds_a_region(page):
@@ -203,8 +185,8 @@ def test_values_are_read_when_they_are_asked_for(page):
     expect(page.locator("#peek-text")).to_contain_text("checksums match")
     expect(page.get_by_role("region", name="First values").locator("tbody tr")).to_have_count(3)
     expect(page.locator("#peek-numbers")).to_contain_text("NaN0")
-    expect_colours(page, "#peek-canvas", 2)
-    page.locator("#peek-canvas").focus()
+    expect_colours(page, "#peek-chart canvas", 2)
+    page.locator("#peek-chart").focus()
     page.keyboard.press("End")
     expect(page.locator("#peek-bin")).to_contain_text("1 values from")
     page.reload()
@@ -259,7 +241,7 @@ def test_checksums_are_compared_on_demand(page):
     expect(page.get_by_text("not compared")).to_have_count(4)
     page.get_by_role("button", name="Compare checksums").click()
     expect(page.get_by_text("every checksum matches")).to_have_count(4)
-    page.locator("#balance-canvas").focus()
+    page.locator("#balance-chart").focus()
     page.keyboard.press("End")
     expect(page.locator("#balance-text")).to_contain_text("rank 3 wrote")
 

@@ -1,11 +1,11 @@
-"""Can a person find the slow rank, zoom into many ranks, compare two steps, and follow a run over its steps?"""
+"""The charts of timing: the slow rank is found, many ranks are zoomed into, steps are compared and followed."""
 
 import re
 
 import httpx
 import pytest
 
-from tests.browser.test_paths import expect_colours
+from tests.browser.helpers import expect_colours
 from tests.samples import START_NS, write_checkpoint
 from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
 from treeckpt.core.sharding.int_runs import encode_runs
@@ -100,8 +100,9 @@ def test_of_large_pictures_no_more_is_drawn_than_is_seen(wide):
     """4096 x 500 cells, and 16,384 ranks of 12 spans; how long it takes, `make bench-dashboard` measures."""
     lines, bands, cells = wide.evaluate(
         """async () => {
-            const { imageOf, pooled } = await import(document.body.dataset.base + "static/heat.js");
-            const { bandsOf, edgesOf, orderOf } = await import(document.body.dataset.base + "static/waterfall.js");
+            const base = document.body.dataset.base + "static";
+            const { imageOf, pooled } = await import(`${base}/heat.js`);
+            const { bandsOf, edgesOf, orderOf } = await import(`${base}/waterfall_layout.js`);
             let cells = 0;
             const column = (c) => Array.from({ length: 4096 }, (_, r) => (r * 500 + c) % 97);
             const columns = Array.from({ length: 500 }, (_, c) => column(c));

@@ -42,7 +42,7 @@ def _dashboard(options: argparse.Namespace) -> int:
         return usage_error(f"{missing[0]}: no such directory")
     gc.disable()  # imports create no garbage, and collections take a tenth of the start
     try:
-        from treeckpt_dashboard.server import ServeError, serve
+        from treeckpt_dashboard.web.server import ServeError, serve
     except ModuleNotFoundError as error:
         return usage_error(f"the dashboard needs {error.name}; install it with: pip install 'treeckpt[dashboard]'")
     finally:

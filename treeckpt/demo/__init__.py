@@ -142,7 +142,7 @@ def progress_bars(console: Console) -> Iterator[RunTask]:
 def serve(run: Path, errors: Console) -> int:
     """Serves the dashboard on the run until Ctrl-C, at its usual port or else at a free one."""
     try:
-        from treeckpt_dashboard import server
+        from treeckpt_dashboard.web import server
     except ModuleNotFoundError as error:
         errors.print(f"The dashboard needs {error.name}: pip install 'treeckpt[dashboard]'", markup=False)
         return 2

@@ -1,0 +1,264 @@
+"""The pages of the shards of a checkpoint: their extents, the balance between ranks, and their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.format.byte_map import Extent, extents_in_file
+from treeckpt.core.format.records import File, Index
+from treeckpt.core.text import region_text, visible
+from treeckpt.errors import LayoutError, TreeckptError
+from treeckpt.io.storage.shard_reader import open_shard, verify_shard
+from treeckpt.io.storage.store import Store
+
+from ..pages.checkpoints import PAGE, CheckpointRow, shorten
+from ..store.library import NotFound
+
+__all__ = [
+    "BalancePage",
+    "ChecksumsPage",
+    "FilePage",
+    "FilesPage",
+    "StripPage",
+    "balance_page",
+    "checksums_page",
+    "file_page",
+    "files_page",
+    "strip_page",
+]
+
+PART = 64 << 20
+"""Bytes whose checksums one request compares."""
+MAX_EXTENTS = 1 << 18
+"""Extents of one shard that are listed for a page."""
+MAX_GROUPS = 7
+"""Parts of the tree that have a colour of their own in a strip."""
+MAX_SEGMENTS = 2000
+"""Segments drawn in one strip."""
+
+
+class FileRow(msgspec.Struct, frozen=True):
+    """One shard."""
+
+    number: int
+    name: str
+    rank: int
+    part: int
+    nbytes: int
+    header: int
+    share: float
+    """Its bytes as a share of the largest shard's."""
+
+
+class FilesPage(msgspec.Struct, frozen=True):
+    """The shards of a checkpoint."""
+
+    checkpoint: CheckpointRow
+    total: int
+    start: int
+    next: int | None
+    nbytes: int
+    mean: float
+    """Mean bytes of a rank."""
+    imbalance: float
+    """Bytes of the rank that wrote the most, as a multiple of the mean."""
+    largest_rank: int | None
+    rows: list[FileRow]
+
+
+class ExtentRow(msgspec.Struct, frozen=True):
+    """A contiguous byte range of a shard and the leaf it belongs to."""
+
+    leaf: int
+    path: str
+    region: str
+    start: int
+    stop: int
+
+
+class FilePage(msgspec.Struct, frozen=True):
+    """One shard and a page of its extents."""
+
+    checkpoint: CheckpointRow
+    file: FileRow
+    total: int
+    start: int
+    next: int | None
+    rows: list[ExtentRow]
+
+
+class StripPage(msgspec.Struct, frozen=True):
+    """A shard as a strip of segments [first byte, byte past the last, group]; neighbours of one group are joined."""
+
+    file: int
+    nbytes: int
+    groups: list[str]
+    segments: list[list[int]]
+
+
+class ChecksumsPage(msgspec.Struct, frozen=True):
+    """The result of comparing a part of a shard's data with its checksums."""
+
+    file: int
+    start: int
+    stop: int
+    nbytes: int
+    """Bytes of all data of the shard."""
+    next: int | None
+    """The start of the next part; None at the end, or if something is wrong."""
+    problem: str | None
+    """What is wrong."""
+
+
+class BalancePage(msgspec.Struct, frozen=True):
+    """The bytes that each rank wrote."""
+
+    ranks: list[int]
+    nbytes: list[int]
+    mean: float
+
+
+def _file_row(number: int, file: File, largest: int) -> FileRow:
+    share = file.nbytes / largest if largest else 0.0
+    return FileRow(number, file.name, file.rank, file.part, file.nbytes, file.header, share)
+
+
+def _rank_nbytes(files: Sequence[File]) -> tuple[dict[int, int], float]:
+    """Returns the bytes that each rank wrote, and their mean."""
+    by_rank: dict[int, int] = {}
+    for file in files:
+        by_rank[file.rank] = by_rank.get(file.rank, 0) + file.nbytes
+    return by_rank, sum(by_rank.values()) / len(by_rank) if by_rank else 0.0
+
+
+def files_page(checkpoint: CheckpointRow, outline: Outline, start: int) -> FilesPage:
+    """Returns the shards of a checkpoint from number `start` on."""
+    files = outline.index.file_list
+    by_rank, mean = _rank_nbytes(files)
+    most = max(by_rank, key=lambda rank: (by_rank[rank], -rank), default=None)
+    largest = max((file.nbytes for file in files), default=0)
+    rows = [_file_row(n, file, largest) for n, file in enumerate(files[start : start + PAGE], start)]
+    return FilesPage(
+        checkpoint=checkpoint,
+        total=len(files),
+        start=start,
+        next=start + PAGE if start + PAGE < len(files) else None,
+        nbytes=outline.index.nbytes,
+        mean=mean,
+        imbalance=by_rank[most] / mean if most is not None and mean else 1.0,
+        largest_rank=most,
+        rows=rows,
+    )
+
+
+def _file_of(index: Index, number: int) -> File:
+    if not 0 <= number < len(index.file_list):
+        raise NotFound("There is no such shard in this checkpoint.")
+    return index.file_list[number]
+
+
+def _extents(index: Index, file: File) -> list[Extent]:
+    try:
+        return extents_in_file(index, file, most=MAX_EXTENTS)
+    except LayoutError as error:
+        raise NotFound(f"This shard has more than {MAX_EXTENTS:,} chunks.") from error
+
+
+def file_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: int) -> FilePage:
+    """Returns one shard with its extents from position `start` on.
+
+    Raises:
+        NotFound: there is no such shard.
+    """
+    index = outline.index
+    file = _file_of(index, number)
+    extents = _extents(index, file)
+    rows = [
+        ExtentRow(e.leaf, shorten(index.entries[e.leaf].path), region_text(e.region), e.start, e.stop)
+        for e in extents[start : start + PAGE]
+    ]
+    following = start + PAGE if start + PAGE < len(extents) else None
+    largest = max(f.nbytes for f in index.file_list)
+    return FilePage(checkpoint, _file_row(number, file, largest), len(extents), start, following, rows)
+
+
+def strip_page(outline: Outline, number: int) -> StripPage:
+    """Returns a shard as a strip: its header, then its byte ranges by the part of the tree that they belong to.
+
+    Raises:
+        NotFound: there is no such shard.
+    """
+    index = outline.index
+    file = _file_of(index, number)
+    names = _group_names(outline)
+    groups = ["header", *dict.fromkeys(names.values()), "other parts", "padding"]
+    where = {name: at for at, name in enumerate(groups)}
+    extents = _extents(index, file)
+    segments = _join_neighbours(
+        [(e, where.get(names.get(index.entries[e.leaf].path.partition("/")[0], ""), len(groups) - 2)) for e in extents]
+    )
+    return StripPage(
+        number,
+        file.header + file.nbytes,
+        groups,
+        [[0, file.header, 0], *segments, *_unused(file, extents, len(groups) - 1)],
+    )
+
+
+def _unused(file: File, extents: Sequence[Extent], group: int) -> list[list[int]]:
+    """Returns segments of bytes of no leaf. treeckpt writes none, but an index may omit some bytes."""
+    found: list[list[int]] = []
+    reach = file.header
+    for extent in extents:
+        if extent.start > reach:
+            found.append([reach, extent.start, group])
+        reach = max(reach, extent.stop)
+    end = file.header + file.nbytes
+    return [*found, [reach, end, group]] if reach < end else found
+
+
+def _group_names(outline: Outline) -> dict[str, str]:
+    """Returns the children of the root with the most bytes: they have a colour of their own."""
+    rows = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)
+    return {row.key: shorten(row.key) for row in rows[:MAX_GROUPS] if row.nbytes}
+
+
+def _join_neighbours(extents: Sequence[tuple[Extent, int]]) -> list[list[int]]:
+    segments: list[list[int]] = []
+    for extent, group in extents:
+        if segments and segments[-1][2] == group and segments[-1][1] == extent.start:
+            segments[-1][1] = extent.stop
+        else:
+            segments.append([extent.start, extent.stop, group])
+    if len(segments) <= MAX_SEGMENTS:
+        return segments
+    # too small to be seen: the largest are drawn, the rest stays background
+    kept = sorted(segments, key=lambda s: s[0] - s[1])[:MAX_SEGMENTS]
+    return sorted(kept)
+
+
+def checksums_page(store: Store, outline: Outline, number: int, start: int) -> ChecksumsPage:
+    """Compares shard `number` with its checksums, up to PART bytes of its data from byte `start` on.
+
+    Raises:
+        NotFound: there is no such shard.
+    """
+    index = outline.index
+    file = _file_of(index, number)
+    start = min(start, file.nbytes)
+    stop = min(start + PART, file.nbytes)
+    try:
+        opened = open_shard(store, index, file, store.sizes().get(file.name))
+        verify_shard(store, opened, start, stop)
+    except (TreeckptError, OSError) as error:
+        return ChecksumsPage(number, start, start, file.nbytes, None, visible(str(error)))
+    return ChecksumsPage(number, start, stop, file.nbytes, stop if stop < file.nbytes else None, None)
+
+
+def balance_page(outline: Outline) -> BalancePage:
+    """Returns the bytes that each rank wrote."""
+    by_rank, mean = _rank_nbytes(outline.index.file_list)
+    return BalancePage(list(by_rank), list(by_rank.values()), mean)

@@ -1,0 +1,159 @@
+"""The page of one leaf: its dtype, shape and layout, its values if it is no array, and its chunks."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from treeckpt.core.analysis.outline import Outline, leaf_nbytes
+from treeckpt.core.format.byte_map import chunk_count, layout_of
+from treeckpt.core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
+from treeckpt.core.sharding.dtypes import dtype_of
+from treeckpt.core.sharding.int_runs import decode_runs
+from treeckpt.core.sharding.placements import MeshLayout, mesh_ranks
+from treeckpt.core.text import layout_text, placement_text, value_text, value_type
+
+from ..pages.checkpoints import PAGE, CheckpointRow, shorten
+from .chunks import MAX_HOLDERS, ChunksPage, chunks_page, leaf_of, parse_region, stored_leaf
+from .shard_map import map_dims
+from .tree import Fact, NodeRow, node_row
+
+__all__ = ["LeafPage", "leaf_page"]
+
+
+class MeshPart(msgspec.Struct, frozen=True):
+    """One dimension of a mesh and what it does to an array."""
+
+    name: str
+    size: int
+    placement: str
+
+
+class LeafPage(msgspec.Struct, frozen=True):
+    """One leaf."""
+
+    checkpoint: CheckpointRow
+    leaf: int
+    path: str
+    above: list[NodeRow]
+    kind: str
+    dtype: str | None
+    shape: list[int] | None
+    nbytes: int
+    facts: list[Fact]
+    layout: str | None
+    mesh: list[MeshPart]
+    mesh_ranks: list[int]
+    values: list[Fact]
+    chunks: ChunksPage | None
+    dims: list[str]
+    """Names of the dimensions of the map; empty if there is nothing to draw."""
+    dim_sizes: list[int]
+    previous: int | None
+    following: int | None
+    region: str
+    """The region whose chunks were requested, as typed; empty for all chunks."""
+    found: list[int]
+    """The same region as [offset per dimension, then size per dimension]; empty for all chunks."""
+    problem: str | None
+    """Why the typed text is no region."""
+
+
+def leaf_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: int, region: str = "") -> LeafPage:
+    """Returns the page of one leaf; with a `region` such as `100:200`, only chunks with elements of it.
+
+    Raises:
+        NotFound: there is none.
+    """
+    index = outline.index
+    leaf = leaf_of(index, number)
+    base = stored_leaf(index, leaf)
+    layout = layout_of(index, base)
+    dims, sizes = map_dims(index, leaf)
+    wanted, problem = None, None
+    try:
+        wanted = parse_region(region, base.spec.shape) if base.spec else None
+    except ValueError as error:
+        problem = str(error)
+    return LeafPage(
+        checkpoint=checkpoint,
+        leaf=number,
+        path=shorten(leaf.path),
+        above=_ancestors(outline, leaf.path),
+        kind=_kind(leaf),
+        dtype=leaf.spec.dtype if leaf.spec else None,
+        shape=list(leaf.spec.shape) if leaf.spec else None,
+        nbytes=leaf_nbytes(leaf),
+        facts=_facts(index, leaf),
+        layout=_layout_text(base, layout),
+        mesh=_mesh(layout) if layout else [],
+        mesh_ranks=mesh_ranks(layout.mesh).tolist()[:MAX_HOLDERS] if layout else [],
+        values=_values(leaf),
+        chunks=chunks_page(index, leaf, start, wanted) if leaf.spec else None,
+        dims=dims,
+        dim_sizes=sizes,
+        previous=number - 1 if number else None,
+        following=number + 1 if number + 1 < len(index.entries) else None,
+        region=region,
+        found=[*wanted.offset, *wanted.shape] if wanted else [],
+        problem=problem,
+    )
+
+
+def _ancestors(outline: Outline, path: str) -> list[NodeRow]:
+    """Returns the nodes from below the root to the parent of a path."""
+    steps = path.split("/")
+    found = [outline.node_at("/".join(steps[:n])) for n in range(1, len(steps))]
+    return [node_row(outline.index, row) for row in found if row is not None]
+
+
+def _kind(leaf: Leaf) -> str:
+    kinds = {ValueRecord: "value", PerRankValues: "value per rank", AliasRecord: "tie", PerRankArrays: "array per rank"}
+    return kinds.get(type(leaf.record), "array")
+
+
+def _layout_text(base: Leaf, layout: MeshLayout | None) -> str | None:
+    if base.spec is None:
+        return None
+    if isinstance(base.record, PerRankArrays):
+        return f"an array of its own on each of {chunk_count(base)} ranks"
+    return layout_text(layout)
+
+
+def _mesh(layout: MeshLayout) -> list[MeshPart]:
+    names = layout.mesh.names or tuple(f"{d}" for d in range(len(layout.mesh.shape)))
+    return [
+        MeshPart(name, size, placement_text(placement))
+        for name, size, placement in zip(names, layout.mesh.shape, layout.placements, strict=False)
+    ]
+
+
+def _facts(index: Index, leaf: Leaf) -> list[Fact]:
+    spec = leaf.spec
+    if spec is None:
+        return []
+    facts = [Fact("elements", "", f"{math.prod(spec.shape):,}"), Fact("kept as", "", spec.kind)]
+    facts.append(Fact("bytes an element", "", f"{dtype_of(spec.dtype).itemsize}"))
+    if spec.requires_grad:
+        facts.append(Fact("requires grad", "", "yes"))
+    if spec.device:
+        facts.append(Fact("device when saved", "", spec.device))
+    if isinstance(leaf.record, AliasRecord):
+        target, view = shorten(index.entries[leaf.record.of].path), leaf.record.view
+        text = f"the storage of {target}" if view is None else f"a view of {target} at {view.offset}, {view.strides}"
+        facts.append(Fact("shares", "", text))
+    return facts
+
+
+def _values(leaf: Leaf) -> list[Fact]:
+    record = leaf.record
+    if isinstance(record, ValueRecord):
+        return [Fact("", value_type(record.value), value_text(record.value, 20_000))]
+    if isinstance(record, PerRankValues):
+        ranks = decode_runs(leaf.ranks or ()).tolist()[:PAGE]
+        return [
+            Fact(f"rank {rank}", value_type(value), value_text(value, 1000))
+            for rank, value in zip(ranks, record.values, strict=False)
+        ]
+    return []

@@ -1,0 +1,193 @@
+"""A slice of the values of an array, with statistics and a histogram. Only the bytes of the slice are read."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from treeckpt.core.analysis.element_stats import element_stats, element_texts
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.format.records import AliasRecord, Leaf, PerRankArrays
+from treeckpt.core.sharding.dtypes import dtype_of
+from treeckpt.core.sharding.int_runs import decode_runs
+from treeckpt.core.sharding.region import Region
+from treeckpt.core.text import region_text
+from treeckpt.io.storage.store import Store
+from treeckpt.loading.peek import MAX_NBYTES, Peek, peek
+
+from ..store.library import NotFound
+from .chunks import leaf_of
+
+__all__ = ["PeekPage", "StatisticsPart", "Window", "peek_page"]
+
+DEFAULT_NBYTES = 1 << 20
+"""Bytes of a slice whose size the request does not give."""
+ROWS, COLUMNS = 12, 12
+"""Size of the table of values."""
+
+
+class Window(NamedTuple):
+    """The requested part of an array: a part of the plane of dimensions `y` and `x`, or all of it."""
+
+    y: int | None = None
+    x: int | None = None
+    at: tuple[int, ...] = ()
+    """Positions in the other dimensions."""
+    top: int = 0
+    left: int = 0
+    rows: int | None = None
+    columns: int | None = None
+    whole: bool = False
+
+
+class StatisticsPart(msgspec.Struct, frozen=True):
+    """Statistics of the elements of a slice; for complex elements, of their magnitudes."""
+
+    nan: int
+    infinite: int
+    zero: int
+    minimum: str | None
+    maximum: str | None
+    mean: str | None
+    deviation: str | None
+    norm: str | None
+    edges: list[float]
+    bins: list[int]
+
+
+class PeekPage(msgspec.Struct, frozen=True):
+    """A slice of an array."""
+
+    region: str
+    rank: int | None
+    """The rank of a per-rank array, else None."""
+    dtype: str
+    y: int | None
+    x: int | None
+    top: int
+    left: int
+    rows: int
+    columns: int
+    elements: int
+    nbytes: int
+    read: int
+    """Bytes that were read from the shards."""
+    verified: bool
+    statistics: StatisticsPart | None
+    """None if the elements are no numbers."""
+    values: list[list[str]]
+    """The first rows and columns, as text."""
+    limit: int
+    """Bytes of the largest slice."""
+
+
+def peek_page(store: Store, outline: Outline, number: int, window: Window) -> PeekPage:
+    """Reads a slice of leaf `number` of the checkpoint in a store.
+
+    Raises:
+        NotFound: the leaf is no array, or has no elements.
+        TreeckptError: the slice is too large, or its bytes are damaged.
+    """
+    index = outline.index
+    leaf = leaf_of(index, number)
+    if isinstance(leaf.record, AliasRecord) and leaf.record.view is None:
+        leaf = index.entries[leaf.record.of]
+    if leaf.spec is None or not math.prod(leaf.spec.shape):
+        raise NotFound("This leaf has no elements to look at.")
+    if isinstance(leaf.record, AliasRecord):
+        raise NotFound(f"This is a view of {index.entries[leaf.record.of].path}; look at that one.")
+    rank, window = _pick_rank(leaf, window)
+    region, y, x = _region(leaf.spec.shape, dtype_of(leaf.spec.dtype).itemsize, window)
+    return _page(peek(store, index, leaf, region, rank=rank), leaf.spec.dtype, rank, y, x)
+
+
+def _pick_rank(leaf: Leaf, window: Window) -> tuple[int | None, Window]:
+    """Returns the rank of a per-rank array, else None, and the window without the dimension of ranks."""
+    if not isinstance(leaf.record, PerRankArrays):
+        return None, window
+    ranks = decode_runs(leaf.ranks or ()).tolist()
+    which = window.at[0] if window.at else 0
+    y, x = (d - 1 if d else None for d in (window.y, window.x))
+    return ranks[min(max(which, 0), len(ranks) - 1)], window._replace(y=y, x=x, at=window.at[1:])
+
+
+def _region(shape: tuple[int, ...], itemsize: int, window: Window) -> tuple[Region, int | None, int | None]:
+    """Returns the region of a window, and the dimensions of the table's rows and columns."""
+    dims = len(shape)
+    x = window.x if window.x is not None and window.x < dims else dims - 1 if dims else None
+    y = window.y if window.y is not None and window.y < dims else None
+    if (y is None or y == x) and dims > 1:
+        y = next(d for d in reversed(range(dims)) if d != x)
+    if window.whole or x is None:
+        return Region.whole(shape), y, x
+    offset = [window.at[d] if d < len(window.at) and 0 <= window.at[d] < n else 0 for d, n in enumerate(shape)]
+    sizes = [1] * dims
+    left = min(window.left, shape[x] - 1)
+    columns = window.columns or max(1, DEFAULT_NBYTES // itemsize)
+    offset[x], sizes[x] = left, min(columns, shape[x] - left)
+    if y is not None:
+        top = min(window.top, shape[y] - 1)
+        rows = window.rows or max(1, DEFAULT_NBYTES // (itemsize * sizes[x]))
+        offset[y], sizes[y] = top, min(rows, shape[y] - top)
+    return Region(tuple(offset), tuple(sizes)), y, x
+
+
+def _page(found: Peek, dtype: str, rank: int | None, y: int | None, x: int | None) -> PeekPage:
+    region = found.region
+    return PeekPage(
+        region=region_text(region),
+        rank=rank,
+        dtype=dtype,
+        y=y,
+        x=x,
+        top=region.offset[y] if y is not None else 0,
+        left=region.offset[x] if x is not None else 0,
+        rows=region.shape[y] if y is not None else 1,
+        columns=region.shape[x] if x is not None else 1,
+        elements=region.size,
+        nbytes=found.data.nbytes,
+        read=found.read,
+        verified=found.verified,
+        statistics=_statistics(found.data, dtype),
+        values=_values(found, dtype, y, x),
+        limit=MAX_NBYTES,
+    )
+
+
+def _statistics(data: np.ndarray, dtype: str) -> StatisticsPart | None:
+    found = element_stats(data, dtype)
+    if found is None:
+        return None
+    # JSON has no infinity: where the edges of bins overflow, there is no histogram
+    finite = all(map(math.isfinite, found.edges))
+    edges, bins = (list(found.edges), list(found.bins)) if finite else ([], [])
+    return StatisticsPart(
+        nan=found.nan,
+        infinite=found.infinite,
+        zero=found.zero,
+        minimum=_number(found.minimum),
+        maximum=_number(found.maximum),
+        mean=_number(found.mean),
+        deviation=_number(found.deviation),
+        norm=_number(found.norm),
+        edges=edges,
+        bins=bins,
+    )
+
+
+def _number(number: float | None) -> str | None:
+    return None if number is None else f"{number:.5g}"
+
+
+def _values(found: Peek, dtype: str, y: int | None, x: int | None) -> list[list[str]]:
+    """Returns the values of the table; of a whole array with more dimensions, those of the first plane."""
+    grid = found.data.reshape(*found.region.shape, -1)
+    picked = tuple(slice(0, ROWS if d == y else COLUMNS) if d in (y, x) else 0 for d in range(grid.ndim - 1))
+    plane = grid[picked]
+    if y is not None and x is not None and y > x:
+        plane = plane.swapaxes(0, 1)
+    plane = plane.reshape(-1 if y is not None else 1, plane.shape[-2] if x is not None else 1, plane.shape[-1])
+    return [element_texts(row, dtype) for row in plane]

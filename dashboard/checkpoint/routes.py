@@ -1,0 +1,237 @@
+"""The addresses of one checkpoint: its page, its leaves, its shards, and the data that their scripts fetch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from operator import attrgetter
+from typing import Annotated, TypeVar
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse
+
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.treemap import TreemapKey
+from treeckpt.errors import CheckpointError
+from treeckpt.io.storage.store import Store
+
+from ..pages.answers import JsonRouter
+from ..pages.checkpoints import open_checkpoint
+from ..pages.parameters import Start, Words, library_of
+from ..pages.render import render
+from ..store.library import Library
+from . import files, folds, tree
+from .chunks import ChunksPage, chunks_page, leaf_of
+from .leaf import LeafPage, leaf_page
+from .peek import PeekPage, Window, peek_page
+from .shard_map import MapPage, map_page
+from .treemap import TreemapPage, treemap_page
+
+__all__ = ["api", "pages"]
+
+T = TypeVar("T")
+TRIES = 5
+"""Versions of a checkpoint that are read, if saves replace it while it is read."""
+
+Node = Annotated[str, Query(max_length=1000, description="positions of a node from the root, as `0.3.12`")]
+Dim = Annotated[int | None, Query(ge=0, le=64)]
+At = Annotated[str, Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension")]
+RegionText = Annotated[str, Query(max_length=500, description="a part of an array, as `100:200, :, 7`")]
+Position = Annotated[int, Query(ge=0, le=1 << 53)]
+Size = Annotated[int | None, Query(ge=1, le=1 << 53)]
+PathText = Annotated[str, Query(max_length=20_000)]
+Count = Annotated[int, Query(ge=10, le=100_000, description="boxes, at most")]
+Dtype = Annotated[str, Query(max_length=64)]
+Nbytes = Annotated[int, Query(ge=0, le=1 << 62, description="bytes, at least")]
+
+api = JsonRouter()
+pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+
+
+def _outline(request: Request, checkpoint_id: str) -> Outline:
+    return open_checkpoint(library_of(request), checkpoint_id)[1]
+
+
+def _positions(at: str) -> list[int]:
+    return [int(n[:18]) if n else 0 for n in at.split(",")] if at else []
+
+
+# the tree -------------------------------------------------------------------------------------------------------------
+
+
+@api.json("/checkpoints/{checkpoint_id}")
+def get_checkpoint(
+    request: Request, checkpoint_id: str, node: Node = "", q: Words = "", start: Start = 0
+) -> tree.CheckpointPage:
+    """One checkpoint of any status."""
+    return tree.checkpoint_page(library_of(request), checkpoint_id, node, q, start)
+
+
+@pages.get("/checkpoints/{checkpoint_id}")
+def show_checkpoint(
+    request: Request, checkpoint_id: str, node: Node = "", q: Words = "", start: Start = 0
+) -> HTMLResponse:
+    return render(request, "checkpoint.html", get_checkpoint(request, checkpoint_id, node, q, start))
+
+
+@api.json("/checkpoints/{checkpoint_id}/tree")
+def get_tree(request: Request, checkpoint_id: str, node: Node = "", start: Start = 0) -> tree.TreePage:
+    """A page of the children of a node."""
+    return tree.tree_page(_outline(request, checkpoint_id), node, start)
+
+
+@api.json("/checkpoints/{checkpoint_id}/search")
+def get_search(request: Request, checkpoint_id: str, q: Words, start: Start = 0) -> tree.SearchPage:
+    """Leaves by the words of their path; `start` is the number of a leaf."""
+    return tree.search_page(_outline(request, checkpoint_id), q, start)
+
+
+@api.json("/checkpoints/{checkpoint_id}/leaves")
+def get_leaves(
+    request: Request, checkpoint_id: str, q: Words = "", dtype: Dtype = "", larger: Nbytes = 0, start: Position = 0
+) -> tree.SearchPage:
+    """Leaves by the words of their path, their dtype and their size; `start` is the number of a leaf."""
+    return tree.search_page(_outline(request, checkpoint_id), q, start, dtype, larger)
+
+
+@api.json("/checkpoints/{checkpoint_id}/folds")
+def get_folds(request: Request, checkpoint_id: str, node: Node = "") -> folds.FoldsPage:
+    """Repeated blocks among the children of a node, equal except for their number."""
+    return folds.folds_page(_outline(request, checkpoint_id), node)
+
+
+@api.json("/checkpoints/{checkpoint_id}/treemap")
+def get_treemap(
+    request: Request, checkpoint_id: str, by: TreemapKey = "tree", node: Node = "", count: Count = 20_000
+) -> TreemapPage:
+    """Bytes as nested boxes."""
+    return treemap_page(_outline(request, checkpoint_id), by, node, count)
+
+
+@api.json("/checkpoints/{checkpoint_id}/snippet")
+def get_snippet(request: Request, checkpoint_id: str, path: PathText = "") -> tree.SnippetPage:
+    """The Python code that loads a leaf, or all leaves below a node."""
+    _, info = library_of(request).checkpoint(checkpoint_id)
+    return tree.snippet_page(info.path, path)
+
+
+# one leaf -------------------------------------------------------------------------------------------------------------
+
+
+@api.json("/checkpoints/{checkpoint_id}/leaves/{number}")
+def get_leaf(request: Request, checkpoint_id: str, number: int, start: Start = 0, region: RegionText = "") -> LeafPage:
+    """One leaf, with a page of its chunks, or of those with elements of a region."""
+    row, outline = open_checkpoint(library_of(request), checkpoint_id)
+    return leaf_page(row, outline, number, start, region)
+
+
+@pages.get("/checkpoints/{checkpoint_id}/leaves/{number}")
+def show_leaf(
+    request: Request, checkpoint_id: str, number: int, start: Start = 0, region: RegionText = ""
+) -> HTMLResponse:
+    return render(request, "leaf.html", get_leaf(request, checkpoint_id, number, start, region))
+
+
+@api.json("/checkpoints/{checkpoint_id}/leaves/{number}/chunks")
+def get_chunks(request: Request, checkpoint_id: str, number: int, start: Start = 0) -> ChunksPage:
+    """A page of the chunks of an array."""
+    index = _outline(request, checkpoint_id).index
+    return chunks_page(index, leaf_of(index, number), start)
+
+
+@api.json("/checkpoints/{checkpoint_id}/leaves/{number}/map")
+def get_map(request: Request, checkpoint_id: str, number: int, y: Dim = None, x: Dim = None, at: At = "") -> MapPage:
+    """The regions of an array on the plane of two of its dimensions."""
+    index = _outline(request, checkpoint_id).index
+    return map_page(index, leaf_of(index, number), y, x, _positions(at))
+
+
+@api.json("/checkpoints/{checkpoint_id}/leaves/{number}/peek")
+def get_peek(
+    request: Request,
+    checkpoint_id: str,
+    number: int,
+    y: Dim = None,
+    x: Dim = None,
+    at: At = "",
+    top: Position = 0,
+    left: Position = 0,
+    rows: Size = None,
+    columns: Size = None,
+    whole: bool = False,
+) -> PeekPage:
+    """A slice of the values of an array: `rows` x `columns` of the plane of dimensions `y` and `x`, or all of it."""
+    window = Window(y, x, tuple(_positions(at)), top, left, rows, columns, whole)
+    return _read_one_version(library_of(request), checkpoint_id, partial(peek_page, number=number, window=window))
+
+
+# shards ---------------------------------------------------------------------------------------------------------------
+
+
+@api.json("/checkpoints/{checkpoint_id}/files")
+def get_files(request: Request, checkpoint_id: str, start: Start = 0) -> files.FilesPage:
+    """The shards."""
+    return files.files_page(*open_checkpoint(library_of(request), checkpoint_id), start)
+
+
+@pages.get("/checkpoints/{checkpoint_id}/files")
+def show_files(request: Request, checkpoint_id: str, start: Start = 0) -> HTMLResponse:
+    return render(request, "files.html", get_files(request, checkpoint_id, start))
+
+
+@api.json("/checkpoints/{checkpoint_id}/files/{number}")
+def get_file(request: Request, checkpoint_id: str, number: int, start: Start = 0) -> files.FilePage:
+    """One shard, with a page of its extents."""
+    return files.file_page(*open_checkpoint(library_of(request), checkpoint_id), number, start)
+
+
+@pages.get("/checkpoints/{checkpoint_id}/files/{number}")
+def show_file(request: Request, checkpoint_id: str, number: int, start: Start = 0) -> HTMLResponse:
+    return render(request, "file.html", get_file(request, checkpoint_id, number, start))
+
+
+@api.json("/checkpoints/{checkpoint_id}/files/{number}/strip")
+def get_strip(request: Request, checkpoint_id: str, number: int) -> files.StripPage:
+    """The extents of a shard as few segments, to be drawn."""
+    return files.strip_page(_outline(request, checkpoint_id), number)
+
+
+@api.json("/checkpoints/{checkpoint_id}/files/{number}/checksums")
+def get_checksums(request: Request, checkpoint_id: str, number: int, start: Position = 0) -> files.ChecksumsPage:
+    """Compares a part of a shard with its checksums; `next` is the start of the next part."""
+    compare = partial(files.checksums_page, number=number, start=start)
+    return _read_one_version(library_of(request), checkpoint_id, compare, problem_of=attrgetter("problem"))
+
+
+@api.json("/checkpoints/{checkpoint_id}/balance")
+def get_balance(request: Request, checkpoint_id: str) -> files.BalancePage:
+    """The bytes that each rank wrote."""
+    return files.balance_page(_outline(request, checkpoint_id))
+
+
+def _read_one_version(
+    library: Library,
+    checkpoint_id: str,
+    read: Callable[[Store, Outline], T],
+    *,
+    problem_of: Callable[[T], object] = lambda _: None,
+) -> T:
+    """Returns the result of `read`; reads again after a problem if a save has replaced the checkpoint meanwhile."""
+    for tries_left in reversed(range(TRIES)):
+        _, outline = open_checkpoint(library, checkpoint_id)
+        run, info = library.checkpoint(checkpoint_id)
+        with closing(run.store.folder(info.name).store) as store:
+            try:
+                result = read(store, outline)
+            except (CheckpointError, OSError):
+                if not tries_left or not _is_replaced(library, checkpoint_id, outline):
+                    raise
+            else:
+                if not (problem_of(result) and tries_left and _is_replaced(library, checkpoint_id, outline)):
+                    return result
+    raise AssertionError("the last try returns or raises")
+
+
+def _is_replaced(library: Library, checkpoint_id: str, outline: Outline) -> bool:
+    return open_checkpoint(library, checkpoint_id)[1].index.save_id != outline.index.save_id

@@ -1,0 +1,227 @@
+"""The page of one checkpoint: its tree node by node, the search in it, its largest parts and its metadata.
+
+Paths, values and metadata are as stored; the template or script that draws them escapes them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from treeckpt.core.analysis.diff import leaf_text
+from treeckpt.core.analysis.outline import Outline, OutlineRow, leaf_nbytes
+from treeckpt.core.format.records import Index, Leaf
+from treeckpt.core.text import value_text, value_type
+
+from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, shorten
+from ..store.library import Library
+
+__all__ = [
+    "CheckpointPage",
+    "Fact",
+    "NodeRow",
+    "SearchPage",
+    "SnippetPage",
+    "TreePage",
+    "checkpoint_page",
+    "node_row",
+    "search_page",
+    "snippet_page",
+    "tree_page",
+]
+
+SCANNED = 100_000
+"""Leaves that one request of a filtered search reads."""
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """A named value."""
+
+    name: str
+    type: str
+    text: str
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A part of the tree with its bytes."""
+
+    name: str
+    nbytes: int
+    leaves: int
+    share: float
+
+
+class NodeRow(msgspec.Struct, frozen=True):
+    """One node of a tree."""
+
+    node: str
+    key: str
+    path: str
+    kind: str
+    cls: str
+    children: int
+    leaves: int
+    nbytes: int
+    share: float
+    """Share of the bytes of the whole checkpoint."""
+    leaf: int | None
+    """The number of a leaf; None for other nodes."""
+    text: str
+    """What it is, in a few words."""
+
+
+class TreePage(msgspec.Struct, frozen=True):
+    """A page of the children of a node."""
+
+    node: NodeRow
+    above: list[NodeRow]
+    """The nodes from the root to the parent of the node."""
+    start: int
+    next: int | None
+    rows: list[NodeRow]
+
+
+class SearchPage(msgspec.Struct, frozen=True):
+    """Leaves whose path contains every word of the query."""
+
+    query: str
+    start: int
+    next: int | None
+    rows: list[NodeRow]
+
+
+class CheckpointPage(msgspec.Struct, frozen=True):
+    """One checkpoint and its tree, from the root or from a requested node."""
+
+    checkpoint: CheckpointRow
+    files: int | None
+    metadata: list[Fact]
+    groups: list[Group]
+    tree: TreePage | None
+    found: SearchPage | None
+
+
+class SnippetPage(msgspec.Struct, frozen=True):
+    """A path, and the Python code that loads it."""
+
+    path: str
+    snippet: str
+
+
+def node_row(index: Index, row: OutlineRow) -> NodeRow:
+    """Returns the row of one node."""
+    leaf = index.entries[row.first] if row.kind == "leaf" else None
+    return NodeRow(
+        node=row.node,
+        key=shorten(row.key),
+        path=shorten(row.path),
+        kind=row.kind,
+        cls=row.cls,
+        children=row.children,
+        leaves=row.leaves,
+        nbytes=row.nbytes,
+        share=row.nbytes / index.nbytes if index.nbytes else 0.0,
+        leaf=row.first if leaf is not None else None,
+        text=leaf_text(index, leaf) if leaf is not None else _container_text(row),
+    )
+
+
+def _container_text(row: OutlineRow) -> str:
+    kind = {"per_rank": "per rank"}.get(row.kind, row.kind)
+    return f"{kind} {row.cls.rpartition(':')[2]}" if row.cls else kind
+
+
+def _found_row(index: Index, leaf: Leaf) -> NodeRow:
+    """Returns the row of a leaf that a search found, without its position in the tree."""
+    nbytes = leaf_nbytes(leaf)
+    share = nbytes / index.nbytes if index.nbytes else 0.0
+    key = shorten(leaf.path.rpartition("/")[2])
+    return NodeRow("", key, shorten(leaf.path), "leaf", "", 0, 1, nbytes, share, leaf.number, leaf_text(index, leaf))
+
+
+def _ancestors(outline: Outline, name: str) -> list[NodeRow]:
+    """Returns the nodes from the root to the parent of a node."""
+    steps = name.split(".") if name else []
+    names = [".".join(steps[:n]) for n in range(len(steps))]
+    return [node_row(outline.index, outline.row(n)) for n in names]
+
+
+def tree_page(outline: Outline, name: str, start: int) -> TreePage:
+    """Returns a page of the children of the node `name`.
+
+    Raises:
+        MismatchError: there is no such node.
+    """
+    node = outline.row(name)
+    rows = outline.children(name, start=start, count=PAGE)
+    if node.kind == "leaf" and not name:  # the whole tree is one leaf
+        rows = [node]
+    following = start + PAGE if start + PAGE < node.children else None
+    index = outline.index
+    return TreePage(
+        node_row(index, node), _ancestors(outline, name), start, following, [node_row(index, row) for row in rows]
+    )
+
+
+def search_page(outline: Outline, query: str, start: int, dtype: str = "", larger: int = 0) -> SearchPage:
+    """Returns leaves whose path contains every word of the query, optionally of one dtype and at least `larger` bytes.
+
+    A filtered page may be short, or empty, and still have a next one: a request reads at most SCANNED leaves.
+    """
+    index = outline.index
+    if not dtype and not larger:
+        leaves, following = outline.search(query, start=start, count=PAGE)
+        return SearchPage(query, start, following, [_found_row(index, leaf) for leaf in leaves])
+    rows = []
+    following: int | None = start
+    while following is not None and following < start + SCANNED:
+        leaves, following = outline.search(query, start=following, count=1000)
+        for leaf in leaves:
+            if leaf.spec is None or (dtype and leaf.spec.dtype != dtype) or leaf_nbytes(leaf) < larger:
+                continue
+            if len(rows) == PAGE:
+                return SearchPage(query, start, leaf.number, rows)
+            rows.append(_found_row(index, leaf))
+    return SearchPage(query, start, following, rows)
+
+
+def _groups(outline: Outline) -> list[Group]:
+    """Returns the largest children of the first node, from the root on, that has more than one."""
+    node = outline.row()
+    while node.children == 1:
+        node = outline.children(node.node, count=1)[0]
+    rows = outline.children(node.node, count=10_000)
+    total = outline.index.nbytes or 1
+    rows = sorted((row for row in rows if row.nbytes), key=lambda row: -row.nbytes)
+    groups = [Group(shorten(row.key), row.nbytes, row.leaves, row.nbytes / total) for row in rows[:6]]
+    if rest := rows[6:]:
+        nbytes = sum(row.nbytes for row in rest)
+        groups.append(Group(f"{len(rest)} more", nbytes, sum(row.leaves for row in rest), nbytes / total))
+    return groups
+
+
+def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str, start: int) -> CheckpointPage:
+    """Returns the page of one checkpoint; without an index to browse it holds only the row."""
+    run, info = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, run, info)
+    if not row.readable:
+        return CheckpointPage(row, None, [], [], None, None)
+    outline = library.outline(info)
+    metadata = list(outline.index.metadata.items())[:PAGE]
+    return CheckpointPage(
+        checkpoint=row,
+        files=len(outline.index.file_list),
+        metadata=[Fact(shorten(name), value_type(value), value_text(value, 1000)) for name, value in metadata],
+        groups=_groups(outline),
+        tree=tree_page(outline, node, 0 if query else start),
+        found=search_page(outline, query, start) if query.strip() else None,
+    )
+
+
+def snippet_page(checkpoint: str, path: str) -> SnippetPage:
+    """Returns the Python code that loads a leaf, or all leaves below a node, of the checkpoint in a directory.
+
+    Names are written as ASCII literals of Python, so that no invisible character of one is pasted.
+    """
+    escaped = "".join(f"[{c}]" if c in "*?[" else c for c in path)
+    select = f", select={[escaped]!a}" if path else ""
+    return SnippetPage(path, f"import treeckpt as tc\n\ntree = tc.load({checkpoint!a}{select})\n")

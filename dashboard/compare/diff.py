@@ -1,0 +1,349 @@
+"""The page of the difference of two checkpoints: by index, by checksums, and element by element on demand.
+
+The difference of two indexes stays in memory while both files stay the same. Contents are compared by the checksums in
+the headers of shards, only for the arrays that a page shows; only `delta` reads arrays, up to a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+
+from treeckpt.core.analysis.diff import Added, Change, Changed, Moved, Removed, comparable, diff
+from treeckpt.core.analysis.outline import leaf_nbytes
+from treeckpt.core.format.byte_map import chunk_count
+from treeckpt.core.format.records import Index, Leaf
+from treeckpt.core.text import visible
+from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.open import open_store
+from treeckpt.loading.compare import Side, delta_of, verdict_of
+from treeckpt.runs.catalog import CheckpointInfo
+
+from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row
+from ..store.library import Library, NotFound
+
+__all__ = ["Comparison", "Comparisons", "DeltaRow", "DiffPage", "Show", "diff_page", "previous_of"]
+
+MAX_READ = 64 << 20
+"""Bytes of both checkpoints that one request reads to compare elements."""
+MAX_COMPARED = 2000
+"""Arrays whose checksums are compared for one page."""
+MAX_CHUNKS = 4096
+"""Chunks of an array; with more of them it has too many headers to read for a page."""
+Show = Literal["different", "structure", "content", "equal", "all"]
+
+
+class DeltaRow(msgspec.Struct, frozen=True):
+    """How two arrays differ, element by element."""
+
+    path: str
+    elements: int
+    compared: int
+    changed: int
+    max_abs: float | None
+    mean_abs: float | None
+    not_finite: int
+
+
+class DiffRow(msgspec.Struct, frozen=True):
+    """One difference of two checkpoints."""
+
+    what: str
+    """added, removed or moved; kind, shape, dtype, layout or value; content for the bytes of an array."""
+    path: str
+    before: str
+    after: str
+    verdict: str
+    """Of content: equal, changed, unknown (checksums cannot decide) or unreadable."""
+    pair: int | None
+    """The number of the pair of arrays whose contents can be compared."""
+    leaf_a: int | None
+    leaf_b: int | None
+    nbytes: int
+    delta: DeltaRow | None
+    """Of content that was read."""
+
+
+class DiffPage(msgspec.Struct, frozen=True):
+    """The differences of two checkpoints."""
+
+    a: CheckpointRow
+    b: CheckpointRow
+    show: str
+    q: str
+    start: int
+    next: int | None
+    counts: dict[str, int]
+    """Differences of the indexes by kind."""
+    same: int
+    """Leaves without a difference in the indexes."""
+    arrays: int
+    """Pairs of arrays whose contents can be compared."""
+    known: dict[str, int]
+    """Pairs compared so far, by result."""
+    rows: list[DiffRow]
+    read: bool
+    """Whether contents were read that checksums cannot compare."""
+    delta: DeltaRow | None
+    problem: str | None
+    """Why elements could not be compared."""
+
+
+class Comparison:
+    """Two checkpoints side by side."""
+
+    def __init__(self, a: Side, b: Side) -> None:
+        self.a, self.b = a, b
+        self.found = diff(a.index, b.index)
+        self.pairs = comparable(a.index, b.index, self.found)
+        self._verdicts: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Locks the comparison while shards are read, and closes them at the end: there may be thousands."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                self.a.store.close()
+                self.b.store.close()
+
+    def verdict(self, number: int) -> str:
+        """Returns equal, changed, unknown or unreadable for a pair of arrays."""
+        if number not in self._verdicts:
+            self._verdicts[number] = self._compare(*self.pairs[number])
+        return self._verdicts[number]
+
+    def _compare(self, x: Leaf, y: Leaf) -> str:
+        if max(chunk_count(x), chunk_count(y)) > MAX_CHUNKS:
+            return "unknown"
+        try:
+            return verdict_of(self.a, x, self.b, y)
+        except (TreeckptError, OSError):
+            return "unreadable"
+
+    @property
+    def known(self) -> dict[str, int]:
+        """Pairs compared so far, by result."""
+        return dict(Counter(self._verdicts.values()))
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Differences of the indexes by kind."""
+        return dict(Counter(_kind_of(change) for change in self.found.changes))
+
+    @cached_property
+    def numbers(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The numbers of the leaves of both checkpoints by path; of several leaves with one path, the first."""
+        sides = (self.a.index, self.b.index)
+        before, after = ({p: leaves[0].number for p, leaves in index.by_path.items()} for index in sides)
+        return before, after
+
+
+class Comparisons:
+    """The most recently used comparisons."""
+
+    def __init__(self, library: Library, entries: int = 4) -> None:
+        self._library, self._entries = library, entries
+        self._kept: OrderedDict[tuple[str, str], tuple[Index, Index, Comparison]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compare(self, a: CheckpointInfo, b: CheckpointInfo) -> Comparison:
+        """Returns the comparison of two checkpoints that have an index.
+
+        Raises:
+            CheckpointError: an index cannot be read.
+        """
+        key, one, two = (a.path, b.path), self._library.outline(a).index, self._library.outline(b).index
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None and kept[0] is one and kept[1] is two:
+                self._kept.move_to_end(key)
+                return kept[2]
+        comparison = Comparison(Side(open_store(a.path), one), Side(open_store(b.path), two))
+        with self._lock:
+            self._kept[key] = (one, two, comparison)
+            while len(self._kept) > self._entries:
+                self._kept.popitem(last=False)
+        return comparison
+
+
+def previous_of(library: Library, checkpoint_id: str) -> str | None:
+    """Returns the complete checkpoint of a run with the next smaller step; without a step, the newest other one."""
+    run, info = library.checkpoint(checkpoint_id)
+    found = [(i, c) for i, c in library.checkpoints(run) if c.status == "complete" and i != checkpoint_id]
+    if info.step is None:
+        return found[0][0] if found else None
+    older = [(c.step, i) for i, c in found if c.step is not None and c.step < info.step]
+    return max(older)[1] if older else None
+
+
+def _find_both(library: Library, a: str, b: str) -> tuple[list[CheckpointRow], list[CheckpointInfo]]:
+    """Returns the rows of both checkpoints, and what the scan found of them.
+
+    Raises:
+        NotFound: there is no such checkpoint, or it has no index.
+    """
+    rows: list[CheckpointRow] = []
+    infos: list[CheckpointInfo] = []
+    for checkpoint_id in (a, b):
+        run, info = library.checkpoint(checkpoint_id)
+        rows.append(checkpoint_row(checkpoint_id, run, info))
+        infos.append(info)
+        if not rows[-1].readable:
+            raise NotFound(f"{rows[-1].name} is {rows[-1].status}: {rows[-1].error}")
+    return rows, infos
+
+
+def diff_page(
+    library: Library,
+    comparisons: Comparisons,
+    a: str,
+    b: str,
+    *,
+    show: Show,
+    q: str,
+    start: int,
+    pair: int | None,
+    read: bool,
+) -> DiffPage:
+    """Returns the differences of two checkpoints from position `start` on: first of the indexes, then of contents.
+
+    Args:
+        show: which rows.
+        q: words that a path must contain.
+        pair: the pair of arrays to compare element by element.
+        read: reads contents that are not equal by their checksums, up to MAX_READ bytes a page.
+
+    Raises:
+        NotFound: there is no such checkpoint, or it has no index.
+    """
+    rows, infos = _find_both(library, a, b)
+    comparison = comparisons.compare(*infos)
+    delta, problem = None, None
+    with comparison.reading():
+        reader = _DeltaReader(comparison) if read else None
+        found, following = _page(comparison, show, q.casefold().split(), start, reader)
+        if pair is not None:
+            try:
+                delta = _delta_row(comparison, pair)
+            except (TreeckptError, OSError) as error:
+                problem = visible(str(error))
+    return DiffPage(
+        a=rows[0],
+        b=rows[1],
+        show=show,
+        q=q,
+        start=start,
+        next=following,
+        counts=comparison.counts,
+        same=comparison.found.same,
+        arrays=len(comparison.pairs),
+        known=comparison.known,
+        rows=found,
+        read=read,
+        delta=delta,
+        problem=problem,
+    )
+
+
+class _DeltaReader:
+    """Compares the elements of a page's arrays until MAX_READ bytes are read."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self._comparison, self._left = comparison, MAX_READ
+
+    def delta(self, pair: int) -> DeltaRow | None:
+        """Returns None if the arrays are too large for the bytes that are left, or cannot be read."""
+        nbytes = 2 * leaf_nbytes(self._comparison.pairs[pair][0])
+        if nbytes > self._left:
+            return None
+        self._left -= nbytes
+        try:
+            return _delta_row(self._comparison, pair)
+        except (TreeckptError, OSError):
+            return None
+
+
+def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
+    """Reads the arrays of a pair and compares their elements.
+
+    Raises:
+        NotFound: there is no such pair.
+        CheckpointError: they cannot be read.
+    """
+    if not 0 <= pair < len(comparison.pairs):
+        raise NotFound("There is no such pair of arrays.")
+    x, y = comparison.pairs[pair]
+    found = delta_of(comparison.a, x, comparison.b, y, cap=MAX_READ)
+    return DeltaRow(
+        x.path, found.elements, found.compared, found.changed, found.max_abs, found.mean_abs, found.not_finite
+    )
+
+
+def _page(
+    comparison: Comparison, show: Show, words: list[str], start: int, reader: _DeltaReader | None
+) -> tuple[list[DiffRow], int | None]:
+    """Returns a page of rows and the next position. Changes of the indexes come first, then pairs of arrays."""
+    changes, pairs = comparison.found.changes, comparison.pairs
+    rows: list[DiffRow] = []
+    compared = 0
+    for at in range(start, len(changes) + len(pairs)):
+        if len(rows) == PAGE or compared == MAX_COMPARED:
+            return rows, at
+        if at < len(changes):
+            row = _change_row(comparison, changes[at]) if show in ("different", "structure", "all") else None
+        elif show == "structure":
+            return rows, None
+        else:
+            number = at - len(changes)
+            if not _contains(pairs[number][0].path, words):
+                continue
+            compared += 1
+            verdict = comparison.verdict(number)
+            delta = reader.delta(number) if reader and verdict in ("changed", "unknown") else None
+            if delta is not None and (delta.changed or delta.compared == delta.elements):
+                verdict = "changed" if delta.changed else "equal"
+            wanted = {"equal": verdict == "equal", "all": True}.get(show, verdict != "equal")
+            row = _content_row(comparison, number, verdict, delta) if wanted else None
+        if row is not None and _contains(row.path, words):
+            rows.append(row)
+    return rows, None
+
+
+def _contains(path: str, words: list[str]) -> bool:
+    return all(word in path.casefold() for word in words)
+
+
+def _kind_of(change: Change) -> str:
+    return change.aspect if isinstance(change, Changed) else str(change.__struct_config__.tag)
+
+
+def _change_row(comparison: Comparison, change: Change) -> DiffRow:
+    before, after = comparison.numbers
+    path, other = change.path, change.path
+    texts = ("", "")
+    if isinstance(change, Added):
+        texts = ("", change.leaf)
+    elif isinstance(change, Removed):
+        texts = (change.leaf, "")
+    elif isinstance(change, Moved):
+        other, texts = change.to, (change.path, change.to)
+    else:
+        texts = (change.before, change.after)
+    x = None if isinstance(change, Added) else before.get(path)
+    y = None if isinstance(change, Removed) else after.get(other)
+    leaf = comparison.a.index.entries[x] if x is not None else comparison.b.index.entries[y] if y is not None else None
+    return DiffRow(_kind_of(change), path, *texts, "", None, x, y, leaf_nbytes(leaf) if leaf is not None else 0, None)
+
+
+def _content_row(comparison: Comparison, number: int, verdict: str, delta: DeltaRow | None) -> DiffRow:
+    x, y = comparison.pairs[number]
+    return DiffRow("content", x.path, "", "", verdict, number, x.number, y.number, leaf_nbytes(x), delta)

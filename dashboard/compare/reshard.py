@@ -1,0 +1,180 @@
+"""The reshard preview: what each rank of another mesh would read, computed by the loader's own planner."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.reshard_preview import RankReads, ReshardPlan, parse_mesh, parse_rules, plan_reshard
+from treeckpt.core.format.records import Index
+from treeckpt.core.sharding.placements import Mesh, MeshLayout
+from treeckpt.errors import TreeckptError
+
+from ..pages.checkpoints import PAGE, CheckpointRow
+
+__all__ = ["Preset", "ReaderRow", "ReshardPage", "reshard_page"]
+
+MAX_CELLS = 20_000
+"""Pairs of a rank and a file that are drawn."""
+
+
+class ReaderRow(msgspec.Struct, frozen=True):
+    """One rank of the target mesh."""
+
+    rank: int
+    place: str
+    """Its coordinates in the mesh, as text."""
+    nbytes: int
+    """Bytes that it holds after the load."""
+    read: int
+    amplification: float
+    share: float
+    """Bytes read, as a share of those of the rank that reads the most."""
+    reads: int
+    files: list[list[int]]
+    """[number of a file, bytes read of it]."""
+
+
+class Preset(msgspec.Struct, frozen=True):
+    """A target mesh that the form offers."""
+
+    text: str
+    mesh: str
+    names: str
+    place: str
+
+
+class ReshardPage(msgspec.Struct, frozen=True, kw_only=True):
+    """The preview of a load into another mesh; without a plan, the numbers are those of an empty one."""
+
+    checkpoint: CheckpointRow
+    mesh: str
+    names: str
+    place: str
+    problem: str | None = None
+    """Why there is no preview."""
+    presets: list[Preset]
+    world: int = 0
+    planned: int = 0
+    """Ranks that were planned: all of them, or as many as one request may take."""
+    arrays: int = 0
+    nbytes: int = 0
+    held: int = 0
+    read: int = 0
+    amplification: float = 1.0
+    imbalance: float = 1.0
+    whole: int = 0
+    unmatched: int = 0
+    left_out: int = 0
+    files: int
+    start: int = 0
+    next: int | None = None
+    rows: list[ReaderRow] = []
+    cells: list[list[int]] = []
+    """[position of a planned rank, number of a file, bytes], for as many ranks as can be drawn."""
+    ranks: list[int] = []
+    """The rank at each position of the cells."""
+
+
+def reshard_page(
+    checkpoint: CheckpointRow, outline: Outline, mesh: str, names: str, place: str, start: int
+) -> ReshardPage:
+    """Returns the preview of a target mesh; by default of the mesh of the save, sharded along the first dimension."""
+    index = outline.index
+    presets, files = _presets(index), len(index.file_list)
+    if not mesh.strip():
+        mesh, names = presets[0].mesh, presets[0].names
+    try:
+        target = parse_mesh(mesh, names)
+        place = place if place.strip() else _sharded_first(len(target.shape))
+        plan = plan_reshard(index, target, parse_rules(place, target))
+    except TreeckptError as error:
+        return ReshardPage(
+            checkpoint=checkpoint,
+            mesh=mesh,
+            names=names,
+            place=place,
+            problem=str(error),
+            presets=presets,
+            files=files,
+        )
+    cells, ranks = _cells(plan)
+    return ReshardPage(
+        checkpoint=checkpoint,
+        mesh=mesh,
+        names=names,
+        place=place,
+        presets=presets,
+        world=plan.world,
+        planned=len(plan.ranks),
+        arrays=plan.arrays,
+        nbytes=plan.nbytes,
+        held=plan.held,
+        read=plan.read,
+        amplification=plan.amplification,
+        imbalance=plan.imbalance,
+        whole=plan.whole,
+        unmatched=plan.unmatched,
+        left_out=plan.left_out,
+        files=files,
+        start=start,
+        next=start + PAGE if start + PAGE < len(plan.ranks) else None,
+        rows=[_row(target, rank, plan) for rank in plan.ranks[start : start + PAGE]],
+        cells=cells,
+        ranks=ranks,
+    )
+
+
+def _sharded_first(dims: int) -> str:
+    """Returns the rule that shards every array along the first dimension of a mesh of `dims` dimensions."""
+    return "*: " + ", ".join(["Shard(0)", *["Replicate"] * (dims - 1)])
+
+
+def _row(mesh: Mesh, rank: RankReads, plan: ReshardPlan) -> ReaderRow:
+    most = max(other.read for other in plan.ranks)
+    return ReaderRow(
+        rank.rank,
+        _coordinates(mesh, rank.rank),
+        rank.nbytes,
+        rank.read,
+        rank.read / rank.nbytes if rank.nbytes else 1.0,
+        rank.read / most if most else 0.0,
+        rank.reads,
+        [list(pair) for pair in rank.files],
+    )
+
+
+def _coordinates(mesh: Mesh, rank: int) -> str:
+    names = mesh.names or map(str, range(len(mesh.shape)))
+    position = np.unravel_index(rank, mesh.shape)
+    return ", ".join(f"{name} {at}" for name, at in zip(names, position, strict=True))
+
+
+def _cells(plan: ReshardPlan) -> tuple[list[list[int]], list[int]]:
+    cells: list[list[int]] = []
+    ranks: list[int] = []
+    for position, rank in enumerate(plan.ranks):
+        if len(cells) + len(rank.files) > MAX_CELLS:
+            break
+        ranks.append(rank.rank)
+        cells += [[position, number, nbytes] for number, nbytes in rank.files]
+    return cells, ranks
+
+
+def _presets(index: Index) -> list[Preset]:
+    """Returns the mesh of the save, and common other meshes."""
+    meshes = [layout.mesh for layout in index.layouts if isinstance(layout, MeshLayout)]
+    saved = max(meshes, key=lambda mesh: (math.prod(mesh.shape) > 1, len(mesh.shape)), default=None)
+    shape = saved.shape if saved is not None else (index.world,)
+    names = ",".join(saved.names) if saved is not None else ""
+    world = max(index.world, 2)
+    return [
+        Preset("the mesh of the save", "x".join(map(str, shape)), names, _sharded_first(len(shape))),
+        Preset("one rank", "1", "", "*: Replicate"),
+        Preset(f"fully sharded over {2 * world}", f"{2 * world}", "dp", "*: Shard(0)"),
+        Preset(f"sharded over {world}, two replicas", f"2x{world}", "replica,dp", "*: Replicate, Shard(0)"),
+        Preset("tensor parallel over 2", "2", "tp", "*: Shard(1)"),
+    ]

@@ -1,0 +1,103 @@
+"""The addresses of the difference of two checkpoints and of the reshard preview."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse
+
+from ..pages.answers import JsonRouter
+from ..pages.checkpoints import checkpoint_row, open_checkpoint
+from ..pages.parameters import Start, Words, library_of
+from ..pages.render import render
+from ..store.library import Library, NotFound
+from .diff import DeltaRow, DiffPage, Show, diff_page, previous_of
+from .reshard import ReshardPage, reshard_page
+
+__all__ = ["api", "pages"]
+
+Id = Annotated[str, Query(max_length=100, description="id of a checkpoint")]
+Pair = Annotated[int | None, Query(ge=0, le=1 << 53, description="arrays to compare element by element")]
+Read = Annotated[bool, Query(description="read contents that checksums cannot compare")]
+MeshText = Annotated[str, Query(max_length=100, description="sizes of the target mesh, as `2x4`")]
+Names = Annotated[str, Query(max_length=200, description="names of its dimensions, as `dp,tp`")]
+Place = Annotated[
+    str,
+    Query(max_length=4000, description="rules, as `*.bias: Replicate; *: Shard(0)`; the first that matches applies"),
+]
+CHOICES = 200
+"""Checkpoints of each run that a form offers."""
+
+api = JsonRouter()
+pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+
+
+@api.json("/diff")
+def get_diff(
+    request: Request,
+    a: Id,
+    b: Id,
+    show: Show = "different",
+    q: Words = "",
+    start: Start = 0,
+    pair: Pair = None,
+    read: Read = False,
+) -> DiffPage:
+    """The differences of two checkpoints."""
+    comparisons = request.app.state.comparisons
+    return diff_page(library_of(request), comparisons, a, b, show=show, q=q, start=start, pair=pair, read=read)
+
+
+@api.json("/diff/values")
+def get_delta(request: Request, a: Id, b: Id, pair: Pair = 0) -> DeltaRow:
+    """How the elements of two arrays differ; reads up to 64 MiB of them."""
+    page = get_diff(request, a, b, "structure", "", 1 << 53, pair)
+    if page.delta is None:
+        raise NotFound(page.problem or "There is no such pair of arrays.")
+    return page.delta
+
+
+@pages.get("/diff")
+def show_diff(
+    request: Request,
+    a: Id = "",
+    b: Id = "",
+    show: Show = "different",
+    q: Words = "",
+    start: Start = 0,
+    pair: Pair = None,
+    read: Read = False,
+) -> HTMLResponse:
+    library = library_of(request)
+    a = a or (previous_of(library, b) or "" if b else "")
+    found = get_diff(request, a, b, show, q, start, pair, read) if a and b else None
+    if not (a or b):  # the form offers the newest one and the one before it
+        b = next((i for run in library.runs for i, info in library.checkpoints(run) if info.status == "complete"), "")
+        a = previous_of(library, b) or "" if b else ""
+    return render(request, "diff.html", {"diff": found, "a": a, "b": b, "choices": _choices(library, {a, b})})
+
+
+def _choices(library: Library, chosen: set[str]) -> list[dict[str, Any]]:
+    """Returns every run with its newest readable checkpoints, and with the chosen ones."""
+    runs: list[dict[str, Any]] = []
+    for run in library.runs:
+        found = [(i, c) for i, c in library.checkpoints(run) if c.leaves is not None]
+        shown = found[:CHOICES] + [pair for pair in found[CHOICES:] if pair[0] in chosen]
+        runs.append({"name": run.name, "checkpoints": [checkpoint_row(i, run, c) for i, c in shown]})
+    return runs
+
+
+@api.json("/checkpoints/{checkpoint_id}/reshard")
+def get_reshard(
+    request: Request, checkpoint_id: str, mesh: MeshText = "", names: Names = "", place: Place = "", start: Start = 0
+) -> ReshardPage:
+    """What each rank of another mesh would read from which file."""
+    return reshard_page(*open_checkpoint(library_of(request), checkpoint_id), mesh, names, place, start)
+
+
+@pages.get("/checkpoints/{checkpoint_id}/reshard")
+def show_reshard(
+    request: Request, checkpoint_id: str, mesh: MeshText = "", names: Names = "", place: Place = "", start: Start = 0
+) -> HTMLResponse:
+    return render(request, "reshard.html", get_reshard(request, checkpoint_id, mesh, names, place, start))

@@ -1,0 +1,67 @@
+"""Renders a page's data with its Jinja2 template: autoescaped, and with invisible characters written as escapes.
+
+Links are relative to the page's own address, so pages work under any root path, through a proxy or a tunnel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from treeckpt.core.text import bytes_text, seconds_text, shape_text, visible
+
+__all__ = ["render", "templates"]
+
+
+def _local_time(time: str) -> str:
+    """Formats an ISO 8601 time in this machine's time zone, in seconds."""
+    return datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _rate_text(rate: float) -> str:
+    return f"{bytes_text(rate)}/s"
+
+
+def _visible_text(value: object) -> object:
+    return visible(value) if type(value) is str else value
+
+
+def _or_dash(to_text: Callable[[Any], str], value: Any) -> str:
+    return "–" if value is None else to_text(value)
+
+
+def templates() -> Environment:
+    """Returns the Jinja2 environment of all templates."""
+    environment = Environment(
+        loader=PackageLoader("treeckpt_dashboard"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_visible_text,
+    )
+    environment.filters |= {
+        "bytes": partial(_or_dash, bytes_text),
+        "clock": partial(_or_dash, _local_time),
+        "json": json.dumps,  # ASCII only, and autoescaped as any text: safe in an attribute, unlike `tojson`
+        "number": partial(_or_dash, "{:,}".format),
+        "rate": partial(_or_dash, _rate_text),
+        "seconds": partial(_or_dash, seconds_text),
+        "shape": shape_text,
+        "visible": visible,
+    }
+    return environment
+
+
+def render(request: Request, name: str, page: Any, status: int = 200) -> HTMLResponse:
+    """Renders a page as an HTML response; `base` leads from the page to the dashboard's root: `./`, `../` ..."""
+    base = "../" * max(0, request.scope["path"].count("/") - 1) or "./"
+    template = request.app.state.templates.get_template(name)
+    return HTMLResponse(template.render(page=page, base=base), status)

@@ -1,0 +1,4 @@
+"""Pages about runs: their checkpoints, saves in progress, disk usage, and metrics for Prometheus.
+
+It may import `pages` and `store`. Start at `routes`; `model` builds the list of checkpoints.
+"""

@@ -1,0 +1,177 @@
+"""The page of saves in progress: their rate, the time left, and which ranks they wait for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+import msgspec
+
+from treeckpt.core.format.save_progress import Progress
+from treeckpt.core.text import visible
+from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.progress_file import read_progress
+from treeckpt.runs.active_saves import STALLED, SaveUnderWay
+from treeckpt.runs.catalog import CheckpointInfo
+
+from ..pages.checkpoints import PAGE
+from ..store.library import Library, Run
+
+__all__ = ["LivePage", "SaveRates", "live_page"]
+
+SHOWN_RANKS = 12
+WINDOW = 15.0
+"""Seconds over which the rate of a save in progress is measured."""
+MAX_SAVES = 256
+"""Saves whose progress stays in memory."""
+
+
+class SavingRank(msgspec.Struct, frozen=True):
+    """One rank of a save in progress."""
+
+    rank: int
+    phase: str
+    written: int
+    planned: int
+    share: float
+    quiet: float
+    """Seconds since its progress record was last written."""
+
+
+class SaveRow(msgspec.Struct, frozen=True):
+    """A save in progress."""
+
+    run: str
+    run_name: str
+    checkpoint: str
+    name: str
+    save_id: str
+    step: int | None
+    world: int
+    ranks: int
+    """Ranks that have a progress record."""
+    done: int
+    """Ranks of these whose bytes are all durable."""
+    phase: str
+    stuck: str
+    """What the save waits for, as a sentence."""
+    stalled: bool
+    written: int
+    planned: int
+    share: float
+    seconds: float
+    quiet: float
+    """Seconds since the last progress record of any rank was written."""
+    rate: float | None
+    """Bytes per second over the last seconds."""
+    eta: float | None
+    """Seconds until all bytes are written."""
+    slowest: list[SavingRank]
+    """The ranks with the most bytes left to write."""
+
+
+class LivePage(msgspec.Struct, frozen=True):
+    """Saves in progress of every run."""
+
+    saves: list[SaveRow]
+    start: int
+    next: int | None
+
+
+class SaveRates:
+    """Rates of saves in progress over the last seconds, from what they had written at earlier requests."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[str, deque[tuple[int, int]]] = OrderedDict()
+
+    def rate(self, save: SaveUnderWay) -> float | None:
+        """Returns bytes per second, since the save began if it was requested only once; None if no time has passed."""
+        seen = self._seen.setdefault(save.save_id, deque(maxlen=64))
+        self._seen.move_to_end(save.save_id)
+        while len(self._seen) > MAX_SAVES:
+            self._seen.popitem(last=False)
+        if not seen or seen[-1][0] < save.updated_ns:
+            seen.append((save.updated_ns, save.written))
+        while len(seen) > 2 and seen[0][0] < save.updated_ns - WINDOW * 1e9:
+            seen.popleft()
+        first_ns, first = seen[0] if len(seen) > 1 else (save.started_ns, 0)
+        seconds = (save.updated_ns - first_ns) / 1e9
+        return max(0, save.written - first) / seconds if seconds > 0 else None
+
+
+def live_page(library: Library, rates: SaveRates, start: int, *, now_ns: int) -> LivePage:
+    """Returns the saves in progress of every run, the last started first."""
+    found = [
+        (run, checkpoint_id, info, save)
+        for run in library.runs
+        for checkpoint_id, info in library.checkpoints(run, wait=1.0)
+        for save in info.saving
+    ]
+    found.sort(key=lambda one: -one[3].started_ns)
+    rows = [_save_row(*one, rates, now_ns) for one in found[start : start + PAGE]]
+    return LivePage(rows, start, start + PAGE if start + PAGE < len(found) else None)
+
+
+def _save_row(
+    run: Run, checkpoint_id: str, info: CheckpointInfo, save: SaveUnderWay, rates: SaveRates, now_ns: int
+) -> SaveRow:
+    quiet = max(0.0, (now_ns - save.updated_ns) / 1e9)
+    rate = rates.rate(save)
+    left = max(0, save.planned - save.written)
+    ranks = _ranks(run, info, save)
+    behind = sorted(ranks, key=lambda one: (one.phase == "commit", one.written - one.planned, one.rank))
+    return SaveRow(
+        run=run.id,
+        run_name=run.name,
+        checkpoint=checkpoint_id,
+        name=visible(info.name),
+        save_id=save.save_id,
+        step=save.step,
+        world=save.world,
+        ranks=save.ranks,
+        done=save.done,
+        phase=save.phase,
+        stuck=_stuck(save, behind, quiet),
+        stalled=quiet > STALLED or save.alive is False,
+        written=save.written,
+        planned=save.planned,
+        share=save.fraction,
+        seconds=max(0.0, (now_ns - save.started_ns) / 1e9),
+        quiet=quiet,
+        rate=rate,
+        eta=left / rate if rate and save.phase == "write" and quiet <= STALLED and save.alive is not False else None,
+        slowest=[_saving_rank(one, now_ns) for one in behind[:SHOWN_RANKS]],
+    )
+
+
+def _ranks(run: Run, info: CheckpointInfo, save: SaveUnderWay) -> list[Progress]:
+    folder = run.store.folder(info.name)
+    with contextlib.suppress(TreeckptError, OSError):
+        return [one for one in read_progress(folder.store, folder.entries()) if one.save_id == save.save_id]
+    return []
+
+
+def _saving_rank(one: Progress, now_ns: int) -> SavingRank:
+    quiet = max(0.0, (now_ns - one.updated_ns) / 1e9)
+    return SavingRank(one.rank, one.phase, one.written, one.planned, one.fraction, quiet)
+
+
+def _stuck(save: SaveUnderWay, behind: Sequence[Progress], quiet: float) -> str:
+    """Returns what a save waits for, as a sentence; `behind` are its ranks, those with the most left to write first."""
+    writing = [one.rank for one in behind if one.phase == "write"]
+    if save.alive is False:
+        return "It was killed: the process that was to commit it has ended."
+    if quiet > STALLED:
+        what = f"ranks {_few(writing)} in writing" if writing else "the commit"
+        return f"It hangs or was killed: nothing new from {what}."
+    if not writing:
+        return "Every rank's bytes are durable; the coordinator is to commit."
+    if save.done:
+        return f"{save.done} of {save.world} ranks wait for {_few(writing)}, still writing."
+    return f"{len(writing)} of {save.world} ranks are writing."
+
+
+def _few(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, sorted(ranks)[:6]))
+    return text if len(ranks) <= 6 else f"{text} and {len(ranks) - 6} more"

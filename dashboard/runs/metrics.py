@@ -1,0 +1,71 @@
+"""Metrics of runs in the text format of Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+from ..pages.checkpoints import status_of
+from ..store.library import Library, Run
+from .model import Status
+from .usage import disk_of, sum_nbytes
+
+__all__ = ["metrics_text"]
+
+_STATUSES = get_args(Status)[1:]
+_HELP = {
+    "runs": "Runs that the dashboard was given.",
+    "checkpoints": "Directories of a run by what they are.",
+    "checkpoint_bytes": "Bytes of a run's checkpoints.",
+    "newest_step": "Step of the newest complete checkpoint.",
+    "newest_timestamp_seconds": "Unix time at which the newest complete checkpoint was begun.",
+    "newest_bytes": "Bytes of the newest complete checkpoint.",
+    "newest_save_seconds": "Seconds that the newest complete save took.",
+    "saves_under_way": "Saves that have not ended.",
+    "save_written_bytes": "Bytes that saves in progress have written.",
+    "save_planned_bytes": "Bytes that saves in progress have planned.",
+    "disk_free_bytes": "Free bytes of the file system that holds the run.",
+    "scan_complete": "1 once every directory of the run was looked at.",
+}
+
+
+def metrics_text(library: Library) -> str:
+    """Returns all metrics. Labels are bounded: the names of the runs that were given, and six statuses."""
+    rows: dict[str, list[str]] = {}
+    for run in library.runs:
+        for name, labels, value in _run_metrics(library, run):
+            rows.setdefault(name, []).append(f"treeckpt_{name}{{{_labels({'run': run.name, **labels})}}} {value}")
+    rows["runs"] = [f"treeckpt_runs {len(library.runs)}"]
+    lines: list[str] = []
+    for name, text in _HELP.items():
+        if name in rows:
+            lines += [f"# HELP treeckpt_{name} {text}", f"# TYPE treeckpt_{name} gauge", *rows[name]]
+    return "\n".join(lines) + "\n"
+
+
+def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, str], float]]:
+    infos = [info for _, info in library.checkpoints(run, wait=1.0)]
+    statuses = [status_of(info) for info in infos]
+    for status in _STATUSES:
+        yield "checkpoints", {"status": status}, statuses.count(status)
+    yield "checkpoint_bytes", {}, sum_nbytes(infos)
+    newest = next((info for info in infos if info.status == "complete"), None)
+    for name, value in (
+        ("newest_step", newest.step if newest else None),
+        ("newest_timestamp_seconds", newest.created_ns / 1e9 if newest and newest.created_ns else None),
+        ("newest_bytes", newest.nbytes if newest else None),
+        ("newest_save_seconds", newest.seconds if newest else None),
+        ("disk_free_bytes", disk_of(run)[0]),
+    ):
+        if value is not None:
+            yield name, {}, value
+    saves = [save for info in infos for save in info.under_way]
+    yield "saves_under_way", {}, len(saves)
+    yield "save_written_bytes", {}, sum(save.written for save in saves)
+    yield "save_planned_bytes", {}, sum(save.planned for save in saves)
+    yield "scan_complete", {}, int(library.watches[run.id].progress.complete)
+
+
+def _labels(labels: dict[str, str]) -> str:
+    escaped = {k: v.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") for k, v in labels.items()}
+    return ",".join(f'{name}="{value}"' for name, value in escaped.items())

@@ -1,0 +1,127 @@
+"""The addresses of runs, saves in progress, disk usage and metrics.
+
+These pages change while they are open. Answers about runs have an ETag: a client that requests again gets a 304, for
+which no page is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse
+
+from ..pages.answers import JsonRouter, json_response
+from ..pages.parameters import Start, library_of
+from ..pages.render import render
+from ..store.library import Run
+from . import live, model, usage
+from .metrics import metrics_text
+from .model import ListQuery, RunPage, RunsPage, Sort, Status
+
+__all__ = ["NotModified", "api", "pages"]
+
+Cursor = Annotated[str, Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`")]
+RunWords = Annotated[str, Query(max_length=500, description="words that the name, the step or the error must contain")]
+Keep = Annotated[str | None, Query(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`")]
+
+
+def _list_query(
+    start: Start = 0,
+    cursor: Cursor = "",
+    sort: Sort = "newest",
+    status: Status = "",
+    q: RunWords = "",
+    keep: Keep = None,
+) -> ListQuery:
+    return ListQuery(start, cursor, sort, status, q, keep)
+
+
+RunQuery = Annotated[ListQuery, Depends(_list_query)]
+
+api = JsonRouter()
+pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+
+
+class NotModified(Exception):
+    """The client has the current version of a page."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+
+
+def _check_tag(request: Request, runs: Sequence[Run]) -> str:
+    """Returns the ETag of an answer about these runs.
+
+    Raises:
+        NotModified: the client has it.
+    """
+    given = request.headers.get("if-none-match", "")
+    # a client that polls waits for what is new; one that opens a page wants to see it
+    version = model.run_tag(library_of(request), runs, wait=1.0 if given else 0.0)
+    text = f"{request.app.state.boot} {version} {request.scope['path']} {request.scope['query_string']!r}"
+    tag = f'W/"{hashlib.blake2s(text.encode(), digest_size=8).hexdigest()}"'
+    if tag in given:
+        raise NotModified(tag)
+    return tag
+
+
+@api.json("/runs", RunsPage)
+def get_runs(request: Request) -> Response:
+    """Every run with its newest checkpoints."""
+    tag = _check_tag(request, library_of(request).runs)
+    return _tagged(json_response(model.runs_page(library_of(request))), tag)
+
+
+@api.json("/runs/{run_id}", RunPage)
+def get_run(request: Request, run_id: str, query: RunQuery) -> Response:
+    """The checkpoints of one run, by default newest first."""
+    tag = _check_tag(request, [library_of(request).run(run_id)])
+    return _tagged(json_response(model.run_page(library_of(request), run_id, query)), tag)
+
+
+@api.json("/live")
+def get_live(request: Request, start: Start = 0) -> live.LivePage:
+    """Saves in progress of every run."""
+    return live.live_page(library_of(request), request.app.state.save_rates, start, now_ns=time.time_ns())
+
+
+@api.json("/usage")
+def get_usage(request: Request, keep: Keep = None, start: Start = 0) -> usage.UsagePage:
+    """Bytes by run and by policy, and what a clean-up would free. Nothing is deleted."""
+    return usage.usage_page(library_of(request), keep, start)
+
+
+@pages.get("/")
+def show_runs(request: Request) -> Response:
+    tag = _check_tag(request, library_of(request).runs)
+    return _tagged(render(request, "runs.html", model.runs_page(library_of(request))), tag)
+
+
+@pages.get("/runs/{run_id}")
+def show_run(request: Request, run_id: str, query: RunQuery) -> Response:
+    tag = _check_tag(request, [library_of(request).run(run_id)])
+    return _tagged(render(request, "run.html", model.run_page(library_of(request), run_id, query)), tag)
+
+
+@pages.get("/live")
+def show_live(request: Request, start: Start = 0) -> HTMLResponse:
+    return render(request, "live.html", get_live(request, start))
+
+
+@pages.get("/usage")
+def show_usage(request: Request, keep: Keep = None, start: Start = 0) -> HTMLResponse:
+    return render(request, "usage.html", get_usage(request, keep, start))
+
+
+@pages.get("/metrics")
+def show_metrics(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(metrics_text(library_of(request)), media_type="text/plain; version=0.0.4")
+
+
+def _tagged(response: Response, tag: str) -> Response:
+    response.headers["ETag"] = tag
+    return response

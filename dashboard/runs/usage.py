@@ -1,0 +1,178 @@
+"""The page of disk usage: bytes by run and by retention policy, and what a clean-up would free. Nothing is deleted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+
+import msgspec
+
+from treeckpt.core.analysis.deletion import Removal, RetainedDirectory
+from treeckpt.core.analysis.retention_policy import All, Policy
+from treeckpt.core.text import visible
+from treeckpt.errors import TreeckptError
+from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.disk_growth import days_until, growth_of
+from treeckpt.runs.run import CleanReport, RunDirectory
+
+from ..pages.checkpoints import PAGE, status_of
+from ..store.library import Library, Run
+from .model import policies_of, reasons_of
+from .policy_text import keep_text
+
+__all__ = ["UsagePage", "disk_of", "sum_nbytes", "usage_page"]
+
+
+class ReasonRow(msgspec.Struct, frozen=True):
+    """One reason for which checkpoints are kept."""
+
+    reason: str
+    steps: int
+    nbytes: int
+    alone: int
+    """Bytes that are kept for this reason only."""
+
+
+class RemovalRow(msgspec.Struct, frozen=True):
+    """A file or directory that a clean-up would delete, or leave."""
+
+    name: str
+    what: str
+    reason: str
+    nbytes: int
+
+
+class UsageRow(msgspec.Struct, frozen=True):
+    """Disk usage of one run."""
+
+    run: str
+    name: str
+    path: str
+    checkpoints: int
+    nbytes: int
+    share: float
+    """Share of the bytes of all runs."""
+    statuses: dict[str, int]
+    """Bytes by status."""
+    reasons: list[ReasonRow]
+    freed: int
+    """Bytes that a clean-up would free."""
+    removals: int
+    rows: list[RemovalRow]
+    next: int | None
+    left: list[RemovalRow]
+    """What a clean-up leaves although no policy keeps it, and why."""
+    disk_free: int | None
+    disk_total: int | None
+    per_day: float | None
+    """Bytes that the newest saves add per day."""
+    between: float | None
+    """Seconds between two saves."""
+    days: float | None
+    """Days until the disk is full if nothing is deleted."""
+    days_after: float | None
+    """Days until the disk is full after a clean-up."""
+    problem: str | None
+
+
+class UsagePage(msgspec.Struct, frozen=True):
+    """Disk usage of every run, and what a clean-up would free."""
+
+    keep: str
+    nbytes: int
+    freed: int
+    start: int
+    runs: list[UsageRow]
+
+
+def usage_page(library: Library, keep: str | None, start: int) -> UsagePage:
+    """Returns the bytes of every run, and what a clean-up by these policies would free. Nothing is deleted.
+
+    Raises:
+        KeepError: `keep` is not valid.
+    """
+    policies = policies_of(library, keep)
+    infos = {run.id: [info for _, info in library.checkpoints(run)] for run in library.runs}
+    total = sum(sum_nbytes(found) for found in infos.values())
+    rows = [_usage_row(library, run, infos[run.id], policies, total, start) for run in library.runs]
+    return UsagePage(keep_text(policies), total, sum(row.freed for row in rows), start, rows)
+
+
+def sum_nbytes(infos: Sequence[CheckpointInfo]) -> int:
+    """Adds up the bytes of the checkpoints of a run."""
+    return sum(info.nbytes or 0 for info in infos if info.status != "foreign")
+
+
+def _usage_row(
+    library: Library, run: Run, infos: Sequence[CheckpointInfo], policies: tuple[Policy, ...], total: int, start: int
+) -> UsageRow:
+    nbytes, statuses = sum_nbytes(infos), dict[str, int]()
+    for info in infos:
+        if info.status != "foreign":
+            statuses[status_of(info)] = statuses.get(status_of(info), 0) + (info.nbytes or 0)
+    report, problem = _dry_run(library, run, policies or (All(),))
+    freed = report.nbytes if report else 0
+    removed = report.removed if report else ()
+    growth = growth_of(
+        [(i.created_ns, i.nbytes) for i in infos if i.status == "complete" and i.created_ns and i.nbytes]
+    )
+    free, disk = disk_of(run)
+    return UsageRow(
+        run=run.id,
+        name=run.name,
+        path=visible(run.store.url),
+        checkpoints=sum(info.status != "foreign" for info in infos),
+        nbytes=nbytes,
+        share=nbytes / total if total else 0.0,
+        statuses=statuses,
+        reasons=_reasons(infos, policies),
+        freed=freed,
+        removals=len(removed),
+        rows=[_removal_row(one) for one in removed[start : start + PAGE]],
+        next=start + PAGE if start + PAGE < len(removed) else None,
+        left=[_removal_row(one) for one in (report.left if report else ())[:PAGE]],
+        disk_free=free,
+        disk_total=disk,
+        per_day=growth.nbytes_per_day if growth else None,
+        between=growth.seconds_between if growth else None,
+        days=days_until(free, growth) if free is not None else None,
+        days_after=days_until(free + freed, growth) if free is not None else None,
+        problem=problem,
+    )
+
+
+def _dry_run(library: Library, run: Run, policies: Sequence[Policy]) -> tuple[CleanReport | None, str | None]:
+    if not library.is_run(run):
+        return None, "A checkpoint by itself: policies decide about runs."
+    try:
+        return RunDirectory(run.store, cache=library.summary_cache(run)).clean(policies, dry_run=True), None
+    except (TreeckptError, OSError) as error:
+        return None, visible(str(error))
+
+
+def _removal_row(one: Removal | RetainedDirectory) -> RemovalRow:
+    if isinstance(one, RetainedDirectory):
+        return RemovalRow(visible(one.name), "left", visible(one.why), 0)
+    return RemovalRow(visible(one.name), one.what, visible(one.reason), one.nbytes)
+
+
+def _reasons(infos: Sequence[CheckpointInfo], policies: tuple[Policy, ...]) -> list[ReasonRow]:
+    by_name = {info.name: info for info in infos}
+    found: dict[str, list[int]] = {}
+    for name, reasons in reasons_of(infos, policies).items():
+        nbytes = by_name[name].nbytes or 0
+        for reason in reasons:
+            row = found.setdefault(reason, [0, 0, 0])
+            row[0], row[1], row[2] = row[0] + 1, row[1] + nbytes, row[2] + (nbytes if len(reasons) == 1 else 0)
+    return [ReasonRow(visible(reason), *row) for reason, row in sorted(found.items(), key=lambda pair: -pair[1][1])]
+
+
+def disk_of(run: Run) -> tuple[int | None, int | None]:
+    """Returns the free and the total bytes of the file system that holds a local run, else None."""
+    if run.url:
+        return None, None
+    try:
+        usage = shutil.disk_usage(run.path)
+    except OSError:
+        return None, None
+    return usage.free, usage.total

@@ -1,0 +1,35 @@
+// @ts-check
+/** The bytes that each rank wrote, as a bar chart. */
+import { api, bytesText, find, numberText, reason } from "./dom.js";
+import { barChart } from "./plots.js";
+
+/** @typedef {{ ranks: number[], nbytes: number[], mean: number }} Balance */
+
+const holder = find("#balance-chart");
+const readout = find("#balance-text");
+
+/** @param {Balance} balance */
+function show({ ranks, nbytes, mean }) {
+  const count = `${numberText(ranks.length)} ${ranks.length === 1 ? "rank" : "ranks"}`;
+  const summary = `${count}; the line is the mean, ${bytesText(mean)}`;
+  const draw = barChart(holder, 170, (bar) => {
+    const times = (nbytes[bar] / (mean || 1)).toFixed(2);
+    readout.textContent =
+      bar < 0 ? summary : `rank ${ranks[bar]} wrote ${bytesText(nbytes[bar])}, ${times}× the mean`;
+  });
+  draw({
+    values: nbytes,
+    fillOf: (bar) => (nbytes[bar] > 1.2 * mean ? "--c5" : "--c0"),
+    text: bytesText,
+    places: null,
+    labelOf: (place) => String(ranks[place] ?? ""),
+    line: mean,
+  });
+  readout.textContent = summary;
+}
+
+try {
+  show(/** @type {Balance} */ (await api(`checkpoints/${find("#strips").dataset.checkpoint}/balance`)));
+} catch (error) {
+  readout.textContent = `This cannot be drawn: ${reason(error)}`;
+}

@@ -1,0 +1,174 @@
+"""The dashboard's cache: files in the user's cache directory, never inside a run.
+
+There are two kinds: one table for each index (`index_table`), whose name is a hash of the index file's URL, size and
+modification time, and one database of the summaries that lists of checkpoints show. Everything may be deleted at any
+time, and is then computed again; so is a damaged file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sqlite3
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from treeckpt.io.storage.run_store import DirectoryEntry
+from treeckpt.runs.catalog import LruStatCache, SaveDuration, Summary
+
+from .index_table import SCHEMA
+
+__all__ = ["Cache", "default_directory", "key_of"]
+
+LIMIT = 8 << 30
+"""Bytes of all tables."""
+MAX_SUMMARIES = 512 << 20
+"""Bytes of the database of summaries; a larger one is deleted, for rows of files that are gone are never searched."""
+BATCH = 256
+"""Summaries that are written in one transaction."""
+
+T = TypeVar("T")
+_TYPES: dict[str, Any] = {"summary": Summary, "took": SaveDuration}
+
+
+def default_directory() -> Path:
+    """Returns $TREECKPT_CACHE if it is set, else the platform's cache directory."""
+    if given := os.environ.get("TREECKPT_CACHE"):
+        return Path(given)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "treeckpt" / "cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "treeckpt"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeckpt"
+
+
+def key_of(url: str, entry: DirectoryEntry) -> str:
+    """Returns a hash of a file's URL, size, modification time and inode number."""
+    text = f"{url}\0{entry.nbytes}\0{entry.modified_ns}\0{entry.number}".encode("utf-8", "surrogateescape")
+    return hashlib.blake2s(text, digest_size=16).hexdigest()
+
+
+class Cache:
+    """The cache directory. If it cannot be written, a temporary one that is deleted when the program ends.
+
+    Args:
+        directory: None takes the default.
+        limit: bytes of all tables; beyond it the least recently used are deleted.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None, *, limit: int = LIMIT) -> None:
+        wanted = Path(directory) if directory is not None else default_directory()
+        self.directory = self._usable(wanted.absolute() / f"dashboard-{SCHEMA}")
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._memory = LruStatCache(200_000)
+        self._path = self.directory / "summaries.db"
+        self._connection: sqlite3.Connection | None = None
+        self._unwritten: list[tuple[str, bytes]] = []
+
+    def _usable(self, directory: Path) -> Path:
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=directory):
+                return directory
+        except OSError:
+            temporary = tempfile.mkdtemp(prefix="treeckpt-dashboard-")
+            weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+            return Path(temporary)
+
+    # tables ---------------------------------------------------------------------------------------------------
+
+    def table(self, key: str) -> Path:
+        """Returns the path of the table of a key, which need not exist, and marks the table as used now."""
+        path = self.directory / f"{key}.sqlite"
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return path
+
+    def tidy(self) -> None:
+        """Deletes the least recently used tables until all of them are within the limit."""
+        found: list[tuple[float, int, Path]] = []
+        for path in self.directory.glob("*.sqlite"):
+            with contextlib.suppress(OSError):
+                at = path.stat()
+                found.append((at.st_mtime, at.st_size, path))
+        over = sum(nbytes for _, nbytes, _ in found) - self._limit
+        for _, nbytes, path in sorted(found):
+            if over <= 0:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+            over -= nbytes
+
+    # summaries ------------------------------------------------------------------------------------------------
+
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
+        """Returns `read()`, or its result from before, also of an earlier program. Errors are kept in memory only."""
+        return self._memory.get_or_read(key, entry, lambda: self._recall_stored(key, entry, read))
+
+    def _recall_stored(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
+        digest = key_of("\0".join(key), entry)
+        query = "SELECT data FROM summary WHERE key = ?"
+        row = self._transact(lambda database: database.execute(query, (digest,)).fetchone())
+        if row:
+            with contextlib.suppress(msgspec.MsgspecError):
+                return msgspec.json.decode(row[0], type=_TYPES[key[1]])
+        result = read()
+        with self._lock:
+            self._unwritten.append((digest, msgspec.json.encode(result)))
+        if len(self._unwritten) >= BATCH:
+            self.flush()
+        return result
+
+    def flush(self) -> None:
+        """Writes the summaries that are not written yet."""
+        with self._lock:
+            rows, self._unwritten = self._unwritten, []
+        if rows:
+            self._transact(lambda database: database.executemany("INSERT OR REPLACE INTO summary VALUES (?, ?)", rows))
+
+    def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
+        """Runs a transaction; None if it failed. A damaged database is deleted: it only saves time."""
+        with self._lock:
+            try:
+                if self._connection is None:
+                    self._connection = _open(self._path)
+                with self._connection:
+                    return work(self._connection)
+            except sqlite3.Error as error:
+                with contextlib.suppress(sqlite3.Error):
+                    if self._connection is not None:
+                        self._connection.close()
+                if not isinstance(error, sqlite3.OperationalError):  # this one means: busy, full or out of reach
+                    with contextlib.suppress(OSError):
+                        self._path.unlink(missing_ok=True)
+                self._connection = None
+                return None
+
+    def close(self) -> None:
+        """Writes the summaries that are not written yet, and closes the database."""
+        self.flush()
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    with contextlib.suppress(OSError):
+        if path.stat().st_size > MAX_SUMMARIES:
+            path.unlink()
+    connection = sqlite3.connect(path, check_same_thread=False, timeout=2)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = OFF")
+    connection.execute("CREATE TABLE IF NOT EXISTS summary (key TEXT PRIMARY KEY, data BLOB) WITHOUT ROWID")
+    return connection

@@ -1,0 +1,280 @@
+"""Reads indexes into tables: small ones in the server, large ones in another process, which reports its progress.
+
+A large index takes seconds and most of a gigabyte to decode. In another process it neither blocks the server nor stays
+in its memory; pages show the progress meanwhile. One such process runs at a time, for `TIMEOUT` seconds at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from treeckpt import errors
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.errors import CorruptError, TreeckptError
+from treeckpt.io.storage import metadata_files
+from treeckpt.io.storage.open import open_run
+from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder
+
+from .cache import Cache, key_of
+from .index_table import build_table
+from .stored_index import StoredOutline
+
+__all__ = ["MAX_INDEX", "IndexReader", "ReadProgress", "StillReading", "is_large", "main"]
+
+LARGE = 1 << 20
+"""Bytes from which an index is read by another process."""
+MAX_INDEX = 512 << 20
+"""Bytes beyond which an index is not read at all."""
+TIMEOUT = 300.0
+"""Seconds after which a process that reads an index is killed."""
+MAX_OPEN = 8
+"""Tables that stay open."""
+
+
+class ReadProgress(msgspec.Struct, frozen=True):
+    """Progress of the read of an index."""
+
+    phase: str
+    done: int
+    total: int
+    seconds: float
+
+
+class StillReading(Exception):
+    """The index of the folder `url` is being read; the client requests again later."""
+
+    def __init__(self, url: str, progress: ReadProgress) -> None:
+        self.url, self.progress = url, progress
+        super().__init__("The index is still being read.")
+
+
+class _Failure(msgspec.Struct, tag="error"):
+    kind: str
+    path: str
+    expected: str
+    found: str
+    hint: str
+
+
+class _Progress(msgspec.Struct, tag="progress"):
+    phase: str
+    done: int
+    total: int
+
+
+_MESSAGE = msgspec.json.Decoder(_Failure | _Progress)
+_PROGRAM = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from treeckpt_dashboard.store.index_reader import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+class _Job:
+    """One process that reads one index."""
+
+    def __init__(self, run: str, name: str, key: str, target: Path) -> None:
+        self.key, self.error, self.done = key, None, threading.Event()
+        self._started, self._progress = time.monotonic(), _Progress("wait", 0, 0)
+        self._arguments = [run, name, str(target)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        try:
+            self.error = self._run()
+        except OSError as error:
+            self.error = _unreadable(self._arguments[1], f"{error}")
+        self.done.set()
+
+    def _run(self) -> TreeckptError | None:
+        self._progress = _Progress("start", 0, 0)
+        command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path), *self._arguments]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+            self._process = process
+            assert process.stdout is not None, "it is a pipe"
+            timer = threading.Timer(TIMEOUT, process.kill)
+            timer.daemon = True
+            timer.start()
+            failure: TreeckptError | None = None
+            try:
+                for line in process.stdout:
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        message = _MESSAGE.decode(line)
+                        if isinstance(message, _Failure):
+                            failure = _error_of(message)
+                        else:
+                            self._progress = message
+                code = process.wait()
+            finally:
+                timer.cancel()
+        if failure or not code:
+            return failure
+        killed = "the reader was killed, for want of memory or time"
+        return _unreadable(self._arguments[1], killed if code in (-9, 137) else f"the reader ended with {code}")
+
+    def kill(self) -> None:
+        """Kills the process."""
+        if self._process is not None:
+            self._process.kill()
+
+    @property
+    def progress(self) -> ReadProgress:
+        at = self._progress
+        return ReadProgress(at.phase, at.done, at.total, time.monotonic() - self._started)
+
+
+def _unreadable(name: str, found: str) -> TreeckptError:
+    return CorruptError(name, expected="an index that can be read here", found=found)
+
+
+def _error_of(failure: _Failure) -> TreeckptError:
+    kind = getattr(errors, failure.kind, CorruptError)
+    return kind(failure.path, expected=failure.expected, found=failure.found, hint=failure.hint)
+
+
+class IndexReader:
+    """The tables of the indexes of folders; a table that does not exist yet is built."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._building, self._reading = threading.Lock(), threading.Lock()
+        """Held while a small index is read here, or a large one by a process: small ones do not wait for large ones."""
+        self._open: OrderedDict[str, StoredOutline] = OrderedDict()
+        self._failed: OrderedDict[str, TreeckptError] = OrderedDict()
+        self._jobs: dict[str, _Job] = {}
+
+    def outline(self, run: str, folder: Folder, entry: DirectoryEntry) -> StoredOutline:
+        """Returns the tree of the index in a folder.
+
+        Args:
+            run: the URL of the folder's run; empty for a local folder.
+            entry: the index file, as it is now.
+
+        Raises:
+            StillReading: it is large, and another process is reading it.
+            CheckpointError: it cannot be read.
+        """
+        key = key_of(folder.url, entry)
+        if entry.nbytes > MAX_INDEX:
+            found = f"{entry.nbytes} bytes"
+            raise CorruptError(folder.url, expected=f"an index of at most {MAX_INDEX} bytes", found=found)
+        with self._lock:
+            if key in self._open:
+                self._open.move_to_end(key)
+                return self._open[key]
+            if key in self._failed:
+                raise self._failed[key].with_traceback(None)
+        if (found := self._open_table(key)) is not None:
+            return found
+        reachable = isinstance(folder, LocalFolder) or ("://" in run and not run.startswith("memory://"))
+        if is_large(entry) and reachable:  # another process can open the folder
+            raise StillReading(folder.url, self._job(key, run, folder).progress)
+        return self._build(key, folder)
+
+    def _open_table(self, key: str) -> StoredOutline | None:
+        path = self._cache.table(key)
+        if not path.exists():
+            return None
+        try:
+            outline = StoredOutline(path)
+        except (sqlite3.Error, msgspec.MsgspecError, TypeError):  # damaged, or written by another version
+            path.unlink(missing_ok=True)
+            return None
+        with self._lock:
+            self._open[key] = outline
+            while len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)
+        return outline
+
+    def _build(self, key: str, folder: Folder) -> StoredOutline:
+        with self._building:
+            if (found := self._open_table(key)) is None:
+                try:
+                    build_table(metadata_files.read_index(folder.store), self._cache.table(key))
+                except TreeckptError as error:
+                    self._fail(key, error)
+                    raise
+                self._cache.tidy()
+                found = self._open_table(key)
+        assert found is not None, "it was built now"
+        return found
+
+    def _fail(self, key: str, error: TreeckptError) -> None:
+        with self._lock:
+            self._failed[key] = error
+            while len(self._failed) > 1000:
+                self._failed.popitem(last=False)
+
+    def _job(self, key: str, run: str, folder: Folder) -> _Job:
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                name = folder.name if run else folder.url
+                job = self._jobs[key] = _Job(run, name, key, self._cache.table(key))
+                threading.Thread(target=self._run, args=(job,), daemon=True).start()
+            return job
+
+    def _run(self, job: _Job) -> None:
+        with self._reading:
+            job.run()
+        if job.error is not None:
+            self._fail(job.key, job.error)
+        self._cache.tidy()
+        with self._lock:
+            self._jobs.pop(job.key, None)
+
+    def close(self) -> None:
+        """Kills the processes that read indexes."""
+        with self._lock:
+            for job in self._jobs.values():
+                job.kill()
+
+
+def is_large(entry: DirectoryEntry) -> bool:
+    """Whether an index is decoded by another process."""
+    return entry.nbytes >= LARGE
+
+
+def _send(message: _Progress | _Failure) -> None:
+    os.write(1, msgspec.json.encode(message) + b"\n")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Reads an index into a table; this is what the other process runs. It prints one JSON message per line.
+
+    Args:
+        arguments: the URL of a run, the name of a folder in it, and the path of the table to write; for a local
+            folder the URL is empty and the name is the path.
+    """
+    run, name, target = arguments
+    gc.disable()  # millions of objects are created, and none is garbage
+    if hasattr(signal, "SIGINT"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which kills this process
+
+    try:
+        folder = open_run(run).folder(name) if run else LocalFolder(name)
+        nbytes = folder.entries()[INDEX_NAME].nbytes
+        _send(_Progress("read", 0, nbytes))
+        index = metadata_files.read_index(folder.store)
+        build_table(index, Path(target), lambda done, total: _send(_Progress("write", done, total)))
+    except TreeckptError as error:
+        _send(_Failure(type(error).__name__, error.path, error.expected, error.found, error.hint))
+    except (OSError, sqlite3.Error, KeyError) as error:
+        _send(_Failure("CorruptError", name, "an index that can be read here", f"{error}"[:300], ""))
+    return 0

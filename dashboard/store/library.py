@@ -1,0 +1,265 @@
+"""Which runs and checkpoints clients may request, and access to what they hold.
+
+Clients know runs and checkpoints by ids that are computed here from what a scan found: neither a path nor a part of one
+ever comes from a request. `watch` keeps the lists up to date, trees are read from tables (`index_reader`), and nothing
+in memory grows with the size of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+import msgspec
+
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.retention_policy import Policy
+from treeckpt.core.analysis.timing_report import TimingReport
+from treeckpt.core.format.file_names import step_of
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.timings import timings_name
+from treeckpt.core.text import visible
+from treeckpt.errors import CheckpointNotFound
+from treeckpt.io.storage.open import open_run
+from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore
+from treeckpt.runs import catalog
+from treeckpt.runs.catalog import CheckpointInfo, LruStatCache
+
+from .cache import Cache
+from .index_reader import IndexReader, StillReading, is_large
+from .watch import DirectoryState, RunWatcher
+
+__all__ = ["Library", "NotFound", "Run", "UnreadInfo"]
+
+T = TypeVar("T")
+
+
+class NotFound(Exception):
+    """Nothing is known under an id, or not the part of it that was requested."""
+
+
+class UnreadInfo(CheckpointInfo, frozen=True):
+    """A directory whose large index is being read for the first time: its status is not known yet."""
+
+
+class Run(msgspec.Struct, frozen=True, eq=False):
+    """A run that the dashboard was given."""
+
+    id: str
+    name: str
+    path: Path
+    """Of a remote run, its URL as a path."""
+    store: RunStore
+    url: str
+    """The URL with which another process opens it; empty for a local run, whose folders are opened by path."""
+
+
+class _SingleCheckpoint:
+    """A checkpoint that was given by itself, as a run of one. Symbolic links to it are followed."""
+
+    def __init__(self, path: Path) -> None:
+        self.url, self._path = str(path), path
+
+    def names(self) -> list[str]:
+        return [self._path.name] if self._path.is_dir() else []
+
+    def folder(self, name: str) -> LocalFolder:
+        return LocalFolder(self._path)
+
+
+def _unread(folder: Folder) -> UnreadInfo:
+    text = "its index is being read for the first time"
+    return UnreadInfo(folder.name, folder.url, "partial", step_of(folder.name), error=text)
+
+
+def _id(*parts: str) -> str:
+    text = "\0".join(parts).encode("utf-8", "surrogateescape")
+    return hashlib.blake2s(text, digest_size=6).hexdigest()
+
+
+def _run(given: str | Path | RunStore) -> Run:
+    if not isinstance(given, (str, Path)) or "://" in str(given):
+        store = open_run(given) if not isinstance(given, Path) else open_run(str(given))
+        name = store.url.rstrip("/").rpartition("/")[2] or store.url
+        return Run(_id(store.url), visible(name), Path(store.url), store, store.url)
+    path = Path(given).absolute()
+    store = _SingleCheckpoint(path) if catalog.is_checkpoint(path) else open_run(path)
+    return Run(_id(str(path)), visible(path.name or str(path)), path, store, "")
+
+
+class Library:
+    """Runs by id, checkpoints by id, and what they hold.
+
+    Args:
+        paths: directories of runs or of single checkpoints, URLs of runs, or stores of runs.
+        clock: a monotonic clock in seconds.
+        cache: results of earlier reads; None takes the user's own cache directory.
+        policies: the retention policies of the runs, if they are known.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path | RunStore],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        cache: Cache | None = None,
+        policies: Sequence[Policy] = (),
+    ) -> None:
+        found = [_run(path) for path in paths]
+        self.runs = tuple({run.id: run for run in found}.values())
+        self.cache = cache or Cache()
+        self.policies = tuple(policies)
+        self._reader = IndexReader(self.cache)
+        self._studies = LruStatCache(6)
+        self.watches: dict[str, RunWatcher] = {}
+        for run in self.runs:
+            inspect = partial(self.inspect_directory, run)
+            self.watches[run.id] = RunWatcher(run.store, inspect, clock=clock, on_scanned=self.cache.flush)
+        self._directories: dict[str, tuple[Run, str]] = {}
+        self._lists: dict[str, tuple[list[CheckpointInfo], list[tuple[str, CheckpointInfo]]]] = {}
+
+    def inspect_directory(self, run: Run, name: str) -> DirectoryState:
+        """Returns what a directory is; a large index that was not read before is given to another process."""
+        folder = run.store.folder(name)
+        self._directories[_id(str(run.path), name)] = (run, name)
+        modified = folder.modified_ns()
+        try:
+            return DirectoryState(self._look(run, folder), modified)
+        except StillReading:
+            return DirectoryState(_unread(folder), None)
+        except OSError as error:  # of a mounted or remote store
+            return DirectoryState(CheckpointInfo(name, folder.url, "foreign", step_of(name), error=f"{error}"), None)
+
+    def _look(self, run: Run, folder: Folder) -> CheckpointInfo:
+        return catalog.read_info_or_corrupt(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
+
+    def run(self, run_id: str) -> Run:
+        """Returns the run of an id.
+
+        Raises:
+            NotFound: there is none.
+        """
+        for run in self.runs:
+            if run.id == run_id:
+                return run
+        raise NotFound("There is no such run here.")
+
+    def checkpoints(self, run: Run, *, wait: float = 0.0) -> list[tuple[str, CheckpointInfo]]:
+        """Returns the checkpoints of a run found so far with their ids, newest first; see `RunWatcher.progress`."""
+        watch = self.watches[run.id]
+        watch.refresh(wait=wait)
+        watch.inspect([info.name for info in watch.infos if isinstance(info, UnreadInfo)])
+        infos, kept = watch.infos, self._lists.get(run.id)
+        if kept is None or kept[0] is not infos:
+            kept = self._lists[run.id] = (infos, [(_id(str(run.path), info.name), info) for info in infos])
+        return kept[1]
+
+    def checkpoint(self, checkpoint_id: str) -> tuple[Run, CheckpointInfo]:
+        """Returns the checkpoint of an id, as it is now.
+
+        Raises:
+            NotFound: there is none.
+            StillReading: its index is being read for the first time.
+        """
+        if checkpoint_id not in self._directories:
+            self._find_directory(checkpoint_id)
+        if checkpoint_id not in self._directories:
+            raise NotFound("There is no such checkpoint here; it may have been removed.")
+        run, name = self._directories[checkpoint_id]
+        folder = run.store.folder(name)
+        if folder.modified_ns() is None:
+            raise NotFound("This checkpoint is gone.")
+        info = self._look(run, folder)
+        listed = next((one for one in self.watches[run.id].infos if one.name == info.name), info)
+        if listed.save_id == info.save_id:  # its place among the others is known from the list only
+            info = msgspec.structs.replace(info, sequence=listed.sequence, abandoned=listed.abandoned)
+        return run, info
+
+    def _find_directory(self, checkpoint_id: str) -> None:
+        """Searches an id among directories that were not inspected yet: a link may be older than this server."""
+        for run in self.runs:
+            for name in run.store.names():
+                found = _id(str(run.path), name)
+                if found == checkpoint_id:
+                    self._directories[found] = (run, name)
+
+    def unread(self, url: str) -> tuple[str, Run, CheckpointInfo]:
+        """Returns the checkpoint in a folder whose index is still being read, with what is known without the index.
+
+        Raises:
+            NotFound: there is none.
+        """
+        for checkpoint_id, (run, name) in list(self._directories.items()):
+            if PurePath(url).name == name and (folder := run.store.folder(name)).url == url:
+                return checkpoint_id, run, _unread(folder)
+        raise NotFound("This checkpoint is gone.")
+
+    def _folder_of(self, info: CheckpointInfo) -> tuple[Run | None, Folder]:
+        for run in self.runs:
+            if (folder := run.store.folder(info.name)).url == info.path:
+                return run, folder
+        return None, LocalFolder(info.path)
+
+    def outline(self, info: CheckpointInfo) -> Outline:
+        """Returns the tree of a checkpoint.
+
+        Raises:
+            StillReading: its index is being read for the first time.
+            CheckpointError: the index cannot be read.
+        """
+        run, folder = self._folder_of(info)
+        entry = folder.entries().get(INDEX_NAME)
+        if entry is None:
+            raise CheckpointNotFound(visible(folder.url), expected=f"a checkpoint ({INDEX_NAME})", found="none")
+        found: Any = self._reader.outline(run.url if run else "", folder, entry)
+        return found
+
+    def study(self, info: CheckpointInfo) -> TimingReport:
+        """Returns the timings of a checkpoint, with what is computed from them.
+
+        Raises:
+            CheckpointError: there are none, or they cannot be read.
+        """
+        _, folder = self._folder_of(info)
+        if info.save_id is None or info.leaves is None:
+            return TimingReport(catalog.read_timings(folder))
+        entry = folder.entries().get(timings_name(info.save_id), DirectoryEntry(-1, 0))
+        key = (folder.url, info.save_id)
+        return self._studies.get_or_read(
+            key, entry, lambda: TimingReport(catalog.read_timings(folder, save_id=info.save_id))
+        )
+
+    @staticmethod
+    def is_run(run: Run) -> bool:
+        """Whether it is a run, and not a checkpoint that was given by itself."""
+        return not isinstance(run.store, _SingleCheckpoint)
+
+    def summary_cache(self, run: Run) -> catalog.StatCache:
+        """Returns the cache with which `catalog` inspects directories of a run."""
+        return _SummaryCache(self.cache, self._reader, run)
+
+    def close(self) -> None:
+        """Ends the processes that read indexes, and writes the cache."""
+        self._reader.close()
+        self.cache.close()
+
+
+class _SummaryCache:
+    """The cache that `catalog` uses. A large index is never decoded in the server: its summary is in its table."""
+
+    def __init__(self, cache: Cache, reader: IndexReader, run: Run) -> None:
+        self._cache, self._reader, self._run = cache, reader, run
+
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
+        if key[1] != "summary" or not is_large(entry) or not entry.regular:
+            return self._cache.get_or_read(key, entry, read)
+        from_table: Any = partial(self._read_summary, key[0], entry)
+        return self._cache.get_or_read(key, entry, from_table)
+
+    def _read_summary(self, url: str, entry: DirectoryEntry) -> catalog.Summary:
+        folder = self._run.store.folder(PurePath(url).name)
+        return self._reader.outline(self._run.url, folder, entry).summary

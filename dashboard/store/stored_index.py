@@ -1,0 +1,275 @@
+"""Reads the SQLite file of an index: an `Outline` and an `Index` whose parts are read when they are used.
+
+Memory grows with the size of a result, not with the number of leaves. Objects may be shared between threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, overload
+
+import msgspec
+
+from treeckpt.core.analysis.node_table import NodeRecord
+from treeckpt.core.analysis.outline import OutlineRow
+from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
+from treeckpt.core.tree.nesting import SplitStructure
+from treeckpt.core.tree.structure import Structure
+from treeckpt.errors import MismatchError
+from treeckpt.runs.catalog import Summary
+
+from .index_table import LEAVES, NAMES, NODES, StoredLeaf
+
+__all__ = ["StoredIndex", "StoredOutline"]
+
+_NODES = msgspec.msgpack.Decoder(list[NodeRecord])
+_BLOCK = msgspec.json.Decoder(list[StoredLeaf])
+_KEPT = 256
+"""Decoded blocks that stay in memory."""
+MAX_FOUND = 50_000
+"""Nodes whose row stays in memory."""
+
+
+class _ConnectionPool:
+    """Connections to one file; each is used by one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        self._free: list[sqlite3.Connection] = []
+        with self.connection():
+            pass
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[sqlite3.Connection]:
+        try:
+            connection = self._free.pop()
+        except IndexError:
+            connection = sqlite3.connect(self._address, uri=True, check_same_thread=False)
+            connection.execute("PRAGMA cache_size = -4096")
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        self._free.append(connection)
+
+    def part(self, name: str) -> bytes:
+        with self.connection() as connection:
+            return connection.execute("SELECT data FROM part WHERE name = ?", (name,)).fetchone()[0]
+
+    def close(self) -> None:
+        while self._free:
+            self._free.pop().close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Entries(Sequence[Leaf]):
+    """The leaves by number, decoded in blocks."""
+
+    def __init__(self, pool: _ConnectionPool, count: int, index: Index) -> None:
+        self._pool, self._count, self._specs = pool, count, index.specs
+        self._block = lru_cache(_KEPT)(self._read)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> Leaf: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Leaf]: ...
+    def __getitem__(self, at: int | slice) -> Leaf | Sequence[Leaf]:
+        if isinstance(at, slice):
+            return [self[n] for n in range(self._count)[at]]
+        number = range(self._count)[at]
+        return self._block(number // LEAVES)[number % LEAVES]
+
+    def _read(self, block: int) -> list[Leaf]:
+        with self._pool.connection() as connection:
+            [data] = connection.execute("SELECT data FROM leaf WHERE block = ?", (block,)).fetchone()
+        return self._decode(block, data)
+
+    def _decode(self, block: int, data: bytes) -> list[Leaf]:
+        found: list[Leaf] = []
+        for number, (path, record, ranks) in enumerate(_BLOCK.decode(data), block * LEAVES):
+            spec = None if isinstance(record, (ValueRecord, PerRankValues)) else self._specs[record.spec]
+            found.append(Leaf(number, path, record, ranks, spec))
+        return found
+
+    def __iter__(self) -> Iterator[Leaf]:
+        with self._pool.connection() as connection:
+            for block, data in connection.execute("SELECT block, data FROM leaf ORDER BY block"):
+                yield from self._decode(block, data)
+
+
+class _Records(Sequence[LeafRecord]):
+    """The records of the leaves."""
+
+    def __init__(self, entries: _Entries) -> None:
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, at: int) -> LeafRecord: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[LeafRecord]: ...
+    def __getitem__(self, at: int | slice) -> LeafRecord | Sequence[LeafRecord]:
+        found = self._entries[at]
+        return found.record if isinstance(found, Leaf) else [leaf.record for leaf in found]
+
+    def __iter__(self) -> Iterator[LeafRecord]:
+        return (leaf.record for leaf in self._entries)
+
+
+class StoredIndex(Index, frozen=True, dict=True):
+    """An index whose leaves and structure are read when they are used."""
+
+    @classmethod
+    def open(cls, pool: _ConnectionPool) -> StoredIndex:
+        """Opens the index of a file."""
+        head = msgspec.json.decode(pool.part("head"), type=Index)
+        entries: Any = _Entries(pool, int(pool.part("count")), head)
+        fields = {name: getattr(head, name) for name in head.__struct_fields__}
+        index = cls(**{**fields, "leaves": _Records(entries)})
+        vars(index).update(pool=pool, entries=entries)
+        return index
+
+    @cached_property
+    def structure(self) -> Structure:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The structure of the tree, decoded as a whole."""
+        return msgspec.json.decode(vars(self)["pool"].part("structure"), type=SplitStructure).whole()
+
+
+class StoredOutline:
+    """The tree of an index in a file, with the methods of `core.analysis.outline.Outline`.
+
+    Raises:
+        sqlite3.Error: the file was not written by `index_table`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._pool = _ConnectionPool(path)
+        self.index: Index = StoredIndex.open(self._pool)
+        self._found: dict[str, tuple[OutlineRow, int]] = {}
+        self._block = lru_cache(_KEPT)(self._read)
+
+    def _read(self, block: int) -> list[NodeRecord]:
+        with self._pool.connection() as connection:
+            [data] = connection.execute("SELECT data FROM node WHERE block = ?", (block,)).fetchone()
+        return _NODES.decode(data)
+
+    def _nodes(self, start: int, stop: int) -> list[NodeRecord]:
+        """Returns the nodes with numbers from `start` to `stop`."""
+        first = start - start % NODES
+        blocks = [self._block(number // NODES) for number in range(first, stop, NODES)]
+        return list(chain.from_iterable(blocks))[start - first : stop - first]
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What lists of checkpoints show."""
+        return msgspec.json.decode(self._pool.part("summary"), type=Summary)
+
+    def _find(self, name: str) -> tuple[OutlineRow, int]:
+        """Returns a node and the number of its first child."""
+        if (kept := self._found.get(name)) is not None:
+            return kept
+        at, path, [node] = "", "", self._nodes(0, 1)
+        for step in name.split(".") if name else ():
+            _, _, _, child, children, *_ = node
+            if not (step.isascii() and step.isdigit() and len(step) < 10) or int(step) >= children:
+                raise _no_node(name)
+            [node] = self._nodes(child + int(step), child + int(step) + 1)
+            at, path = _joined(at, step, "."), _joined(path, node[0], "/")
+        return _row(node, at, path), node[3]
+
+    def row(self, name: str = "") -> OutlineRow:
+        """Returns one node.
+
+        Raises:
+            MismatchError: there is no such node.
+        """
+        return self._find(name)[0]
+
+    def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[OutlineRow]:
+        """Returns the children of a node from position `start` on, at most `count`.
+
+        Raises:
+            MismatchError: there is no such node.
+        """
+        node, child = self._find(name)
+        start, stop = min(start, node.children), min(start + count, node.children)
+        found = self._nodes(child + start, child + stop)
+        above, path = node.node + "." if node.node else "", node.path + "/" if node.path else ""
+        rows = [_row(one, f"{above}{at}", path + one[0]) for at, one in enumerate(found, start)]
+        if len(self._found) > MAX_FOUND:
+            self._found.clear()
+        # after a node, its children are requested
+        self._found.update((row.node, (row, one[3])) for row, one in zip(rows, found, strict=True) if row.children)
+        return rows
+
+    def node_at(self, path: str) -> OutlineRow | None:
+        """Returns the node with this path, None if there is none."""
+        names: list[str] = []
+        [node] = self._nodes(0, 1)
+        for step in path.split("/") if path else ():
+            _, _, _, child, children, *_ = node
+            number = self._number_of(step, child, child + children)
+            if number is None:
+                return None
+            names.append(str(number - child))
+            [node] = self._nodes(number, number + 1)
+        return self._find(".".join(names))[0]
+
+    def _number_of(self, key: str, start: int, stop: int) -> int | None:
+        """Returns the number of the node with this key among those from `start` to `stop`."""
+        select = "SELECT block, data FROM node WHERE block BETWEEN ? AND ? AND instr(data, ?) ORDER BY block"
+        bounds = (start // NODES, (stop - 1) // NODES, key.encode("utf-8", "surrogatepass"))
+        with self._pool.connection() as connection:
+            for block, data in connection.execute(select, bounds):
+                for number, node in enumerate(_NODES.decode(data), block * NODES):
+                    if node[0] == key and start <= number < stop:
+                        return number
+        return None
+
+    def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
+        """Returns leaves from number `start` on whose path contains every word of `text` and the next start, if any."""
+        words = sorted(text.casefold().split(), key=len, reverse=True)
+        found: list[Leaf] = []
+        for number in self._matches(words, start):
+            if len(found) == count:
+                return found, number
+            found.append(self.index.entries[number])
+        return found, None
+
+    def _matches(self, words: Sequence[str], start: int) -> Iterator[int]:
+        start = min(start, len(self.index.entries))
+        with self._pool.connection() as connection:
+            blocks = connection.execute("SELECT block, text FROM name WHERE block >= ? ORDER BY block",
+                                        (start // NAMES,))  # fmt: skip
+            for block, text in blocks:
+                if not all(word in text for word in words):
+                    continue
+                for number, name in enumerate(text.split("\n"), block * NAMES):
+                    if number >= start and all(word in name for word in words):
+                        yield number
+
+
+def _joined(path: str, key: str, separator: str) -> str:
+    return f"{path}{separator}{key}" if path else key
+
+
+def _row(found: NodeRecord, node: str, path: str) -> OutlineRow:
+    key, kind, cls, _, children, first, leaves, nbytes = found
+    return OutlineRow(node, key, path, kind, cls, children, first, leaves, nbytes)
+
+
+def _no_node(name: str) -> MismatchError:
+    return MismatchError(name[:80], expected="the positions of a node in the tree", found="no such node")

@@ -1,0 +1,139 @@
+"""The data of the charts of one save, in columns: the waterfall, the heat map, and the trace for Perfetto."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from treeckpt.core.analysis.perfetto import encode_trace
+from treeckpt.core.analysis.profile import WAITING_PHASES
+from treeckpt.core.analysis.timing_report import TimingReport
+from treeckpt.runs.catalog import CheckpointInfo
+
+from ..store.library import Library, NotFound
+from .model import group_rows, groupings
+
+__all__ = ["HeatData", "WaterfallData", "heat_data", "trace_of", "waterfall_data"]
+
+TICKS = 4_000_000
+"""Units into which the time of a save is divided, so that columns are short integers."""
+
+
+class WaterfallData(msgspec.Struct, frozen=True):
+    """Every span of a save in columns, sorted by rank; times in units of `unit` seconds."""
+
+    unit: float
+    total: int
+    phases: list[str]
+    waiting: list[bool]
+    ranks: list[int]
+    counts: list[int]
+    """Number of spans of each rank."""
+    busy: list[int]
+    """Own work of each rank."""
+    blocked: list[int | None]
+    """When the call of each rank returned."""
+    phase: list[int]
+    start: list[int]
+    length: list[int]
+    lane: list[int]
+    nbytes: list[int]
+    critical: list[list[int]]
+    """[position of the rank, start, length] of each stretch."""
+    stragglers: list[int]
+
+
+class HeatData(msgspec.Struct, frozen=True):
+    """The heat map in columns; times in units of `unit` seconds."""
+
+    by: str
+    phases: list[str]
+    waiting: list[bool]
+    unit: float
+    labels: list[str]
+    medians: list[int]
+    """Time of the median rank, by phase."""
+    times: list[list[int]]
+    """Time of each row, by phase; -1 if there is none."""
+    slowest: list[list[int]]
+    """The rank that took the time, by phase and row; empty if the rows are ranks."""
+
+
+def waterfall_data(library: Library, checkpoint_id: str) -> WaterfallData:
+    """Returns every span of a save.
+
+    Raises:
+        NotFound: there is no such checkpoint.
+        CheckpointError: it has no timings.
+    """
+    _, study = _studied(library, checkpoint_id)
+    profile, spans, origin = study.profile, study.spans, study.profile.start_ns
+    unit = max(1, (profile.stop_ns - origin) // TICKS)
+    ranks = [rank.rank for rank in profile.ranks]
+    place = {rank: number for number, rank in enumerate(ranks)}
+    return WaterfallData(
+        unit=unit / 1e9,
+        total=(profile.stop_ns - origin) // unit,
+        phases=list(spans.names),
+        waiting=[name in WAITING_PHASES for name in spans.names],
+        ranks=ranks,
+        counts=np.diff(study.edges).tolist(),
+        busy=[rank.busy_ns // unit for rank in profile.ranks],
+        blocked=[None if r.blocked_ns is None else (r.blocked_ns - origin) // unit for r in profile.ranks],
+        phase=spans.name.tolist(),
+        start=((spans.start - origin) // unit).tolist(),
+        length=((spans.stop - spans.start) // unit).tolist(),
+        lane=study.lanes.tolist(),
+        nbytes=spans.nbytes.tolist(),
+        critical=[
+            [place[s.rank], (s.start_ns - origin) // unit, (s.stop_ns - s.start_ns) // unit] for s in study.critical
+        ],
+        stragglers=sorted({straggler.rank for straggler in study.stragglers}),
+    )
+
+
+def heat_data(library: Library, checkpoint_id: str, by: str) -> HeatData:
+    """Returns the time of every rank, or group of ranks, in every phase.
+
+    Raises:
+        NotFound: there is no such checkpoint.
+        CheckpointError: it has no timings.
+    """
+    info, study = _studied(library, checkpoint_id)
+    by, matrix, labels = group_rows(study, groupings(library, info, study), by)
+    unit = max(1, (study.profile.stop_ns - study.profile.start_ns) // TICKS)
+    medians = {phase.name: phase.median_ns for phase in study.profile.phases}
+    return HeatData(
+        by=by,
+        phases=list(matrix.phases),
+        waiting=[name in WAITING_PHASES for name in matrix.phases],
+        unit=unit / 1e9,
+        labels=list(labels),
+        medians=[medians[name] // unit for name in matrix.phases],
+        times=np.where(matrix.times < 0, -1, matrix.times // unit).T.tolist(),
+        slowest=[] if by == "rank" else matrix.slowest.T.tolist(),
+    )
+
+
+def trace_of(library: Library, checkpoint_id: str) -> tuple[str, bytes]:
+    """Returns a file name and the save as a trace for Perfetto.
+
+    Raises:
+        NotFound: there is no such checkpoint.
+        CheckpointError: it has no timings.
+    """
+    _, study = _studied(library, checkpoint_id)
+    return f"trace.{study.timings.save_id}.json", encode_trace(study.timings)
+
+
+def _studied(library: Library, checkpoint_id: str) -> tuple[CheckpointInfo, TimingReport]:
+    """Returns a checkpoint and its timings.
+
+    Raises:
+        NotFound: there is no such checkpoint.
+        CheckpointError: it has no timings.
+    """
+    _, info = library.checkpoint(checkpoint_id)
+    if info.status == "foreign":
+        raise NotFound("This is no checkpoint.")
+    return info, library.study(info)

@@ -1,0 +1,265 @@
+"""The page of the timing of one save: phases, ranks, spans, stragglers, the critical path and the heat map's table.
+
+Times are seconds from the start of the save. Names of phases and hosts are as stored; the template escapes them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import msgspec
+
+from treeckpt.core.analysis.critical_path import CriticalSegment
+from treeckpt.core.analysis.profile import WAITING_PHASES, PhaseTime, RankTime, SaveProfile
+from treeckpt.core.analysis.stragglers import PhaseMatrix, RankGrouping, Straggler, group_phase_matrix, rank_groupings
+from treeckpt.core.analysis.timing_report import TimingReport
+from treeckpt.core.format.records import Index
+from treeckpt.core.text import visible
+from treeckpt.errors import TreeckptError
+from treeckpt.runs.catalog import CheckpointInfo
+
+from ..pages.checkpoints import CheckpointRow, checkpoint_row
+from ..store.library import Library
+
+__all__ = ["TimingPage", "group_rows", "groupings", "timing_page"]
+
+RANKS = 32
+"""Ranks listed on one page."""
+STRAGGLERS = 50
+"""Stragglers listed on the page, the worst first."""
+
+
+class PhaseRow(msgspec.Struct, frozen=True):
+    """One phase over all ranks."""
+
+    name: str
+    ranks: int
+    median: float
+    longest: float
+    slowest: int
+    nbytes: int
+    rate: float | None
+    """Bytes per second over the longest time."""
+    waiting: bool
+    """Whether ranks mostly wait for other ranks in it."""
+
+
+class RankRow(msgspec.Struct, frozen=True):
+    """The save of one rank."""
+
+    rank: int
+    seconds: float
+    busy: float
+    nbytes: int
+    slowdown: float
+    """Its own work, as a multiple of the median rank's."""
+    blocked: float | None
+    """Seconds until its call returned; None if that was the end of the save."""
+
+
+class SpanRow(msgspec.Struct, frozen=True):
+    """One span of one rank."""
+
+    name: str
+    rank: int
+    start: float
+    seconds: float
+    nbytes: int
+    rate: float | None
+    depth: int
+    lane: int
+
+
+class StragglerRow(msgspec.Struct, frozen=True):
+    """A rank that is much slower than the others."""
+
+    rank: int
+    at: int
+    """Its position among the ranks."""
+    phase: str
+    """Empty if the time is all of its own work."""
+    seconds: float
+    median: float
+    times: float | None
+    """The time as a multiple of the median rank's; None if that is zero."""
+    score: float | None
+    """Modified z-score; None if the other ranks do not differ at all."""
+
+
+class CriticalRow(msgspec.Struct, frozen=True):
+    """A stretch of the critical path."""
+
+    rank: int
+    phase: str
+    start: float
+    seconds: float
+    share: float
+    """Share of the time of the whole save."""
+
+
+class HeatRow(msgspec.Struct, frozen=True):
+    """One row of the heat map: the time in each phase, None if there is none, and the rank that took it."""
+
+    label: str
+    seconds: list[float | None]
+    slowest: list[int]
+
+
+class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
+    """The timing of one save; without timings only `checkpoint` and `problem` are set."""
+
+    checkpoint: CheckpointRow
+    problem: str | None = None
+    """Why there is nothing to show."""
+    error: str | None = None
+    """What the save failed with."""
+    seconds: float = 0.0
+    blocked: float | None = None
+    """Seconds until the last rank's call returned; None if the save was not in the background."""
+    rate: float | None = None
+    slowest: int | None = None
+    slowdown: float = 1.0
+    world: int = 0
+    start: int = 0
+    next: int | None = None
+    phases: list[PhaseRow] = []
+    ranks: list[RankRow] = []
+    spans: list[SpanRow] = []
+    stragglers: list[StragglerRow] = []
+    straggling: int = 0
+    """Number of all stragglers, of which the worst are listed."""
+    critical: list[CriticalRow] = []
+    groups: list[str] = []
+    """How ranks can be grouped: by host, and by the names of mesh dimensions."""
+    by: str = "rank"
+    columns: list[str] = []
+    """The phases of the heat map."""
+    heat: list[HeatRow] = []
+    rows: int = 0
+    """Number of rows of the whole heat map."""
+
+
+def timing_page(library: Library, checkpoint_id: str, start: int, by: str) -> TimingPage:
+    """Returns the timing of a save, also of a failed one, with the spans of ranks from position `start` on.
+
+    Args:
+        by: the rows of the heat map: "rank", or one of the page's groups.
+    """
+    run, info = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, run, info)
+    if info.status == "foreign":
+        return TimingPage(checkpoint=row, problem="This is no checkpoint.")
+    try:
+        study = library.study(info)
+    except TreeckptError as error:
+        return TimingPage(checkpoint=row, problem=visible(str(error)))
+    return _timing_page(row, study, groupings(library, info, study), start, by)
+
+
+def groupings(library: Library, info: CheckpointInfo, study: TimingReport) -> tuple[RankGrouping, ...]:
+    """Returns the groupings of ranks of a save: by host, and by mesh dimension if its index is still there."""
+    index: Index | None = None
+    if info.leaves is not None:
+        index = library.outline(info).index
+        index = index if index.save_id == study.timings.save_id else None
+    return rank_groupings(study.timings.world, study.timings.hosts, index)
+
+
+def group_rows(study: TimingReport, groups: Sequence[RankGrouping], by: str) -> tuple[str, PhaseMatrix, Sequence[str]]:
+    """Returns the grouping of the heat map, its rows and their labels; an unknown grouping falls back to ranks."""
+    for group in groups:
+        if group.name == by:
+            return by, *group_phase_matrix(study.matrix, group)
+    return "rank", study.matrix, [f"rank {rank}" for rank in study.matrix.ranks.tolist()]
+
+
+def _timing_page(
+    row: CheckpointRow, study: TimingReport, groups: Sequence[RankGrouping], start: int, by: str
+) -> TimingPage:
+    profile = study.profile
+    picked = profile.ranks[start : start + RANKS]
+    by, matrix, labels = group_rows(study, groups, by)
+    shown = slice(start, start + RANKS) if by == "rank" else slice(0, 100)
+    origin = profile.start_ns
+    return TimingPage(
+        checkpoint=row,
+        problem=None if profile.ranks else "The timings of this save hold no spans.",
+        error=visible(study.timings.error) if study.timings.error else None,
+        seconds=profile.seconds,
+        blocked=None if profile.blocked_ns is None else (profile.blocked_ns - origin) / 1e9,
+        rate=profile.nbytes / profile.seconds if profile.nbytes and profile.seconds else None,
+        slowest=profile.slowest,
+        slowdown=profile.slowdown,
+        world=len(profile.ranks),
+        start=start,
+        next=start + RANKS if start + RANKS < len(profile.ranks) else None,
+        phases=[_phase_row(phase) for phase in profile.phases],
+        ranks=[_rank_row(rank, profile.median_ns, origin) for rank in picked],
+        spans=_span_rows(study, start, start + len(picked)),
+        stragglers=[_straggler_row(straggler, profile) for straggler in study.stragglers[:STRAGGLERS]],
+        straggling=len(study.stragglers),
+        critical=[_critical_row(stretch, origin, profile.seconds) for stretch in study.critical],
+        groups=[group.name for group in groups],
+        by=by,
+        columns=list(matrix.phases),
+        heat=_heat_rows(matrix, labels, shown),
+        rows=len(labels),
+    )
+
+
+def _phase_row(phase: PhaseTime) -> PhaseRow:
+    seconds = phase.longest_ns / 1e9
+    rate = phase.nbytes / phase.ranks / seconds if phase.nbytes and seconds > 0 else None
+    median, waiting = phase.median_ns / 1e9, phase.name in WAITING_PHASES
+    return PhaseRow(phase.name, phase.ranks, median, seconds, phase.slowest, phase.nbytes, rate, waiting)
+
+
+def _rank_row(rank: RankTime, median: int, origin: int) -> RankRow:
+    slowdown = rank.busy_ns / median if median else 1.0
+    blocked = None if rank.blocked_ns is None else (rank.blocked_ns - origin) / 1e9
+    return RankRow(rank.rank, (rank.stop_ns - rank.start_ns) / 1e9, rank.busy_ns / 1e9, rank.nbytes, slowdown, blocked)
+
+
+def _straggler_row(straggler: Straggler, profile: SaveProfile) -> StragglerRow:
+    times, score = straggler.times, straggler.score
+    return StragglerRow(
+        straggler.rank,
+        bisect_left(profile.ranks, straggler.rank, key=lambda rank: rank.rank),
+        straggler.phase,
+        straggler.ns / 1e9,
+        straggler.median_ns / 1e9,
+        times if math.isfinite(times) else None,
+        score if math.isfinite(score) else None,
+    )
+
+
+def _critical_row(stretch: CriticalSegment, origin: int, total: float) -> CriticalRow:
+    seconds = (stretch.stop_ns - stretch.start_ns) / 1e9
+    start = (stretch.start_ns - origin) / 1e9
+    return CriticalRow(stretch.rank, stretch.phase, start, seconds, seconds / total if total else 0.0)
+
+
+def _heat_rows(matrix: PhaseMatrix, labels: Sequence[str], shown: slice) -> list[HeatRow]:
+    return [
+        HeatRow(label, [None if ns < 0 else ns / 1e9 for ns in times], slowest)
+        for label, times, slowest in zip(
+            labels[shown], matrix.times[shown].tolist(), matrix.slowest[shown].tolist(), strict=True
+        )
+    ]
+
+
+def _span_rows(study: TimingReport, first: int, last: int) -> list[SpanRow]:
+    """Returns the spans of the ranks at positions `first` to `last` of the profile."""
+    if first >= last:
+        return []
+    spans, origin = study.spans, study.profile.start_ns
+    part = slice(int(study.edges[first]), int(study.edges[last]))
+    columns = (spans.name, spans.rank, spans.start, spans.stop, spans.nbytes, spans.depth, study.lanes)
+    rows: list[SpanRow] = []
+    for name, rank, start, stop, nbytes, depth, lane in zip(*(c[part].tolist() for c in columns), strict=True):
+        seconds = (stop - start) / 1e9
+        rate = nbytes / seconds if nbytes and seconds > 0 else None
+        rows.append(SpanRow(spans.names[name], rank, (start - origin) / 1e9, seconds, nbytes, rate, depth, lane))
+    return rows

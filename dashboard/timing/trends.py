@@ -1,0 +1,57 @@
+"""The page of trends: how saves of a run changed from step to step."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..pages.checkpoints import PAGE
+from ..store.library import Library
+
+__all__ = ["TrendsPage", "trends_page"]
+
+
+class TrendsPage(msgspec.Struct, frozen=True):
+    """The saves of a run by step, oldest first, in columns; the rows from `start` to `next` are also a table."""
+
+    run: str
+    name: str
+    ids: list[str]
+    step: list[int]
+    seconds: list[float | None]
+    blocked: list[float | None]
+    nbytes: list[int]
+    rate: list[float | None]
+    dedupe: list[float | None]
+    """Bytes written, as a share of the bytes that all ranks held together."""
+    world: list[int]
+    start: int
+    next: int | None
+
+
+def trends_page(library: Library, run_id: str, start: int) -> TrendsPage:
+    """Returns the complete checkpoints of a run that have a step, sorted by step.
+
+    Args:
+        start: the first row of the page's table.
+
+    Raises:
+        NotFound: there is no such run.
+    """
+    run = library.run(run_id)
+    found = [(i, c) for i, c in library.checkpoints(run) if c.status == "complete" and c.step is not None]
+    found.sort(key=lambda pair: (pair[1].step or 0, pair[1].created_ns or 0))
+    infos = [info for _, info in found]
+    return TrendsPage(
+        run=run.id,
+        name=run.name,
+        ids=[checkpoint_id for checkpoint_id, _ in found],
+        step=[info.step or 0 for info in infos],
+        seconds=[info.seconds for info in infos],
+        blocked=[info.blocked_seconds for info in infos],
+        nbytes=[info.nbytes or 0 for info in infos],
+        rate=[info.nbytes / info.seconds if info.nbytes and info.seconds else None for info in infos],
+        dedupe=[info.nbytes / info.held_nbytes if info.nbytes and info.held_nbytes else None for info in infos],
+        world=[info.world or 0 for info in infos],
+        start=start,
+        next=start + PAGE if start + PAGE < len(found) else None,
+    )

@@ -1,0 +1,156 @@
+"""The ASGI application: the routes of all rooms, static files, errors as answers, and the checks around them."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sqlite3
+from collections.abc import AsyncIterator, Collection, Sequence
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from treeckpt.core.analysis.retention_policy import Policy
+from treeckpt.errors import TreeckptError
+from treeckpt.io.storage.bucket import check_path
+
+from ..checkpoint import routes as checkpoint_routes
+from ..compare import routes as compare_routes
+from ..compare.diff import Comparisons
+from ..pages.answers import describe_responses, json_response
+from ..pages.checkpoints import loading_page
+from ..pages.parameters import library_of
+from ..pages.render import render, templates
+from ..runs import routes as runs_routes
+from ..runs.live import SaveRates
+from ..runs.model import CursorError
+from ..runs.policy_text import KeepError
+from ..runs.routes import NotModified
+from ..store.cache import Cache, default_directory
+from ..store.index_reader import StillReading
+from ..store.library import Library, NotFound
+from ..timing import routes as timing_routes
+from .security import LOOPBACK_HOSTS, Guard
+
+__all__ = ["create_app"]
+
+
+def create_app(
+    runs: Sequence[str | Path],
+    *,
+    token: str | None = None,
+    root_path: str = "",
+    allowed_hosts: Collection[str] = LOOPBACK_HOSTS,
+    cache: str | Path | None = None,
+    policies: Sequence[Policy] = (),
+) -> FastAPI:
+    """Creates the dashboard of these runs as an ASGI application.
+
+    Args:
+        runs: directories of runs or of single checkpoints, or URLs of runs.
+        token: the token that clients must send; None requires none.
+        root_path: the path under which a proxy serves the dashboard.
+        allowed_hosts: Host headers that are answered, with or without a port, compared exactly.
+        cache: the cache directory; None takes the user's own.
+        policies: the retention policies of the runs, if they are known.
+
+    Raises:
+        ValueError: the cache would be inside a run.
+    """
+    _check_cache(cache, runs)
+    root = "/" + root_path.strip("/") if root_path.strip("/") else ""
+    app = FastAPI(
+        title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json", lifespan=_lifespan
+    )
+    app.state.library = Library(runs, cache=Cache(cache), policies=policies)
+    app.state.comparisons = Comparisons(app.state.library)
+    app.state.boot = secrets.token_hex(8)
+    app.state.save_rates = SaveRates()
+    app.state.templates = templates()
+    rooms = (runs_routes, checkpoint_routes, compare_routes, timing_routes)
+    for room in rooms:
+        app.include_router(room.api)
+        app.include_router(room.pages)
+    describe_responses(app, [room.api for room in rooms])
+    app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
+    app.add_exception_handler(NotFound, _on_not_found)
+    app.add_exception_handler(StillReading, _on_still_reading)
+    app.add_exception_handler(NotModified, _on_not_modified)
+    app.add_exception_handler(KeepError, _on_invalid_text)
+    app.add_exception_handler(CursorError, _on_invalid_text)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
+    # hostile numbers raise ArithmeticError, hostile depth RecursionError, a full disk OSError or sqlite3.Error
+    for kind in (TreeckptError, OSError, ArithmeticError, RecursionError, sqlite3.Error):
+        app.add_exception_handler(kind, _on_unreadable)
+    app.add_middleware(Guard, hosts=allowed_hosts, token=token, root_path=root)
+    return app
+
+
+def _check_cache(cache: str | Path | None, runs: Sequence[str | Path]) -> None:
+    """Raises ValueError if the cache would be inside a run: a run is never written to."""
+    directory = Path(cache) if cache is not None else default_directory()
+    for run in runs:
+        check_path(str(run))
+        if "://" not in str(run) and directory.resolve().is_relative_to(Path(run).resolve()):
+            raise ValueError(f"the cache {directory} would be inside the run {run}; give another one with --cache")
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    app.state.library.close()
+
+
+# errors as answers ----------------------------------------------------------------------------------------------------
+
+
+def _is_api(request: Request) -> bool:
+    return request.scope["path"].startswith("/api/")
+
+
+def _error_answer(request: Request, status: int, text: str) -> Response:
+    if _is_api(request):
+        return json_response({"error": text}, status)
+    return render(request, "error.html", {"status": status, "text": text}, status)
+
+
+def _on_still_reading(request: Request, error: Exception) -> Response:
+    """Answers at once with the progress, for a large index that is read for the first time."""
+    assert isinstance(error, StillReading), "the handler is registered for this class"
+    page = loading_page(library_of(request), error.url, error.progress)
+    if _is_api(request):
+        return json_response({"loading": page.progress}, 202, {"Retry-After": "1"})
+    return render(request, "loading.html", page)
+
+
+def _on_not_found(request: Request, error: Exception) -> Response:
+    return _error_answer(request, 404, str(error))
+
+
+def _on_not_modified(request: Request, error: Exception) -> Response:
+    assert isinstance(error, NotModified), "the handler is registered for this class"
+    return Response(status_code=304, headers={"ETag": error.tag})
+
+
+def _on_invalid_text(request: Request, error: Exception) -> Response:
+    return _error_answer(request, 422, str(error))
+
+
+def _on_http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    return _error_answer(request, status, "There is no such page." if status == 404 else "This cannot be answered.")
+
+
+def _on_invalid_parameters(request: Request, error: Exception) -> Response:
+    problems = error.errors() if isinstance(error, RequestValidationError) else []
+    return _error_answer(request, 422, "; ".join(f"{p['loc'][-1]}: {p['msg']}" for p in problems))
+
+
+def _on_unreadable(request: Request, error: Exception) -> Response:
+    """Answers for a checkpoint that was replaced, or found to be damaged, after it was listed."""
+    return _error_answer(request, 404, f"This cannot be read: {error}")

@@ -1,0 +1,142 @@
+"""Starts the server, and prints the address to open."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import ipaddress
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+import uvicorn
+
+from treeckpt.errors import TreeckptError
+
+from ..runs.policy_text import parse_keep
+from .app import create_app
+from .connections import HEAD_SECONDS, protocol_of
+from .security import LOOPBACK_HOSTS
+
+__all__ = ["ServeError", "is_loopback", "serve"]
+
+MIN_TOKEN = 12
+"""Characters of a token."""
+MAX_HEAD = 32 << 10
+"""Bytes of the request line and headers of a request."""
+
+
+class ServeError(Exception):
+    """The server cannot start with these arguments."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return False
+
+
+def serve(
+    runs: Sequence[str | Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8265,
+    token: str | None = None,
+    root_path: str = "",
+    allowed_hosts: Sequence[str] = (),
+    cache: str | Path | None = None,
+    keep: str = "",
+    head_seconds: float = HEAD_SECONDS,
+    started: Callable[[str], None] | None = None,
+) -> int:
+    """Serves until interrupted; returns the exit code.
+
+    Args:
+        port: 0 takes a free one.
+        token: an empty one is replaced by a random one; None requires none, which only loopback addresses allow.
+        allowed_hosts: Host headers to answer besides those of the address itself.
+        cache: the cache directory; None takes the user's own.
+        keep: the retention policies of the runs, as in `runs.policy_text`.
+        head_seconds: seconds in which a client has to send the request line and headers.
+        started: is called with the address to open, once connections are accepted.
+
+    Raises:
+        ServeError: another machine can reach the address and there is no token, the address is not available, or an
+            argument is not valid.
+    """
+    if token is None and not is_loopback(host):
+        raise ServeError(f"{host} is reachable from other machines: give --token as well")
+    if token is not None and 0 < len(token) < MIN_TOKEN:
+        raise ServeError(f"a token needs at least {MIN_TOKEN} characters; leave it empty for a random one")
+    token = secrets.token_urlsafe(24) if token == "" else token
+    hosts = {*LOOPBACK_HOSTS, *_own_names(host), *allowed_hosts}
+    try:
+        app = create_app(
+            runs, token=token, root_path=root_path, allowed_hosts=hosts, cache=cache, policies=parse_keep(keep)
+        )
+    except (ValueError, TreeckptError) as error:
+        raise ServeError(str(error)) from error
+    listening = _listen(host, port)
+    port = listening.getsockname()[1]
+    address = _address(host, port, token)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=15,
+        http=protocol_of(head_seconds),
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD,
+        timeout_graceful_shutdown=3,
+    )
+    # threads that read directories and indexes must not delay answers: by default each runs for 5 ms at a time
+    sys.setswitchinterval(0.001)
+    with listening:
+        _announce(address, host, port)
+        if started is not None:
+            started(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host.strip("[]"), port))
+        listening.listen(128)  # from now on connections wait for the server instead of being refused
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise ServeError(f"{host}:{port} cannot be listened on: {error}") from error
+    return listening
+
+
+def _own_names(host: str) -> set[str]:
+    name = f"[{host.strip('[]')}]" if ":" in host else host
+    return {name, socket.gethostname()} if not is_loopback(host) else {name}
+
+
+def _address(host: str, port: int, token: str | None) -> str:
+    unspecified = host in ("0.0.0.0", "::")
+    name = socket.gethostname() if unspecified else f"[{host.strip('[]')}]" if ":" in host else host
+    return f"http://{name}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
+
+
+def _announce(address: str, host: str, port: int) -> None:
+    print(f"treeckpt dashboard: {address}", flush=True)
+    if is_loopback(host):
+        print(
+            f"from another machine: ssh -L {port}:127.0.0.1:{port} {getpass.getuser()}@{socket.gethostname()}",
+            flush=True,
+        )
+    if sys.stdout.isatty():
+        print("Ctrl-C ends it.", flush=True)

@@ -1,0 +1,74 @@
+"""The page of disk usage, and the metrics."""
+
+import re
+
+import pytest
+
+from tests.dashboard.helpers import page, under_way
+from tests.large import write_many
+from tests.samples import START_NS, write_mixed_run
+from treeckpt.runs.disk_growth import Growth, days_until, growth_of
+
+
+def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
+    write_many(tmp_path / "run", 6)
+    client = serve(tmp_path / "run")
+    size = page(client).json()["run"]["checkpoints"][0]["nbytes"]
+    usage = client.get("/api/v1/usage", params={"keep": "last:2 every:300"}).json()
+    [run] = usage["runs"]
+    assert usage["nbytes"] == run["nbytes"] == 6 * size and run["statuses"] == {"complete": 6 * size}
+    assert {r["reason"]: (r["steps"], r["nbytes"], r["alone"]) for r in run["reasons"]} == {
+        "newest": (1, size, 0),
+        "one of the last 2": (2, 2 * size, size),
+        "a multiple of 300 steps": (2, 2 * size, size),
+    }
+    assert [row["name"] for row in run["rows"]] == [f"step_{n:08d}" for n in (100, 200, 400)]
+    assert run["removals"] == 3 and run["freed"] > 3 * size  # headers and records go too
+    assert run["per_day"] == pytest.approx(size * 86_400 / 60) and run["between"] == 60
+    assert run["days"] == pytest.approx(run["disk_free"] / run["per_day"]) and run["days_after"] > run["days"]
+    assert len(list((tmp_path / "run").iterdir())) == 6
+    html = client.get("/usage", params={"keep": "last:2 every:300"}).text
+    assert "step_00000100" in html and "would free" in html
+    assert "No policies are named" in client.get("/usage").text
+
+
+def test_usage_of_bad_directories_and_of_single_checkpoints(serve, tmp_path):
+    write_mixed_run(tmp_path / "run")
+    client = serve(tmp_path / "run", tmp_path / "run" / "step_00000200")
+    first, second = client.get("/api/v1/usage?keep=last:1").json()["runs"]
+    assert {row["name"] for row in first["rows"]} == {"step_00000100", "step_00000400"}, (
+        "what no policy keeps, and failed"
+    )
+    assert first["problem"] is None
+    assert any("corrupt" in row["reason"] for row in first["left"])
+    assert "by itself" in second["problem"] and client.get("/usage").status_code == 200
+
+
+def test_growth_is_of_the_newest_saves():
+    day = 86_400 * 10**9
+    assert growth_of([(0, 5), (day, 10), (2 * day, 30)]) == Growth(3, 20.0, 86_400.0)
+    assert growth_of([(n * day, n) for n in range(100)], count=2) == Growth(2, 99.0, 86_400.0)
+    assert growth_of([]) is None is growth_of([(5, 1)]) and growth_of([(5, 1), (5, 1)]) is None
+    assert days_until(100, Growth(2, 50.0, 1.0)) == 2 and days_until(100, None) is None
+    assert days_until(100, Growth(2, 0.0, 1.0)) is None
+
+
+def test_metrics_are_prometheus_text_with_bounded_labels(serve, tmp_path):
+
+    write_mixed_run(tmp_path / 'a"b\\c')
+    under_way(tmp_path / 'a"b\\c' / "step_00000007", [(500, "write")])
+    answer = serve(tmp_path / 'a"b\\c').get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    seen = {}
+    for line in answer.text.splitlines():
+        if not line.startswith("#"):
+            assert re.fullmatch(
+                r'treeckpt_[a-z_]+(\{[a-z]+="([^"\\]|\\.)*"(,[a-z]+="[a-z]+")*\})? -?[0-9.e+]+', line
+            ), line
+            name, value = line.rsplit(" ", 1)
+            seen[name.replace('run="a\\"b\\\\c"', "R")] = float(value)
+    assert seen['treeckpt_checkpoints{R,status="complete"}'] == 2
+    assert seen['treeckpt_checkpoints{R,status="saving"}'] == 1
+    assert seen["treeckpt_newest_step{R}"] == 200 and seen["treeckpt_save_written_bytes{R}"] == 500
+    assert seen["treeckpt_runs"] == 1 and seen["treeckpt_newest_timestamp_seconds{R}"] == START_NS / 1e9 + 200
+    assert answer.text.count("# TYPE") == answer.text.count("# HELP")

@@ -1,0 +1,78 @@
+"""The cache directory: damaged, not writable, too large, never inside a run."""
+
+import os
+
+import pytest
+
+from tests.dashboard.helpers import client_of
+from tests.large import large_index
+from tests.samples import write_run
+from treeckpt.io.storage.run_store import DirectoryEntry
+from treeckpt_dashboard.store.cache import Cache, default_directory, key_of
+from treeckpt_dashboard.store.index_table import build_table
+from treeckpt_dashboard.web.app import create_app
+
+pytestmark = pytest.mark.usefixtures("low_bar")
+
+
+@pytest.mark.parametrize("name", ["summaries.db", "*.sqlite"])
+def test_a_damaged_cache_is_made_again(tmp_path, name):
+    write_run(tmp_path / "run", steps=(1,))
+    first = client_of(tmp_path / "run", tmp_path / "cache")
+    with first:
+        [run] = first.get("/api/v1/runs").json()["runs"]
+        at = f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}/tree"
+        wanted = first.get(at).json()
+    [file] = (tmp_path / "cache").glob(f"*/{name}")
+    file.write_bytes(b"garbage" * 5000)
+    second = client_of(tmp_path / "run", tmp_path / "cache")
+    assert second.get("/api/v1/runs").json()["runs"][0]["checkpoints"][0]["status"] == "complete"
+    assert second.get(at).json() == wanted
+
+
+def test_a_cache_that_cannot_be_written_is_made_elsewhere(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = Cache(tmp_path / "file")
+    assert cache.directory.is_dir() and tmp_path not in cache.directory.parents
+
+
+def test_the_cache_is_never_inside_a_run(tmp_path):
+    with pytest.raises(ValueError, match="inside the run"):
+        create_app([tmp_path], cache=tmp_path / "cache")
+
+
+def test_a_run_is_never_written_to(tmp_path):
+    write_run(tmp_path / "run", steps=(1, 2))
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    client = client_of(tmp_path / "run", tmp_path / "cache")
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    for row in run["checkpoints"]:
+        for page in ("", "/files", "/timing", "/leaves/0"):
+            assert client.get(f"/checkpoints/{row['id']}{page}").status_code == 200
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
+
+
+def test_the_least_used_tables_go_first(tmp_path):
+    cache, index = Cache(tmp_path, limit=1), large_index(4)
+    for n, key in enumerate("abc"):
+        build_table(index, cache.table(key))
+        os.utime(cache.table(key), (n, n))
+    one = (cache.directory / "a.sqlite").stat().st_size
+    for n, key in enumerate("abc"):
+        os.utime(cache.directory / f"{key}.sqlite", (n, n))
+    Cache(tmp_path, limit=one * 2).tidy()
+    assert sorted(p.name for p in cache.directory.glob("*.sqlite")) == ["b.sqlite", "c.sqlite"]
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path))
+    assert default_directory() == tmp_path
+    monkeypatch.delenv("TREECKPT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert default_directory() == tmp_path / "treeckpt"
+
+
+def test_another_file_has_another_key():
+    entries = [DirectoryEntry(1, 2, 3), DirectoryEntry(2, 2, 3), DirectoryEntry(1, 3, 3), DirectoryEntry(1, 2, 4)]
+    assert len({key_of(url, entry) for url in ("a", "b") for entry in entries}) == 8

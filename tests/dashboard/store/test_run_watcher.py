@@ -1,0 +1,133 @@
+"""The list of a run is kept up to date: what is inspected again, and what requests wait for."""
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from tests.background import until
+from tests.large import write_many
+from treeckpt.core.format.file_names import PIN_NAME
+from treeckpt.io.storage.run_store import LocalFolder, LocalRun, MemoryRun, modified_times
+from treeckpt.runs import catalog
+from treeckpt_dashboard.runs.model import runs_page
+from treeckpt_dashboard.store.library import Library
+from treeckpt_dashboard.store.watch import RunWatcher
+
+
+def test_only_what_may_have_changed_is_looked_at_again(tmp_path):
+    write_many(tmp_path / "run", 200)
+    now, looked = [0.0], []
+    library = Library([tmp_path / "run"])
+    run = library.runs[0]
+
+    def look(name):
+        looked.append(name)
+        return library.inspect_directory(run, name)
+
+    watch = RunWatcher(run.store, look, clock=lambda: now[0])
+    watch.refresh(wait=300)
+    assert sorted(looked) == sorted(run.store.names()) and looked[0] == "step_00020000"
+    version, looked[:] = watch.version, []
+    watch.refresh(wait=300)
+    assert looked == []  # fresh still
+    now[0] = 2.0
+    (tmp_path / "run" / "step_00000100" / PIN_NAME).write_bytes(b"{}")
+    watch.refresh(wait=300)
+    assert looked[-1] == "step_00000100" and len(looked) <= 65 and watch.version == version + 1
+    assert watch.infos[-1].pinned
+    now[0] = 4.0
+    (tmp_path / "run" / "step_00000100").rename(tmp_path / "gone")
+    watch.refresh(wait=300)
+    assert len(watch.infos) == 199
+
+
+def test_the_first_look_shows_how_far_it_is_and_does_not_block(tmp_path, monkeypatch):
+    import threading
+
+    write_many(tmp_path / "run", 30)
+    library, gate, seen = Library([tmp_path / "run"]), threading.Event(), []
+    run = library.runs[0]
+
+    def look(name):
+        seen.append(name)
+        if len(seen) > 10:
+            gate.wait(300)
+        return library.inspect_directory(run, name)
+
+    library.watches[run.id] = RunWatcher(run.store, look)
+    with monkeypatch.context() as patch:
+        patch.setattr("treeckpt_dashboard.store.watch.SOON", 0.3)
+        runs_page(library)
+        assert until(lambda: len(seen) > 10)  # and now it stands still
+        part = runs_page(library).runs[0]
+    assert (part.scan.complete, part.total, part.scan.total) == (False, 10, 30) and part.newest_step == 3000
+    gate.set()
+    library.watches[run.id].refresh(wait=300)
+    part = runs_page(library).runs[0]
+    assert part.scan.complete and part.total == 30
+
+
+def test_a_full_page_is_shown_while_the_rest_is_looked_at(tmp_path):
+    import threading
+
+    for step in range(1, 141):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    library, gate, seen = Library([tmp_path]), threading.Event(), []
+    run = library.runs[0]
+
+    def look(name):
+        seen.append(name)
+        if len(seen) > 120:
+            gate.wait(30)
+        return library.inspect_directory(run, name)
+
+    watch = library.watches[run.id] = RunWatcher(run.store, look)
+    while len(watch.infos) < 100:
+        watch.refresh()
+    assert watch.infos[0].step == 140 and not watch.progress.complete and len(watch.infos) <= 120
+    gate.set()
+    watch.refresh(wait=300)
+    assert len(watch.infos) == 140 and watch.progress.complete
+
+
+def test_a_shard_that_is_cut_short_later_is_found_in_the_end(tmp_path):
+    write_many(tmp_path / "run", 3)
+    now = [0.0]
+    library = Library([tmp_path / "run"], clock=lambda: now[0])
+    assert runs_page(library).runs[0].complete == 3
+    shard = next((tmp_path / "run" / "step_00000200").glob("shard*"))
+    with open(shard, "r+b") as file:
+        file.truncate(100)
+    now[0] = 2.0
+    assert runs_page(library).runs[0].statuses == {"complete": 2, "corrupt": 1}
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_changes_of_a_run_are_those_of_its_folders(tmp_path, kind):
+    if kind == "local":
+        write_many(tmp_path / "run", 3)
+        (tmp_path / "run" / ".hidden").mkdir()
+        (tmp_path / "run" / "note").write_text("x")
+        (tmp_path / "run" / "lost").symlink_to(tmp_path / "nowhere")
+        (tmp_path / "run" / "link").symlink_to(tmp_path / "run" / "step_00000100")
+        run = LocalRun(tmp_path / "run")
+    else:
+        run = MemoryRun("changes")
+        run.folder("a").store.publish("x", b"1", replace=True)
+    assert modified_times(run) == {name: run.folder(name).modified_ns() for name in run.names()} != {}
+
+
+def test_a_list_never_calls_a_checkpoint_corrupt_that_is_replaced_while_it_is_looked_at(tmp_path, monkeypatch):
+    path = tmp_path / "step_00000001"
+    tc.save(path, {"w": np.ones(1000)})
+    entries, times = LocalFolder.entries, [1]
+
+    def replaced(self):
+        found = entries(self)
+        if times[0]:
+            times[0] -= 1
+            tc.save(path, {"w": np.zeros(1000)}, overwrite=True)
+        return found
+
+    monkeypatch.setattr(LocalFolder, "entries", replaced)
+    assert catalog.read_info(path).status == "complete"

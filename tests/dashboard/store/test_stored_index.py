@@ -1,0 +1,175 @@
+"""An index in SQLite answers as the index itself does, node by node and leaf by leaf."""
+
+import shutil
+import sqlite3
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.large import large_index
+from tests.samples import gpt_state, write_checkpoint
+from treeckpt.core.analysis.node_table import node_records
+from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.format.byte_map import extents_in_file, layout_of, locate_chunks
+from treeckpt.core.format.records import AliasRecord, ValueRecord
+from treeckpt.core.tree.flatten import PerRank
+from treeckpt.core.tree.structure import DictNode, ListNode
+from treeckpt.errors import FormatError, MismatchError
+from treeckpt.runs.catalog import read_index, summarize_index
+from treeckpt_dashboard.store.index_table import build_table
+from treeckpt_dashboard.store.stored_index import StoredOutline
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """The outline of an index in memory, and in a file."""
+    folder = tmp_path_factory.mktemp("stored")
+    tree = gpt_state(layers=4)
+    tree |= {"odd": {"": 1, "~": 2, "a/b": 3, 7: PerRank({"x": [1, 2]}), "new\nline": (None, "é")}}
+    index = write_checkpoint(folder / "c", tree)
+    index = read_index(folder / "c")
+    summary = build_table(index, folder / "c.sqlite")
+    assert summary == summarize_index(index)
+    return Outline(index), StoredOutline(folder / "c.sqlite")
+
+
+def names(outline):
+    todo, found = [""], []
+    while todo:
+        found.append(todo.pop())
+        todo += [row.node for row in outline.children(found[-1], count=1000)]
+    return found
+
+
+def test_every_node_reads_the_same(both):
+    memory, stored = both
+    everything = names(memory)
+    assert names(stored) == everything and len(everything) > 200
+    for name in everything:
+        assert stored.row(name) == memory.row(name)
+        assert stored.children(name, count=1000) == memory.children(name, count=1000)
+        assert stored.children(name, start=1, count=2) == memory.children(name, start=1, count=2)
+        assert stored.node_at(memory.row(name).path) == memory.node_at(memory.row(name).path)
+
+
+def test_every_leaf_is_found_with_its_bytes(both):
+    memory, stored = both
+    assert len(stored.index.entries) == len(memory.index.entries)
+    assert list(stored.index.entries) == list(memory.index.entries)
+    assert list(stored.index.leaves) == list(memory.index.leaves)
+    for leaf in memory.index.entries:
+        assert stored.index.entries[leaf.number] == leaf
+        assert locate_chunks(stored.index, leaf) == locate_chunks(memory.index, leaf)
+        assert layout_of(stored.index, leaf) == layout_of(memory.index, leaf)
+    for file in memory.index.file_list:
+        assert extents_in_file(stored.index, file) == extents_in_file(memory.index, file)
+
+
+def test_the_rest_of_the_index_is_the_same(both):
+    memory, stored = both
+    assert stored.index.structure == memory.index.structure
+    for field in memory.index.__struct_fields__:
+        if field != "leaves":
+            assert getattr(stored.index, field) == getattr(memory.index, field)
+    assert stored.summary == summarize_index(memory.index) and stored.index.nbytes == memory.index.nbytes
+
+
+WORDS = ["model", "layers.1", "QKV", "weight", "exp", "3", "~", "zzz", "line"]
+
+
+@given(words=st.lists(st.sampled_from(WORDS), max_size=3), start=st.integers(0, 400), count=st.integers(1, 60))
+def test_searches_find_the_same_leaves(both, words, start, count):
+    memory, stored = both
+    assert stored.search(" ".join(words), start=start, count=count) == memory.search(
+        " ".join(words), start=start, count=count
+    )
+
+
+@pytest.mark.parametrize("name", ["9", "0.9999", "-1", "0..1", "²", "0.0.0", "99999999999", "x" * 2000])
+def test_nodes_that_are_none_are_refused(both, name):
+    for outline in both:
+        with pytest.raises(MismatchError):
+            outline.row(name)
+
+
+def test_pages_past_the_end_are_empty(both):
+    _, stored = both
+    assert stored.children("", start=10**30) == [] and stored.search("model", start=10**30) == ([], None)
+    assert stored.node_at("model/nothing") is None and stored.node_at("nothing/at/all") is None
+
+
+def test_a_tree_that_is_one_leaf(tmp_path):
+    write_checkpoint(tmp_path / "c", np.zeros((4, 4), np.float32))
+    index = read_index(tmp_path / "c")
+    build_table(index, tmp_path / "t")
+    stored = StoredOutline(tmp_path / "t")
+    assert stored.row() == Outline(index).row() and stored.children() == [] and stored.node_at("") == stored.row()
+
+
+def test_more_bytes_than_64_bits_hold_are_refused_and_leave_nothing(tmp_path):
+    index = large_index(40)
+    big = msgspec.structs.replace(index.specs[0], shape=(1 << 30, 1 << 29))
+    bad = msgspec.structs.replace(index, specs=(big, index.specs[1]))
+    with pytest.raises(FormatError, match="2\\*\\*63"):
+        build_table(bad, tmp_path / "t")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_none_of_ours_are_refused(tmp_path):
+    (tmp_path / "t").write_bytes(b"nothing" * 1000)
+    with pytest.raises(sqlite3.Error):
+        StoredOutline(tmp_path / "t")
+
+
+def test_an_open_table_may_be_deleted(both, tmp_path):
+    memory, _ = both
+    build_table(memory.index, tmp_path / "t")
+    stored = StoredOutline(tmp_path / "t")
+    shutil.rmtree(tmp_path)
+    assert stored.children() == memory.children()
+
+
+@settings(max_examples=30)
+@given(st.recursive(st.none(), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.integers(), inner,
+                    max_size=4), max_leaves=30))  # fmt: skip
+def test_any_tree_is_numbered_so_that_children_stand_side_by_side(shape):
+    def build(node):
+        if node is None:
+            return None
+        if isinstance(node, list):
+            return ListNode(tuple(build(child) for child in node))
+        return DictNode(tuple(node), tuple(build(child) for child in node.values()))
+
+    count = sum(1 for _ in _leaves(shape))
+    index = msgspec.structs.replace(large_index(4), structure=build(shape), leaves=(ValueRecord(1),) * count)
+    nodes, outline = list(node_records(index)), Outline(index)
+
+    def walk(number, name):
+        key, kind, cls, child, children, first, leaves, nbytes = nodes[number]
+        row = outline.row(name)
+        assert (key, kind, cls, children, first, leaves, nbytes) == (
+            row.key, row.kind, row.cls, row.children, row.first, row.leaves, row.nbytes,
+        )  # fmt: skip
+        return 1 + sum(walk(child + n, f"{name}.{n}" if name else str(n)) for n in range(children))
+
+    assert walk(0, "") == len(nodes)
+
+
+def _leaves(shape):
+    if shape is None:
+        yield shape
+    else:
+        for child in shape.values() if isinstance(shape, dict) else shape:
+            yield from _leaves(child)
+
+
+def test_ties_count_where_they_were_written(tmp_path):
+    index = large_index(40)
+    alias = AliasRecord(0, 0)
+    tied = msgspec.structs.replace(index, leaves=(index.leaves[0], alias, *index.leaves[2:]))
+    build_table(tied, tmp_path / "t")
+    rows = StoredOutline(tmp_path / "t").children("0", count=2)
+    assert rows[0].nbytes == 64 * 64 * 4 and rows[1].nbytes == 0

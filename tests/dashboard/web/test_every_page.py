@@ -1,0 +1,60 @@
+"""Every page answers as HTML, with relative links, and never with an error of the server."""
+
+from fastapi.routing import APIRoute
+
+
+def test_every_page_answers_as_html(client, ids):
+    at = f"/checkpoints/{ids['step_00000700']}"
+    for path in (
+        "/",
+        at,
+        f"{at}?node=0",
+        f"{at}?q=qkv",
+        f"{at}/leaves/0",
+        f"{at}/files",
+        f"{at}/files/0",
+        f"{at}/timing",
+    ):
+        page = client.get(path)
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html"), path
+        assert "<script>" not in page.text and "style=" not in page.text and "http://" not in page.text
+
+
+def test_addresses_are_relative_at_every_depth_and_work_under_a_root_path(run, serve):
+    import re
+    from urllib.parse import urljoin
+
+    client = serve(run, root_path="/proxy/8265")
+    [found] = client.get("/api/v1/runs").json()["runs"]
+    at = f"checkpoints/{found['checkpoints'][0]['id']}"
+    for path in ("", f"runs/{found['id']}", at, f"{at}/leaves/3", f"{at}/files/0"):
+        for prefix in ("/", "/proxy/8265/"):  # a proxy may take its prefix off, or not
+            page = client.get(prefix + path)
+            assert page.status_code == 200
+            for link in re.findall(r'(?:href|src)="([^"#?]+)', page.text):
+                assert not link.startswith("/"), link
+                target = urljoin(f"http://host{prefix}{path}", link)
+                assert target.startswith(f"http://host{prefix}"), (prefix, path, link)
+                assert client.get(target.removeprefix("http://host")).status_code == 200, (prefix, path, link)
+
+
+def test_the_schema_lists_every_api_route_and_nothing_else(client):
+    schema = client.get("/api/v1/openapi.json").json()
+    assert all(path.startswith("/api/v1/") for path in schema["paths"])
+    shown = {path.removeprefix("/api/v1") for path in schema["paths"]}
+    drawn = {route.path for route in client.app.routes if isinstance(route, APIRoute) and not route.include_in_schema}
+    assert drawn - {"/", "/metrics"} <= shown, "a page without its JSON"
+    assert all(set(methods) == {"get"} for methods in schema["paths"].values())
+    assert client.get("/docs").status_code == 404 and client.get("/redoc").status_code == 404
+
+
+def test_no_question_is_answered_with_an_error_of_the_server(asked):
+    odd = ["", "-1", "0", "1e9", "9" * 18, "'", "\u202e", "a/../b", "*" * 400, "0.0.0", ",", ":"]
+    for value in odd:
+        for rest, name in [
+            ("/reshard", "mesh"), ("/reshard", "place"), ("/treemap", "node"), ("/folds", "node"), ("/leaves", "q"),
+            ("/leaves", "larger"), ("/leaves/0/peek", "at"), ("/leaves/0/peek", "rows"), ("/leaves/0", "region"),
+            ("/files/0/checksums", "start"), ("/snippet", "path"),
+        ]:  # fmt: skip
+            response = asked.client.get(f"/api/v1{asked.page}{rest}", params={name: value})
+            assert response.status_code in (200, 404, 422), (rest, name, value)
