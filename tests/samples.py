@@ -19,14 +19,16 @@ from treeckpt.core.format.index import INDEX_NAME, encode_index, encode_manifest
 from treeckpt.core.format.records import FileTable, Index, file_table
 from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
-from treeckpt.core.planning.plan import FilePlan, place, plan_save
 from treeckpt.core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
+from treeckpt.core.planning.save_plan import FilePlan, plan_save
+from treeckpt.core.planning.stream_order import assign_offsets
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import Layout, Mesh, MeshLayout, Replicate, Shard, StridedShard
-from treeckpt.core.sharding.write_assignment import assign
+from treeckpt.core.sharding.write_assignment import assign_writers
 from treeckpt.core.tree.flatten import PerRank, flatten
-from treeckpt.core.tree.spec import ArraySpec, Value, encode_value
+from treeckpt.core.tree.spec import ArraySpec
+from treeckpt.core.tree.value_codec import Value, encode_value
 
 MESH = Mesh((2, 2), encode_runs(range(4)), ("dp", "tp"))
 START_NS = 1_750_000_000_000_000_000
@@ -127,8 +129,8 @@ def write_checkpoint(
     plenum = merge_rank_trees([RankClass(encode_runs(range(world)), inventory)], world)
     numbered = array_leaves(plenum)
     arrays = [leaf for _, leaf in numbered]
-    shares = assign(arrays)
-    chunks, _ = place(arrays, shares, world)
+    shares = assign_writers(arrays)
+    chunks, _ = assign_offsets(arrays, shares, world)
     placed = {number: at for (number, _), at in zip(numbered, chunks, strict=True)}
     values = {
         path: encode_value(leaf, path) for (path, leaf), (_, a) in zip(leaves, described, strict=True) if a is None

@@ -11,7 +11,7 @@ from treeckpt.core.analysis.profile import profile_of, span_lanes
 from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
 from treeckpt.core.format.timings import Span, Timings
 from treeckpt.core.text import bytes_text, seconds_text, value_text, visible
-from treeckpt.core.tree.spec import Typed, encode_value
+from treeckpt.core.tree.value_codec import Typed, encode_value
 from treeckpt.errors import MismatchError
 
 

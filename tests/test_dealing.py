@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import treeckpt as tc
 from treeckpt.arrays.base import HostMemory, TargetPiece
 from treeckpt.core.format.shard_header import BLOCK, hash_block, hash_parts
-from treeckpt.core.planning.plan import Chunk, cuts
+from treeckpt.core.planning.load_plan import Chunk, split_at_multiples
 from treeckpt.core.sharding.region import Region
 from treeckpt.io.storage.store import LocalStore
 from treeckpt.loading import scatter
@@ -104,7 +104,7 @@ def test_rows_that_are_one_run_in_both_are_dealt_as_boxes_are_copied(data: st.Da
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 10), st.integers(1, 9))
 def test_cuts_lie_on_the_grid_and_cover(start: int, length: int, origin: int, step: int) -> None:
     start += origin
-    found = list(cuts(start, start + length, origin, step))
+    found = list(split_at_multiples(start, start + length, origin, step))
     assert [at for pair in found for at in range(*pair)] == list(range(start, start + length))
     assert all((low - origin) % step == 0 for low, _ in found[1:])
     assert len(found) <= length // step + 2

@@ -127,7 +127,7 @@ def test_names_of_a_file_import_nothing() -> None:
     """torch makes some of its modules when they are asked for, hundreds of others with them."""
     lines = [
         "import sys, torch, numpy, treeckpt",
-        "from treeckpt.core.tree.spec import Typed",
+        "from treeckpt.core.tree.value_codec import Typed",
         "from treeckpt.arrays.registry import decode, resolve",
         "from treeckpt.arrays.torch import torch_dtype",
         "before = set(sys.modules)",

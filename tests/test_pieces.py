@@ -17,9 +17,9 @@ import treeckpt as tc
 from tests.world import LONG, errors_of, on_ranks
 from treeckpt.arrays.base import FlatRangeArray, HostArray
 from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, among, held_by
+from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, held_by, layout_of_group
 from treeckpt.core.sharding.region import Region
-from treeckpt.core.sharding.write_assignment import held_twice
+from treeckpt.core.sharding.write_assignment import overlapping_boxes
 from treeckpt.io.comm.comm import thread_comms
 
 FULL = torch.arange(60.0).reshape(5, 4, 3)
@@ -287,7 +287,7 @@ def test_every_element_that_pieces_share_is_compared(data: st.DataObject) -> Non
     sides = st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 4), st.integers(1, 5))
     boxes = [Region((r, c), (min(h, 4 - r), min(w, 5 - c))) for r, h, c, w in data.draw(st.lists(sides, max_size=6))]
     boxes.append(Region.whole(shape))  # so that there is no gap
-    found = held_twice(shape, BoxLayout(tuple(enumerate(boxes))))
+    found = overlapping_boxes(shape, BoxLayout(tuple(enumerate(boxes))))
     seen, written = np.zeros(shape, int), np.zeros(shape, int)
     for box in found:
         assert sum(box.within(region) for region in boxes) >= 2
@@ -300,7 +300,7 @@ def test_every_element_that_pieces_share_is_compared(data: st.DataObject) -> Non
 # groups of ranks -----------------------------------------------------------------------------------------------------
 def test_a_group_sees_a_mesh_of_its_own_ranks_as_a_mesh() -> None:
     layout = MeshLayout(Mesh((2, 2), encode_runs([4, 6, 5, 7]), ("a", "b")), (Replicate(), Shard(0)))
-    seen = among(layout, (8, 3), (7, 6, 5, 4))
+    seen = layout_of_group(layout, (8, 3), (7, 6, 5, 4))
     assert isinstance(seen, MeshLayout) and seen.mesh.names == ("a", "b")
     for rank, number in {7: 0, 6: 1, 5: 2, 4: 3}.items():
         assert held_by(seen, (8, 3), number) == held_by(layout, (8, 3), rank)
@@ -308,7 +308,7 @@ def test_a_group_sees_a_mesh_of_its_own_ranks_as_a_mesh() -> None:
 
 def test_a_group_sees_its_part_of_a_larger_mesh_as_pieces() -> None:
     layout = MeshLayout(Mesh((2, 2), encode_runs([0, 1, 2, 3])), (Replicate(), Shard(1)))
-    seen = among(layout, (4, 6), (9, 2, 3))
+    seen = layout_of_group(layout, (4, 6), (9, 2, 3))
     assert seen == BoxLayout(((1, Region((0, 0), (4, 3))), (2, Region((0, 3), (4, 3)))))
     pieces = BoxLayout(((5, Region((0,), (1,))), (2, Region((1,), (1,)))))
-    assert among(pieces, (2,), (1, 2)) == BoxLayout(((1, Region((1,), (1,))),))
+    assert layout_of_group(pieces, (2,), (1, 2)) == BoxLayout(((1, Region((1,), (1,))),))

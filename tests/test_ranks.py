@@ -28,6 +28,7 @@ from tests.world import (
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.shard_header import parse_shard_name
 from treeckpt.core.format.timings import decode_timings
+from treeckpt.core.text import seconds_text
 from treeckpt.io.comm.comm import Comm, thread_comms
 from treeckpt.io.storage.store import LocalStore, MemoryStore
 
@@ -104,7 +105,7 @@ def test_a_report_of_one_rank_does_not_pass_its_bytes_off_as_the_checkpoints() -
     store = MemoryStore()
     outcomes = on_ranks(WORLD, lambda comm: save(store, comm, 0))
     for report in (outcome.value for outcome in outcomes):
-        assert f"by {WORLD} ranks in {report.seconds:.3f} s; this rank wrote " in str(report).splitlines()[0]
+        assert f"by {WORLD} ranks in {seconds_text(report.seconds)}; this rank wrote " in str(report).splitlines()[0]
     alone = tc.save(MemoryStore(), {"a": np.arange(4)})
     assert "  32 B in " in str(alone) and "rank" not in str(alone).splitlines()[0]
 

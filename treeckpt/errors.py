@@ -1,9 +1,9 @@
-"""What can go wrong, as types.
+"""The errors that treeckpt raises.
 
     TreeckptError
     |- TreeError             the tree given to save cannot be stored: a leaf, a node or a key of an unknown kind
-    |- MismatchError         what was asked for is not what was saved: keys, shapes, dtypes, kinds
-    |- LayoutError           pieces leave a gap, stand outside their array, or are only partial sums
+    |- MismatchError         what is requested is not what was saved: keys, shapes, dtypes, kinds
+    |- LayoutError           pieces leave a gap, lie outside their array, or are only partial sums
     |- CheckpointError       the state of the files
     |  |- CheckpointNotFound   no index.json: nothing there, or a save that never finished
     |  |- CheckpointExists     the directory already holds a checkpoint
@@ -12,7 +12,7 @@
     |- StoreError            the place of the files cannot be reached, or refuses: network, credentials, permissions
     `- RankError             a rank failed or fell silent; every rank raises it
 
-Each error says four things: `path` (the leaf or file), `expected`, `found`, and `hint` (what to do next).
+Each error has four parts: `path` (the leaf or file), `expected`, `found`, and `hint` (what to do next).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TreeckptError(Exception):
         super().__init__(self._message())
 
     def add_hint(self, text: str) -> None:
-        """Says one thing more on what to do, or on how things stand."""
+        """Appends a sentence to the hint."""
         self.hint = f"{self.hint}. {text}" if self.hint else text
         self.args = (self._message(),)
 
@@ -57,7 +57,7 @@ class TreeckptError(Exception):
 
 
 def _rebuild(kind: type[TreeckptError], fields: dict[str, object]) -> TreeckptError:
-    """Errors cross process borders: pickle cannot call a constructor with keyword-only arguments."""
+    """Builds an unpickled error: pickle cannot call a constructor with keyword-only arguments."""
     error = kind.__new__(kind)
     error.__dict__.update(fields)
     Exception.__init__(error, error._message())  # pyright: ignore[reportPrivateUsage]
@@ -69,15 +69,15 @@ class TreeError(TreeckptError):
 
 
 class MismatchError(TreeckptError):
-    """The tree asked for and the tree saved differ."""
+    """The requested tree and the saved tree differ."""
 
 
 class LayoutError(TreeckptError):
-    """The pieces of an array do not make up the array."""
+    """The pieces of an array do not form the array."""
 
 
 class CheckpointError(TreeckptError):
-    """The checkpoint's files are not as they should be."""
+    """The files of a checkpoint are missing, invalid or in the way."""
 
 
 class CheckpointNotFound(CheckpointError):
@@ -85,11 +85,11 @@ class CheckpointNotFound(CheckpointError):
 
 
 class CheckpointExists(CheckpointError):
-    """A checkpoint stands where one is to be written."""
+    """The directory of a save already holds a checkpoint."""
 
 
 class FormatError(CheckpointError):
-    """Metadata of an unknown version, or such as no save of ours writes."""
+    """Metadata of an unknown version, or that no save of treeckpt writes."""
 
 
 class CorruptError(CheckpointError):
@@ -97,7 +97,7 @@ class CorruptError(CheckpointError):
 
 
 class StoreError(TreeckptError):
-    """The place of the files cannot be reached, or refuses. It says nothing of the checkpoint: try again."""
+    """The place of the files cannot be reached, or refuses. The checkpoint may be valid: try again."""
 
 
 class RankError(TreeckptError):

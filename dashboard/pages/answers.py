@@ -17,12 +17,12 @@ from fastapi.responses import Response
 
 from .checkpoints import ReadingRow
 
-__all__ = ["JsonRouter", "Loading", "Problem", "describe_responses", "json_response"]
+__all__ = ["JsonRouter", "Loading", "ErrorResponse", "describe_responses", "json_response"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Problem(msgspec.Struct, frozen=True):
+class ErrorResponse(msgspec.Struct, frozen=True):
     """Why a request has no result."""
 
     error: str
@@ -36,8 +36,8 @@ class Loading(msgspec.Struct, frozen=True):
 
 _OTHER_RESPONSES: dict[str, tuple[type, str]] = {
     "202": (Loading, "the index is still being read; request again later"),
-    "404": (Problem, "it does not exist, or it cannot be read"),
-    "422": (Problem, "a parameter is not valid"),
+    "404": (ErrorResponse, "it does not exist, or it cannot be read"),
+    "422": (ErrorResponse, "a parameter is not valid"),
 }
 
 

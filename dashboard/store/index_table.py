@@ -21,7 +21,7 @@ import msgspec
 from treeckpt.core.analysis.node_table import node_records
 from treeckpt.core.format.records import Index, LeafRecord
 from treeckpt.core.sharding.int_runs import Runs
-from treeckpt.core.tree.nesting import fold
+from treeckpt.core.tree.nesting import split_structure
 from treeckpt.runs.catalog import Summary, summarize_index
 
 __all__ = ["LEAVES", "NAMES", "NODES", "SCHEMA", "StoredLeaf", "build_table"]
@@ -97,7 +97,7 @@ def _fill(connection: sqlite3.Connection, index: Index, report: Callable[[int, i
     parts = {
         "count": str(count).encode(),
         "head": encode(head),
-        "structure": encode(fold(index.structure)),
+        "structure": encode(split_structure(index.structure)),
         "summary": encode(summary),
     }
     connection.executemany("INSERT INTO part VALUES (?, ?)", parts.items())

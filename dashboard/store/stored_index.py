@@ -18,7 +18,7 @@ import msgspec
 from treeckpt.core.analysis.node_table import NodeRecord
 from treeckpt.core.analysis.outline import OutlineRow
 from treeckpt.core.format.records import Index, Leaf, LeafRecord, PerRankValues, ValueRecord
-from treeckpt.core.tree.nesting import Folded
+from treeckpt.core.tree.nesting import SplitStructure
 from treeckpt.core.tree.structure import Structure
 from treeckpt.errors import MismatchError
 from treeckpt.runs.catalog import Summary
@@ -145,7 +145,7 @@ class StoredIndex(Index, frozen=True, dict=True):
     @cached_property
     def structure(self) -> Structure:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The structure of the tree, decoded as a whole."""
-        return msgspec.json.decode(vars(self)["pool"].part("structure"), type=Folded).whole()
+        return msgspec.json.decode(vars(self)["pool"].part("structure"), type=SplitStructure).whole()
 
 
 class StoredOutline:

@@ -34,7 +34,7 @@ from ..store.cache import Cache, default_directory
 from ..store.index_reader import StillReading
 from ..store.library import Library, NotFound
 from ..timing import routes as timing_routes
-from .security import LOOPBACK_HOSTS, Guard
+from .security import LOOPBACK_HOSTS, RequestGuard
 
 __all__ = ["create_app"]
 
@@ -87,7 +87,7 @@ def create_app(
     # hostile numbers raise ArithmeticError, hostile depth RecursionError, a full disk OSError or sqlite3.Error
     for kind in (TreeckptError, OSError, ArithmeticError, RecursionError, sqlite3.Error):
         app.add_exception_handler(kind, _on_unreadable)
-    app.add_middleware(Guard, hosts=allowed_hosts, token=token, root_path=root)
+    app.add_middleware(RequestGuard, hosts=allowed_hosts, token=token, root_path=root)
     return app
 
 

@@ -21,7 +21,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["HEADERS", "LOOPBACK_HOSTS", "Guard", "host_name"]
+__all__ = ["HEADERS", "LOOPBACK_HOSTS", "RequestGuard", "host_name"]
 
 TIMEOUT = 60.0
 """Seconds after which a request gets status 503 instead of its answer."""
@@ -60,7 +60,7 @@ def host_name(header: str) -> tuple[str, str]:
     return name.lower(), port
 
 
-class Guard:
+class RequestGuard:
     """The middleware.
 
     Args:

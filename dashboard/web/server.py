@@ -70,11 +70,7 @@ def serve(
         ServeError: another machine can reach the address and there is no token, the address is not available, or an
             argument is not valid.
     """
-    if token is None and not is_loopback(host):
-        raise ServeError(f"{host} is reachable from other machines: give --token as well")
-    if token is not None and 0 < len(token) < MIN_TOKEN:
-        raise ServeError(f"a token needs at least {MIN_TOKEN} characters; leave it empty for a random one")
-    token = secrets.token_urlsafe(24) if token == "" else token
+    token = _checked_token(token, host)
     hosts = {*LOOPBACK_HOSTS, *_own_names(host), *allowed_hosts}
     try:
         app = create_app(
@@ -105,6 +101,15 @@ def serve(
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
     return 0
+
+
+def _checked_token(token: str | None, host: str) -> str | None:
+    """Returns the token to require, a random one for an empty one; refuses short ones, and none beyond loopback."""
+    if token is None and not is_loopback(host):
+        raise ServeError(f"{host} is reachable from other machines: give --token as well")
+    if token is not None and 0 < len(token) < MIN_TOKEN:
+        raise ServeError(f"a token needs at least {MIN_TOKEN} characters; leave it empty for a random one")
+    return secrets.token_urlsafe(24) if token == "" else token
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -12,13 +12,15 @@ from treeckpt.core.format.build_index import build_index
 from treeckpt.core.format.index import encode_manifest
 from treeckpt.core.format.records import FileTable, Index, file_table
 from treeckpt.core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header
-from treeckpt.core.planning.plan import place, plan_save
 from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
+from treeckpt.core.planning.save_plan import plan_save
+from treeckpt.core.planning.stream_order import assign_offsets
 from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt.core.sharding.placements import Layout
-from treeckpt.core.sharding.write_assignment import assign
+from treeckpt.core.sharding.write_assignment import assign_writers
 from treeckpt.core.tree.flatten import PerRank, flatten
-from treeckpt.core.tree.spec import ArraySpec, StridedView, encode_value
+from treeckpt.core.tree.spec import ArraySpec, StridedView
+from treeckpt.core.tree.value_codec import encode_value
 
 SAVE_ID = "0123456789abcdef"
 DTYPES = ["float32", "bfloat16", "uint8", "bool", "complex64", "complex128", "str3", "bytes5", "datetime64[ns]", "int3"]
@@ -79,8 +81,8 @@ def save(tree, world, *, max_shard_bytes=1 << 62, metadata=None):
     plenum = merge_rank_trees([RankClass(encode_runs(range(world)), Inventory(structure, tuple(specs)))], world)
     numbered = array_leaves(plenum)
     planned = [leaf for _, leaf in numbered]
-    shares = assign(planned)
-    chunks, _ = place(planned, shares, world)
+    shares = assign_writers(planned)
+    chunks, _ = assign_offsets(planned, shares, world)
     placed = {number: at for (number, _), at in zip(numbered, chunks, strict=True)}
 
     def built(placed, files):

@@ -19,10 +19,17 @@ from treeckpt.core.sharding.placements import (
     Shard,
     StridedShard,
     held_by,
-    replicated,
+    replicated_layout,
 )
 from treeckpt.core.sharding.region import Region
-from treeckpt.core.sharding.write_assignment import ArrayLeaf, Boxes, assign, lone_writer, owners_of, writes_of
+from treeckpt.core.sharding.write_assignment import (
+    ArrayLeaf,
+    BoxOwners,
+    assign_writers,
+    owners_of,
+    single_writer,
+    writes_of,
+)
 from treeckpt.errors import LayoutError
 
 QUOTAS = pytest.mark.parametrize("bounds", [(8, 16), (64 << 10, 1 << 20)], ids=["tiny quotas", "real quotas"])
@@ -33,12 +40,12 @@ def assigned(leaves, bounds):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assign_module, "SMALL", bounds[0])
         patch.setattr(assign_module, "MIN_QUOTA", bounds[1])
-        return assign(leaves)
+        return assign_writers(leaves)
 
 
 def pieces_of(owners):
     """(rank, region) of every piece, from either form."""
-    if isinstance(owners, Boxes):
+    if isinstance(owners, BoxOwners):
         return list(owners.pieces)
     cells = itertools.product(
         *(zip(a.tolist(), b.tolist(), strict=True) for a, b in zip(owners.starts, owners.stops, strict=True))
@@ -86,11 +93,11 @@ def test_each_rank_finds_for_itself_what_the_coordinator_finds_for_all(bounds, c
 @given(st.data())
 def test_assignment_does_not_depend_on_the_rank_that_asks(data):
     leaves = data.draw(array_leaves(4))
-    assert assign(leaves) == assign(list(leaves))
+    assert assign_writers(leaves) == assign_writers(list(leaves))
 
 
 def loads(leaves, world):
-    shares = assign(leaves)
+    shares = assign_writers(leaves)
     return np.array(
         [
             sum(
@@ -108,7 +115,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 600)), min_size=
 
 @given(SIZES, st.sampled_from([2, 3, 4, 8]))
 def test_replicas_share_the_bytes_evenly(sizes, world):
-    layout = replicated(encode_runs(range(world)))
+    layout = replicated_layout(encode_runs(range(world)))
     leaves = [ArrayLeaf(f"l{i}", shape, 4, layout) for i, shape in enumerate(sizes)]
     found = loads(leaves, world)
     total = sum(leaf.nbytes for leaf in leaves)
@@ -140,16 +147,16 @@ def test_replicas_of_shards_strided_ones_too_share_one_big_array_evenly(placemen
 
 
 def test_small_arrays_are_never_cut_and_still_spread():
-    layout = replicated(encode_runs(range(4)))
+    layout = replicated_layout(encode_runs(range(4)))
     leaves = [ArrayLeaf(f"l{i}", (8192,), 4, layout) for i in range(1000)]
-    shares = assign(leaves)
+    shares = assign_writers(leaves)
     assert all(not share.cuts for share in shares)
     found = loads(leaves, 4)
     assert found.max() - found.min() <= 2 * 8192 * 4
 
 
 def test_little_data_is_written_by_one_rank():
-    layout = replicated(encode_runs(range(4)))
+    layout = replicated_layout(encode_runs(range(4)))
     leaves = [ArrayLeaf(f"l{i}", (16,), 4, layout) for i in range(10)]
     assert sorted(loads(leaves, 4).tolist()) == [0, 0, 0, 640]
 
@@ -164,14 +171,14 @@ def test_a_thousand_listed_columns_take_no_quadratic_time():
     world = 4096
     layout = BoxLayout(tuple((rank, Region((0, 2 * rank), (64, 2))) for rank in range(world)))
     leaf = ArrayLeaf("w", (64, 2 * world), 4, layout)
-    [share] = assign([leaf])
-    assert isinstance(share, Boxes) and len(share.pieces) == world
+    [share] = assign_writers([leaf])
+    assert isinstance(share, BoxOwners) and len(share.pieces) == world
 
 
 def test_a_lone_writer_is_known_only_of_uncut_replicated_arrays():
-    assert lone_writer(replicated(encode_runs([2, 5])), 1) == 5
-    assert lone_writer(MeshLayout(Mesh((2,), encode_runs([0, 1])), (Shard(0),)), 0) is None
-    assert lone_writer(BoxLayout(((0, Region((0,), (1,))),)), 0) is None
+    assert single_writer(replicated_layout(encode_runs([2, 5])), 1) == 5
+    assert single_writer(MeshLayout(Mesh((2,), encode_runs([0, 1])), (Shard(0),)), 0) is None
+    assert single_writer(BoxLayout(((0, Region((0,), (1,))),)), 0) is None
 
 
 @pytest.mark.parametrize(
@@ -190,11 +197,11 @@ def test_a_lone_writer_is_known_only_of_uncut_replicated_arrays():
 )
 def test_gaps_and_pieces_outside_of_their_array_are_refused(shape, pieces, says):
     with pytest.raises(LayoutError, match=says) as caught:
-        assign([ArrayLeaf("model/w", shape, 4, BoxLayout(tuple(pieces)))])
+        assign_writers([ArrayLeaf("model/w", shape, 4, BoxLayout(tuple(pieces)))])
     assert caught.value.path == "model/w"
 
 
 def test_placements_that_do_not_fit_name_the_leaf():
     layout = MeshLayout(Mesh((2,), encode_runs([0, 1])), (Shard(3),))
     with pytest.raises(LayoutError, match="model/w"):
-        assign([ArrayLeaf("model/w", (4,), 4, layout)])
+        assign_writers([ArrayLeaf("model/w", (4,), 4, layout)])

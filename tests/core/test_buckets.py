@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from treeckpt.arrays.threads import WorkerThreads
 from treeckpt.core.tree import row_order as module
-from treeckpt.core.tree.row_order import arrange, buckets_of, share_of
+from treeckpt.core.tree.row_order import bucket_range, buckets_of, sort_rows
 from treeckpt.core.tree.spec import TableSpec
 from treeckpt.errors import TreeError
 
@@ -43,33 +43,33 @@ def test_buckets_are_those_of_unsigned_integers(numbers, spec):
 @given(IDS, SPECS)
 def test_rows_are_ordered_by_bucket_and_unsigned_id(numbers, spec):
     ids = np.array(numbers, np.int64)
-    found = arrange(ids, spec)
+    found = sort_rows(ids, spec)
     expected = sorted(numbers, key=lambda number: (bucket_of(number, spec), number & ((1 << 64) - 1)))
     ordered = found.of(ids)
     assert ordered.tolist() == expected
     counts = np.bincount([bucket_of(number, spec) for number in numbers] or [0], minlength=spec.buckets)
     counts[0] -= not numbers
     assert np.diff(found.starts).tolist() == counts.tolist() and found.starts[0] == 0
-    assert arrange(ordered, spec).of(ordered).tolist() == expected
+    assert sort_rows(ordered, spec).of(ordered).tolist() == expected
 
 
 @given(IDS, SPECS)
 def test_ids_in_order_stay_where_they_are(numbers, spec):
     if spec.function == "u64_mod" and spec.buckets != 7 and spec.buckets != 1000:
         ids = np.array(numbers, np.int64)
-        ordered = arrange(ids, spec).of(ids)
-        assert arrange(ordered, spec).order is None
+        ordered = sort_rows(ids, spec).of(ids)
+        assert sort_rows(ordered, spec).order is None
 
 
 @pytest.mark.parametrize("low", [0, 8, 40, 63])
 @pytest.mark.parametrize("spread", [1, 1 << 16, 0x9E3779B97F4A7C15])
 def test_many_ids_are_ordered_whatever_their_bits(low, spread, monkeypatch):
     """Keys that do not fit beside their positions, alike in all the bits that do, few or all of them."""
-    monkeypatch.setattr(module, "PART", 64)
+    monkeypatch.setattr(module, "PART_SIZE", 64)
     random = np.random.default_rng(low)
     ids = random.permutation(3000).astype(np.uint64) * np.uint64(spread) + np.uint64((1 << low) - 1)
     for buckets in (1, 1 << 10, 1 << 16):
-        found = arrange(ids.view(np.int64), TableSpec("u64_mod", 1, buckets), together=WorkerThreads(2))
+        found = sort_rows(ids.view(np.int64), TableSpec("u64_mod", 1, buckets), execute=WorkerThreads(2))
         expected = np.lexsort((ids, ids % np.uint64(buckets)))
         assert found.of(ids).tolist() == ids[expected].tolist()
         if found.order is not None:
@@ -82,9 +82,9 @@ def test_duplicates_are_an_error_or_one_of_them_stays(numbers, spec, data):
     again = data.draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=9))
     ids = np.array(data.draw(st.permutations(numbers + again)), np.int64)
     with pytest.raises(TreeError, match=f"{len(set(again))} ids more than once"):
-        arrange(ids, spec)
+        sort_rows(ids, spec)
     for keep, where in (("first", min), ("last", max)):
-        found = arrange(ids, spec, keep)
+        found = sort_rows(ids, spec, keep)
         assert sorted(found.of(ids).tolist()) == sorted(numbers)
         for row, number in zip(found.order.tolist(), found.of(ids).tolist(), strict=True):
             assert row == where(np.flatnonzero(ids == number))
@@ -92,20 +92,20 @@ def test_duplicates_are_an_error_or_one_of_them_stays(numbers, spec, data):
 
 @pytest.mark.parametrize("spread", [1, 0x9E3779B97F4A7C15])
 def test_duplicates_among_many_are_found_whatever_their_bits(spread, monkeypatch):
-    monkeypatch.setattr(module, "PART", 64)
+    monkeypatch.setattr(module, "PART_SIZE", 64)
     numbers = np.random.default_rng(1).permutation(3000).astype(np.uint64) * np.uint64(spread)
     ids = np.concatenate([numbers, numbers[[5, 2999, 5]]]).view(np.int64)
     for spec in (TableSpec("u64_mod", 1, 1 << 16), TableSpec("u64_mod", 1, 1), TableSpec("splitmix64_mod", 1, 9)):
         with pytest.raises(TreeError, match="2 ids more than once"):
-            arrange(ids, spec)
-        found = arrange(ids, spec, "last")
+            sort_rows(ids, spec)
+        found = sort_rows(ids, spec, "last")
         assert len(found.order) == found.starts[-1] == 3000
         assert {2999, 5}.isdisjoint(found.order.tolist()) and {3001, 3002} <= set(found.order.tolist())
 
 
 @given(st.integers(1, 100), st.integers(1, 300))
 def test_owners_share_all_buckets_evenly(world, buckets):
-    shares = [share_of(rank, world, buckets) for rank in range(world)]
+    shares = [bucket_range(rank, world, buckets) for rank in range(world)]
     assert shares[0][0] == 0 and shares[-1][1] == buckets
     assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
     sizes = [stop - start for start, stop in shares]

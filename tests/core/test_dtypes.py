@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from treeckpt.arrays.numpy import dtype_name
-from treeckpt.core.sharding.dtypes import dtype_of, name_of
+from treeckpt.core.sharding.dtypes import dtype_of, normalize_dtype
 from treeckpt.errors import FormatError, MismatchError
 
 WIDTHS = {
@@ -82,16 +82,16 @@ def test_torch_agrees_on_width(name):
 
 @pytest.mark.parametrize("name", NUMBERS + OTHERS)
 def test_a_dtype_of_torch_has_the_name_that_we_give_it(name):
-    assert name_of(getattr(torch, name)) == name_of(f"torch.{name}") == name_of(name) == name
+    assert normalize_dtype(getattr(torch, name)) == normalize_dtype(f"torch.{name}") == normalize_dtype(name) == name
 
 
 @pytest.mark.parametrize("text", ["?", "<u2", ">i4", "f8", "c16", "M8[D]", "m8[25us]", "S5", "U7", "V3"])
 def test_a_dtype_of_numpy_has_the_name_that_its_arrays_have(text):
-    assert name_of(np.dtype(text)) == dtype_name(np.dtype(text), "")
+    assert normalize_dtype(np.dtype(text)) == dtype_name(np.dtype(text), "")
 
 
 def test_a_scalar_type_of_numpy_is_a_dtype():
-    assert [name_of(kind) for kind in (np.float32, np.int64, np.bool_)] == ["float32", "int64", "bool"]
+    assert [normalize_dtype(kind) for kind in (np.float32, np.int64, np.bool_)] == ["float32", "int64", "bool"]
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_a_scalar_type_of_numpy_is_a_dtype():
 )
 def test_what_is_no_dtype_is_refused(odd):
     with pytest.raises(MismatchError, match="dtype: expected the name of a dtype"):
-        name_of(odd)
+        normalize_dtype(odd)

@@ -27,7 +27,7 @@ def test_many_globs_mean_what_each_of_them_means(globs: list[str], path: str) ->
 @given(GLOBS, st.lists(PATHS, max_size=4))
 def test_idle_globs_are_those_that_mean_no_path(globs: list[str], paths: list[str]) -> None:
     expected = {glob for glob in globs if not any(means(glob, path) for path in paths)}
-    assert set(compile_globs(tuple(globs)).idle(paths)) == expected
+    assert set(compile_globs(tuple(globs)).unused(paths)) == expected
 
 
 def test_the_first_idle_glob_is_refused_with_what_it_may_have_meant() -> None:

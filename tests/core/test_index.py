@@ -373,7 +373,7 @@ def test_the_unchanged_index_is_not_refused():
 
 
 def test_a_deep_value_is_refused_when_it_is_read():
-    from treeckpt.core.tree.spec import decode_value
+    from treeckpt.core.tree.value_codec import decode_value
 
     index = decode_index(resealed(giant_value))
     with pytest.raises(FormatError):

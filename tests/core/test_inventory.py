@@ -14,7 +14,7 @@ from treeckpt.core.planning.rank_trees import (
     merge_rank_trees,
 )
 from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
-from treeckpt.core.sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, Shard, replicated
+from treeckpt.core.sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, Shard, replicated_layout
 from treeckpt.core.sharding.region import Region
 from treeckpt.core.tree.spec import ArraySpec, StridedView
 from treeckpt.core.tree.structure import DictNode
@@ -47,7 +47,7 @@ def array(path: str, layout: Layout | None = None, **more: object) -> LeafSpec:
 
 def test_one_class_resolves_plain_arrays_to_replicas() -> None:
     plenum = joined(((0, 1, 2, 3), {"w": array("w")}))
-    assert plenum.leaves[0].layout == replicated(encode_runs([0, 1, 2, 3]))
+    assert plenum.leaves[0].layout == replicated_layout(encode_runs([0, 1, 2, 3]))
 
 
 def test_ranks_that_lack_a_key_hold_no_replica() -> None:
@@ -110,7 +110,7 @@ def test_a_rank_that_holds_an_array_apart_undoes_a_tie() -> None:
         ((0,), {"a": array("a"), "b": array("b", alias_of="a")}), ((1,), {"a": array("a"), "b": array("b")}), world=2
     )
     assert [leaf.alias_of for leaf in plenum.leaves] == [None, None]
-    assert plenum.leaves[1].layout == replicated(encode_runs([1]))
+    assert plenum.leaves[1].layout == replicated_layout(encode_runs([1]))
 
 
 def test_other_views_of_one_base_contradict_each_other() -> None:

@@ -24,9 +24,9 @@ from treeckpt.core.sharding.placements import (
     local_shape,
     mesh_ranks,
     mesh_strides,
-    replicas,
-    replicated,
-    single,
+    replica_offsets,
+    replicated_layout,
+    single_rank_layout,
 )
 from treeckpt.core.sharding.region import Region
 from treeckpt.errors import LayoutError
@@ -82,7 +82,7 @@ def test_all_ranks_together_hold_every_element_once_per_replica(case):
     for rank in mesh_ranks(layout.mesh).tolist():
         for held in held_by(layout, shape, rank):
             counts[held.region.slices()] += 1
-    assert (counts == len(replicas(layout))).all()
+    assert (counts == len(replica_offsets(layout))).all()
 
 
 @given(laid_out())
@@ -101,7 +101,7 @@ def test_cells_cut_each_dimension_in_order_and_name_a_holder_of_each(case):
         high = tuple(int(cells.stops[i]) for cells, i in zip(dims, index, strict=True))
         position = sum(int(cells.holders[i]) for cells, i in zip(dims, index, strict=True))
         region = Region(low, tuple(b - a for a, b in zip(low, high, strict=True)))
-        for replica in replicas(layout).tolist():
+        for replica in replica_offsets(layout).tolist():
             assert region in held[int(ranks[position + replica])]
 
 
@@ -115,7 +115,7 @@ def test_coordinates_are_positions_in_the_mesh(case):
 
 
 def test_a_rank_outside_of_the_mesh_holds_nothing():
-    layout = replicated(encode_runs([3, 5]))
+    layout = replicated_layout(encode_runs([3, 5]))
     assert held_by(layout, (4,), 4) == ()
     assert coordinate_of(layout.mesh, 4) is None
     assert local_shape(layout, (4,), 4) is None
@@ -123,8 +123,8 @@ def test_a_rank_outside_of_the_mesh_holds_nothing():
 
 
 def test_one_rank_holds_all_of_a_single_layout():
-    assert [h.region for h in held_by(single(7), (2, 3), 7)] == [Region.whole((2, 3))]
-    assert held_by(single(7), (2, 3), 0) == ()
+    assert [h.region for h in held_by(single_rank_layout(7), (2, 3), 7)] == [Region.whole((2, 3))]
+    assert held_by(single_rank_layout(7), (2, 3), 0) == ()
 
 
 @given(st.data(), st.integers(1, 5))

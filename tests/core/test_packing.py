@@ -22,12 +22,12 @@ from treeckpt.core.format.chunks import BoxChunks
 from treeckpt.core.format.index import decode_index, encode_index, rebuild
 from treeckpt.core.format.index_v2 import MAX_NUMBERS, pack, unpack
 from treeckpt.core.format.shard_header import sealed
-from treeckpt.core.planning.flat_ranges import flat_boxes, most_boxes
+from treeckpt.core.planning.flat_ranges import flat_boxes, max_boxes
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
 from treeckpt.core.sharding.region import Region, flat_regions
 from treeckpt.core.tree.flatten import PerRank
-from treeckpt.core.tree.shared_subtrees import expand, leaf_count, share
+from treeckpt.core.tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees, leaf_count
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.core.tree.structure import DictNode, ListNode
 from treeckpt.errors import FormatError
@@ -152,7 +152,7 @@ def test_boxes_of_many_ranges_are_those_of_each(data: st.DataObject) -> None:
     expected = [(i, box.offset, box.shape) for i, (a, b) in enumerate(pairs) for box in flat_regions(shape, a, b)]
     found = zip(which.tolist(), map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True)
     assert list(found) == expected
-    assert all(sum(1 for i, *_ in expected if i == n) <= most_boxes(shape) for n in range(len(pairs)))
+    assert all(sum(1 for i, *_ in expected if i == n) <= max_boxes(shape) for n in range(len(pairs)))
 
 
 # subtrees -------------------------------------------------------------------------------------------------------------
@@ -160,9 +160,9 @@ def test_only_subtrees_that_are_the_very_same_are_shared() -> None:
     leaves = (None,) * 4
     same, other, floats = (DictNode(keys, leaves) for keys in ((1, 2, 3, 4), (True, 2, 3, 4), (1.0, 2, 3, 4)))
     structure = ListNode((same, other, floats, same, ListNode((other,)), None))
-    bare, shared = share(structure)
+    bare, shared = extract_shared_subtrees(structure)
     assert len(shared) == 2 and leaf_count(bare) == 5
-    assert msgspec.json.encode(expand(bare, shared, "index")) == msgspec.json.encode(structure)
+    assert msgspec.json.encode(expand_shared_subtrees(bare, shared, "index")) == msgspec.json.encode(structure)
 
 
 # hostile documents, rightly sealed ------------------------------------------------------------------------------------

@@ -11,11 +11,13 @@ import treeckpt.core.sharding.write_assignment as assign_module
 from tests.core.test_assign import pieces_of
 from tests.strategies import array_leaves, box_layouts, flat_layouts, layouts, regions, shapes
 from treeckpt.core.format.chunks import chunks_in, encode_chunks
-from treeckpt.core.planning.plan import Chunk, PlacedWhole, Want, place, plan_load, plan_save, tiles
+from treeckpt.core.planning.load_plan import Chunk, WantedRegion, bounded_span_boxes, plan_load
+from treeckpt.core.planning.save_plan import plan_save
+from treeckpt.core.planning.stream_order import SingleChunkOffset, assign_offsets
 from treeckpt.core.sharding.int_runs import decode_runs
 from treeckpt.core.sharding.placements import held_by
 from treeckpt.core.sharding.region import Region, byte_runs
-from treeckpt.core.sharding.write_assignment import ArrayLeaf, assign
+from treeckpt.core.sharding.write_assignment import ArrayLeaf, assign_writers
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,7 +37,7 @@ LIMITS = st.sampled_from([1 << 62, 1, 100, 1000])
 @given(SAVES, LIMITS)
 def test_files_have_no_holes_and_respect_the_limit(case, limit):
     world, leaves = case
-    shares = assign(leaves)
+    shares = assign_writers(leaves)
     for rank in range(world):
         plan = plan_save(leaves, shares, rank, max_shard_bytes=limit)
         stream = 0
@@ -54,17 +56,17 @@ def test_files_have_no_holes_and_respect_the_limit(case, limit):
 
 
 def owned(leaf, at):
-    return [(at.rank, Region.whole(leaf.shape))] if isinstance(at, PlacedWhole) else pieces_of(at.owners)
+    return [(at.rank, Region.whole(leaf.shape))] if isinstance(at, SingleChunkOffset) else pieces_of(at.owners)
 
 
 def starts_of(at):
-    return [at.start] if isinstance(at, PlacedWhole) else at.starts.tolist()
+    return [at.start] if isinstance(at, SingleChunkOffset) else at.starts.tolist()
 
 
 @given(SAVES, LIMITS)
 def test_the_coordinator_places_every_chunk_where_its_rank_does(case, limit):
     world, leaves = case
-    shares = assign(leaves)
+    shares = assign_writers(leaves)
     mine = {}
     nbytes = []
     for rank in range(world):
@@ -74,7 +76,7 @@ def test_the_coordinator_places_every_chunk_where_its_rank_does(case, limit):
             for write in file.writes:
                 assert (write.leaf, rank, write.region) not in mine
                 mine[write.leaf, rank, write.region] = file.stream + write.start
-    placed, totals = place(leaves, shares, world)
+    placed, totals = assign_offsets(leaves, shares, world)
     assert totals.tolist() == nbytes
     theirs = {}
     for number, (leaf, at) in enumerate(zip(leaves, placed, strict=True)):
@@ -90,7 +92,7 @@ def test_the_coordinator_places_every_chunk_where_its_rank_does(case, limit):
 @given(SAVES)
 def test_every_entry_is_aligned_to_its_elements(case):
     world, leaves = case
-    shares = assign(leaves)
+    shares = assign_writers(leaves)
     for rank in range(world):
         for file in plan_save(leaves, shares, rank).files:
             for write in file.writes:
@@ -103,20 +105,20 @@ def test_whole_pages_come_first_and_stay_on_pages():
     layout = layouts_of_one()
     sizes = [3, 4096, 64, 8192, 5, 128]
     leaves = [ArrayLeaf(f"l{i}", (n,), 1, layout) for i, n in enumerate(sizes)]
-    [file] = plan_save(leaves, assign(leaves), 0).files
+    [file] = plan_save(leaves, assign_writers(leaves), 0).files
     assert [w.nbytes for w in file.writes] == [4096, 8192, 64, 128, 3, 5]
 
 
 def layouts_of_one():
-    from treeckpt.core.sharding.placements import single
+    from treeckpt.core.sharding.placements import single_rank_layout
 
-    return single(0)
+    return single_rank_layout(0)
 
 
 # save under one layout, load under another ----------------------------------------------------------------------------
 def saved_streams(leaves, arrays, world):
     """What a save writes: bytes per rank, and each array's chunks as an index holds them."""
-    shares = assign(leaves)
+    shares = assign_writers(leaves)
     streams = []
     for rank in range(world):
         parts = [
@@ -125,7 +127,7 @@ def saved_streams(leaves, arrays, world):
             for write in file.writes
         ]
         streams.append(b"".join(parts))
-    placed, _ = place(leaves, shares, world)
+    placed, _ = assign_offsets(leaves, shares, world)
     chunks = [encode_chunks(leaf.shape, at) for leaf, at in zip(leaves, placed, strict=True)]
     return streams, chunks
 
@@ -177,7 +179,7 @@ def test_any_layout_loads_what_any_other_saved(case, limit, gap):
         for number, (leaf, layout) in enumerate(zip(leaves, wanted, strict=True)):
             for held in held_by(layout, leaf.shape, rank):
                 found = chunks_in(chunks[number], leaf.shape, held.region)
-                wants.append(Want(held.region, leaf.itemsize, found))
+                wants.append(WantedRegion(held.region, leaf.itemsize, found))
                 numbers.append(number)
         plan = plan_load(wants, limit=limit, gap=gap)
         outs = executed(plan, streams, wants, [dtypes[n] for n in numbers])
@@ -192,7 +194,7 @@ def test_reads_are_sorted_short_close_packed_and_within_one_file(case, limit, ga
     world, _, leaves, _ = case
     arrays = [np.zeros(leaf.shape, f"u{leaf.itemsize}") for leaf in leaves]
     _, chunks = saved_streams(leaves, arrays, world)
-    shares = assign(leaves)
+    shares = assign_writers(leaves)
     most = data.draw(LIMITS)
     borders = {
         rank: [f.stream for f in plan_save(leaves, shares, rank, max_shard_bytes=most).files] for rank in range(world)
@@ -200,7 +202,7 @@ def test_reads_are_sorted_short_close_packed_and_within_one_file(case, limit, ga
     wants = []
     for number, leaf in enumerate(leaves):
         region = data.draw(regions(leaf.shape))
-        wants.append(Want(region, leaf.itemsize, chunks_in(chunks[number], leaf.shape, region)))
+        wants.append(WantedRegion(region, leaf.itemsize, chunks_in(chunks[number], leaf.shape, region)))
     plan = plan_load(wants, limit=limit, gap=gap, borders=borders)
     before = (-1, -1)
     for block in plan.blocks:
@@ -230,7 +232,7 @@ def test_tiles_make_up_their_box_and_are_short_and_dense(data, itemsize, limit, 
     outer = Region.whole(shape)
     box = data.draw(regions(shape, empty=False))
     marks = np.zeros(shape, int)
-    for tile in tiles(box, outer, itemsize, limit=limit, gap=gap):
+    for tile in bounded_span_boxes(box, outer, itemsize, limit=limit, gap=gap):
         marks[tile.slices()] += 1
         runs = byte_runs(tile, outer, itemsize)
         first, last = runs.span
@@ -243,25 +245,25 @@ def test_tiles_make_up_their_box_and_are_short_and_dense(data, itemsize, limit, 
 
 def test_the_gap_between_the_last_run_of_a_plane_and_the_next_plane_counts_whole():
     box, outer = Region((0, 0, 0), (2, 3, 3)), Region.whole((5, 5, 5))
-    assert len(list(tiles(box, outer, 1, limit=1000, gap=12))) == 1
-    assert len(list(tiles(box, outer, 1, limit=1000, gap=11))) == 2
+    assert len(list(bounded_span_boxes(box, outer, 1, limit=1000, gap=12))) == 1
+    assert len(list(bounded_span_boxes(box, outer, 1, limit=1000, gap=11))) == 2
 
 
 def test_a_column_of_a_long_matrix_is_read_in_few_large_blocks():
     chunk = Chunk(Region.whole((100_000, 100)), 0, 0)
-    plan = plan_load([Want(Region((0, 50), (100_000, 1)), 4, [chunk])])
+    plan = plan_load([WantedRegion(Region((0, 50), (100_000, 1)), 4, [chunk])])
     assert len(plan.blocks) <= 6
 
 
 def test_far_apart_rows_are_read_one_by_one():
     chunk = Chunk(Region.whole((10, 1 << 20)), 0, 0)
-    plan = plan_load([Want(Region((0, 0), (10, 16)), 4, [chunk])])
+    plan = plan_load([WantedRegion(Region((0, 0), (10, 16)), 4, [chunk])])
     assert [b.stop - b.start for b in plan.blocks] == [64] * 10
 
 
 def test_wants_without_elements_read_nothing():
     chunk = Chunk(Region.whole((4, 4)), 0, 0)
-    assert plan_load([Want(Region((2, 0), (0, 4)), 4, [chunk])]).blocks == ()
+    assert plan_load([WantedRegion(Region((2, 0), (0, 4)), 4, [chunk])]).blocks == ()
     assert plan_load([]).blocks == ()
 
 
@@ -269,8 +271,8 @@ def test_wants_without_elements_read_nothing():
 @given(SAVES, st.data())
 def test_chunks_of_the_index_are_the_placed_ones_and_a_region_finds_its_own(case, data):
     world, leaves = case
-    shares = assign(leaves)
-    placed, _ = place(leaves, shares, world)
+    shares = assign_writers(leaves)
+    placed, _ = assign_offsets(leaves, shares, world)
     for leaf, at in zip(leaves, placed, strict=True):
         if leaf.per_rank is not None:
             continue
@@ -293,5 +295,7 @@ def test_any_order_of_listed_pieces_gives_the_same_chunks(data):
     again = type(layout)(tuple(data.draw(st.permutations(layout.pieces))))
     if not math.prod(shape):
         return
-    found = [[region for _, region in assign([ArrayLeaf("w", shape, 4, one)])[0].pieces] for one in (layout, again)]
+    found = [
+        [region for _, region in assign_writers([ArrayLeaf("w", shape, 4, one)])[0].pieces] for one in (layout, again)
+    ]
     assert found[0] == found[1]

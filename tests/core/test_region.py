@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from tests.strategies import regions, shapes
 from treeckpt.core.sharding.region import (
     Region,
+    any_overlap,
     byte_runs,
     c_strides,
     coalesce,
     flat_regions,
     intersect,
-    overlapping,
-    split_points,
     subtract,
     tiles,
 )
@@ -144,14 +143,6 @@ def test_coalesced_ranges_hold_their_members_and_lie_further_apart_than_the_gap(
         assert all(set(range(n, n + gap + 1)) & touched for n in holes)
 
 
-@given(st.integers(0, 100), st.integers(1, 12))
-def test_shares_differ_by_at_most_one(size, parts):
-    points = split_points(size, parts)
-    shares = np.diff(points)
-    assert (points[0], points[-1], len(shares)) == (0, size, parts)
-    assert shares.max() - shares.min() <= 1
-
-
 @given(data=st.data())
 def test_tiles_are_the_box_in_c_order_and_none_is_too_large(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 7), max_size=4).map(tuple))
@@ -170,4 +161,4 @@ def test_overlapping_is_what_counting_says(pairs: list[tuple[tuple[int, int], tu
     counts = np.zeros((9, 9), int)
     for offset, shape in pairs:
         counts[Region(offset, shape).slices()] += 1
-    assert overlapping([Region(*pair) for pair in pairs]) == bool((counts > 1).any())
+    assert any_overlap([Region(*pair) for pair in pairs]) == bool((counts > 1).any())

@@ -7,13 +7,12 @@ from hypothesis import strategies as st
 
 from treeckpt.core.sharding.int_runs import (
     MAX_LENGTH,
-    bounds_of,
-    check_rising,
     check_runs,
-    constant,
+    constant_runs,
     decode_runs,
     encode_runs,
     length_of,
+    rises_strictly,
     value_at,
 )
 from treeckpt.errors import FormatError
@@ -57,7 +56,12 @@ def test_single_values_are_found_without_expanding(column):
 def test_bounds_are_the_extremes(column):
     runs = encode_runs(column)
     if column:
-        assert bounds_of(runs) == (min(column), max(column))
+        low, high = min(column), max(column) + 1
+        check_runs(runs, path="x", low=low, high=high)
+        with pytest.raises(FormatError, match=f"x: expected numbers from {low + 1} to"):
+            check_runs(runs, path="x", low=low + 1, high=high)
+        with pytest.raises(FormatError, match=f"found .* to {high - 1}"):
+            check_runs(runs, path="x", low=low, high=high - 1)
 
 
 @given(columns())
@@ -68,19 +72,19 @@ def test_encoding_takes_at_most_one_and_a_half_integers_an_entry(column):
 @given(st.sets(st.integers(0, 40), min_size=2), st.data())
 def test_rising_columns_are_told_from_others(numbers, data):
     column = sorted(numbers)
-    assert check_rising(encode_runs(column), column[0], column[-1])
-    assert not check_rising(encode_runs(column), column[0], column[-1] + 1)
-    assert not check_rising(encode_runs(column), column[0] - 1, column[-1])
+    assert rises_strictly(encode_runs(column), column[0], column[-1])
+    assert not rises_strictly(encode_runs(column), column[0], column[-1] + 1)
+    assert not rises_strictly(encode_runs(column), column[0] - 1, column[-1])
     at = data.draw(st.integers(1, len(column) - 1))
     broken = [*column[:at], column[at - 1], *column[at:]]
-    assert not check_rising(encode_runs(broken), column[0], column[-1])
+    assert not rises_strictly(encode_runs(broken), column[0], column[-1])
 
 
 @given(columns())
 def test_rising_is_what_numpy_says(column):
     if column:
         rising = bool((np.diff(column) > 0).all())
-        assert check_rising(encode_runs(column), column[0], column[-1]) == rising
+        assert rises_strictly(encode_runs(column), column[0], column[-1]) == rising
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_a_regular_sharding_of_thousands_of_ranks_is_one_run(column):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_constants(count):
-    assert decode_runs(constant(7, count)).tolist() == [7] * count
+    assert decode_runs(constant_runs(7, count)).tolist() == [7] * count
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import torch
 from hypothesis import example, given
 
 from tests.strategies import Access, Branch, Color, Level, resolve, same, values
-from treeckpt.core.tree.spec import ArraySpec, Typed, Value, decode_value, encode_value, type_name
+from treeckpt.core.tree.spec import ArraySpec
+from treeckpt.core.tree.value_codec import Typed, Value, decode_value, encode_value, type_name
 from treeckpt.errors import FormatError, MismatchError, TreeError
 
 

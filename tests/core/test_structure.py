@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tests.strategies import keys, trees
 from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt.core.tree.flatten import PerRank, flatten
-from treeckpt.core.tree.merge import merge, widen_ranks
-from treeckpt.core.tree.spec import Typed
+from treeckpt.core.tree.merge import merge, with_ranks
 from treeckpt.core.tree.structure import (
     MAX_DEPTH,
     DictNode,
@@ -22,6 +21,7 @@ from treeckpt.core.tree.structure import (
     paths_of,
     rank_key,
 )
+from treeckpt.core.tree.value_codec import Typed
 from treeckpt.errors import FormatError, MismatchError, TreeError
 
 
@@ -176,13 +176,13 @@ def test_a_key_true_is_not_the_key_one():
 
 def test_equal_trees_on_all_ranks_widen_every_per_rank_inner_ones_too():
     structure = structure_of({"a": PerRank({"x": 1, "y": [PerRank(2)]}), "b": [3]}, rank=1)
-    wide = widen_ranks(structure, encode_runs(range(3)))
+    wide = with_ranks(structure, encode_runs(range(3)))
     assert paths_of(wide) == [
         ("a/~rank*/x", encode_runs(range(3))),
         ("a/~rank*/y/0/~rank*", encode_runs(range(3))),
         ("b/0", None),
     ]
-    assert widen_ranks(TupleNode((None,)), encode_runs(range(3))) == TupleNode((None,))
+    assert with_ranks(TupleNode((None,)), encode_runs(range(3))) == TupleNode((None,))
 
 
 def test_repeated_nodes_keep_their_own_keys():

@@ -8,26 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.core.tree.row_order import share_of
-from treeckpt.core.tree.table_rows import Claim, row_starts
+from treeckpt.core.tree.keyed_table import OwnedRows, row_starts
+from treeckpt.core.tree.row_order import bucket_range
 from treeckpt.errors import LayoutError, MismatchError
 
 
 @given(st.permutations(range(6)), st.lists(st.integers(0, 9), min_size=6, max_size=6))
 def test_rows_follow_each_other_as_their_buckets_do(order, rows):
-    claims = [Claim(rank, *share_of(rank, 6, 64), rows[rank]) for rank in order]
+    claims = [OwnedRows(rank, *bucket_range(rank, 6, 64), rows[rank]) for rank in order]
     starts, total = row_starts([*claims, claims[0]], 64, "t")
     assert total == sum(rows)
-    assert [starts[share_of(rank, 6, 64)] for rank in range(6)] == np.cumsum([0, *rows])[:-1].tolist()
+    assert [starts[bucket_range(rank, 6, 64)] for rank in range(6)] == np.cumsum([0, *rows])[:-1].tolist()
 
 
 @pytest.mark.parametrize(
     ("claims", "kind", "words"),
     [
-        ([Claim(0, 0, 8, 3)], LayoutError, "no rank owns buckets 8:16"),
-        ([Claim(0, 0, 8, 3), Claim(1, 9, 16, 3)], LayoutError, "no rank owns buckets 8:9"),
-        ([Claim(0, 0, 8, 3), Claim(1, 7, 16, 3)], LayoutError, "bucket 7 is owned by rank 1 and by another"),
-        ([Claim(0, 0, 16, 3), Claim(1, 0, 16, 4)], MismatchError, "rank 1 has 4"),
+        ([OwnedRows(0, 0, 8, 3)], LayoutError, "no rank owns buckets 8:16"),
+        ([OwnedRows(0, 0, 8, 3), OwnedRows(1, 9, 16, 3)], LayoutError, "no rank owns buckets 8:9"),
+        ([OwnedRows(0, 0, 8, 3), OwnedRows(1, 7, 16, 3)], LayoutError, "bucket 7 is owned by rank 1 and by another"),
+        ([OwnedRows(0, 0, 16, 3), OwnedRows(1, 0, 16, 4)], MismatchError, "rank 1 has 4"),
     ],
 )
 def test_owners_that_leave_out_or_share_buckets_are_refused(claims, kind, words):

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from tests.strategies import Branch, Color, Frozen, Registered, Weight, keys, resolve, same, trees, values
 from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.tree.flatten import PerRank, flatten, graft, own_child, replace_leaves, unflatten
-from treeckpt.core.tree.nesting import Folded, fold
+from treeckpt.core.tree.flatten import PerRank, child_of_rank, flatten, replace_leaves, unflatten
+from treeckpt.core.tree.in_place import update_in_place
+from treeckpt.core.tree.nesting import SplitStructure, split_structure
 from treeckpt.core.tree.structure import (
     MAX_DEPTH,
     CustomNode,
@@ -33,7 +34,7 @@ SPACE = "treeckpt-tests"
 
 def there_and_back(tree, rank=0):
     structure, leaves = flatten(tree, rank=rank, namespace=SPACE)
-    stored = msgspec.json.decode(msgspec.json.encode(fold(structure)), type=Folded).whole()
+    stored = msgspec.json.decode(msgspec.json.encode(split_structure(structure)), type=SplitStructure).whole()
     rest = iter([leaf for _, leaf in leaves])
     found = unflatten(stored, rest, resolve=resolve, rank=rank, namespace=SPACE)
     assert next(rest, None) is None, "every leaf is used"
@@ -235,9 +236,9 @@ def test_an_unknown_default_factory_is_refused():
 
 def test_the_subtree_of_a_rank_that_did_not_save_is_missing():
     node = PerRankNode((encode_runs([0, 2]), encode_runs([1])), (None, Structure and None))
-    assert own_child(node, 1, "x") is None
+    assert child_of_rank(node, 1, "x") is None
     with pytest.raises(MismatchError, match="rank 3") as caught:
-        own_child(node, 3, "rng")
+        child_of_rank(node, 3, "rng")
     assert caught.value.path == "rng"
 
 
@@ -248,9 +249,9 @@ def test_graft_puts_leaves_into_containers_that_can_change_and_names_the_others(
     new = replace_leaves(tree, marks, namespace=SPACE)
     wanted = flatten(new, namespace=SPACE)[1]
     before = flatten(tree, namespace=SPACE)[1]
-    would_be = graft(tree, new, is_value=lambda leaf: False, namespace=SPACE, dry=True)
+    would_be = update_in_place(tree, new, is_value=lambda leaf: False, namespace=SPACE, dry=True)
     assert all(a is b for (_, a), (_, b) in zip(before, flatten(tree, namespace=SPACE)[1], strict=True))
-    stuck = dict(graft(tree, new, is_value=lambda leaf: False, namespace=SPACE))
+    stuck = dict(update_in_place(tree, new, is_value=lambda leaf: False, namespace=SPACE))
     assert list(stuck.items()) == would_be
     after = flatten(tree, namespace=SPACE)[1]
     assert [path for path, _ in after] == [path for path, _ in wanted]

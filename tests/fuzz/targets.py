@@ -37,8 +37,8 @@ from treeckpt.core.format.save_progress import Progress, decode_progress, encode
 from treeckpt.core.format.seals import sealed
 from treeckpt.core.format.shard_header import decode_header, header_nbytes
 from treeckpt.core.format.timings import Span, Timings, decode_timings, encode_timings
-from treeckpt.core.tree.spec import Value
 from treeckpt.core.tree.structure import Structure, paths_of, tables_of
+from treeckpt.core.tree.value_codec import Value
 
 __all__ = ["TARGETS"]
 

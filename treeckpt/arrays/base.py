@@ -19,7 +19,8 @@ import numpy as np
 
 from ..core.sharding.placements import Layout
 from ..core.sharding.region import Region, c_strides
-from ..core.tree.spec import ArraySpec, Typed
+from ..core.tree.spec import ArraySpec
+from ..core.tree.value_codec import Typed
 
 __all__ = [
     "Adapter",

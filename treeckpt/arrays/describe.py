@@ -12,13 +12,14 @@ import xxhash
 
 from ..core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, piece_key
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.placements import BoxLayout, MeshLayout, Replicate, among
+from ..core.sharding.placements import BoxLayout, MeshLayout, Replicate, layout_of_group
 from ..core.sharding.region import Region, c_strides
 from ..core.tree.flatten import flatten
 from ..core.tree.keyed_table import Column
-from ..core.tree.nesting import fold
-from ..core.tree.spec import StridedView, Value
-from ..core.tree.structure import TABLE_KEYS, any_rank, rank_key
+from ..core.tree.nesting import split_structure
+from ..core.tree.spec import StridedView
+from ..core.tree.structure import TABLE_KEYS, index_path, rank_key
+from ..core.tree.value_codec import Value
 from .base import ArrayReader, ArraySource, HostMemory, SourcePiece
 from .overlaps import overlapping_groups
 from .registry import encode, source_of
@@ -79,7 +80,7 @@ def describe_tree(
     for path, leaf in leaves:
         own = "~rank" in path and mark in path.split("/")
         if own:
-            path = any_rank(path, rank)
+            path = index_path(path, rank)
         rows = None
         if type(leaf) is Column and tables:
             source, rows = column_source(leaf, path, here, source_of, own=own)
@@ -92,7 +93,7 @@ def describe_tree(
             sources[path] = source
             layout, first = source.layout, None
             if layout is not None and members is not None:
-                layout = among(layout, source.spec.shape, members)
+                layout = layout_of_group(layout, source.spec.shape, members)
             if source.storage is None:  # no aliases by memory; the same object is still one array
                 identity = leaf.identity if isinstance(leaf, Sharded) else id(leaf)
                 first = unplaced.setdefault((identity, own), path)
@@ -100,7 +101,7 @@ def describe_tree(
                 specs.append(LeafSpec(path, source.spec, None, first, per_rank=() if own else None))
             else:
                 specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None, rows=rows))
-    folded = fold(structure)
+    folded = split_structure(structure)
     inventory = Inventory(folded.top, tuple(_with_aliases(specs, sources)), folded.below)
     return DescribedTree(inventory, sources, values, own_values)
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..core.sharding.dtypes import USER_DEFINED, numpy_dtype, numpy_name
 from ..core.sharding.region import Region
-from ..core.tree.spec import ArraySpec, Typed
+from ..core.tree.spec import ArraySpec
+from ..core.tree.value_codec import Typed
 from ..errors import FormatError, MismatchError, TreeError
 from .base import (
     Allocate,

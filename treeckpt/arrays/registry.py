@@ -15,9 +15,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..core.sharding.dtypes import dtype_of, name_of
+from ..core.sharding.dtypes import dtype_of, normalize_dtype
 from ..core.tree.keyed_table import Column
-from ..core.tree.spec import ArraySpec, Typed, Value, decode_value, encode_value
+from ..core.tree.spec import ArraySpec
+from ..core.tree.value_codec import Typed, Value, decode_value, encode_value
 from ..errors import FormatError, MismatchError, TreeError
 from .base import Adapter, Allocate, ArraySource, ArrayTarget, raw_dtype
 from .lazy import LazyArray, lazy_source
@@ -181,7 +182,7 @@ def _foreign_spec(shape: tuple[int, ...], dtype: Any, path: str) -> ArraySpec:
     kind = "tensor" if type(dtype).__module__.partition(".")[0] == "torch" else "numpy"
     try:
         if kind == "tensor" or isinstance(dtype, (np.dtype, type)):
-            name = name_of(dtype)
+            name = normalize_dtype(dtype)
         else:  # of another library, by its own name
             name = dtype_of(str(getattr(dtype, "name", None) or str(dtype).rpartition(".")[2])).name
         return ArraySpec(shape, name, kind=kind)

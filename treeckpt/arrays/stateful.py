@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
-from ..core.tree.containers import is_common_leaf, keeps_state, take
-from ..core.tree.flatten import PerRank, flatten, graft, replace_leaves
-from ..core.tree.structure import any_rank, key_text, rank_key
+from ..core.tree.containers import flatten_one_level, is_leaf_type, is_stateful_type
+from ..core.tree.flatten import PerRank, flatten, replace_leaves
+from ..core.tree.in_place import update_in_place
+from ..core.tree.structure import index_path, key_text, rank_key
 from ..errors import MismatchError, TreeError
 from .registry import is_value
 
@@ -34,7 +35,7 @@ __all__ = [
 
 def is_stateful(value: object) -> bool:
     """Returns whether an object has a state that it returns and loads as a tree."""
-    return keeps_state(type(value))
+    return is_stateful_type(type(value))
 
 
 @lru_cache(maxsize=1024)
@@ -54,21 +55,21 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False) ->
             children: Any = node.values()
         elif kind is list or kind is tuple:
             children = node
-        elif is_common_leaf(kind):
+        elif is_leaf_type(kind):
             continue
         else:
             try:
-                taken = take(node, "", namespace, 0)
+                taken = flatten_one_level(node, "", namespace, 0)
             except TreeError:
                 return True  # flattening raises the error with the path
             if taken is None:
-                if keeps_state(kind) or (mappings and _is_mapping(kind)):
+                if is_stateful_type(kind) or (mappings and _is_mapping(kind)):
                     return True
                 continue
             children = taken.children
         if id(node) not in met:
             met[id(node)] = node
-            waiting += [child for child in children if not is_common_leaf(type(child))]
+            waiting += [child for child in children if not is_leaf_type(type(child))]
     return False
 
 
@@ -210,7 +211,7 @@ class ExpandedTree:
             if found.inside is not None:
                 found.inside._load_states(load)
             elif not found.has_arrays:
-                found.state = _state_at(load(any_rank(found.path, self.rank)), found, self.rank, self.namespace)
+                found.state = _state_at(load(index_path(found.path, self.rank)), found, self.rank, self.namespace)
 
     def _take_back(self, target: Any) -> int:
         """Passes objects their states, and stores values of a filled tree in containers; returns the further leaves."""
@@ -220,7 +221,9 @@ class ExpandedTree:
         filled = iter([owners.get(path, leaf) for path, leaf in leaves])
         new = replace_leaves(target, filled, namespace=self.namespace, whole=whole)
         objects = {id(found.owner) for found in self.found.values()}  # each object stays, in a new tuple too
-        graft(self.original, new, is_value=lambda x: id(x) in objects or is_value(x), namespace=self.namespace)
+        update_in_place(
+            self.original, new, is_value=lambda x: id(x) in objects or is_value(x), namespace=self.namespace
+        )
         loaded = 0
         for found in self.found.values():
             if found.inside is not None:
@@ -261,7 +264,7 @@ def _state_at(tree: Any, found: _StatefulLeaf, rank: int, namespace: str) -> Any
     """
     node, steps = tree, found.path.split("/") if found.path else []
     for step in steps:
-        taken = take(node, "", namespace, rank)
+        taken = flatten_one_level(node, "", namespace, rank)
         text = rank_key if type(node) is PerRank else key_text
         keys = [text(key) for key in taken.keys] if taken is not None else []  # pyright: ignore[reportArgumentType]
         if taken is None or step not in keys:

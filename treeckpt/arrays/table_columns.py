@@ -18,7 +18,7 @@ import numpy as np
 from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region
 from ..core.tree.keyed_table import Column
-from ..core.tree.row_order import Arranged, Together, arrange, buckets_of
+from ..core.tree.row_order import Executor, RowOrder, buckets_of, sort_rows
 from ..core.tree.spec import ArraySpec, TableSpec
 from ..errors import TreeError
 from .base import ArrayReader, ArraySource, ArrayWriter, Box, HostArray, HostMemory, SourcePiece, raw_dtype
@@ -40,8 +40,8 @@ class TableRows(msgspec.Struct, frozen=True):
 
     ids: np.ndarray
     """In host memory, in the order of the table, int64[N]."""
-    arranged: Arranged
-    together: Together
+    arranged: RowOrder
+    together: Executor
 
     @property
     def count(self) -> int:
@@ -51,7 +51,7 @@ class TableRows(msgspec.Struct, frozen=True):
 class _ReorderedRows:
     """Reads rows of an array in host memory in another order."""
 
-    def __init__(self, rows: np.ndarray, order: np.ndarray, together: Together) -> None:
+    def __init__(self, rows: np.ndarray, order: np.ndarray, together: Executor) -> None:
         self._array, self._order, self._together = rows, order, together
         # numpy copies a row as one element, several times faster than number by number
         self._rows = rows.reshape(len(rows), -1).view(f"V{rows[:1].nbytes}")[:, 0]
@@ -85,8 +85,8 @@ def column_source(
 ) -> tuple[ArraySource, int | None]:
     """Describes a column to save; for ids and slots with the number of rows.
 
-    Shape and layout count buckets instead of rows, see `core.tree.table_rows`; under `PerRank` (`own`) they count rows,
-    and there is no layout.
+    Shape and layout count buckets instead of rows, see `core.tree.keyed_table`; under `PerRank` (`own`) they count
+    rows, and there is no layout.
 
     Raises:
         TreeError: the arrays are no valid table.
@@ -161,7 +161,7 @@ def _held(column: Column, path: str, source: ArraySource) -> TableRows:
     if source.spec.dtype != INT64 or len(source.spec.shape) != 1:
         raise TreeError(path, expected="ids of int64[N]", found=f"{source.spec.dtype} of shape {source.spec.shape}")
     ids, together = read_ids(source), WorkerThreads(min(THREADS, os.cpu_count() or 1))
-    arranged = arrange(ids, table.spec, table.keep, path, together=together)
+    arranged = sort_rows(ids, table.spec, table.keep, path, execute=together)
     held, starts, (start, stop) = TableRows(ids, arranged, together), arranged.starts, table.owned
     if starts[stop] - starts[start] != held.count:
         stray = np.delete(arranged.of(ids), slice(starts[start], starts[stop]))

@@ -18,7 +18,8 @@ from torch.nn import Buffer, Parameter, UninitializedBuffer, UninitializedParame
 
 from ..core.sharding.placements import MeshLayout, held_by, local_shape
 from ..core.sharding.region import Region
-from ..core.tree.spec import ArraySpec, Typed
+from ..core.tree.spec import ArraySpec
+from ..core.tree.value_codec import Typed
 from ..errors import FormatError, MismatchError, TreeError
 from .base import (
     Allocate,

@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays.base import Storage
 from ..arrays.lazy import LazyArray
 from ..arrays.registry import library_of
-from ..core.sharding.dtypes import dtype_of, name_of
+from ..core.sharding.dtypes import dtype_of, normalize_dtype
 from ..core.sharding.region import Region
 from ..errors import MismatchError
 from .contents import Contents, map_leaves
@@ -32,7 +32,7 @@ def cast_floats(contents: Contents, dtype: Any, addresses: AddressSpace) -> Cont
     Raises:
         MismatchError: no such dtype to cast to.
     """
-    name = name_of(dtype)
+    name = normalize_dtype(dtype)
     if name not in FLOATS:
         raise MismatchError("dtype", expected=f"one of {', '.join(FLOATS)}", found=f"{dtype!s:.60}")
     moved: dict[Any, int] = {}

@@ -15,7 +15,7 @@ from ..arrays.registry import resolve
 from ..core.sharding.int_runs import decode_runs
 from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.globs import compile_globs
-from ..core.tree.recursion import Walk, run
+from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.structure import (
     TABLE_KEYS,
     CustomNode,
@@ -167,7 +167,7 @@ def _kept(contents: Contents, keep: Callable[[str], bool]) -> Contents:
     if all(kept):
         return contents
     marks = iter(kept)
-    structure, whole = run(_pruned(contents.structure, marks))
+    structure, whole = trampoline(_pruned(contents.structure, marks))
     leaves = tuple(leaf for leaf, mark in zip(contents.leaves, whole, strict=True) if mark)
     paths = {path for path, _ in leaves}
     findings = tuple(f for f in contents.findings if f.path in paths or keep(f.path))
@@ -177,7 +177,7 @@ def _kept(contents: Contents, keep: Callable[[str], bool]) -> Contents:
 _MAPPINGS = (DictNode, OrderedDictNode, DefaultDictNode)
 
 
-def _pruned(node: Structure, marks: Iterator[bool]) -> Walk[tuple[Structure, list[bool]]]:
+def _pruned(node: Structure, marks: Iterator[bool]) -> Recursive[tuple[Structure, list[bool]]]:
     """A structure without the leaves that are not marked, and which are kept after all.
 
     Entries of mappings go; other containers keep all their elements or go as a whole.
@@ -244,7 +244,7 @@ def lower_containers(contents: Contents, holds: frozenset[type]) -> Contents:
     findings: list[Finding] = []
     plain = ", ".join(name for kind, name in _PLAIN.items() if kind in holds)
 
-    def walk(node: Structure, path: str) -> Walk[Structure]:
+    def walk(node: Structure, path: str) -> Recursive[Structure]:
         if node is None:
             return None
         below: list[Structure] = []
@@ -258,7 +258,7 @@ def lower_containers(contents: Contents, holds: frozenset[type]) -> Contents:
         findings.append(Finding(path, plain, found, f"a {_PLAIN[type(made)]}"))
         return made
 
-    structure = run(walk(contents.structure, ""))
+    structure = trampoline(walk(contents.structure, ""))
     return msgspec.structs.replace(contents, structure=structure, findings=(*contents.findings, *findings))
 
 
@@ -282,7 +282,7 @@ def spread_ranks(
     findings: list[Finding] = []
     counter = iter(range(1 << 62))
 
-    def walk(node: Structure, path: str, number: Callable[[], int], rank: int | None) -> Walk[Structure]:
+    def walk(node: Structure, path: str, number: Callable[[], int], rank: int | None) -> Recursive[Structure]:
         if node is None:
             leaves.append((path, leaf(number(), rank)[1]))
             return None
@@ -293,7 +293,7 @@ def spread_ranks(
             children.append((yield walk(child, _below(path, key), number, rank)))
         return msgspec.structs.replace(node, children=tuple(children))
 
-    def by_rank(node: PerRankNode, path: str, number: Callable[[], int]) -> Walk[Structure]:
+    def by_rank(node: PerRankNode, path: str, number: Callable[[], int]) -> Recursive[Structure]:
         found: list[tuple[int, Structure]] = []
         for group, child in zip(node.ranks, node.children, strict=True):
             numbers = [number() for _ in range(_count(child))]
@@ -303,7 +303,7 @@ def spread_ranks(
         findings.append(Finding(path, "one tree", f"state of each of {len(found)} ranks' own", "a dict by rank"))
         return DictNode(tuple(rank for rank, _ in found), tuple(child for _, child in found))
 
-    return run(walk(structure, "", counter.__next__, None)), leaves, findings
+    return trampoline(walk(structure, "", counter.__next__, None)), leaves, findings
 
 
 def _count(structure: Structure) -> int:

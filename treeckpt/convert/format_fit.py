@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays.lazy import LazyArray
 from ..arrays.registry import encodable
-from ..core.tree.recursion import Walk, run
+from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, key_text, keys_of
 from ..errors import TreeError
 from ..trees.names import flatten_names
@@ -142,7 +142,7 @@ def fit_dcp(contents: Contents) -> FittedContents:
         )  # fmt: skip
     contents = lower_containers(contents, frozenset((DictNode, ListNode, TupleNode)))
     check = _FormatCheck(f"{_WRITTEN}, {_TREE}, in dicts with text as keys")
-    run(_check_keys(contents.structure, "", check))
+    trampoline(_check_keys(contents.structure, "", check))
     contents = _leaves(contents, check, kinds=False)
     ties = ties_of(contents)
     told = [Finding(path, "each array by itself", f"a tie of {tie.of}", "a copy") for path, tie in ties.items()]
@@ -150,7 +150,7 @@ def fit_dcp(contents: Contents) -> FittedContents:
     return FittedContents(msgspec.structs.replace(contents, findings=(*contents.findings, *told)), {})
 
 
-def _check_keys(node: Structure, path: str, check: _FormatCheck) -> Walk[None]:
+def _check_keys(node: Structure, path: str, check: _FormatCheck) -> Recursive[None]:
     if node is None:
         return
     for key, child in zip(keys_of(node, path), node.children, strict=True):

@@ -19,8 +19,8 @@ from ..arrays.lazy import LazyArray
 from ..arrays.numpy import dtype_name
 from ..arrays.registry import encodable
 from ..core.sharding.dtypes import dtype_of, numpy_dtype
-from ..core.tree.containers import FACTORIES
-from ..core.tree.recursion import Walk, run
+from ..core.tree.containers import DEFAULT_FACTORIES
+from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import MAX_DEPTH, key_text
 from ..errors import CorruptError, FormatError, TreeckptError, TreeError
@@ -138,7 +138,7 @@ def _default(*args: Any) -> Any:
         return collections.defaultdict()
     module, _, name = factory.text.partition(" ") if isinstance(factory, Symbol) else ("", "", "")
     name = _PYTHON_2.get(name, name) if module == "__builtin__" else name
-    made: Any = FACTORIES.get(name)
+    made: Any = DEFAULT_FACTORIES.get(name)
     if made is None or module not in ("__builtin__", made.__module__):
         raise ValueError(f"a defaultdict of {brief(factory)}")
     return collections.defaultdict(made)
@@ -217,7 +217,7 @@ def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = 
         TreeError: naming the path of what cannot be made.
         FormatError: more nodes than the pickle has parts: containers that hold one another over and over.
     """
-    return run(_TreeBuilder(label, max(NODES, 2 * read.steps), refused).build(read.value, "", 0))
+    return trampoline(_TreeBuilder(label, max(NODES, 2 * read.steps), refused).build(read.value, "", 0))
 
 
 class _TreeBuilder:
@@ -225,7 +225,7 @@ class _TreeBuilder:
         self.label, self.left, self.refused = label, limit, refused
         self.made: dict[int, tuple[Any, Any]] = {}
 
-    def build(self, node: Any, path: str, depth: int) -> Walk[Any]:
+    def build(self, node: Any, path: str, depth: int) -> Recursive[Any]:
         self.left -= 1
         if self.left < 0 or depth > MAX_DEPTH:
             raise FormatError(
@@ -250,7 +250,7 @@ class _TreeBuilder:
             return self._once(node, path)
         return node if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) else self._value_of_type(node, path)
 
-    def _mapping(self, node: Any, path: str, depth: int) -> Walk[Any]:
+    def _mapping(self, node: Any, path: str, depth: int) -> Recursive[Any]:
         try:
             steps = [(key, self._below(path, key)) for key in node]
         except TreeError as error:

@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays.base import raw_dtype
 from ..arrays.lazy import LazyArray
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region, intersect, overlapping
+from ..core.sharding.region import Region, any_overlap, intersect
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError
 from .files import FlatReader, strided_array
@@ -30,7 +30,7 @@ def from_boxes(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: st
     whole, regions = Region.whole(spec.shape), [region for region, _ in pieces]
     misplaced = any(len(r.shape) != len(spec.shape) or not r.within(whole) for r in regions)
     full = [region for region in regions if region.size]
-    if misplaced or sum(r.size for r in full) != whole.size or overlapping(full):
+    if misplaced or sum(r.size for r in full) != whole.size or any_overlap(full):
         raise CorruptError(
             label,
             expected=f"pieces that make up shape {spec.shape}, each element once",

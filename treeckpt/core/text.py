@@ -14,7 +14,7 @@ from ..errors import TreeckptError
 from .sharding.int_runs import length_of
 from .sharding.placements import Layout, MeshLayout, Placement, Replicate, Shard
 from .sharding.region import Region
-from .tree.spec import Typed, Value, decode_value
+from .tree.value_codec import Typed, Value, decode_value
 
 __all__ = [
     "bytes_text",

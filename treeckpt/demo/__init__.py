@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .launch import JobFailed, run_job
-from .report import LOSS_TOLERANCE, Comparison, build_table, compare_runs
+from .report import LOSS_TOLERANCE, DemoComparison, build_table, compare_runs
 from .tasks import LAYOUTS, RANKS, Outcome, Resume, Resumed, Task, Train, Trained
 
 __all__ = ["main"]
@@ -98,7 +98,7 @@ def prepare_run(asked: Path | None) -> Path:
     return asked.resolve()
 
 
-def run_jobs(console: Console, run: Path, steps: int) -> list[Comparison]:
+def run_jobs(console: Console, run: Path, steps: int) -> list[DemoComparison]:
     """Runs the three jobs and prints the table."""
     saves = tuple(steps * quarter // 4 for quarter in (1, 2, 3))
     train = Train(str(run), "hsdp", saves, steps)
@@ -106,7 +106,7 @@ def run_jobs(console: Console, run: Path, steps: int) -> list[Comparison]:
     with progress_bars(console) as run_task:
         trained = run_task(train, f"train on {_ranks(train)} and save")
         assert isinstance(trained, Trained), "the outcome of Train"
-        verdicts: list[Comparison] = []
+        verdicts: list[DemoComparison] = []
         for task in resumes:
             resumed = run_task(task, f"load on {_ranks(task)} and go on")
             assert isinstance(resumed, Resumed), "the outcome of Resume"

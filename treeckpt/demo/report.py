@@ -16,14 +16,14 @@ from rich.table import Table
 
 from .tasks import LAYOUTS, RANKS, Digests, Layout, Resume, Resumed, Saved, Trained
 
-__all__ = ["LOSS_TOLERANCE", "Comparison", "build_table", "compare_runs", "differing", "largest_gap"]
+__all__ = ["LOSS_TOLERANCE", "DemoComparison", "build_table", "compare_runs", "differing", "largest_gap"]
 
 LOSS_TOLERANCE = 1e-4
 """Relative."""
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DemoComparison:
     """What one fresh start found."""
 
     task: Resume
@@ -53,7 +53,7 @@ class Comparison:
         return found
 
 
-def compare_runs(trained: Trained, resumed: Resumed, task: Resume) -> Comparison:
+def compare_runs(trained: Trained, resumed: Resumed, task: Resume) -> DemoComparison:
     """Compares a fresh start with the run that never stopped."""
     oracle = {saved.step: saved.digests for saved in trained.saves}
     different: list[str] = []
@@ -66,7 +66,7 @@ def compare_runs(trained: Trained, resumed: Resumed, task: Resume) -> Comparison
         if len(ranks) != RANKS[task.layout]:
             different.append(f"step {step}: {len(ranks)} ranks answered")
     gap = largest_gap(trained.losses[task.step :], resumed.losses)
-    return Comparison(task, resumed.nbytes, resumed.seconds, leaves, tuple(different), gap)
+    return DemoComparison(task, resumed.nbytes, resumed.seconds, leaves, tuple(different), gap)
 
 
 def differing(expected: Digests, found: Digests) -> list[str]:
@@ -82,7 +82,7 @@ def largest_gap(expected: Sequence[float], found: Sequence[float]) -> float:
     return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
 
 
-def build_table(saves: Sequence[Saved], source: Layout, verdicts: Sequence[Comparison]) -> Table:
+def build_table(saves: Sequence[Saved], source: Layout, verdicts: Sequence[DemoComparison]) -> Table:
     """The table that the demo ends with; it fits into 80 columns."""
     table = Table(box=SIMPLE_HEAD, collapse_padding=True)
     table.add_column("what", no_wrap=True)

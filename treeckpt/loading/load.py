@@ -17,12 +17,13 @@ from ..arrays.base import ArrayTarget
 from ..arrays.registry import abstract_of, encode, is_value, library_of, like_of, resolve, target_of
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.int_runs import encode_runs
-from ..core.tree.flatten import flatten, graft, own_child, replace_leaves, unflatten
+from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
+from ..core.tree.in_place import update_in_place
 from ..core.tree.keyed_table import Column
-from ..core.tree.recursion import Walk, run
-from ..core.tree.sequences import Taking, differing
+from ..core.tree.recursion import Recursive, trampoline
+from ..core.tree.sequences import SequenceReplacement, differing_sequences
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import PerRankNode, Structure, any_rank
+from ..core.tree.structure import PerRankNode, Structure, index_path
 from ..errors import MismatchError, TreeckptError
 from ..io.comm.comm import Comm, global_rank
 from ..io.os_errors import wrap_read_error
@@ -71,7 +72,7 @@ def _as_saved(job: Load) -> Callable[[], object]:
                 made[leaf.number] = LeafPlaceholder(_alias(leaf, made, job))
         structure = job.view.structure
         if job.view.ruled is None and any(leaf.ranks is not None for leaf in order):
-            structure = run(_own_structure(structure, job))
+            structure = trampoline(_own_structure(structure, job))
         found = {leaf.path: made[leaf.number].leaf for leaf in plain} | {path: s.leaf for path, s in joined.items()}
         leaves = iter([found.get(leaf.path, ...) for leaf in order])
         return unflatten(structure, leaves, resolve=resolve, rank=job.rank, namespace=job.options.namespace)
@@ -104,12 +105,12 @@ def _alias(leaf: Leaf, made: dict[int, LeafPlaceholder], job: Load) -> Any:
     return library_of(spec).view(base, spec, offset, strides)
 
 
-def _own_structure(structure: Structure, job: Load) -> Walk[Structure]:
+def _own_structure(structure: Structure, job: Load) -> Recursive[Structure]:
     """Reduces each `PerRank` of a structure to the subtree of the source rank, as this rank's own."""
     if structure is None:
         return None
     if isinstance(structure, PerRankNode):
-        own = own_child(structure, job.source_rank, "")
+        own = child_of_rank(structure, job.source_rank, "")
         return PerRankNode((encode_runs([job.rank]),), (own,))
     children = list(structure.children)
     for at, child in enumerate(children):
@@ -148,7 +149,7 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
     asked: set[str] = set()
     pairs: list[tuple[object, str, Leaf | None]] = []
     for text, wanted in leaves:
-        path = any_rank(text, job.rank)
+        path = index_path(text, job.rank)
         asked.add(path)
         leaf = None
         if views and path in job.damaged:
@@ -182,7 +183,7 @@ def _match(job: Load, like: object, make: Make, *, views: bool) -> _Matched:
     return _Matched(leaves, slots, whole)
 
 
-def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Taking]:
+def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, SequenceReplacement]:
     """Returns the sequences of values in a tree that take the saved ones whole, by path."""
     try:
         if structure == job.view.structure:
@@ -193,7 +194,7 @@ def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Tak
     def is_saved_value(path: str) -> bool:
         return job.selected(path) and (leaf := job.find(path)) is not None and leaf.spec is None
 
-    return differing(
+    return differing_sequences(
         like,
         job.view.structure,
         is_value=is_value,
@@ -204,7 +205,7 @@ def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Tak
     )
 
 
-def _content(job: Load, one: Taking) -> object:
+def _content(job: Load, one: SequenceReplacement) -> object:
     """Returns the saved content of a sequence of values."""
     values = (job.value(leaf, path) for path in one.paths if (leaf := job.find(path)) is not None)
     return one.content(values, resolve=resolve, namespace=job.options.namespace)
@@ -312,7 +313,7 @@ def load_into_from(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             add_changed(error, batches)
             raise
     if new is not tree:
-        graft(tree, new, is_value=is_value, namespace=options.namespace)
+        update_in_place(tree, new, is_value=is_value, namespace=options.namespace)
     return [job.report() for job in jobs]
 
 
@@ -338,7 +339,7 @@ def _prepare_into(
     if all(old is leaf for (_, old), leaf in zip(matched.leaves, kept, strict=True)):
         return job, tree, wanted
     new = matched.put_into(tree, kept, options.namespace)
-    if stuck := graft(tree, new, is_value=is_value, namespace=options.namespace, dry=True):
+    if stuck := update_in_place(tree, new, is_value=is_value, namespace=options.namespace, dry=True):
         path, value = stuck[0]
         raise MismatchError(
             path,

@@ -17,7 +17,7 @@ from ..arrays.registry import abstract_of, resolve
 from ..core.tree.flatten import flatten, unflatten
 from ..core.tree.keyed_table import Column
 from ..core.tree.merge import merge
-from ..core.tree.structure import any_rank, paths_of
+from ..core.tree.structure import index_path, paths_of
 from ..errors import CheckpointNotFound, TreeckptError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
@@ -123,7 +123,7 @@ def refuse_rules(rules: Sequence[Rule]) -> None:
 def _asked(like: Any, comm: Comm, options: LoadOptions) -> dict[str, Any]:
     """Returns the leaves of like, by path as in a checkpoint."""
     _, leaves = flatten(like, rank=comm.rank, namespace=options.namespace)
-    return {any_rank(path, comm.rank): leaf for path, leaf in leaves}
+    return {index_path(path, comm.rank): leaf for path, leaf in leaves}
 
 
 def _settled(bank: Bank, asked: Mapping[str, Any], comm: Comm, options: LoadOptions) -> list[_Part]:
@@ -275,7 +275,7 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
     """Merges several trees; `...` where none has a leaf."""
     flat = [flatten(tree, rank=comm.rank, namespace=options.namespace) for tree in trees]
     structure = reduce(merge, (structure for structure, _ in flat))
-    found = {any_rank(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
+    found = {index_path(path, comm.rank): leaf for _, leaves in flat for path, leaf in leaves if leaf is not ...}
     leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
     return unflatten(structure, leaves, resolve=resolve, rank=comm.rank, namespace=options.namespace)
 

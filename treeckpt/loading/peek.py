@@ -1,8 +1,9 @@
 """Reads a part of an array by its byte ranges alone, for display.
 
-The region's chunks are planned as a load plans them (`core.planning.plan`). Where rounding out to blocks of checksums
-costs at most four times what is shown, or no more than a few blocks, they are compared; only the checksums of those
-blocks are taken from the shard's header, which of a large shard is megabytes. Else the bytes are read as they are.
+The region's chunks are planned as a load plans them (`core.planning.load_plan`). Where rounding out to blocks of
+checksums costs at most four times what is shown, or no more than a few blocks, they are compared; only the checksums
+of those blocks are taken from the shard's header, which of a large shard is megabytes. Else the bytes are read as they
+are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..core.format.records import AliasRecord, File, Index, Leaf
 from ..core.format.shard_header import BLOCK, block_count, hash_block
-from ..core.planning.plan import Block, Copy, Want, plan_load
+from ..core.planning.load_plan import BoxCopy, ReadBlock, WantedRegion, plan_load
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, c_strides
 from ..errors import CorruptError, LayoutError, MismatchError
@@ -65,7 +66,7 @@ def peek(store: Store, index: Index, leaf: Leaf, region: Region, *, rank: int | 
     if (nbytes := region.size * itemsize) > MAX_NBYTES:
         raise LayoutError(leaf.path, expected=f"a region of at most {MAX_NBYTES} bytes", found=f"{nbytes}")
     chunks = index.chunks_of(leaf, region, rank=rank)
-    blocks = plan_load([Want(region, itemsize, chunks)], gap=GAP, borders=index.borders).blocks
+    blocks = plan_load([WantedRegion(region, itemsize, chunks)], gap=GAP, borders=index.borders).blocks
     if len(blocks) > MAX_READS:
         raise LayoutError(leaf.path, expected=f"rows that lie in at most {MAX_READS} places", found=f"{len(blocks)}")
     copied = sum(copy.box.size for block in blocks for copy in block.copies)
@@ -74,7 +75,7 @@ def peek(store: Store, index: Index, leaf: Leaf, region: Region, *, rank: int | 
     return _read(store, index, leaf, region, blocks)
 
 
-def _read(store: Store, index: Index, leaf: Leaf, region: Region, blocks: Sequence[Block]) -> Peek:
+def _read(store: Store, index: Index, leaf: Leaf, region: Region, blocks: Sequence[ReadBlock]) -> Peek:
     assert leaf.spec is not None, "checked before"
     itemsize = dtype_of(leaf.spec.dtype).itemsize
     data = np.empty((*region.shape, itemsize), np.uint8)
@@ -105,7 +106,7 @@ def _rounded(file: File, at: int, nbytes: int, block: int) -> tuple[int, int]:
     return low // block * block, min(-(-(low + nbytes) // block) * block, file.nbytes)
 
 
-def _copy(data: np.ndarray, block: Block, copy: Copy, region: Region, out: np.ndarray, itemsize: int) -> None:
+def _copy(data: np.ndarray, block: ReadBlock, copy: BoxCopy, region: Region, out: np.ndarray, itemsize: int) -> None:
     span = data[copy.start - block.start : copy.stop - block.start]
     strides = (*c_strides(copy.chunk.shape, itemsize), 1)
     box = np.lib.stride_tricks.as_strided(span, (*copy.box.shape, itemsize), strides)

@@ -18,16 +18,16 @@ from ..arrays.base import ArrayTarget, HostArray, HostMemory, TargetPiece, raw_d
 from ..arrays.registry import check_library, library_of, mark_written
 from ..core.format.chunks import BoxChunks, WholeChunk
 from ..core.format.records import AliasRecord, ArrayRecord, Leaf, LeafRecord
-from ..core.planning.plan import Chunk, cuts, plan_runs
+from ..core.planning.load_plan import Chunk, plan_contiguous_reads, split_at_multiples
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region, intersect, overlapping
+from ..core.sharding.region import Region, any_overlap, intersect
 from ..core.tree.spec import ArraySpec
 from ..errors import FormatError
 from ..io.storage.checkpoint import Checkpoint, ShardReader
 from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
 from .check_sizes import Claims
-from .read_request import BoxCopy, ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
+from .read_request import BoxDestination, ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
 from .read_tasks import DEVICE_READ, ReadTask, list_tasks, map_arrays, read_limit, run_tasks
 from .scatter import Scatter, ScatterSlice
 from .shared_read import SharedRead, SharedRequests, together
@@ -81,7 +81,7 @@ class ReadBatch:
         self.claims = Claims(checkpoint, whole=whole)
         self._new_arrays: list[ReadRequest[NewArray]] = []
         self._runs: list[ReadRequest[ContiguousMemory]] = []
-        self._boxes: list[ReadRequest[BoxCopy]] = []
+        self._boxes: list[ReadRequest[BoxDestination]] = []
         self._after: list[Callable[[], None]] = []
         self._targets: list[object] = []
         self.targets: list[tuple[str, Leaf]] = []
@@ -174,7 +174,7 @@ class ReadBatch:
         boxes = [intersect(chunk.region, piece.region) for chunk in chunks]
         covered = sum(box.size for box in boxes if box is not None)
         listed = isinstance(leaf.record, ArrayRecord) and isinstance(leaf.record.chunks, BoxChunks)
-        if covered != piece.region.size or (listed and overlapping([chunk.region for chunk in chunks])):
+        if covered != piece.region.size or (listed and any_overlap([chunk.region for chunk in chunks])):
             raise FormatError(
                 path,
                 expected=f"chunks that hold each of {piece.region.size} elements once",
@@ -263,11 +263,11 @@ class ReadBatch:
         large = [run for run in self._runs if apart and run.byte_range[2] > SMALL]
         close = [run for run in self._runs if run.byte_range[2] <= SMALL] if large else self._runs
         found = [ReadRequest(run.path, run.byte_range, ScatterSlice(Scatter([run]))) for run in large]
-        for run in plan_runs([one.byte_range for one in close], borders=self._index.borders):
+        for run in plan_contiguous_reads([one.byte_range for one in close], borders=self._index.borders):
             inside = [close[i] for i in run.members]
             path, piece = inside[0].path, ScatterSlice(Scatter(inside))
             file, _ = self._index.locate(run.rank, run.start, run.stop, path)
-            for low, high in cuts(run.start, run.stop, file.stream, limit):
+            for low, high in split_at_multiples(run.start, run.stop, file.stream, limit):
                 found.append(ReadRequest(path, (run.rank, low, high - low), piece))
         return found
 
@@ -300,5 +300,5 @@ def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int
 def _key(request: ReadRequest[Any]) -> object:
     """Equal, as text, for requests of several ranks that are read by the same reads."""
     copy = request.destination
-    shape = (copy.box, copy.chunk, copy.itemsize) if isinstance(copy, BoxCopy) else type(copy).__name__
+    shape = (copy.box, copy.chunk, copy.itemsize) if isinstance(copy, BoxDestination) else type(copy).__name__
     return request.byte_range, shape

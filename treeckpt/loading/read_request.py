@@ -12,11 +12,11 @@ import numpy as np
 
 from ..arrays.base import HostMemory, TargetPiece, raw_dtype
 from ..arrays.registry import library_of
-from ..core.planning.plan import Chunk
+from ..core.planning.load_plan import Chunk
 from ..core.sharding.region import Region, byte_runs, c_strides
 from ..core.tree.spec import ArraySpec
 
-__all__ = ["BoxCopy", "ContiguousMemory", "LeafPlaceholder", "NewArray", "ReadRequest", "request_for"]
+__all__ = ["BoxDestination", "ContiguousMemory", "LeafPlaceholder", "NewArray", "ReadRequest", "request_for"]
 
 D = TypeVar("D")
 
@@ -59,7 +59,7 @@ class ContiguousMemory(msgspec.Struct, frozen=True, gc=False):
     """Keeps what is at the address alive."""
 
 
-class BoxCopy(msgspec.Struct, frozen=True, gc=False):
+class BoxDestination(msgspec.Struct, frozen=True, gc=False):
     """A box of a chunk, copied to where it belongs in a target."""
 
     piece: TargetPiece
@@ -88,7 +88,7 @@ class BoxCopy(msgspec.Struct, frozen=True, gc=False):
 def request_for(path: str, chunk: Chunk, piece: TargetPiece, box: Region, itemsize: int) -> ReadRequest[Any]:
     """Returns the request that fills a box of a target from a chunk.
 
-    Its destination is `ContiguousMemory` where the box is contiguous in the file and in memory, else a `BoxCopy`.
+    Its destination is `ContiguousMemory` where the box is contiguous in file and memory, else a `BoxDestination`.
     """
     source, memory = byte_runs(box, chunk.region, itemsize), piece.data
     if isinstance(memory, HostMemory) and not source.counts:
@@ -98,5 +98,5 @@ def request_for(path: str, chunk: Chunk, piece: TargetPiece, box: Region, itemsi
             return ReadRequest(path, byte_range, ContiguousMemory(memory.address + target.first, memory))
     first, last = source.span
     return ReadRequest(
-        path, (chunk.rank, chunk.start + first, last - first), BoxCopy(piece, box, chunk.region, itemsize)
+        path, (chunk.rank, chunk.start + first, last - first), BoxDestination(piece, box, chunk.region, itemsize)
     )

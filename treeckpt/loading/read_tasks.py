@@ -18,12 +18,12 @@ import numpy as np
 
 from ..arrays.threads import WorkerThreads
 from ..core.format.shard_header import BLOCK
-from ..core.planning.plan import READ_GAP, READ_LIMIT, plan_runs, tiles
+from ..core.planning.load_plan import READ_GAP, READ_LIMIT, bounded_span_boxes, plan_contiguous_reads
 from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
 from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.shard_reader import ByteRange, aligned_range
-from .read_request import BoxCopy, NewArray, ReadRequest
+from .read_request import BoxDestination, NewArray, ReadRequest
 from .scatter import ScatterSlice
 
 __all__ = ["DEVICE_READ", "ReadTask", "buffers_for", "list_tasks", "map_arrays", "read_limit", "run_tasks"]
@@ -75,7 +75,7 @@ class ScatterSink(msgspec.Struct, frozen=True):
 class BoxSink(msgspec.Struct, frozen=True):
     """Boxes in a rank's stream from byte `start` on, which follows `before` bytes that are read only to be verified."""
 
-    boxes: Sequence[ReadRequest[BoxCopy]]
+    boxes: Sequence[ReadRequest[BoxDestination]]
     start: int
     before: int
 
@@ -110,14 +110,14 @@ def list_tasks(reader: ShardReader, requests: Sequence[ReadRequest[Any]], limit:
     """Returns the reads that fill the destinations of requests; new arrays exist then, without their bytes.
 
     Args:
-        requests: for `NewArray`, `BoxCopy` and `ScatterSlice`.
+        requests: for `NewArray`, `BoxDestination` and `ScatterSlice`.
         limit: bytes of one read into a buffer, at most.
 
     Raises:
         CorruptError: a shard is missing, cut short, or of another save.
     """
     tasks = _new_array_tasks(reader, _with(requests, NewArray))
-    tasks += _box_tasks(reader, _with(requests, BoxCopy), limit)
+    tasks += _box_tasks(reader, _with(requests, BoxDestination), limit)
     tasks += [_scatter_task(reader, request) for request in _with(requests, ScatterSlice)]
     return tasks
 
@@ -129,7 +129,7 @@ def _with(requests: Sequence[ReadRequest[Any]], kind: type[D]) -> list[ReadReque
 def _new_array_tasks(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> list[ReadTask]:
     """Reads of whole arrays into page-aligned memory, where they stay."""
     tasks: list[ReadTask] = []
-    for run in plan_runs([r.byte_range for r in requests], borders=reader.checkpoint.index.borders):
+    for run in plan_contiguous_reads([r.byte_range for r in requests], borders=reader.checkpoint.index.borders):
         shard, start = reader.locate(run.rank, run.start, run.stop, requests[run.members[0]].path)
         whole = aligned_range(shard, start, start + run.stop - run.start, verify=reader.verify)
         memory = aligned_buffer(whole.stop - whole.start, huge=True)
@@ -143,7 +143,7 @@ def _new_array_tasks(reader: ShardReader, requests: Sequence[ReadRequest[NewArra
 
 def map_arrays(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> None:
     """Maps arrays copy-on-write: bytes are read when they are touched, and never compared with checksums."""
-    for run in plan_runs([r.byte_range for r in requests], borders=reader.checkpoint.index.borders):
+    for run in plan_contiguous_reads([r.byte_range for r in requests], borders=reader.checkpoint.index.borders):
         shard, start = reader.locate(run.rank, run.start, run.stop, requests[run.members[0]].path)
         whole = aligned_range(shard, start, start + run.stop - run.start, verify=False)
         memory = reader.store.map(shard.file.name, shard.file.header + whole.start, whole.stop - whole.start)
@@ -159,11 +159,13 @@ def _view_arrays(
         request.destination.view(memory, request.byte_range[1] - start)
 
 
-def _box_tasks(reader: ShardReader, requests: Sequence[ReadRequest[BoxCopy]], limit: int) -> list[ReadTask]:
+def _box_tasks(reader: ShardReader, requests: Sequence[ReadRequest[BoxDestination]], limit: int) -> list[ReadTask]:
     """Reads of boxes, cut into tiles of at most `limit` bytes; tiles that lie close together are read at once."""
     boxes = [tile for request in requests for tile in _tiles(request, limit)]
     tasks: list[ReadTask] = []
-    for run in plan_runs([b.byte_range for b in boxes], borders=reader.checkpoint.index.borders, limit=limit):
+    for run in plan_contiguous_reads(
+        [b.byte_range for b in boxes], borders=reader.checkpoint.index.borders, limit=limit
+    ):
         inside = [boxes[member] for member in run.members]
         shard, start = reader.locate(run.rank, run.start, run.stop, inside[0].path)
         whole = aligned_range(shard, start, start + run.stop - run.start, verify=reader.verify)
@@ -172,10 +174,10 @@ def _box_tasks(reader: ShardReader, requests: Sequence[ReadRequest[BoxCopy]], li
     return tasks
 
 
-def _tiles(request: ReadRequest[BoxCopy], limit: int) -> Iterable[ReadRequest[BoxCopy]]:
+def _tiles(request: ReadRequest[BoxDestination], limit: int) -> Iterable[ReadRequest[BoxDestination]]:
     copy, (rank, start, _) = request.destination, request.byte_range
     first = byte_runs(copy.box, copy.chunk, copy.itemsize).first
-    for box in tiles(copy.box, copy.chunk, copy.itemsize, limit=limit, gap=READ_GAP):
+    for box in bounded_span_boxes(copy.box, copy.chunk, copy.itemsize, limit=limit, gap=READ_GAP):
         if box == copy.box:
             yield request
             return

@@ -14,7 +14,7 @@ from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
 from ..core.html import Child, Html, el, facts, joined, table
 from ..core.sharding.region import Region
 from ..core.text import bytes_text, layout_text, rate_text, region_text, seconds_text, shape_text, time_text, value_text
-from ..core.tree.recursion import Walk, run
+from ..core.tree.recursion import Recursive, trampoline
 from ..errors import CheckpointNotFound, TreeckptError
 from ..runs import catalog
 from ..runs.catalog import CheckpointInfo
@@ -189,13 +189,13 @@ def _map(index: Index, leaf: Leaf) -> list[Html]:
 
 def _tree(outline: Outline) -> Html:
     left = [NODES]
-    rows = run(_nodes(outline, outline.row(), left, 0))
+    rows = trampoline(_nodes(outline, outline.row(), left, 0))
     search = el("input", id="find", type="search", placeholder="Search paths", aria_label="Search paths", hidden="")
     more = el("p", f"The first {NODES:,} nodes of the tree.", class_="dim") if left[0] <= 0 else None
     return _section("Tree", search, el("div", *rows, id="tree"), more)
 
 
-def _nodes(outline: Outline, parent: OutlineRow, left: list[int], depth: int) -> Walk[list[Html]]:
+def _nodes(outline: Outline, parent: OutlineRow, left: list[int], depth: int) -> Recursive[list[Html]]:
     if parent.kind == "leaf":
         return [_leaf(outline.index, parent)]
     found: list[Html] = []

@@ -29,7 +29,7 @@ from ..core.format.records import Index
 from ..core.format.shard_header import parse_shard_name
 from ..core.format.timings import Timings
 from ..core.text import visible
-from ..core.tree.spec import Value, decode_value
+from ..core.tree.value_codec import Value, decode_value
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
 from ..io.storage import metadata_files
 from ..io.storage.bucket import is_url, local_path

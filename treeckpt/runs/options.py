@@ -9,8 +9,9 @@ from typing import Any, Literal, SupportsIndex, TypedDict
 from ..arrays.registry import abstract_of, is_value
 from ..arrays.stateful import is_stateful
 from ..core.analysis.retention_policy import All, Best, Last, Policy, check_policies
-from ..core.tree.containers import take
-from ..core.tree.flatten import flatten, graft, replace_leaves
+from ..core.tree.containers import flatten_one_level
+from ..core.tree.flatten import flatten, replace_leaves
+from ..core.tree.in_place import update_in_place
 from ..errors import TreeckptError, TreeError
 from ..loading.read_batch import Verify
 from ..loading.transforms import Renaming, Transforms
@@ -111,7 +112,7 @@ def best_policy(policies: Sequence[Policy], metric: str | None, mode: Literal["m
 
 def is_factory(tree: object) -> bool:
     """Whether a tree argument is a function that returns the tree. A model is callable too, but is itself a tree."""
-    return callable(tree) and not is_stateful(tree) and take(tree, "", "", 0) is None
+    return callable(tree) and not is_stateful(tree) and flatten_one_level(tree, "", "", 0) is None
 
 
 def as_save_options(options: BackgroundSaveKeywords, *, background: bool) -> SaveOptions:
@@ -162,7 +163,7 @@ def check_can_restore(path: str, name: str, thing: Any, namespace: str) -> None:
     ]
     marks = iter([leaf if keep else object() for keep, (_, leaf) in zip(kept, leaves, strict=True)])
     marked = replace_leaves(thing, marks, namespace=namespace)
-    stuck = graft(thing, marked, is_value=is_value, namespace=namespace, dry=True)
+    stuck = update_in_place(thing, marked, is_value=is_value, namespace=namespace, dry=True)
     if stuck or (isinstance(thing, tuple) and not leaves):
         path = f"{path}/{stuck[0][0]}" if stuck and stuck[0][0] else path
         value = dict(leaves).get(stuck[0][0], thing) if stuck else thing

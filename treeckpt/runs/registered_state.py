@@ -19,9 +19,10 @@ from .. import api
 from ..arrays.registry import is_value
 from ..arrays.stateful import LoadsSavedState, is_optimizer
 from ..core.format.records import Index
-from ..core.tree.flatten import PerRank, flatten, graft
+from ..core.tree.flatten import PerRank, flatten
 from ..core.tree.globs import compile_globs
-from ..core.tree.structure import empty_places, key_text, keys_of
+from ..core.tree.in_place import update_in_place
+from ..core.tree.structure import empty_container_paths, key_text, keys_of
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
@@ -210,7 +211,7 @@ class _RegisteredSelection:
 
     def __init__(self, index: Index, options: Mapping[str, Any]) -> None:
         self.index, self._options, self._strict = index, options, options.get("strict", True)
-        self._saved = [*index.by_path, *empty_places(index.structure)]
+        self._saved = [*index.by_path, *empty_container_paths(index.structure)]
         self._chosen = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude")))
 
     def tree_options(self, registered: Mapping[str, Iterable[str]]) -> dict[str, Any]:
@@ -220,7 +221,7 @@ class _RegisteredSelection:
         for key, globs in (("select", self._chosen.select), ("exclude", self._chosen.exclude)):
             if globs:
                 known = compile_globs(globs)
-                ours = set(known.idle(saved)) - set(known.idle(saved + names))
+                ours = set(known.unused(saved)) - set(known.unused(saved + names))
                 options[key] = [glob for glob in globs if glob not in ours]
         return options
 
@@ -288,7 +289,7 @@ def _copy_back(thing: Any, filled: Any) -> None:
     """Copies the values of a tree with wrapped optimizers back into the registered tree."""
     from ..training.resume import without_resumed_optimizers
 
-    graft(thing, without_resumed_optimizers(filled), is_value=is_value)
+    update_in_place(thing, without_resumed_optimizers(filled), is_value=is_value)
 
 
 def _fill(

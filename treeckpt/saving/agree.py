@@ -37,8 +37,8 @@ from ..arrays.stateful import state_tree
 from ..core.format.index import INDEX_NAME
 from ..core.planning.rank_trees import GlobalTree, digest_of
 from ..core.sharding.region import Region
-from ..core.tree.spec import Value, encode_value
 from ..core.tree.structure import check_unicode
+from ..core.tree.value_codec import Value, encode_value
 from ..errors import CheckpointError, CheckpointExists
 from ..io.comm.comm import Comm, members_of
 from ..io.comm.failures import CoordinatorReply, Fault, raise_faults, silent_faults, to_fault, wrap_os_error

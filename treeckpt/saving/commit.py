@@ -18,9 +18,10 @@ from ..core.format.records import FileTable, Index, file_table
 from ..core.format.save_progress import parse_progress_name
 from ..core.format.shard_header import ShardEntry, ShardHeader, block_count, parse_shard_name, shard_name
 from ..core.format.timings import Host, Timings, encode_timings, timings_name
-from ..core.planning.plan import FilePlan, Placed, PlacedWhole, place
+from ..core.planning.save_plan import FilePlan
+from ..core.planning.stream_order import ChunkOffsets, SingleChunkOffset, assign_offsets
 from ..core.sharding.int_runs import encode_runs
-from ..core.tree.spec import Value
+from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointNotFound
 from ..io.storage.metadata_files import read_index
 from ..io.storage.store import MemoryStore, Store, SupportsCompareAndSwap
@@ -114,7 +115,7 @@ def complete_index(info: SaveInfo, plan: GlobalPlan, reports: Mapping[int, Write
         AssertionError: a rank wrote more or fewer bytes than the plan says.
     """
     rows = [row for report in reports.values() for row in report.files]
-    placed, totals = place([leaf for _, leaf in plan.arrays], plan.shares, info.world)
+    placed, totals = assign_offsets([leaf for _, leaf in plan.arrays], plan.shares, info.world)
     for rank, report in reports.items():
         written = sum(row[3] for row in report.files)
         if written != int(totals[rank]):
@@ -124,7 +125,7 @@ def complete_index(info: SaveInfo, plan: GlobalPlan, reports: Mapping[int, Write
 
 
 def _index(
-    info: SaveInfo, plan: GlobalPlan, placed: Mapping[int, Placed | PlacedWhole] | None, files: FileTable
+    info: SaveInfo, plan: GlobalPlan, placed: Mapping[int, ChunkOffsets | SingleChunkOffset] | None, files: FileTable
 ) -> Index:
     content = info.content or IndexContent()
     return build_index(

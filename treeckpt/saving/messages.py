@@ -12,10 +12,10 @@ import msgspec
 import xxhash
 
 from ..core.format.timings import Span
-from ..core.planning.rank_trees import GlobalTree, Inventory, RankClass, check_apart, merge_rank_trees, piece_key
+from ..core.planning.rank_trees import GlobalTree, Inventory, RankClass, check_disjoint, merge_rank_trees, piece_key
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.region import Region
-from ..core.tree.spec import Value
+from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, MismatchError
 from ..io.comm.failures import CoordinatorReply, Fault
 from .options import CommonOptions
@@ -257,7 +257,7 @@ def compare_contents(contents: Mapping[int, Mapping[str, bytes]]) -> None:
                     found=f"another on rank {rank}",
                     hint="Wrap what each rank has of its own in tc.PerRank; if they should be equal, find out why not",
                 )
-    check_apart([(first, path) for path, (first, _) in seen.items()])
+    check_disjoint([(first, path) for path, (first, _) in seen.items()])
 
 
 def compare_boxes(boxes: Sequence[tuple[str, Region]], found: Mapping[int, BoxDigests]) -> None:

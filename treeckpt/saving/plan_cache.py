@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
-from ..core.planning.plan import SavePlan, plan_save
 from ..core.planning.rank_trees import (
     GlobalTree,
     Inventory,
     LeafSpec,
     RankClass,
     array_leaves,
-    contested,
     merge_rank_trees,
+    overlapping_pieces,
 )
+from ..core.planning.save_plan import SavePlan, plan_save
 from ..core.sharding.int_runs import encode_runs
 from ..core.sharding.placements import BoxLayout
 from ..core.sharding.region import Region
-from ..core.sharding.write_assignment import ArrayLeaf, Boxes, Share, assign
+from ..core.sharding.write_assignment import ArrayLeaf, Assignment, assign_writers
 from ..io.comm.comm import Comm
 
 __all__ = ["GlobalPlan", "cached_plan", "compute_plan", "contested_boxes", "get_plan"]
@@ -32,7 +32,7 @@ class GlobalPlan(msgspec.Struct, frozen=True):
     global_tree: GlobalTree
     arrays: list[tuple[int, ArrayLeaf]]
     """The arrays to be written, each with its leaf's number."""
-    shares: list[Share | Boxes]
+    shares: list[Assignment]
     """For each array, which rank writes which part."""
     own: SavePlan
     """The files of this rank."""
@@ -91,7 +91,7 @@ def contested_boxes(
         merged = cached.global_tree
     if merged is None and any(isinstance(leaf.layout, BoxLayout) for leaf in inventory.leaves):
         merged = _replicated_tree(comm, inventory)
-    boxes = contested(merged) if merged is not None else []
+    boxes = overlapping_pieces(merged) if merged is not None else []
     comm.state.put(_ContestedBoxes(key, boxes))
     return boxes
 
@@ -109,6 +109,6 @@ def compute_plan(key: str, global_tree: GlobalTree, rank: int, max_shard_bytes: 
     """
     arrays = array_leaves(global_tree)
     leaves = [leaf for _, leaf in arrays]
-    shares = assign(leaves)
+    shares = assign_writers(leaves)
     own = plan_save(leaves, shares, rank, max_shard_bytes=max_shard_bytes)
     return GlobalPlan(key, max_shard_bytes, global_tree, arrays, shares, own)

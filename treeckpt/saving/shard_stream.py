@@ -22,7 +22,7 @@ import numpy as np
 
 from ..arrays.base import HostArray, HostMemory, SourcePiece
 from ..core.format.shard_header import BLOCK, ShardHeader, block_count, encode_header, hash_block, with_hashes
-from ..core.planning.plan import FilePlan, Write
+from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region, tiles
 from ..errors import CheckpointError
 from ..io.storage.memory import PAGE, aligned_buffer
@@ -48,7 +48,7 @@ class ShardSource(Protocol):
         ...
 
     def pieces(self, leaf: int) -> Sequence[SourcePiece]:
-        """Returns the local memory of a leaf, by the number that `Write.leaf` gives."""
+        """Returns the local memory of a leaf, by the number that `PlannedEntry.leaf` gives."""
         ...
 
 
@@ -309,7 +309,7 @@ def _write_data(buffered: _BufferedWriter, plan: FilePlan, source: ShardSource, 
     return buffered.hashes
 
 
-def append_entry(sink: ByteSink, write: Write, pieces: Sequence[SourcePiece]) -> None:
+def append_entry(sink: ByteSink, write: PlannedEntry, pieces: Sequence[SourcePiece]) -> None:
     """Appends the bytes of an entry to a sink, from the piece that holds it."""
     if not write.nbytes:
         return
@@ -327,7 +327,7 @@ def append_entry(sink: ByteSink, write: Write, pieces: Sequence[SourcePiece]) ->
             sink.append(piece.data.read(part.slices()))
 
 
-def piece_of(write: Write, pieces: Sequence[SourcePiece]) -> SourcePiece:
+def piece_of(write: PlannedEntry, pieces: Sequence[SourcePiece]) -> SourcePiece:
     """Returns the piece that holds an entry of at least one byte."""
     if len(pieces) == 1:
         return pieces[0]

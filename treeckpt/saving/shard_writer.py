@@ -17,7 +17,7 @@ from ..arrays.base import ArraySource, SourcePiece
 from ..core.format.index import encode_index
 from ..core.format.save_progress import Progress
 from ..core.format.timings import timings_name
-from ..core.planning.plan import FilePlan
+from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointExists
 from ..io.comm.failures import Fault, silent_faults, to_fault, wrap_os_error
 from ..io.storage.leftovers import clear_leftovers

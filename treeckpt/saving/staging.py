@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays.base import Box, HostArray, HostMemory, SourcePiece
 from ..arrays.threads import WorkerThreads
-from ..core.planning.plan import FilePlan, Write
+from ..core.planning.save_plan import FilePlan, PlannedEntry
 from ..core.sharding.region import Region
 from .plan_cache import GlobalPlan
 from .shard_stream import ShardSource, append_entry, piece_of
@@ -136,7 +136,7 @@ def stage(source: ShardSource, memory: np.ndarray) -> None:
 
 
 def _stage_entry(
-    write: Write,
+    write: PlannedEntry,
     pieces: Sequence[SourcePiece],
     target: np.ndarray,
     delayed: list[ByteCopy],
@@ -164,7 +164,7 @@ class StagedShardSource:
         self._pieces: list[SourcePiece] = []
         for file, start in zip(plan.own.files, area_offsets(sizes)[0], strict=True):
             whole = Region((0,), (file.nbytes,))
-            write = Write(len(self._pieces), whole, 0, file.nbytes)
+            write = PlannedEntry(len(self._pieces), whole, 0, file.nbytes)
             self.files.append(FilePlan(file.part, file.stream, file.nbytes, (write,)))
             self._pieces.append(SourcePiece(whole, HostArray(memory[start : start + file.nbytes])))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..arrays.registry import encode
 from ..core.tree.flatten import flatten
-from ..core.tree.nesting import fold
+from ..core.tree.nesting import split_structure
 from ..errors import TreeError
 
 __all__ = ["assign_value", "is_same"]
@@ -29,7 +29,7 @@ def is_same(a: Any, b: Any) -> bool:
         (first, left), (second, right) = flatten(a), flatten(b)
         if not left or left[0][1] is not a:  # containers
             pairs = zip(left, right, strict=False)
-            return fold(first) == fold(second) and all(is_same(x, y) for (_, x), (_, y) in pairs)
+            return split_structure(first) == split_structure(second) and all(is_same(x, y) for (_, x), (_, y) in pairs)
         return msgspec.json.encode(encode(a, "", allow_pickle=False)) == msgspec.json.encode(
             encode(b, "", allow_pickle=False)
         )

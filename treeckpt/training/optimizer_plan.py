@@ -15,7 +15,7 @@ from torch import Tensor
 from ..arrays.plain_tensor import dtype_name
 from ..arrays.stateful import load_exact_state
 from ..core.tree.flatten import flatten
-from ..core.tree.recursion import Walk, run
+from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.structure import DictNode, Structure, key_text, paths_of
 from ..errors import MismatchError
 from .groups import (
@@ -292,7 +292,7 @@ def _keys_in(node: Structure, names: Labels) -> dict[str, Structure]:
     """The saved state of each parameter, by the path of its name."""
     found: dict[str, Structure] = {}
 
-    def walk(node: Structure, prefix: Key) -> Walk[None]:
+    def walk(node: Structure, prefix: Key) -> Recursive[None]:
         for key, child in children_of(node).items():
             here = (*prefix, str(key))
             if key_path(here) in names:
@@ -300,7 +300,7 @@ def _keys_in(node: Structure, names: Labels) -> dict[str, Structure]:
             else:
                 yield walk(child, here)
 
-    run(walk(node, ()))
+    trampoline(walk(node, ()))
     return found
 
 

@@ -21,7 +21,7 @@ from ..core.format.records import AliasRecord, ArrayRecord, ValueRecord
 from ..core.sharding.placements import Layout, MeshLayout, Replicate
 from ..core.tree.flatten import PerRank, flatten
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import TABLE_KEYS, PerRankNode, Structure, any_rank, keys_of
+from ..core.tree.structure import TABLE_KEYS, PerRankNode, Structure, index_path, keys_of
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
@@ -294,7 +294,7 @@ class TreeSource:
                 hint="Save it, or change the tree before it is restored",
             )
         self.structure, leaves = flatten(self.tree, rank=comm.rank)
-        self._leaves = {any_rank(path, comm.rank): leaf for path, leaf in leaves if leaf is not ...}
+        self._leaves = {index_path(path, comm.rank): leaf for path, leaf in leaves if leaf is not ...}
 
     @property
     def names(self) -> frozenset[str]:

@@ -13,8 +13,8 @@ from typing import Any
 from ..arrays.registry import is_value
 from ..arrays.stateful import expand_states, holds_stateful, is_stateful
 from ..core.tree.flatten import flatten
-from ..core.tree.sequences import differing
-from ..core.tree.structure import any_rank, key_text
+from ..core.tree.sequences import differing_sequences
+from ..core.tree.structure import index_path, key_text
 from ..errors import MismatchError
 from .sources import RestoreSource
 
@@ -56,7 +56,7 @@ def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list
     found = expand_states(tree, rank=rank, mappings=True)
     tree = tree if found is None else found.target()
     _, leaves = flatten(tree, rank=rank)
-    sequences = differing(
+    sequences = differing_sequences(
         tree,
         source.structure,
         is_value=is_value,
@@ -64,7 +64,7 @@ def compare_extra(extra: Any, source: RestoreSource, *, rank: int) -> tuple[list
         rank=rank,
         source_rank=rank % source.world,
     )
-    wanted = {any_rank(path, rank): leaf for path, leaf in leaves}
+    wanted = {index_path(path, rank): leaf for path, leaf in leaves}
     free = (*(f"{path}/" for path, leaf in wanted.items() if leaf is ...), *(f"{path}/" for path in sequences))
     there = [path for path in source.leaves if path == "extra" or path.startswith("extra/")]
     missing = [

@@ -13,8 +13,8 @@ import msgspec
 
 from ..arrays.registry import abstract_of
 from ..arrays.stateful import state_tree
-from ..core.tree.containers import PerRank, take
-from ..core.tree.recursion import Walk, run
+from ..core.tree.containers import PerRank, flatten_one_level
+from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import key_text
 
@@ -38,7 +38,7 @@ def same_structure(found: Any, expected: Any, *, rank: int, namespace: str = "")
     """Does `treeckpt.trees.same_structure` for one rank."""
     lines: list[str] = []
     found, expected = (state_tree(tree, rank=rank, namespace=namespace) for tree in (found, expected))
-    run(_compare(found, expected, "", lines, rank, namespace))
+    trampoline(_compare(found, expected, "", lines, rank, namespace))
     return Sameness(tuple(lines))
 
 
@@ -51,8 +51,8 @@ def _name(node: Any, path: str, rank: int) -> str:
     return "array" if spec is not None else type(node).__name__
 
 
-def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, namespace: str) -> Walk[None]:
-    ours, theirs = take(found, path, namespace, rank), take(expected, path, namespace, rank)
+def _compare(found: Any, expected: Any, path: str, lines: list[str], rank: int, namespace: str) -> Recursive[None]:
+    ours, theirs = flatten_one_level(found, path, namespace, rank), flatten_one_level(expected, path, namespace, rank)
     if ours is None and theirs is None:
         return _compare_leaves(found, expected, path, lines, rank)
     if ours is None or theirs is None or type(found) is not type(expected):

@@ -30,16 +30,17 @@ from ..core.planning.rank_trees import (
     LeafSpec,
     RankClass,
     array_leaves,
-    contested,
     digest_of,
     merge_rank_trees,
+    overlapping_pieces,
 )
 from ..core.sharding.int_runs import decode_runs, encode_runs
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
 from ..core.sharding.region import Region, c_strides
-from ..core.sharding.write_assignment import ArrayLeaf, assign, writes_of
+from ..core.sharding.write_assignment import ArrayLeaf, assign_writers, writes_of
 from ..core.tree.flatten import replace_leaves, unflatten
-from ..core.tree.spec import ArraySpec, Value
+from ..core.tree.spec import ArraySpec
+from ..core.tree.value_codec import Value
 from ..errors import RankError, TreeError
 from ..io.comm.collective import gather_results
 from ..saving.messages import (
@@ -113,7 +114,7 @@ class _Gather:
             own = RankTree(self.described.inventory, self.contents, self.described.values)
             trees = gather_results(transport, "gather", lambda: own, RankTree, hint=_HINT)
             merged = self._merge([one.inventory for one in digests], trees)
-        boxes = [(path, box) for path, box, nbytes in contested(merged) if nbytes <= SMALL_LEAF_NBYTES]
+        boxes = [(path, box) for path, box, nbytes in overlapping_pieces(merged) if nbytes <= SMALL_LEAF_NBYTES]
         if boxes:
             found = gather_results(transport, "gather", partial(self._box_digests, boxes), BoxDigests, hint=_HINT)
             compare_boxes(boxes, dict(enumerate(found)))
@@ -143,7 +144,7 @@ class _Gather:
     def move(self, merged: GlobalTree, limit: int) -> None:
         """Creates the arrays on the receivers and copies every element there."""
         arrays = [(merged.leaves[number], leaf) for number, leaf in array_leaves(merged)]
-        shares = assign([leaf for _, leaf in arrays])
+        shares = assign_writers([leaf for _, leaf in arrays])
         moving: list[tuple[ArrayLeaf, Any]] = []
         for (spec, leaf), share in zip(arrays, shares, strict=True):
             own = spec.per_rank is not None

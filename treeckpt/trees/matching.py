@@ -9,8 +9,8 @@ import msgspec
 
 from ..arrays.registry import is_value, resolve
 from ..core.tree.flatten import flatten
-from ..core.tree.sequences import differing
-from ..core.tree.structure import Structure, any_rank
+from ..core.tree.sequences import differing_sequences
+from ..core.tree.structure import Structure, index_path
 
 __all__ = ["MatchedLeaves", "match_leaves"]
 
@@ -42,7 +42,7 @@ def match_leaves(
         saved, given: the other tree's structure and leaves, with `~rank*` for the rank.
         copied: returns a copy of a value, for a sequence.
     """
-    sequences = differing(
+    sequences = differing_sequences(
         into,
         saved,
         is_value=is_value,
@@ -55,7 +55,7 @@ def match_leaves(
     _, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
     found: dict[str, object] = {}
     for path, leaf in before:
-        name = any_rank(path, rank)
+        name = index_path(path, rank)
         if leaf is not ... and name in given:
             found[path] = given[name]
         elif id(leaf) in whole and name in sequences:

@@ -29,9 +29,10 @@ from ..arrays.registry import (
 from ..arrays.stateful import expand_states, state_tree
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, intersect, subtract
-from ..core.tree.flatten import flatten, graft, replace_leaves
+from ..core.tree.flatten import flatten, replace_leaves
+from ..core.tree.in_place import update_in_place
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import any_rank
+from ..core.tree.structure import index_path
 from ..errors import LayoutError, MismatchError
 from .matching import MatchedLeaves, match_leaves
 
@@ -185,7 +186,7 @@ def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) ->
     """Does `treeckpt.trees.copy_into` for one rank."""
     tree = state_tree(tree, rank=rank, namespace=namespace)
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
-    given = {any_rank(path, rank): leaf for path, leaf in leaves}
+    given = {index_path(path, rank): leaf for path, leaf in leaves}
 
     def fill(target: Any) -> int:
         found = match_leaves(target, structure, given, copied_value, rank=rank, namespace=namespace)
@@ -259,7 +260,7 @@ def put_leaves(
 
 def _put(into: Any, found: MatchedLeaves, new: list[object], copies: list[_ArrayCopy], namespace: str) -> None:
     filled = replace_leaves(into, iter(new), namespace=namespace, whole=found.whole)
-    stuck = graft(into, filled, is_value=is_value, namespace=namespace, dry=True)
+    stuck = update_in_place(into, filled, is_value=is_value, namespace=namespace, dry=True)
     if stuck:
         raise MismatchError(
             stuck[0][0],
@@ -270,12 +271,12 @@ def _put(into: Any, found: MatchedLeaves, new: list[object], copies: list[_Array
     mark_written(copy.target.leaf for copy in copies)
     for copy in _without_overlaps(copies):
         copy.put(copy.target.pieces)
-    graft(into, filled, is_value=is_value, namespace=namespace)
+    update_in_place(into, filled, is_value=is_value, namespace=namespace)
 
 
 def _check_paths(found: MatchedLeaves, given: Mapping[str, object], rank: int) -> None:
-    left = tuple(f"{any_rank(path, rank)}/" if path else "" for path, leaf in found.before if leaf is ...)
-    asked = {any_rank(path, rank) for path, _ in found.before} | found.taken
+    left = tuple(f"{index_path(path, rank)}/" if path else "" for path, leaf in found.before if leaf is ...)
+    asked = {index_path(path, rank) for path, _ in found.before} | found.taken
     missing = [path for path, leaf in found.before if leaf is not ... and path not in found.given]
     unexpected = sorted(path for path in given.keys() - asked if not path.startswith(left))
     if missing or unexpected:

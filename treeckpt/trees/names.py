@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..arrays.stateful import state_tree
-from ..core.tree.containers import PerRank, take
+from ..core.tree.containers import PerRank, flatten_one_level
 from ..core.tree.flatten import replace_leaves
-from ..core.tree.recursion import Walk, run
+from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.structure import key_text
 from ..errors import MismatchError, TreeError
 
@@ -43,8 +43,8 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
     found: list[tuple[str, str, Any]] = []
     paths: dict[str, str] = {}
 
-    def walk(node: Any, steps: tuple[str, ...], path: str, own: bool) -> Walk[None]:
-        taken = take(node, path, namespace, 0)
+    def walk(node: Any, steps: tuple[str, ...], path: str, own: bool) -> Recursive[None]:
+        taken = flatten_one_level(node, path, namespace, 0)
         if taken is None:
             name = separator.join(steps)
             if (other := paths.setdefault(name, path)) != path:
@@ -64,7 +64,7 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
                     child, (*steps, key if isinstance(key, str) else text), f"{path}/{text}" if path else text, own
                 )
 
-    run(walk(state_tree(tree, namespace=namespace), (), "", False))
+    trampoline(walk(state_tree(tree, namespace=namespace), (), "", False))
     return found
 
 

@@ -20,7 +20,8 @@ from ..core.planning.rank_trees import Inventory
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
 from ..core.tree.flatten import flatten, replace_leaves, unflatten
-from ..core.tree.spec import ArraySpec, Value
+from ..core.tree.spec import ArraySpec
+from ..core.tree.value_codec import Value
 from ..errors import LayoutError, MismatchError, RankError, TreeError
 from ..io.comm.collective import from_rank, gather_results
 from .gathering import rebuild_alias

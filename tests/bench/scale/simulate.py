@@ -19,11 +19,12 @@ from treeckpt.core.format.index import INDEX_NAME, decode_index
 from treeckpt.core.format.records import Index
 from treeckpt.core.format.shard_header import shard_name
 from treeckpt.core.format.timings import Span, timings_name
-from treeckpt.core.planning.plan import LoadPlan, Want, place, plan_load
+from treeckpt.core.planning.load_plan import LoadPlan, WantedRegion, plan_load
 from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, digest_of, merge_rank_trees
+from treeckpt.core.planning.stream_order import assign_offsets
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import encode_runs
-from treeckpt.core.sharding.placements import BoxLayout, Layout, MeshLayout, held_by, replicas
+from treeckpt.core.sharding.placements import BoxLayout, Layout, MeshLayout, held_by, replica_offsets
 from treeckpt.core.sharding.region import Region, coalesce
 from treeckpt.core.tree.flatten import flatten
 from treeckpt.io.comm.fanout import GROUP_SIZES, group_sizes_for
@@ -249,9 +250,9 @@ class _World:
     def commit(self, plans: GlobalPlan) -> Index:
         """All ranks report, and the coordinator publishes; gives the index as a reader would decode it."""
         figures = self.figures
-        _, totals = place([leaf for _, leaf in plans.arrays], plans.shares, self.size)
+        _, totals = assign_offsets([leaf for _, leaf in plans.arrays], plans.shares, self.size)
         alone = [at for at, (_, leaf) in enumerate(plans.arrays) if not _replicated(leaf.layout)]
-        _, least = place([plans.arrays[at][1] for at in alone], [plans.shares[at] for at in alone], self.size)
+        _, least = assign_offsets([plans.arrays[at][1] for at in alone], [plans.shares[at] for at in alone], self.size)
         figures.write_balance = float(totals.max() / totals.mean())
         figures.write_least = max(1.0, float(least.max() / totals.mean()))
         messages = [_encode(_report(rank, int(nbytes))) for rank, nbytes in enumerate(totals.tolist())]
@@ -290,7 +291,7 @@ def _heard(messages: dict[int, bytes]) -> tuple[str, tuple[int, ...]]:
 
 
 def _replicated(layout: Layout) -> bool:
-    return isinstance(layout, MeshLayout) and len(replicas(layout)) > 1
+    return isinstance(layout, MeshLayout) and len(replica_offsets(layout)) > 1
 
 
 def _report(rank: int, nbytes: int) -> WriteReport:
@@ -319,7 +320,7 @@ class _Loads:
     def plan(self, rank: int) -> tuple[dict[tuple[str, Region], int], LoadPlan]:
         """The regions that a rank needs, with their bytes, and what it reads for them."""
         needs: dict[tuple[str, Region], int] = {}
-        wants: list[Want] = []
+        wants: list[WantedRegion] = []
         stage = rank // (self._grid.dp * self._grid.tp)
         for array in self._arrays:
             if array.stage != stage:
@@ -328,7 +329,7 @@ class _Loads:
             itemsize = dtype_of(array.dtype).itemsize
             for held in held_by(self._layouts[stage].of(array), array.shape, rank):
                 if held.region.size:
-                    wants.append(Want(held.region, itemsize, self._index.chunks_of(leaf, held.region)))
+                    wants.append(WantedRegion(held.region, itemsize, self._index.chunks_of(leaf, held.region)))
                     needs[leaf.path, held.region] = held.region.size * itemsize
         return needs, plan_load(wants)
 

@@ -14,8 +14,8 @@ from treeckpt.core.format.index import INDEX_NAME, encode_index
 from treeckpt.core.format.records import AliasRecord, ValueRecord
 from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
-from treeckpt.core.tree.spec import Typed
 from treeckpt.core.tree.structure import DictNode, ListNode
+from treeckpt.core.tree.value_codec import Typed
 from treeckpt_dashboard.web import security
 from treeckpt_dashboard.web.app import create_app
 

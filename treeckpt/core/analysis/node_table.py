@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ...errors import FormatError
 from ..format.records import Index
-from ..tree.structure import KeyTexts, Node, PerRankNode
+from ..tree.structure import KeyTextCache, Node, PerRankNode
 from .outline import Outline
 
 __all__ = ["NodeRecord", "node_records"]
@@ -38,7 +38,7 @@ def node_records(index: Index) -> Iterator[NodeRecord]:
         raise FormatError("", expected="fewer than 2**63 bytes in all", found=f"{sums[-1]}")
     waiting: deque[tuple[Node, str, int]] = deque()
     following = 1
-    texts, kinds = KeyTexts(), dict[type, str]()
+    texts, kinds = KeyTextCache(), dict[type, str]()
 
     def row(node: Node, key: str, path: str, first: int) -> NodeRecord:
         nonlocal following

@@ -20,7 +20,7 @@ from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArray
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import length_of
 from ..sharding.placements import Layout, MeshLayout, Replicate
-from ..tree.recursion import Walk, run
+from ..tree.recursion import Recursive, trampoline
 from ..tree.structure import Node, PerRankNode, Structure, key_text, keys_of
 
 __all__ = ["Outline", "OutlineRow", "held_nbytes", "leaf_nbytes"]
@@ -120,9 +120,9 @@ class Outline:
         ):  # nearly all nodes hold leaves only: they take the short path
             return len(node.children)
         found = self._counts.get(id(node))
-        return run(self._count(node)) if found is None else found
+        return trampoline(self._count(node)) if found is None else found
 
-    def _count(self, node: Node) -> Walk[int]:
+    def _count(self, node: Node) -> Recursive[int]:
         found = self._counts.get(id(node))
         if found is None:
             found = 0

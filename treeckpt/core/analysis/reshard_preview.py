@@ -1,7 +1,7 @@
 """Previews a load on another mesh: what each rank would read from which file.
 
 The target is a mesh and rules `glob: placement, placement`; the first rule that matches a leaf's path applies. Regions
-come from `core.sharding.placements` and reads from `core.planning.plan.plan_load`, so the counts are those of the
+come from `core.sharding.placements` and reads from `core.planning.load_plan`, so the counts are those of the
 loader. Ranks are planned one after the other until a budget of chunks is used up, in an order that is spread over the
 mesh: a preview of a large job is exact for the ranks that it shows, and shows fewer ranks.
 """
@@ -18,10 +18,19 @@ import msgspec
 from ...errors import LayoutError
 from ..format.records import ArrayRecord, Index, Leaf
 from ..format.shard_header import BLOCK
-from ..planning.plan import READ_GAP, Want, plan_load
+from ..planning.load_plan import READ_GAP, WantedRegion, plan_load
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import encode_runs
-from ..sharding.placements import Mesh, MeshLayout, Placement, Replicate, Shard, StridedShard, held_by, replicated
+from ..sharding.placements import (
+    Mesh,
+    MeshLayout,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    held_by,
+    replicated_layout,
+)
 from ..sharding.region import Region, byte_runs, intersect
 
 __all__ = ["MAX_RANKS", "PlacementRule", "RankReads", "ReshardPlan", "parse_mesh", "parse_rules", "plan_reshard"]
@@ -214,7 +223,7 @@ def _target_arrays(
     index: Index, mesh: Mesh, rules: Sequence[PlacementRule]
 ) -> tuple[list[_TargetArray], int, int, int]:
     matchers = [(re.compile(fnmatch.translate(rule.glob)), MeshLayout(mesh, rule.placements)) for rule in rules]
-    everywhere = replicated(mesh.ranks)
+    everywhere = replicated_layout(mesh.ranks)
     found: list[_TargetArray] = []
     whole = unmatched = left_out = 0
     for leaf in index.entries:
@@ -234,9 +243,11 @@ def _target_arrays(
     return found, whole, unmatched, left_out
 
 
-def _rank_wants(index: Index, wanted: Sequence[_TargetArray], rank: int, budget: int) -> tuple[list[Want] | None, int]:
+def _rank_wants(
+    index: Index, wanted: Sequence[_TargetArray], rank: int, budget: int
+) -> tuple[list[WantedRegion] | None, int]:
     """Returns what a rank wants, and the number of chunks; None where they are more than the budget."""
-    wants: list[Want] = []
+    wants: list[WantedRegion] = []
     used = 0
     for want in wanted:
         for held in held_by(want.layout, want.shape, rank):
@@ -244,7 +255,7 @@ def _rank_wants(index: Index, wanted: Sequence[_TargetArray], rank: int, budget:
             used += 1 + sum(_max_reads(held.region, chunk.region, want.itemsize) for chunk in found)
             if used > budget:
                 return None, used
-            wants.append(Want(held.region, want.itemsize, found))
+            wants.append(WantedRegion(held.region, want.itemsize, found))
     return wants, used
 
 
@@ -258,7 +269,7 @@ def _max_reads(wanted: Region, chunk: Region, itemsize: int) -> int:
     return 1 + min(runs.count, (last - first) // READ_GAP)
 
 
-def _rank_reads(index: Index, rank: int, wants: Sequence[Want], numbers: dict[str, int]) -> RankReads:
+def _rank_reads(index: Index, rank: int, wants: Sequence[WantedRegion], numbers: dict[str, int]) -> RankReads:
     by_file: dict[int, int] = {}
     blocks = plan_load(wants, borders=index.borders).blocks
     for block in blocks:

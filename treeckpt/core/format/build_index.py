@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from ..planning.plan import Placed, PlacedWhole
 from ..planning.rank_trees import GlobalTree, LeafSpec
+from ..planning.stream_order import ChunkOffsets, SingleChunkOffset
 from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.placements import BoxLayout, Layout
-from ..tree.spec import ArraySpec, Value
+from ..tree.spec import ArraySpec
+from ..tree.value_codec import Value
 from .chunks import NoChunks, encode_chunks
 from .lineage import Lineage
 from .records import AliasRecord, ArrayRecord, FileTable, Index, LeafRecord, PerRankArrays, PerRankValues, ValueRecord
@@ -37,7 +38,7 @@ class _Numbering:
 
 def build_index(
     tree: GlobalTree,
-    placed: Mapping[int, Placed | PlacedWhole] | None,
+    placed: Mapping[int, ChunkOffsets | SingleChunkOffset] | None,
     files: FileTable,
     *,
     values: Mapping[str, Value],
@@ -68,7 +69,7 @@ def build_index(
         elif leaf.per_rank is not None:
             at = placed[n] if placed is not None else None
             records.append(
-                PerRankArrays(specs.number(leaf.spec), encode_runs(at.starts) if isinstance(at, Placed) else ())
+                PerRankArrays(specs.number(leaf.spec), encode_runs(at.starts) if isinstance(at, ChunkOffsets) else ())
             )
         else:
             blank = blanks.get((id(leaf.spec), id(leaf.layout)))

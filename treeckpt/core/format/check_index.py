@@ -14,7 +14,7 @@ import numpy as np
 
 from ...errors import CorruptError, FormatError, TreeckptError
 from ..sharding.dtypes import dtype_of
-from ..sharding.int_runs import Runs, check_rising, check_runs, decode_runs, length_of
+from ..sharding.int_runs import Runs, check_runs, decode_runs, length_of, rises_strictly
 from ..sharding.placements import BoxLayout, Layout, StridedShard, check_placements
 from ..sharding.region import MAX_NDIM
 from ..tree.spec import ArraySpec
@@ -229,7 +229,7 @@ def _check_grid(index: Index, path: str, grid: GridChunks, shape: tuple[int, ...
         raise FormatError(path, expected=f"cuts of {len(shape)} dimensions", found=f"{len(grid.cuts)}")
     for cut, size in zip(grid.cuts, shape, strict=True):
         check_runs(cut, path=path, low=0)
-        if not check_rising(cut, 0, size) or not size:
+        if not rises_strictly(cut, 0, size) or not size:
             raise FormatError(path, expected=f"rising cuts from 0 to {size}", found=f"{cut!r:.80}")
     cells = math.prod(length_of(cut) - 1 for cut in grid.cuts)
     check_runs(grid.rank, length=cells, path=path, low=0, high=index.world)

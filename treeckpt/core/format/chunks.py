@@ -13,10 +13,11 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from ..planning.plan import Chunk, Placed, PlacedWhole
+from ..planning.load_plan import Chunk
+from ..planning.stream_order import ChunkOffsets, SingleChunkOffset
 from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value_at
 from ..sharding.region import Region
-from ..sharding.write_assignment import Boxes, Grid, grid_of
+from ..sharding.write_assignment import BoxOwners, GridOwners, grid_of
 
 __all__ = [
     "BoxChunks",
@@ -136,12 +137,12 @@ def _box_chunks(chunks: BoxChunks, region: Region | None) -> list[Chunk]:
     ]
 
 
-def encode_chunks(shape: tuple[int, ...], placed: Placed | PlacedWhole) -> Chunks:
+def encode_chunks(shape: tuple[int, ...], placed: ChunkOffsets | SingleChunkOffset) -> Chunks:
     """Encodes an array's chunks: as one chunk, as a grid where the regions form one, else as boxes."""
-    if isinstance(placed, PlacedWhole):
+    if isinstance(placed, SingleChunkOffset):
         return WholeChunk(placed.rank, placed.start)
     owners, starts = placed.owners, placed.starts
-    if isinstance(owners, Boxes):
+    if isinstance(owners, BoxOwners):
         pieces = owners.pieces
         if len(pieces) == 1 and pieces[0][1].is_whole(shape):
             return WholeChunk(pieces[0][0], int(starts[0]))
@@ -162,7 +163,7 @@ def encode_boxes(
     """
     grid = grid_of(shape, offsets, offsets + shapes) if shape and len(offsets) else None
     if grid is not None:
-        return _encode_grid(shape, Grid(tuple(grid[0]), tuple(grid[1]), ranks), starts)
+        return _encode_grid(shape, GridOwners(tuple(grid[0]), tuple(grid[1]), ranks), starts)
     return BoxChunks(
         tuple(encode_runs(column) for column in offsets.T),
         tuple(encode_runs(column) for column in shapes.T),
@@ -171,7 +172,7 @@ def encode_boxes(
     )
 
 
-def _encode_grid(shape: tuple[int, ...], owners: Grid, starts: np.ndarray) -> Chunks:
+def _encode_grid(shape: tuple[int, ...], owners: GridOwners, starts: np.ndarray) -> Chunks:
     if len(owners.ranks) == 1:
         return WholeChunk(int(owners.ranks[0]), int(starts[0]))
     cuts = tuple(encode_runs(np.append(first, size)) for first, size in zip(owners.starts, shape, strict=True))

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from ...errors import CorruptError, FormatError, TreeckptError
-from ..planning.plan import Placed
+from ..planning.stream_order import ChunkOffsets
 from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.region import Region
-from ..sharding.write_assignment import Boxes
-from ..tree.nesting import Folded, fold
+from ..sharding.write_assignment import BoxOwners
+from ..tree.nesting import SplitStructure, split_structure
 from .check_index import check_index
 from .chunks import NoChunks, encode_chunks
 from .index_v2 import pack, unpack
@@ -94,7 +94,7 @@ def _decode_body(body: bytes, name: str, *, packed: bool = False, manifest: bool
     try:
         index = unpack(body, name) if packed else msgspec.json.decode(body, type=Index)
         if index.below:
-            whole = Folded(index.structure, index.below).whole(name)
+            whole = SplitStructure(index.structure, index.below).whole(name)
             index = msgspec.structs.replace(index, structure=whole, below=())
         index = _lineage_from_text(index)
         check_index(index, name, manifest=manifest)
@@ -138,7 +138,7 @@ def encode_manifest(index: Index) -> str:
 
 def folded_index(index: Index) -> Index:
     """Moves deep parts of the structure into `below`, as the file holds them."""
-    found = fold(index.structure)
+    found = split_structure(index.structure)
     return msgspec.structs.replace(index, structure=found.top, below=found.below) if found.below else index
 
 
@@ -221,8 +221,8 @@ def _rebuild_record(leaf: Leaf, entries: dict[str, list[_RebuiltChunk]]) -> Leaf
         raise FormatError(leaf.path, expected=f"entries of {spec.dtype} {spec.shape}", found="others")
     if not chunks or sum(c.region.size for c in chunks) != math.prod(spec.shape):
         raise _shard_missing(leaf.path, f"all of shape {spec.shape}")
-    owners = Boxes(tuple((c.rank, c.region) for c in chunks))
-    placed = Placed(owners, np.array([c.start for c in chunks], np.int64))
+    owners = BoxOwners(tuple((c.rank, c.region) for c in chunks))
+    placed = ChunkOffsets(owners, np.array([c.start for c in chunks], np.int64))
     return ArrayRecord(record.spec, record.layout, encode_chunks(spec.shape, placed))
 
 

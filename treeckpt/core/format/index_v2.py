@@ -21,11 +21,12 @@ import msgspec
 import numpy as np
 
 from ...errors import FormatError, TreeckptError
-from ..planning.flat_ranges import classes_of, flat_boxes, most_boxes, starts_of
+from ..planning.flat_ranges import flat_boxes, max_boxes, stream_offsets
+from ..planning.stream_order import order_classes
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import MAX_VALUE, Run, Runs, check_runs, decode_runs, encode_runs, length_of
 from ..sharding.region import MAX_NDIM, c_strides
-from ..tree.shared_subtrees import expand, leaf_count, share
+from ..tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees, leaf_count
 from ..tree.spec import ArraySpec
 from ..tree.structure import Structure
 from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk, encode_boxes
@@ -105,7 +106,7 @@ def pack(index: Index) -> bytes | None:
     found = [cut_up.get(n) or _single_range(n, record, index) for n, record in enumerate(index.leaves)]
     cuts = [cut for cut in found if cut is not None]
     rest = tuple([record for record, cut in zip(index.leaves, found, strict=True) if cut is None])
-    structure, shared = share(index.structure)
+    structure, shared = extract_shared_subtrees(index.structure)
     bare = msgspec.structs.replace(index, structure=structure, leaves=rest)
     written = msgspec.json.encode(index)
     for implied in (True, False):
@@ -194,7 +195,7 @@ def unpack(body: bytes, name: str) -> Index:
     packed = msgspec.json.decode(body, type=PackedIndex)
     index, ranges = packed.index, packed.ranges
     most = max(MAX_NUMBERS, NUMBERS_PER_BYTE * len(body))
-    structure = expand(index.structure, packed.shared, name)
+    structure = expand_shared_subtrees(index.structure, packed.shared, name)
     numbers = _numbers(index, ranges, leaf_count(structure), name)
     cuts = _decode_ranges(index, ranges, numbers, name, most)
     entries = _expand_boxes(cuts)
@@ -237,7 +238,7 @@ def _decode_ranges(index: Index, ranges: RangeColumns, numbers: list[int], name:
     counts = _column(ranges.count, n, name, low=1, high=most + 1)
     total = int(counts.sum())
     shapes: list[tuple[int, ...]] = [index.specs[spec].shape for spec in specs]
-    offsets = sum(count * most_boxes(s) * max(1, len(s)) for count, s in zip(counts.tolist(), shapes, strict=True))
+    offsets = sum(count * max_boxes(s) * max(1, len(s)) for count, s in zip(counts.tolist(), shapes, strict=True))
     if max(map(len, shapes), default=0) > MAX_NDIM or offsets > most:
         raise FormatError(name, expected=f"ranges of at most {most} offsets", found="more")
     lengths = _column(ranges.length, total - n, name, low=1, high=MAX_NBYTES)
@@ -316,12 +317,12 @@ def _implied_starts(
             continue
         dtype = dtype_of(spec.dtype)
         nbytes = sizes * dtype.itemsize
-        columns.append((ranks, classes_of(nbytes, dtype.itemsize // dtype.parts), nbytes))
+        columns.append((ranks, order_classes(nbytes, dtype.itemsize // dtype.parts), nbytes))
         listed.append(np.full(len(ranks), i is not None))
     if not columns:
         return np.empty(0, np.int64)
     ranks, classes, nbytes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-    return starts_of(ranks, classes, nbytes)[np.concatenate(listed)]
+    return stream_offsets(ranks, classes, nbytes)[np.concatenate(listed)]
 
 
 def _group(group: Runs, own: int, world: int, name: str) -> np.ndarray:

@@ -17,14 +17,15 @@ import numpy as np
 
 from ...errors import FormatError, MismatchError
 from ..html import el, facts, joined, table
-from ..planning.plan import Chunk
+from ..planning.load_plan import Chunk
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value_at
 from ..sharding.placements import Layout
 from ..sharding.region import Region
 from ..text import bytes_text, shape_text
-from ..tree.spec import ArraySpec, StridedView, TableSpec, Value
+from ..tree.spec import ArraySpec, StridedView, TableSpec
 from ..tree.structure import Structure, paths_of, tables_of
+from ..tree.value_codec import Value
 from .chunks import Chunks, WholeChunk, chunks_in, count_chunks
 from .lineage import Lineage
 from .shard_header import shard_name

@@ -1,9 +1,9 @@
-"""What one rank brings to a save, and what all ranks bring together.
+"""The tree of one rank without its data, and the global tree that all ranks' trees merge into.
 
 A rank's `Inventory` is its tree without data. Ranks with equal inventories (by digest) form a class;
-`merge_rank_trees` makes of
-the classes the one global tree: mappings joined, replicas and explicit pieces attributed to their ranks, contradictions
-named. Values are not part of an inventory, so that a step counter does not change its digest; they are compared apart.
+`merge_rank_trees` merges the classes into the global tree: mappings are joined, replicas and explicit pieces
+attributed to their ranks, and contradictions are errors that name their path. Values are not part of an inventory, so
+that a step counter does not change its digest; they are compared separately.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import xxhash
 from ...errors import LayoutError, MismatchError, TreeError
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import Runs, decode_runs, encode_runs
-from ..sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated
+from ..sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated_layout
 from ..sharding.region import MAX_NDIM, Region, intersect
-from ..sharding.write_assignment import ArrayLeaf, held_twice
-from ..tree.merge import merge, widen_ranks
-from ..tree.nesting import Folded, fold
+from ..sharding.write_assignment import ArrayLeaf, overlapping_boxes
+from ..tree.keyed_table import OwnedRows, row_starts
+from ..tree.merge import merge, with_ranks
+from ..tree.nesting import SplitStructure, split_structure
 from ..tree.spec import ArraySpec, StridedView
 from ..tree.structure import Structure, paths_of
-from ..tree.table_rows import Claim, row_starts
 
 __all__ = [
     "GlobalTree",
@@ -33,30 +33,30 @@ __all__ = [
     "LeafSpec",
     "RankClass",
     "array_leaves",
-    "check_apart",
-    "contested",
+    "check_disjoint",
     "digest_of",
     "merge_rank_trees",
+    "overlapping_pieces",
     "piece_key",
 ]
 
 
 class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One leaf as one rank, or all, see it."""
+    """One leaf of one rank's tree, or of the global tree."""
 
     path: str
     """With `~rank*` for the rank's number under `PerRank`."""
     spec: ArraySpec | None
     """None for a value."""
     layout: Layout | None = None
-    """None for a plain array on one rank's word: every rank that has it holds a replica."""
+    """None in one rank's tree for a plain array: every rank that has it holds a replica."""
     alias_of: str | None = None
     """The path of the array whose storage this leaf shares."""
     view: StridedView | None = None
     per_rank: Runs | None = None
-    """The ranks that have a leaf of their own here; one rank's word says an empty column."""
+    """The ranks that have a leaf of their own at this path; an empty column in one rank's tree."""
     rows: int | None = None
-    """On one rank's word, of a table: how many rows it has in the buckets by which shape and layout count instead."""
+    """In one rank's tree, of an array of a table: its number of rows. Shape and layout then count buckets, not rows."""
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
@@ -70,18 +70,18 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
     @property
     def whole(self) -> Structure:
         """The structure with its deep parts in their places."""
-        return Folded(self.structure, self.below).whole()
+        return SplitStructure(self.structure, self.below).whole()
 
 
 class RankClass(msgspec.Struct, frozen=True, array_like=True):
-    """Ranks that bring equal inventories."""
+    """Ranks with equal inventories."""
 
     ranks: Runs
     inventory: Inventory
 
 
 class GlobalTree(msgspec.Struct, frozen=True, array_like=True):
-    """The global tree: every leaf once, in the structure's order, each array with its layout."""
+    """The tree of all ranks: every leaf once, in the order of the structure, each array with its layout."""
 
     world: int
     structure: Structure
@@ -92,86 +92,85 @@ class GlobalTree(msgspec.Struct, frozen=True, array_like=True):
     @property
     def whole(self) -> Structure:
         """The structure with its deep parts in their places."""
-        return Folded(self.structure, self.below).whole()
+        return SplitStructure(self.structure, self.below).whole()
 
 
 def digest_of(inventory: Inventory) -> bytes:
-    """16 bytes that are equal for equal inventories."""
+    """Returns 16 bytes that are equal for equal inventories."""
     return xxhash.xxh3_128_digest(msgspec.json.encode(inventory))
 
 
 def merge_rank_trees(classes: Sequence[RankClass], world: int) -> GlobalTree:
-    """The global tree of all classes of ranks.
+    """Merges the trees of all classes of ranks into the global tree.
 
     Raises:
         MismatchError: two classes contradict each other about a path.
-        LayoutError: a mesh reaches outside of the world.
+        LayoutError: a mesh has ranks outside of the world.
     """
-    classes = _by_row(classes)
+    classes = _split_tables_by_row(classes)
     if len(classes) == 1:
         only = classes[0].inventory
-        structure = widen_ranks(only.whole, classes[0].ranks)
-        leaves = [_resolved(leaf, classes[0].ranks) for leaf in only.leaves]
+        structure = with_ranks(only.whole, classes[0].ranks)
+        leaves = [_leaf_with_ranks(leaf, classes[0].ranks) for leaf in only.leaves]
     else:
-        kin = _kin(classes)
-        structure = widen_ranks(classes[0].inventory.whole, kin[0])
-        for group, ranks in zip(classes[1:], kin[1:], strict=True):
-            structure = merge(structure, widen_ranks(group.inventory.whole, ranks))
-        leaves = _joined(structure, classes, kin)
+        groups = _per_rank_groups(classes)
+        structure = with_ranks(classes[0].inventory.whole, groups[0])
+        for group, ranks in zip(classes[1:], groups[1:], strict=True):
+            structure = merge(structure, with_ranks(group.inventory.whole, ranks))
+        leaves = _merge_leaves(structure, classes, groups)
     checked: set[int] = set()
     for leaf in leaves:
         if id(leaf.layout) not in checked:  # most leaves share the very object
             checked.add(id(leaf.layout))
             _check_ranks(leaf, world)
-    folded = fold(structure)
+    folded = split_structure(structure)
     return GlobalTree(world, folded.top, tuple(leaves), folded.below)
 
 
-def _by_row(classes: Sequence[RankClass]) -> Sequence[RankClass]:
-    """The same with the arrays of tables cut by row, where ranks have cut them by bucket; see `rows`."""
-    claims: dict[str, list[Claim]] = {}
+def _split_tables_by_row(classes: Sequence[RankClass]) -> Sequence[RankClass]:
+    """Returns the classes with the arrays of tables sharded by row, not by bucket; see `LeafSpec.rows`."""
+    claims: dict[str, list[OwnedRows]] = {}
     buckets: dict[str, int] = {}
     for group in classes:
         for leaf in group.inventory.leaves:
             if leaf.rows is not None and leaf.spec is not None:
-                claims.setdefault(leaf.path, []).append(_claim(leaf))
+                claims.setdefault(leaf.path, []).append(_owned_rows(leaf))
                 buckets[leaf.path] = leaf.spec.shape[0]
     if not claims:
         return classes
-    placed = {path: row_starts(claims[path], buckets[path], path) for path in claims}
+    starts_of = {path: row_starts(claims[path], buckets[path], path) for path in claims}
 
-    def by_row(leaf: LeafSpec) -> LeafSpec:
+    def split_by_row(leaf: LeafSpec) -> LeafSpec:
         if leaf.rows is None or leaf.spec is None:
             return leaf
-        (starts, rows), mine, row = placed[leaf.path], _claim(leaf), leaf.spec.shape[1:]
+        (starts, rows), mine, row = starts_of[leaf.path], _owned_rows(leaf), leaf.spec.shape[1:]
         region = Region((starts[mine.start, mine.stop], *(0 for _ in row)), (mine.rows, *row))
         spec = msgspec.structs.replace(leaf.spec, shape=(rows, *row))
         return LeafSpec(leaf.path, spec, BoxLayout(((mine.rank, region),)))
 
-    return [
-        RankClass(
-            group.ranks, msgspec.structs.replace(group.inventory, leaves=tuple(map(by_row, group.inventory.leaves)))
-        )
-        for group in classes
-    ]
+    found: list[RankClass] = []
+    for group in classes:
+        leaves = tuple(map(split_by_row, group.inventory.leaves))
+        found.append(RankClass(group.ranks, msgspec.structs.replace(group.inventory, leaves=leaves)))
+    return found
 
 
-def _claim(leaf: LeafSpec) -> Claim:
-    assert isinstance(leaf.layout, BoxLayout) and leaf.rows is not None, "tables are cut by bucket"
+def _owned_rows(leaf: LeafSpec) -> OwnedRows:
+    assert isinstance(leaf.layout, BoxLayout) and leaf.rows is not None, "tables are sharded by bucket"
     rank, region = leaf.layout.pieces[0]
-    return Claim(rank, region.offset[0], region.stop[0], leaf.rows)
+    return OwnedRows(rank, region.offset[0], region.stop[0], leaf.rows)
 
 
-def _resolved(leaf: LeafSpec, ranks: Runs) -> LeafSpec:
+def _leaf_with_ranks(leaf: LeafSpec, ranks: Runs) -> LeafSpec:
     if leaf.per_rank is not None:
         return msgspec.structs.replace(leaf, per_rank=ranks)
     if leaf.spec is not None and leaf.layout is None and leaf.alias_of is None:
-        return LeafSpec(leaf.path, leaf.spec, replicated(ranks))
+        return LeafSpec(leaf.path, leaf.spec, replicated_layout(ranks))
     return leaf
 
 
-def _kin(classes: Sequence[RankClass]) -> list[Runs]:
-    """For each class, all ranks whose leaves under `PerRank` are specified alike: they share records."""
+def _per_rank_groups(classes: Sequence[RankClass]) -> list[Runs]:
+    """Returns, for each class, all ranks whose leaves under `PerRank` have equal specs: they share records."""
     groups: dict[tuple[LeafSpec, ...], list[np.ndarray]] = {}
     keys = [tuple(leaf for leaf in group.inventory.leaves if leaf.per_rank is not None) for group in classes]
     for key, group in zip(keys, classes, strict=True):
@@ -180,30 +179,30 @@ def _kin(classes: Sequence[RankClass]) -> list[Runs]:
     return [merged[key] for key in keys]
 
 
-def _joined(structure: Structure, classes: Sequence[RankClass], kin: Sequence[Runs]) -> list[LeafSpec]:
+def _merge_leaves(structure: Structure, classes: Sequence[RankClass], groups: Sequence[Runs]) -> list[LeafSpec]:
     shared: dict[str, list[tuple[LeafSpec, Runs]]] = {}
     own: dict[tuple[str, Runs], LeafSpec] = {}
-    for group, ranks in zip(classes, kin, strict=True):
+    for group, ranks in zip(classes, groups, strict=True):
         for leaf in group.inventory.leaves:
             if leaf.per_rank is None:
                 shared.setdefault(leaf.path, []).append((leaf, group.ranks))
             else:
                 own[leaf.path, ranks] = leaf
     return [
-        _join(shared[path]) if ranks is None else _resolved(own[path, ranks], ranks)
+        _merge_leaf(shared[path]) if ranks is None else _leaf_with_ranks(own[path, ranks], ranks)
         for path, ranks in paths_of(structure)
     ]
 
 
-def _join(claims: list[tuple[LeafSpec, Runs]]) -> LeafSpec:
-    """One leaf from what several classes say of it."""
+def _merge_leaf(claims: list[tuple[LeafSpec, Runs]]) -> LeafSpec:
+    """Merges the specs that several classes give of one leaf."""
     first, ranks = claims[0]
     for leaf, other in claims[1:]:
-        _check_same(first, leaf, ranks, other)
-    # a rank may hold as an array of its own what is a tie elsewhere: the array is what gets written
+        _check_equal_specs(first, leaf, ranks, other)
+    # a leaf may be an array on one rank and share storage on another: the array is what is written
     arrays = [claim for claim in claims if claim[0].alias_of is None]
     if len(arrays) < len(claims):
-        arrays = [claim for claim in arrays if _sees_memory(*claim)]
+        arrays = [claim for claim in arrays if _holds_elements(*claim)]
     if not arrays:
         return first if first.alias_of is not None else next(leaf for leaf, _ in claims if leaf.alias_of is not None)
     first, ranks = arrays[0]
@@ -214,12 +213,12 @@ def _join(claims: list[tuple[LeafSpec, Runs]]) -> LeafSpec:
         pieces = [piece for leaf, _ in arrays if isinstance(leaf.layout, BoxLayout) for piece in leaf.layout.pieces]
         return msgspec.structs.replace(first, layout=BoxLayout(tuple(pieces)))
     if isinstance(first.layout, MeshLayout):
-        return msgspec.structs.replace(first, layout=_stacked(arrays))
-    return _resolved(first, encode_runs(np.unique(np.concatenate([decode_runs(r) for _, r in arrays]))))
+        return msgspec.structs.replace(first, layout=_stack_meshes(arrays))
+    return _leaf_with_ranks(first, encode_runs(np.unique(np.concatenate([decode_runs(r) for _, r in arrays]))))
 
 
-def _sees_memory(leaf: LeafSpec, ranks: Runs) -> bool:
-    """Whether any of the ranks holds an element: those that hold none cannot tell a tie from an array."""
+def _holds_elements(leaf: LeafSpec, ranks: Runs) -> bool:
+    """Returns whether any of the ranks holds an element: without one, shared storage cannot be detected."""
     if isinstance(leaf.layout, BoxLayout):
         return any(region.size for _, region in leaf.layout.pieces)
     if leaf.spec is None or leaf.layout is None:
@@ -227,8 +226,8 @@ def _sees_memory(leaf: LeafSpec, ranks: Runs) -> bool:
     return any(held_by(leaf.layout, leaf.spec.shape, rank) for rank in decode_runs(ranks).tolist())
 
 
-def _stacked(arrays: list[tuple[LeafSpec, Runs]]) -> MeshLayout:
-    """Equal placements on several meshes, as tensor-parallel groups have them: replicas along one more dimension."""
+def _stack_meshes(arrays: list[tuple[LeafSpec, Runs]]) -> MeshLayout:
+    """Joins equal placements on several meshes, as of tensor-parallel groups: replicas along one more dimension."""
     first, ranks = arrays[0]
     layouts = [leaf.layout for leaf, _ in arrays if isinstance(leaf.layout, MeshLayout)]
     distinct = list(dict.fromkeys(layouts))
@@ -246,7 +245,7 @@ def _stacked(arrays: list[tuple[LeafSpec, Runs]]) -> MeshLayout:
     return MeshLayout(grown, (Replicate(), *placements))
 
 
-def _check_same(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs) -> None:
+def _check_equal_specs(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs) -> None:
     if (a.spec is None) != (b.spec is None):
         raise _contradiction(a, b, ranks, others, "kind")
     if a.spec is not None and b.spec is not None:
@@ -261,13 +260,13 @@ def _check_same(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs) -> None:
 def _contradiction(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs, what: str) -> MismatchError:
     return MismatchError(
         a.path,
-        expected=f"the same {what} on every rank; rank {int(decode_runs(ranks)[0])} has {_say(a)}",
-        found=f"rank {int(decode_runs(others)[0])} has {_say(b)}",
+        expected=f"the same {what} on every rank; rank {int(decode_runs(ranks)[0])} has {_describe(a)}",
+        found=f"rank {int(decode_runs(others)[0])} has {_describe(b)}",
         hint="Wrap what each rank has of its own in tc.PerRank, and pieces of one array in tc.Sharded",
     )
 
 
-def _say(leaf: LeafSpec) -> str:
+def _describe(leaf: LeafSpec) -> str:
     if leaf.spec is None:
         return "a value"
     layout = leaf.layout
@@ -276,13 +275,13 @@ def _say(leaf: LeafSpec) -> str:
 
 
 @lru_cache(maxsize=64)
-def _highest(mesh: Mesh) -> int:
+def _highest_rank(mesh: Mesh) -> int:
     return int(mesh_ranks(mesh).max())
 
 
 def _check_ranks(leaf: LeafSpec, world: int) -> None:
     if isinstance(leaf.layout, MeshLayout):
-        highest = _highest(leaf.layout.mesh)
+        highest = _highest_rank(leaf.layout.mesh)
         if highest >= world:
             raise LayoutError(
                 leaf.path,
@@ -292,61 +291,65 @@ def _check_ranks(leaf: LeafSpec, world: int) -> None:
             )
 
 
-def array_leaves(plenum: GlobalTree) -> list[tuple[int, ArrayLeaf]]:
-    """The arrays to be written, each with its number among all leaves."""
+def array_leaves(tree: GlobalTree) -> list[tuple[int, ArrayLeaf]]:
+    """Returns the arrays to be written, each with its number among all leaves.
+
+    Raises:
+        TreeError: an array has too many dimensions.
+    """
     found: list[tuple[int, ArrayLeaf]] = []
-    for number, leaf in enumerate(plenum.leaves):
+    for number, leaf in enumerate(tree.leaves):
         if leaf.spec is None or leaf.alias_of is not None:
             continue
         if len(leaf.spec.shape) > MAX_NDIM:
             ndim = len(leaf.spec.shape)
             raise TreeError(leaf.path, expected=f"arrays of at most {MAX_NDIM} dimensions", found=f"{ndim}")
         dtype = dtype_of(leaf.spec.dtype)
-        layout = leaf.layout or replicated(leaf.per_rank or ())
+        layout = leaf.layout or replicated_layout(leaf.per_rank or ())
         align = dtype.itemsize // dtype.parts
         found.append((number, ArrayLeaf(leaf.path, leaf.spec.shape, dtype.itemsize, layout, align, leaf.per_rank)))
     return found
 
 
-def contested(plenum: GlobalTree) -> list[tuple[str, Region, int]]:
-    """What several pieces of arrays with listed pieces hold: path, box and its bytes."""
+def overlapping_pieces(tree: GlobalTree) -> list[tuple[str, Region, int]]:
+    """Returns (path, box, bytes) of each box that several listed pieces of an array hold."""
     found: list[tuple[str, Region, int]] = []
-    for leaf in plenum.leaves:
+    for leaf in tree.leaves:
         if leaf.spec is not None and leaf.alias_of is None and isinstance(leaf.layout, BoxLayout):
             itemsize = dtype_of(leaf.spec.dtype).itemsize
-            found += [(leaf.path, box, box.size * itemsize) for box in held_twice(leaf.spec.shape, leaf.layout)]
+            found += [(leaf.path, box, box.size * itemsize) for box in overlapping_boxes(leaf.spec.shape, leaf.layout)]
     return found
 
 
-_MARK = "\0"
-"""Between a path and a region; no path that can be typed has one."""
+_SEPARATOR = "\0"
+"""Separates a path from a region; no path that can be typed has one."""
 
 
 def piece_key(path: str, region: Region) -> str:
-    """The name under which the content of a piece is compared with that of its replicas."""
-    return f"{path}{_MARK}{','.join(map(str, region.offset))}{_MARK}{','.join(map(str, region.shape))}"
+    """Returns the key under which the content of a piece is compared with that of its replicas."""
+    return f"{path}{_SEPARATOR}{','.join(map(str, region.offset))}{_SEPARATOR}{','.join(map(str, region.shape))}"
 
 
-def _piece_of(key: str) -> tuple[str, Region] | None:
-    path, *numbers = key.rsplit(_MARK, 2)
+def _parse_piece_key(key: str) -> tuple[str, Region] | None:
+    path, *numbers = key.rsplit(_SEPARATOR, 2)
     if len(numbers) != 2:
         return None
     offset, shape = (tuple(int(n) for n in text.split(",") if n) for text in numbers)
     return path, Region(offset, shape)
 
 
-def check_apart(keys: Sequence[tuple[int, str]]) -> None:
-    """Refuses pieces of one array that overlap in part: their contents can not be compared.
+def check_disjoint(keys: Sequence[tuple[int, str]]) -> None:
+    """Checks that pieces of one array are equal or disjoint: others cannot be compared as replicas.
 
     Args:
-        keys: ranks, and `piece_key`s of what they hold; other keys are passed over.
+        keys: ranks, and the `piece_key`s of what they hold; other keys are ignored.
 
     Raises:
         LayoutError: naming both pieces and their ranks.
     """
     holders: dict[str, dict[Region, int]] = {}
     for rank, key in keys:
-        if (piece := _piece_of(key)) is not None and piece[1].size:
+        if (piece := _parse_piece_key(key)) is not None and piece[1].size:
             holders.setdefault(piece[0], {}).setdefault(piece[1], rank)
     for path, pieces in holders.items():
         active: list[Region] = []

@@ -1,4 +1,4 @@
-"""Regions of arrays, the layouts that give them to ranks, and which rank writes each element; element types.
+"""Regions of arrays, layouts (which rank holds which regions), which rank writes each element; element types.
 
 It imports `errors` alone. Start with `region` and `placements`.
 """

@@ -1,11 +1,11 @@
-"""Columns of integers as nested arithmetic runs: how an index of 16,384 ranks stays small.
+"""Columns of integers as nested arithmetic runs. They keep the index of 16,384 ranks small.
 
 A run is `(start, step, count, step, count, ...)`, innermost first: the numbers `start + i * step` for i < count,
-that whole block again moved by the next step, and so on. The file of every cell of a regular 2-D sharding, or its
-transpose, is one run; an irregular column is still exact, at most 1.5 integers an entry.
+then this block repeated `count` times at the next step, and so on. The file of every cell of a regular 2-D sharding,
+or its transpose, is one run; an irregular column is still exact, with at most 1.5 integers an entry.
 
 Encoding finds maximal arithmetic runs from left to right, then does the same with the starts of neighbouring
-runs that have equal tails, until nothing gets shorter.
+runs that have the same steps and counts, until the list gets no shorter.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from ...errors import FormatError
 __all__ = [
     "Run",
     "Runs",
-    "bounds_of",
-    "check_rising",
     "check_runs",
-    "constant",
+    "constant_runs",
     "decode_runs",
     "encode_runs",
     "length_of",
+    "rises_strictly",
     "value_at",
 ]
 
@@ -36,38 +35,40 @@ Run = tuple[int, ...]
 Runs = tuple[Run, ...]
 
 MAX_LENGTH = 1 << 24
-"""A column longer than this is refused before it is expanded: a hostile index may claim any count."""
+"""A longer column is refused before it is expanded: a hostile index may contain any count."""
 MAX_VALUE = 1 << 62
-"""Numbers of a column are below this, so that sums of two fit an int64."""
-_FEW = 64
-"""Numbers up to which plain integers are faster than vectors."""
+"""Numbers of a column are below this, so that the sum of two fits an int64."""
+_SHORT_COLUMN = 64
+"""Length up to which Python integers are faster than numpy."""
 _MAX_LEVELS = MAX_LENGTH.bit_length()
 """Each level of a run at least doubles its length."""
 
 
-def constant(value: int, count: int) -> Runs:
-    """The column of `count` equal numbers."""
+def constant_runs(value: int, count: int) -> Runs:
+    """Returns the column of `count` equal numbers."""
     return encode_runs(np.full(count, value, np.int64)) if count < 2 else ((value, 0, count),)
 
 
 def encode_runs(values: Sequence[int] | np.ndarray) -> Runs:
-    """The runs whose expansion is `values`."""
+    """Returns the runs whose expansion is `values`."""
     column = np.asarray(values, dtype=np.int64)
-    runs: list[Run] = [(start, step, count) if count > 1 else (start,) for start, step, count in _arithmetic(column)]
+    runs: list[Run] = [
+        (start, step, count) if count > 1 else (start,) for start, step, count in _arithmetic_runs(column)
+    ]
     while True:
-        folded = _fold(runs)
+        folded = _nest_runs(runs)
         if len(folded) == len(runs):
             return tuple(folded)
         runs = folded
 
 
-def _arithmetic(column: np.ndarray) -> list[tuple[int, int, int]]:
-    """Maximal arithmetic runs, greedily from the left: (start, step, count)."""
+def _arithmetic_runs(column: np.ndarray) -> list[tuple[int, int, int]]:
+    """Returns maximal arithmetic runs, found greedily from the left, as (start, step, count)."""
     n = len(column)
-    if n <= _FEW:
-        return _arithmetic_few(column.tolist())
+    if n <= _SHORT_COLUMN:
+        return _arithmetic_runs_short(column.tolist())
     steps = np.diff(column)
-    # the last position of each stretch of equal steps
+    # the last position of each range of equal steps
     ends = np.append(np.flatnonzero(steps[1:] != steps[:-1]), n - 2)
     runs: list[tuple[int, int, int]] = []
     at = 0
@@ -81,8 +82,8 @@ def _arithmetic(column: np.ndarray) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _arithmetic_few(values: list[int]) -> list[tuple[int, int, int]]:
-    """The same for a column that is not worth vectors."""
+def _arithmetic_runs_short(values: list[int]) -> list[tuple[int, int, int]]:
+    """As `_arithmetic_runs`, for a short column."""
     runs: list[tuple[int, int, int]] = []
     at, n = 0, len(values)
     while at < n - 1:
@@ -96,8 +97,8 @@ def _arithmetic_few(values: list[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _fold(runs: list[Run]) -> list[Run]:
-    """Joins neighbours with equal tails whose starts are arithmetic."""
+def _nest_runs(runs: list[Run]) -> list[Run]:
+    """Joins neighbours with equal steps and counts whose starts are arithmetic into runs of one more level."""
     folded: list[Run] = []
     at = 0
     while at < len(runs):
@@ -109,7 +110,7 @@ def _fold(runs: list[Run]) -> list[Run]:
             folded += runs[at:end]
         else:
             starts = np.array([run[0] for run in runs[at:end]], dtype=np.int64)
-            for start, step, count in _arithmetic(starts):
+            for start, step, count in _arithmetic_runs(starts):
                 folded.append((start, *tail, step, count) if count > 1 else (start, *tail))
         at = end
     return folded
@@ -120,18 +121,8 @@ def _run_length(run: Run) -> int:
 
 
 def length_of(runs: Runs) -> int:
-    """How many numbers the column holds."""
+    """Returns the number of integers in the column."""
     return sum(map(_run_length, runs))
-
-
-def bounds_of(runs: Runs) -> tuple[int, int]:
-    """The smallest and the largest number of a column that has any, without expanding it."""
-    return min(_run_bounds(run)[0] for run in runs), max(_run_bounds(run)[1] for run in runs)
-
-
-def _run_bounds(run: Run) -> tuple[int, int]:
-    reach = [step * (count - 1) for step, count in zip(run[1::2], run[2::2], strict=True)]
-    return run[0] + sum(r for r in reach if r < 0), run[0] + sum(r for r in reach if r > 0)
 
 
 def check_runs(
@@ -142,7 +133,7 @@ def check_runs(
     Raises:
         FormatError: naming `path`.
     """
-    if len(runs) == 1 and len(runs[0]) == 3:  # nearly all columns of an index are one such run
+    if len(runs) == 1 and len(runs[0]) == 3:  # most columns of an index are one such run
         start, step, count = runs[0]
         last = start + step * (count - 1)
         fits = length is None or length == count
@@ -159,7 +150,8 @@ def check_runs(
         counts = run[2::2]
         if len(run) % 2 == 0 or len(counts) > _MAX_LEVELS or any(count < 2 for count in counts):
             raise FormatError(path, expected="runs (start, step, count, ...)", found=f"{run[:8]!r:.80}")
-        least, most = _run_bounds(run)
+        reach = [step * (count - 1) for step, count in zip(run[1::2], counts, strict=True)]
+        least, most = run[0] + sum(r for r in reach if r < 0), run[0] + sum(r for r in reach if r > 0)
         if least < low or most >= high:
             raise FormatError(path, expected=f"numbers from {low} to {high - 1}", found=f"{least} to {most}")
         total += _run_length(run)
@@ -168,8 +160,8 @@ def check_runs(
         raise FormatError(path, expected=f"a column of {wanted} numbers", found=f"{total}")
 
 
-def check_rising(runs: Runs, first: int, last: int) -> bool:
-    """Whether the column rises strictly from `first` to `last`; expands nothing."""
+def rises_strictly(runs: Runs, first: int, last: int) -> bool:
+    """Returns whether the column rises strictly from `first` to `last`; expands nothing."""
     before = first - 1
     for run in runs:
         reach = 0
@@ -184,7 +176,7 @@ def check_rising(runs: Runs, first: int, last: int) -> bool:
 
 
 def decode_runs(runs: Runs) -> np.ndarray:
-    """The column, int64[length]."""
+    """Returns the column, int64[length]."""
     parts: list[np.ndarray] = []
     for run in runs:
         part = np.full(1, run[0], dtype=np.int64)
@@ -195,7 +187,7 @@ def decode_runs(runs: Runs) -> np.ndarray:
 
 
 def value_at(runs: Runs, index: int) -> int:
-    """One number of the column, without expanding it."""
+    """Returns one number of the column, without expanding it."""
     if len(runs) != 1:
         ends = list(accumulate(map(_run_length, runs)))
         which = bisect_right(ends, index)

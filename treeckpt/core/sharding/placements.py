@@ -1,12 +1,12 @@
-"""Which rank holds which regions of an array, from plain data, for one rank or for all at once.
+"""Layouts: which rank holds which regions of an array, for one rank or for all at once.
 
 A `MeshLayout` is a mesh of ranks and one placement per mesh dimension; from it every rank computes every other rank's
-regions, so that regular layouts need no talk. A `BoxLayout` lists the regions of the ranks by hand (explicit pieces,
-flat ranges cut into boxes). FSDP, TP, HSDP and pipelines are instances of the first; nothing here knows them.
+regions, so that regular layouts need no messages. A `BoxLayout` lists the regions of the ranks (explicit pieces, flat
+ranges cut into boxes). FSDP, TP, HSDP and pipelines are instances of the first; no code here depends on them.
 
-Placements apply from the left mesh dimension to the right, each to what the ones before it left: `Shard` cuts as
+Placements apply from the left mesh dimension to the right, each to what the previous ones left: `Shard` cuts as
 torch.chunk does (ceil-sized pieces, the last ones shorter or empty), `StridedShard` first cuts into `factor` pieces,
-each of those into one piece per rank, and hands rank i the i-th of each. Dimensions are independent, so a layout is a
+each of those into one piece per rank, and gives rank i the i-th of each. Dimensions are independent, so a layout is a
 list of intervals per dimension and mesh coordinate, computed for all coordinates at once.
 """
 
@@ -27,31 +27,31 @@ from .region import Region
 __all__ = [
     "BoxLayout",
     "Cells",
-    "Held",
     "Layout",
+    "LocalRegion",
     "Mesh",
     "MeshLayout",
     "Placement",
     "Replicate",
     "Shard",
     "StridedShard",
-    "among",
     "cells_of",
     "check_layout",
     "check_placements",
     "coordinate_of",
     "held_by",
+    "layout_of_group",
     "local_shape",
     "mesh_ranks",
     "mesh_strides",
-    "replicas",
-    "replicated",
-    "single",
+    "replica_offsets",
+    "replicated_layout",
+    "single_rank_layout",
 ]
 
 
 class Replicate(msgspec.Struct, frozen=True, tag="r", array_like=True):
-    """Every rank along the mesh dimension holds the same."""
+    """Every rank along the mesh dimension holds the same elements."""
 
 
 class Shard(msgspec.Struct, frozen=True, tag="s", array_like=True):
@@ -61,7 +61,7 @@ class Shard(msgspec.Struct, frozen=True, tag="s", array_like=True):
 
 
 class StridedShard(msgspec.Struct, frozen=True, tag="t", array_like=True):
-    """As `Shard`, of an array dimension that is thought cut into `factor` pieces beforehand."""
+    """As `Shard`, of an array dimension that is first cut into `factor` pieces."""
 
     dim: int
     factor: int
@@ -71,7 +71,7 @@ Placement = Replicate | Shard | StridedShard
 
 
 class Mesh(msgspec.Struct, frozen=True, array_like=True):
-    """Ranks in a grid: `ranks` in row-major order of `shape`, one optional name per dimension."""
+    """A grid of ranks: `ranks` in row-major order of `shape`, and optionally one name per dimension."""
 
     shape: tuple[int, ...]
     ranks: Runs
@@ -79,14 +79,14 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MeshLayout(msgspec.Struct, frozen=True, tag="mesh", array_like=True):
-    """One placement per dimension of the mesh."""
+    """A mesh of ranks, and one placement per dimension of it."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
 
 
 class BoxLayout(msgspec.Struct, frozen=True, tag="boxes", array_like=True):
-    """Regions by rank, listed. Ranks may appear more than once; equal regions are replicas."""
+    """A list of (rank, region). Ranks may appear more than once; equal regions are replicas."""
 
     pieces: tuple[tuple[int, Region], ...]
 
@@ -94,8 +94,8 @@ class BoxLayout(msgspec.Struct, frozen=True, tag="boxes", array_like=True):
 Layout = MeshLayout | BoxLayout
 
 
-class Held(msgspec.Struct, frozen=True, gc=False):
-    """A region that a rank holds, and where it stands in the rank's local array."""
+class LocalRegion(msgspec.Struct, frozen=True, gc=False):
+    """A region that a rank holds, and its position in the rank's local array."""
 
     region: Region
     local: tuple[int, ...]
@@ -103,10 +103,10 @@ class Held(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cells(msgspec.Struct, frozen=True):
-    """One dimension of a layout, cut: cell c is `starts[c] : stops[c]`, held at mesh position `holders[c]`.
+    """The cells of one dimension of a layout: cell c is `starts[c] : stops[c]`, held at mesh position `holders[c]`.
 
-    The cells are in rising order and together are the whole dimension; a position is an index into the mesh's ranks,
-    to which the other dimensions' positions are added.
+    The cells are in ascending order and together are the whole dimension. A position is an index into the mesh's
+    ranks; the positions of all dimensions are added.
     """
 
     starts: np.ndarray
@@ -115,20 +115,20 @@ class Cells(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=64)
-def replicated(ranks: Runs) -> MeshLayout:
-    """Every one of these ranks holds all of the array."""
+def replicated_layout(ranks: Runs) -> MeshLayout:
+    """Returns the layout in which each of `ranks` holds the whole array."""
     return MeshLayout(Mesh((length_of(ranks),), ranks), (Replicate(),))
 
 
 @lru_cache(maxsize=4096)
-def single(rank: int) -> MeshLayout:
-    """One rank holds all of the array."""
-    return replicated(encode_runs([rank]))
+def single_rank_layout(rank: int) -> MeshLayout:
+    """Returns the layout in which one rank holds the whole array."""
+    return replicated_layout(encode_runs([rank]))
 
 
 @lru_cache(maxsize=64)
 def mesh_ranks(mesh: Mesh) -> np.ndarray:
-    """The ranks of the mesh in row-major order, int64[n]. Not to be written to."""
+    """Returns the ranks of the mesh in row-major order, int64[n]. Cached: do not write to the array."""
     ranks = decode_runs(mesh.ranks)
     if len(ranks) != math.prod(mesh.shape):
         raise LayoutError("mesh", expected=f"{math.prod(mesh.shape)} ranks", found=f"{len(ranks)}")
@@ -137,7 +137,7 @@ def mesh_ranks(mesh: Mesh) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def coordinate_of(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
-    """Where `rank` stands in the mesh, None if it is not part of it."""
+    """Returns the coordinate of `rank` in the mesh, None if it is not part of it."""
     found = np.flatnonzero(mesh_ranks(mesh) == rank)
     if len(found) == 0:
         return None
@@ -145,13 +145,13 @@ def coordinate_of(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
 
 
 def mesh_strides(mesh: Mesh) -> tuple[int, ...]:
-    """Positions from one rank to the next along each mesh dimension."""
+    """Returns the number of positions from one rank to the next along each mesh dimension."""
     return tuple(math.prod(mesh.shape[d + 1 :]) for d in range(len(mesh.shape)))
 
 
 @lru_cache(maxsize=256)
-def replicas(layout: MeshLayout) -> np.ndarray:
-    """What to add to a mesh position to reach each replica of it: int64[number of replicas], the first one 0."""
+def replica_offsets(layout: MeshLayout) -> np.ndarray:
+    """Returns what to add to a mesh position to reach each of its replicas: int64[replicas], the first is 0."""
     offsets = np.zeros(1, np.int64)
     strides = mesh_strides(layout.mesh)
     for n, stride, placement in zip(layout.mesh.shape, strides, layout.placements, strict=True):
@@ -161,8 +161,8 @@ def replicas(layout: MeshLayout) -> np.ndarray:
 
 
 @lru_cache(maxsize=4096)
-def _sharders(layout: MeshLayout, dim: int) -> tuple[tuple[int, int, int], ...]:
-    """(mesh size, mesh stride, factor) of each mesh dimension that cuts array dimension `dim`, from the left."""
+def _sharding_dims(layout: MeshLayout, dim: int) -> tuple[tuple[int, int, int], ...]:
+    """Returns (size, stride, factor) of each mesh dimension that shards array dimension `dim`, from left to right."""
     strides = mesh_strides(layout.mesh)
     return tuple(
         (n, stride, placement.factor if isinstance(placement, StridedShard) else 1)
@@ -174,7 +174,7 @@ def _sharders(layout: MeshLayout, dim: int) -> tuple[tuple[int, int, int], ...]:
 def _intervals(
     size: int, sharders: tuple[tuple[int, int, int], ...], position: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Intervals per mesh position, of all or of one: (starts[p, i], lengths[p, i], positions[p]), in local order."""
+    """Returns starts[p, i], lengths[p, i], positions[p]: the intervals of all mesh positions or one, in local order."""
     starts = np.zeros((1, 1), np.int64)
     lengths = np.full((1, 1), size, np.int64)
     positions = np.zeros(1, np.int64)
@@ -187,7 +187,7 @@ def _intervals(
 
 
 def _local_ranges(total: np.ndarray, ranks: np.ndarray, count: int, factor: int) -> tuple[np.ndarray, np.ndarray]:
-    """What each of `ranks`, of `count`, takes of a local dimension: low[p, rank, f], high[p, rank, f]."""
+    """Returns the ranges of a local dimension of each of `ranks`, of `count`: low[p, rank, f], high[p, rank, f]."""
     piece = -(-total // factor)
     f = np.arange(factor)
     low = np.minimum(piece[:, None] * f, total[:, None])[:, None, :]
@@ -200,7 +200,7 @@ def _local_ranges(total: np.ndarray, ranks: np.ndarray, count: int, factor: int)
 def _select(
     starts: np.ndarray, lengths: np.ndarray, lows: np.ndarray, highs: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Takes local ranges out of lists of intervals: one row per (position, rank), empties moved out of the way."""
+    """Selects local ranges from lists of intervals: one row per (position, rank), empty intervals moved to the end."""
     stops = lengths.cumsum(1)
     begins = (stops - lengths)[:, None, None, :]
     low = np.maximum(lows[..., None], begins)
@@ -219,7 +219,7 @@ def _select(
 
 
 def check_layout(layout: MeshLayout, shape: Sequence[int], path: str) -> None:
-    """Refuses a mesh that holds a rank twice, and placements that do not fit it or the array.
+    """Checks that a mesh holds each rank once, and that the placements fit it and the array.
 
     Raises:
         LayoutError: naming `path`.
@@ -230,7 +230,7 @@ def check_layout(layout: MeshLayout, shape: Sequence[int], path: str) -> None:
 
 
 def check_placements(layout: MeshLayout, shape: Sequence[int], path: str) -> None:
-    """As `check_layout`, without a look at the mesh's ranks.
+    """Checks as `check_layout`, without the mesh's ranks.
 
     Raises:
         LayoutError: naming `path`.
@@ -259,8 +259,8 @@ def _mesh_fault(mesh: Mesh) -> str | None:
 
 
 def _held_intervals(layout: MeshLayout, size: int, dim: int, position: int) -> tuple[tuple[int, int], ...]:
-    """The intervals (start, length) of one dimension that one mesh position holds."""
-    sharders = _sharders(layout, dim)
+    """Returns the intervals (start, length) of one dimension that one mesh position holds."""
+    sharders = _sharding_dims(layout, dim)
     return _own_intervals(size, sharders, position) if sharders else ((0, size),)
 
 
@@ -278,13 +278,13 @@ def _position(layout: MeshLayout, rank: int) -> int | None:
 
 
 @lru_cache(maxsize=65536)
-def held_by(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Held, ...]:
-    """The regions of an array of `shape` that `rank` holds, in the order of its local array; none if it holds nothing.
+def held_by(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[LocalRegion, ...]:
+    """Returns the regions of an array of `shape` that `rank` holds, in the order of its local array.
 
-    Regions that touch end to end stay apart: a strided shard is one region per stride.
+    Adjacent regions are not joined: a strided shard is one region per stride.
     """
     if isinstance(layout, BoxLayout):
-        return tuple(Held(region, (0,) * len(shape)) for r, region in layout.pieces if r == rank)
+        return tuple(LocalRegion(region, (0,) * len(shape)) for r, region in layout.pieces if r == rank)
     position = _position(layout, rank)
     if position is None:
         return ()
@@ -299,13 +299,13 @@ def held_by(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Held, ..
             pieces.append((0, 0, 0))
         dims.append(pieces)
     return tuple(
-        Held(Region(tuple(p[0] for p in box), tuple(p[1] for p in box)), tuple(p[2] for p in box))
+        LocalRegion(Region(tuple(p[0] for p in box), tuple(p[1] for p in box)), tuple(p[2] for p in box))
         for box in itertools.product(*dims)
     )
 
 
 def local_shape(layout: MeshLayout, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
-    """The shape of the rank's local array, None if the rank is not in the mesh."""
+    """Returns the shape of the rank's local array, None if the rank is not in the mesh."""
     position = _position(layout, rank)
     if position is None:
         return None
@@ -315,10 +315,10 @@ def local_shape(layout: MeshLayout, shape: Sequence[int], rank: int) -> tuple[in
 
 
 @lru_cache(maxsize=4096)
-def among(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) -> Layout:
-    """A layout as a group of ranks sees it: rank members[i] is called i, and what other ranks hold is left out.
+def layout_of_group(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) -> Layout:
+    """Returns a layout in the numbering of a group: rank members[i] becomes i, and other ranks' regions are left out.
 
-    It stays a mesh where the group holds the whole mesh; of a part of one, each member's regions are listed.
+    A mesh stays one where the group contains all of it; otherwise each member's regions are listed.
     """
     number = {rank: i for i, rank in enumerate(members)}
     if isinstance(layout, BoxLayout):
@@ -332,13 +332,13 @@ def among(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) -> L
 
 
 def cells_of(layout: MeshLayout, shape: Sequence[int], dim: int) -> Cells:
-    """How the layout cuts one dimension, for all ranks at once. Not to be written to."""
-    return _cells(shape[dim], _sharders(layout, dim))
+    """Returns how the layout cuts one dimension, for all ranks at once. Cached: do not write to the arrays."""
+    return _cells(shape[dim], _sharding_dims(layout, dim))
 
 
 @lru_cache(maxsize=64)
 def _cells(size: int, sharders: tuple[tuple[int, int, int], ...]) -> Cells:
-    """Kept for few sizes only: it holds three numbers for every rank."""
+    """Cached for few sizes only: the result holds three numbers for every rank."""
     starts, lengths, positions = _intervals(size, sharders)
     holders = np.broadcast_to(positions[:, None], starts.shape)
     filled = lengths > 0

@@ -1,6 +1,6 @@
-"""Boxes in an array's index space: which part of the array is where, and which bytes does it touch.
+"""Boxes in an array's index space, and the bytes they occupy in memory or in a file.
 
-A `Region` is an offset and a shape, one integer per dimension. All of resharding is the algebra below: intersect
+A `Region` is an offset and a shape, one integer per dimension. Resharding is the algebra of this module: intersect
 what is wanted with what is stored, and turn each intersection into runs of bytes. A region without elements is
 legal everywhere; it intersects nothing. A 0-dimensional region has one element.
 """
@@ -17,19 +17,18 @@ __all__ = [
     "MAX_NDIM",
     "ByteRuns",
     "Region",
+    "any_overlap",
     "byte_runs",
     "c_strides",
     "coalesce",
     "flat_regions",
     "intersect",
-    "overlapping",
-    "split_points",
     "subtract",
     "tiles",
 ]
 
 MAX_NDIM = 64
-"""Dimensions that an array may have."""
+"""The largest number of dimensions of an array."""
 
 
 class Region(msgspec.Struct, frozen=True, order=True, gc=False, array_like=True):
@@ -40,12 +39,12 @@ class Region(msgspec.Struct, frozen=True, order=True, gc=False, array_like=True)
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        """The region that is all of an array of this shape."""
+        """Returns the region that is all of an array of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> int:
-        """Elements in the box."""
+        """Number of elements in the box."""
         return math.prod(self.shape)
 
     @property
@@ -54,31 +53,38 @@ class Region(msgspec.Struct, frozen=True, order=True, gc=False, array_like=True)
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     def is_whole(self, shape: Sequence[int]) -> bool:
-        """Whether the box is all of an array of this shape."""
+        """Returns whether the box is all of an array of this shape."""
         return self.shape == tuple(shape) and not any(self.offset)
 
     def within(self, outer: Region) -> bool:
-        """Whether every index of the box lies in `outer`."""
+        """Returns whether every index of the box lies in `outer`."""
         return all(
             a >= c and a + b <= c + d
             for a, b, c, d in zip(self.offset, self.shape, outer.offset, outer.shape, strict=True)
         )
 
     def relative_to(self, outer: Region) -> Region:
-        """The same box, seen from the corner of `outer`."""
+        """Returns the same box with its offset counted from the first corner of `outer`."""
         return Region(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     def shifted(self, by: Sequence[int]) -> Region:
-        """The same box, moved by `by`."""
+        """Returns the same box, moved by `by`."""
         return Region(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index: `array[region.slices()]`."""
+        """Returns the box as an index: `array[region.slices()]`."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    def replace_dim(self, dim: int, start: int, count: int) -> Region:
+        """Returns the same box with the range `start : start + count` in dimension `dim`."""
+        return Region(
+            (*self.offset[:dim], start, *self.offset[dim + 1 :]),
+            (*self.shape[:dim], count, *self.shape[dim + 1 :]),
+        )
 
 
 def intersect(a: Region, b: Region) -> Region | None:
-    """The common box of two regions of one array, None when they share no element."""
+    """Returns the common box of two regions of one array, None when they share no element."""
     offset: list[int] = []
     shape: list[int] = []
     for o1, n1, o2, n2 in zip(a.offset, a.shape, b.offset, b.shape, strict=True):
@@ -91,8 +97,8 @@ def intersect(a: Region, b: Region) -> Region | None:
     return Region(tuple(offset), tuple(shape))
 
 
-def overlapping(regions: Sequence[Region]) -> bool:
-    """Whether two regions share an element: a sweep along the dimension that is cut the most."""
+def any_overlap(regions: Sequence[Region]) -> bool:
+    """Returns whether two regions share an element, by a sweep along the dimension with the most different offsets."""
     if len(regions) < 2 or not regions[0].shape:
         return len(regions) > 1
     dim = max(range(len(regions[0].shape)), key=lambda d: len({region.offset[d] for region in regions}))
@@ -106,40 +112,28 @@ def overlapping(regions: Sequence[Region]) -> bool:
 
 
 def subtract(a: Region, b: Region) -> tuple[Region, ...]:
-    """Disjoint boxes that together are `a` without `b`; at most two per dimension."""
+    """Returns disjoint boxes that together are `a` without `b`; at most two per dimension."""
     common = intersect(a, b)
     if common is None:
         return (a,) if a.size else ()
     pieces: list[Region] = []
-    offset, shape = list(a.offset), list(a.shape)
+    rest = a
     for d, (start, count) in enumerate(zip(common.offset, common.shape, strict=True)):
-        before = start - offset[d]
-        after = offset[d] + shape[d] - (start + count)
+        before = start - a.offset[d]
+        after = a.offset[d] + a.shape[d] - (start + count)
         if before:
-            pieces.append(_with(offset, shape, d, offset[d], before))
+            pieces.append(rest.replace_dim(d, a.offset[d], before))
         if after:
-            pieces.append(_with(offset, shape, d, start + count, after))
-        offset[d], shape[d] = start, count
+            pieces.append(rest.replace_dim(d, start + count, after))
+        rest = rest.replace_dim(d, start, count)
     return tuple(pieces)
 
 
-def _with(offset: list[int], shape: list[int], dim: int, start: int, count: int) -> Region:
-    return Region(
-        (*offset[:dim], start, *offset[dim + 1 :]),
-        (*shape[:dim], count, *shape[dim + 1 :]),
-    )
-
-
-def split_points(size: int, parts: int) -> tuple[int, ...]:
-    """Where `size` things are cut into `parts` shares that differ by at most one: parts + 1 rising numbers."""
-    return tuple(size * part // parts for part in range(parts + 1))
-
-
 def flat_regions(shape: Sequence[int], start: int, stop: int) -> tuple[Region, ...]:
-    """The elements `start <= i < stop` of an array in C order, as boxes in that same order.
+    """Returns the elements `start <= i < stop` of an array in C order, as boxes in that same order.
 
-    Exact for any range: a head and a tail of partial rows per dimension around one full slab, so at most
-    2 * ndim - 1 boxes. This is how a ZeRO-style flat range of an n-D parameter is stored without gathering.
+    Exact for any range: per dimension a first and a last partial row around one box of full rows, so at most
+    2 * ndim - 1 boxes. A ZeRO-style flat range of an n-D parameter is stored so, without gathering.
     """
     if start >= stop:
         return ()
@@ -149,24 +143,24 @@ def flat_regions(shape: Sequence[int], start: int, stop: int) -> tuple[Region, .
     first, head = divmod(start, row)
     last, tail = divmod(stop, row)
     if first == last:
-        return _rows(first, flat_regions(shape[1:], head, tail))
+        return _prepend_index(first, flat_regions(shape[1:], head, tail))
     pieces: list[Region] = []
     if head:
-        pieces += _rows(first, flat_regions(shape[1:], head, row))
+        pieces += _prepend_index(first, flat_regions(shape[1:], head, row))
         first += 1
     if last > first:
         pieces.append(Region((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
     if tail:
-        pieces += _rows(last, flat_regions(shape[1:], 0, tail))
+        pieces += _prepend_index(last, flat_regions(shape[1:], 0, tail))
     return tuple(pieces)
 
 
-def _rows(index: int, inner: Iterable[Region]) -> tuple[Region, ...]:
+def _prepend_index(index: int, inner: Iterable[Region]) -> tuple[Region, ...]:
     return tuple(Region((index, *r.offset), (1, *r.shape)) for r in inner)
 
 
 def tiles(box: Region, limit: int) -> Iterator[Region]:
-    """Boxes of at most `limit` elements (at least 1) that, one after the other, are `box` in C order."""
+    """Yields boxes of at most `limit` elements (at least 1) that, one after the other, are `box` in C order."""
     if box.size <= limit:
         yield box
         return
@@ -174,7 +168,7 @@ def tiles(box: Region, limit: int) -> Iterator[Region]:
     step = max(1, limit // (box.size // box.shape[dim]))
     stop = box.offset[dim] + box.shape[dim]
     for low in range(box.offset[dim], stop, step):
-        yield from tiles(_with(list(box.offset), list(box.shape), dim, low, min(step, stop - low)), limit)
+        yield from tiles(box.replace_dim(dim, low, min(step, stop - low)), limit)
 
 
 class ByteRuns(msgspec.Struct, frozen=True):
@@ -188,19 +182,19 @@ class ByteRuns(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """How many runs there are."""
+        """Number of runs."""
         return math.prod(self.counts)
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first byte touched, and the first one past the last."""
+        """The first byte of the runs, and one past the last."""
         if not self.count or not self.length:
             return self.first, self.first
         last = sum((n - 1) * s for n, s in zip(self.counts, self.steps, strict=True))
         return self.first, self.first + last + self.length
 
     def starts(self) -> np.ndarray:
-        """Every run's first byte, int64[count], rising."""
+        """Returns every run's first byte, int64[count], ascending."""
         starts = np.full(1, self.first, dtype=np.int64)
         for n, s in zip(self.counts, self.steps, strict=True):
             starts = (starts[:, None] + np.arange(n, dtype=np.int64) * s).reshape(-1)
@@ -208,9 +202,9 @@ class ByteRuns(msgspec.Struct, frozen=True):
 
 
 def byte_runs(inner: Region, outer: Region, itemsize: int) -> ByteRuns:
-    """Where the bytes of `inner` lie in a buffer that holds `outer` in C order.
+    """Returns where the bytes of `inner` lie in a buffer that holds `outer` in C order.
 
-    Trailing dimensions that `inner` covers fully are merged into the run, so a slab of rows is one run.
+    Trailing dimensions that `inner` covers fully are merged into the run, so a block of full rows is one run.
     """
     length, dims = itemsize, len(outer.shape)
     stride = itemsize
@@ -233,7 +227,7 @@ def byte_runs(inner: Region, outer: Region, itemsize: int) -> ByteRuns:
 
 
 def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Bytes from one element to the next along each dimension, in C order."""
+    """Returns the bytes from one element to the next along each dimension, in C order."""
     strides: list[int] = []
     stride = itemsize
     for n in reversed(shape):
@@ -243,10 +237,10 @@ def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def coalesce(starts: np.ndarray, stops: np.ndarray, gap: int) -> tuple[np.ndarray, np.ndarray]:
-    """Merges ranges, given sorted by start, that overlap or lie at most `gap` apart.
+    """Merges ranges, sorted by start, that overlap or lie at most `gap` apart.
 
-    Returns (bounds, members): bounds is int64[m, 2], the merged ranges; members is int64[n], for each range given the
-    merged range that holds it.
+    Returns:
+        (the merged ranges: int64[m, 2], for each given range the number of its merged range: int64[n]).
     """
     if len(starts) == 0:
         return np.empty((0, 2), np.int64), np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""Trees: containers taken apart into leaves with paths, and put together again; specs of leaves; keyed tables.
+"""Trees: containers flattened into leaves with paths, and rebuilt from them; specs of leaves; keyed tables.
 
 It imports `core.sharding` and `errors`. Start with `flatten` and `structure`.
 """

@@ -1,13 +1,16 @@
-"""One container at a time: which classes are containers, what their children are, and how their node is made.
+"""Containers, one at a time: which classes are containers, their children, and how their structure node is built.
 
 Containers are dict (any insertion order, keys of str, int, bool, float, None, bytes and tuples of these), OrderedDict,
 defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, and every class
-registered with optree; but no instance of a class with `state_dict` and `load_state_dict`, which stands for its state.
-Whatever else is met is a leaf.
+registered with optree; but no instance of a class with `state_dict` and `load_state_dict`, which is saved by its state.
+Everything else is a leaf.
+
+optree's own flattening is not used: it sorts the keys of a dict unless a process-wide mode is set, and has no place for
+dataclasses that are not registered, fields of struct sequences that are not items, or errors that name the path.
 """
 
 # A tree holds objects of any type.
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import dataclasses
 import enum
 import types
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -26,7 +29,6 @@ import optree
 from ...errors import TreeError
 from ..sharding.int_runs import encode_runs
 from .keyed_table import KeyedTable, columns_of
-from .spec import Value, encode_value, type_name
 from .structure import (
     TABLE_KEYS,
     CustomNode,
@@ -45,19 +47,20 @@ from .structure import (
     TupleNode,
     key_text,
 )
+from .value_codec import Value, encode_value, type_name
 
 __all__ = [
-    "FACTORIES",
+    "DEFAULT_FACTORIES",
+    "FlattenedContainer",
     "PerRank",
-    "Taken",
-    "is_common_leaf",
+    "flatten_one_level",
+    "is_leaf_type",
     "is_plain_dataclass",
-    "keeps_state",
-    "made_of",
-    "registered",
+    "is_stateful_type",
+    "new_instance",
+    "new_struct_sequence",
+    "registry_entry",
     "struct_sequence_fields",
-    "struct_sequence_of",
-    "take",
 ]
 
 
@@ -68,7 +71,7 @@ class PerRank:
     value: Any
 
 
-FACTORIES: dict[str, Callable[[], object]] = {
+DEFAULT_FACTORIES: dict[str, Callable[[], object]] = {
     kind.__name__: kind
     for kind in (
         int,
@@ -85,6 +88,7 @@ FACTORIES: dict[str, Callable[[], object]] = {
         collections.OrderedDict,
     )
 }
+"""By name: the functions that the `default_factory` of a defaultdict can be."""
 
 
 _SCALARS = frozenset((type(None), bool, int, float, str, bytes))
@@ -92,76 +96,141 @@ _ARRAY_MODULES = frozenset(("torch", "torch.nn.parameter", "numpy"))
 
 
 @lru_cache(maxsize=1024)
-def is_common_leaf(kind: type) -> bool:
-    """Whether a class is a leaf for sure, without asking the registries."""
+def is_leaf_type(kind: type) -> bool:
+    """Returns whether a class is certainly a leaf, without a look into the registries."""
     return kind in _SCALARS or kind.__module__ in _ARRAY_MODULES
 
 
 @lru_cache(maxsize=1024)
-def keeps_state(kind: type) -> bool:
-    """Whether instances of a class keep a state that they give and take as a tree."""
-    if is_common_leaf(kind) or issubclass(kind, type):
+def is_stateful_type(kind: type) -> bool:
+    """Returns whether instances of a class have a state that they return and take as a tree."""
+    if is_leaf_type(kind) or issubclass(kind, type):
         return False
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
-class Taken(msgspec.Struct):
-    """One container taken apart: how to make its node from the children's nodes, and the children with their keys."""
+class FlattenedContainer(msgspec.Struct):
+    """One container flattened by one level: the constructor of its node, its keys and its children."""
 
     build: Callable[[tuple[Structure, ...]], Node]
+    """Builds the container's node from its children's structures."""
     keys: Sequence[object]
     children: Sequence[object]
 
-    def holds_leaves(self) -> bool:
-        """Whether the children are all leaves for sure."""
-        return all(map(is_common_leaf, map(type, self.children)))
+    def has_only_leaves(self) -> bool:
+        """Returns whether the children are all leaves for certain."""
+        return all(map(is_leaf_type, map(type, self.children)))
 
 
-def _take_dict(tree: Any, path: str) -> Taken:
-    keys = list(tree)
-    if type(tree) is dict:
-        return Taken(lambda c: DictNode(_encode_keys(keys, path), c), keys, list(tree.values()))
-    if type(tree) is collections.OrderedDict:
-        return Taken(lambda c: OrderedDictNode(_encode_keys(keys, path), c), keys, list(tree.values()))
+def flatten_one_level(tree: Any, path: str, namespace: str, rank: int) -> FlattenedContainer | None:
+    """Flattens one container by one level; None for a leaf.
+
+    Raises:
+        TreeError: the container, or one of its keys, cannot be stored.
+    """
+    kind = type(tree)
+    if kind is dict or kind is collections.OrderedDict:
+        keys = list(tree)
+        node = DictNode if kind is dict else OrderedDictNode
+        return FlattenedContainer(partial(_keyed_node, node, (), keys, path), keys, list(tree.values()))
+    if kind is collections.defaultdict:
+        return _flatten_defaultdict(tree, path)
+    if kind is list:
+        return FlattenedContainer(ListNode, range(len(tree)), tree)
+    if kind is tuple:
+        return FlattenedContainer(TupleNode, range(len(tree)), tree)
+    if kind is collections.deque:
+        return FlattenedContainer(partial(DequeNode, tree.maxlen), range(len(tree)), list(tree))
+    if kind is PerRank:
+        return FlattenedContainer(partial(PerRankNode, (encode_runs([rank]),)), (rank,), (tree.value,))
+    if kind is KeyedTable:
+        return FlattenedContainer(partial(TableNode, tree.spec), TABLE_KEYS, columns_of(tree))
+    if is_leaf_type(kind) or is_stateful_type(kind):
+        return None  # decided without a look into the registries
+    entry = registry_entry(kind, namespace)
+    if entry is not None:
+        return _flatten_registered(tree, entry, path)
+    if isinstance(tree, tuple):
+        if optree.is_namedtuple(tree):
+            fields = tuple(kind._fields)
+            return FlattenedContainer(partial(NamedTupleNode, type_name(kind), fields), fields, list(tree))
+        if optree.is_structseq(tree):
+            items, hidden = struct_sequence_fields(kind)
+            fields, children = (*items, *hidden), (*tree, *(getattr(tree, field) for field in hidden))
+            return FlattenedContainer(partial(StructSequenceNode, type_name(kind), fields), fields, children)
+    return _flatten_dataclass(tree, path) if is_plain_dataclass(kind) else None
+
+
+def _keyed_node(
+    kind: Callable[..., Node],
+    fields: tuple[Value, ...],
+    keys: Sequence[object],
+    path: str,
+    children: tuple[Structure, ...],
+) -> Node:
+    """Builds a node of a class with `keys` and `children` after its other fields."""
+    encoded: list[Value] = []
+    for key in keys:
+        if type(key) is str and key.isascii():
+            encoded.append(key)
+        else:
+            key_text(key, path)  # raises for a key that has no text
+            encoded.append(encode_value(key, path))
+    return kind(*fields, tuple(encoded), children)
+
+
+def _flatten_defaultdict(tree: collections.defaultdict[Any, Any], path: str) -> FlattenedContainer:
     factory = tree.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
-    if factory is not None and FACTORIES.get(name or "") is not factory:
+    if factory is not None and DEFAULT_FACTORIES.get(name or "") is not factory:
         raise TreeError(
             path,
-            expected=f"a defaultdict whose default_factory is None or one of {', '.join(FACTORIES)}",
+            expected=f"a defaultdict whose default_factory is None or one of {', '.join(DEFAULT_FACTORIES)}",
             found=f"{factory!r:.80}",
             hint="A function cannot be stored; save dict(...) of it instead",
         )
-    return Taken(lambda c: DefaultDictNode(name, _encode_keys(keys, path), c), keys, list(tree.values()))
+    keys = list(tree)
+    return FlattenedContainer(partial(_keyed_node, DefaultDictNode, (name,), keys, path), keys, list(tree.values()))
 
 
-def _encode_keys(keys: Sequence[object], path: str) -> tuple[Value, ...]:
-    return tuple([key if type(key) is str and key.isascii() else _encode_key(key, path) for key in keys])
-
-
-def _encode_key(key: object, path: str) -> Value:
-    key_text(key, path)  # refuses those that have no text
-    return encode_value(key, path)
-
-
-def _take_fields(tree: Any, path: str, fields: Sequence[str], node: type[Any]) -> Taken:
+def _flatten_dataclass(tree: Any, path: str) -> FlattenedContainer:
     name = type_name(type(tree))
-    names = tuple(fields)
-    if node is DataclassNode:
-        missing = [f for f in names if not hasattr(tree, f)]
-        if missing:
-            raise TreeError(path, expected=f"{name} with all its fields", found=f"no value for {missing[0]!r}")
-        children = [getattr(tree, field) for field in names]
-    else:
-        children = list(tree)
-    return Taken(lambda c: node(name, names, c), names, children)
+    fields = tuple(field.name for field in dataclasses.fields(tree))
+    missing = [field for field in fields if not hasattr(tree, field)]
+    if missing:
+        raise TreeError(path, expected=f"{name} with all its fields", found=f"no value for {missing[0]!r}")
+    children = [getattr(tree, field) for field in fields]
+    return FlattenedContainer(partial(DataclassNode, name, fields), fields, children)
+
+
+def _flatten_registered(tree: Any, entry: Any, path: str) -> FlattenedContainer:
+    """Flattens an instance of a class that is registered with optree."""
+    flat = entry.flatten_func(tree)
+    children, auxiliary = list(flat[0]), flat[1]
+    keys = list(flat[2]) if len(flat) > 2 and flat[2] is not None else list(range(len(children)))
+    fields = (type_name(type(tree)), encode_value(auxiliary, path))
+    if len({key_text(key, path) for key in keys}) != len(children) or len(keys) != len(children):
+        raise TreeError(
+            path,
+            expected=f"{fields[0]} to name each of its {len(children)} children once",
+            found=f"names {keys!r:.80}",
+            hint="Look at the flatten function that was registered with optree",
+        )
+    return FlattenedContainer(partial(_keyed_node, CustomNode, fields, keys, path), keys, children)
+
+
+def registry_entry(kind: type, namespace: str) -> Any:
+    """Returns the entry of a class in optree's registry, None for a class without one of its own (any namedtuple)."""
+    find: Any = optree.register_pytree_node.get  # pyright: ignore[reportUnknownMemberType, reportFunctionMemberAccess]
+    entry: Any = find(kind, namespace=namespace)
+    return entry if entry is not None and entry.type is kind else None
 
 
 @lru_cache(maxsize=1024)
 def struct_sequence_fields(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The fields of a struct sequence's class that are its items, each under a name of its own, and those that are not.
+    """Returns the fields of a struct sequence's class that are its items, each with a unique name, and the others.
 
-    os.stat_result has both kinds: three items without a name, and times that only their names lead to.
+    os.stat_result has both kinds: three items without a name, and times that can only be read by name.
     """
     items = optree.structseq_fields(kind)
     names = tuple(f"item {n}" if items.count(name) > 1 else name for n, name in enumerate(items))
@@ -169,88 +238,24 @@ def struct_sequence_fields(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...]]
     return names, tuple(name for name in members if name not in items)
 
 
-def _take_struct_sequence(tree: Any) -> Taken:
-    name, (items, hidden) = type_name(type(tree)), struct_sequence_fields(type(tree))
-    fields = (*items, *hidden)
-    children = (*tree, *(getattr(tree, field) for field in hidden))
-    return Taken(lambda c: StructSequenceNode(name, fields, c), fields, children)
-
-
-def struct_sequence_of(kind: Any, children: Sequence[object]) -> object:
-    """An instance of a struct sequence's class, of its items and then, if they are given, its other fields."""
+def new_struct_sequence(kind: Any, children: Sequence[object]) -> object:
+    """Returns an instance of a struct sequence's class from its items and then, if given, its other fields."""
     items, hidden = struct_sequence_fields(kind)
     return kind(children[: len(items)], dict(zip(hidden, children[len(items) :], strict=False)))
 
 
-def registered(kind: type, namespace: str) -> Any:
-    """The entry of a class in optree's registry, None for one that is not there by itself (as each namedtuple is)."""
-    find: Any = optree.register_pytree_node.get  # pyright: ignore[reportUnknownMemberType, reportFunctionMemberAccess]
-    entry: Any = find(kind, namespace=namespace)
-    return entry if entry is not None and entry.type is kind else None
-
-
-def _take_custom(tree: Any, path: str, namespace: str) -> Taken | None:
-    entry = registered(type(tree), namespace)
-    if entry is None:
-        return None
-    flat = entry.flatten_func(tree)
-    children, auxiliary = list(flat[0]), flat[1]
-    keys = list(flat[2]) if len(flat) > 2 and flat[2] is not None else list(range(len(children)))
-    name, aux = type_name(type(tree)), encode_value(auxiliary, path)
-    if len({key_text(key, path) for key in keys}) != len(children) or len(keys) != len(children):
-        raise TreeError(
-            path,
-            expected=f"{name} to name each of its {len(children)} children once",
-            found=f"names {keys!r:.80}",
-            hint="Look at the flatten function that was registered with optree",
-        )
-    return Taken(lambda c: CustomNode(name, aux, _encode_keys(keys, path), c), keys, children)
-
-
-def take(tree: Any, path: str, namespace: str, rank: int) -> Taken | None:
-    """Takes one container apart; None for a leaf."""
-    kind = type(tree)
-    if kind is dict or kind is collections.OrderedDict or kind is collections.defaultdict:
-        return _take_dict(tree, path)
-    if kind is list:
-        return Taken(ListNode, range(len(tree)), tree)
-    if kind is tuple:
-        return Taken(TupleNode, range(len(tree)), tree)
-    if kind is collections.deque:
-        maxlen = tree.maxlen
-        return Taken(lambda c: DequeNode(maxlen, c), range(len(tree)), list(tree))
-    if kind is PerRank:
-        ranks = (encode_runs([rank]),)
-        return Taken(lambda c: PerRankNode(ranks, c), (rank,), (tree.value,))
-    if kind is KeyedTable:
-        spec = tree.spec
-        return Taken(lambda c: TableNode(spec, c), TABLE_KEYS, columns_of(tree))
-    if is_common_leaf(kind) or keeps_state(kind):
-        return None  # decided without asking the registries
-    if (custom := _take_custom(tree, path, namespace)) is not None:
-        return custom
-    if isinstance(tree, tuple):
-        if optree.is_namedtuple(tree):
-            return _take_fields(tree, path, kind._fields, NamedTupleNode)
-        if optree.is_structseq(tree):
-            return _take_struct_sequence(tree)
-    if is_plain_dataclass(kind):
-        return _take_fields(tree, path, [f.name for f in dataclasses.fields(kind)], DataclassNode)
-    return None
-
-
 @lru_cache(maxsize=1024)
 def is_plain_dataclass(kind: type) -> bool:
-    """Whether fields are all there is to an instance: not so if it is a dict too, or an enum, or says it is a leaf."""
+    """Returns whether a class is a dataclass without other state: no dict or enum, for example, and no marked leaf."""
     others = (enum.Enum, type, BaseException, dict, list, tuple, set, frozenset, str, bytes, int, float)
     known: Any = [type.__getattribute__(base, "__dict__") for base in type.__getattribute__(kind, "__mro__")]
-    made = any("__dataclass_fields__" in names for names in known)  # a metaclass may answer anything to hasattr
-    return made and not issubclass(kind, others) and "__treeckpt_leaf__" not in known[0]
+    found = any("__dataclass_fields__" in names for names in known)  # a metaclass may return anything from hasattr
+    return found and not issubclass(kind, others) and "__treeckpt_leaf__" not in known[0]
 
 
-def made_of(kind: type, fields: Sequence[str], children: Sequence[object]) -> object:
-    """An instance as copy and pickle make one: no __init__, no __post_init__."""
-    made: object = object.__new__(kind)
+def new_instance(kind: type, fields: Sequence[str], children: Sequence[object]) -> object:
+    """Returns an instance of a dataclass as copy and pickle create one: without __init__ and __post_init__."""
+    instance: object = object.__new__(kind)
     for field, child in zip(fields, children, strict=True):
-        object.__setattr__(made, field, child)
-    return made
+        object.__setattr__(instance, field, child)
+    return instance

@@ -1,19 +1,21 @@
-"""Taking nested containers apart into leaves with paths, and putting them together again, exactly.
+"""Flattens nested containers into leaves with paths, and rebuilds the containers exactly.
 
-`flatten` walks a tree once and returns its structure, plain data that goes into the index, and its leaves in order;
-what is a container, `core.tree.containers` says. `unflatten` is the inverse. `replace_leaves` and `graft` put new
-leaves into a tree that is there, the first into new containers, the second into the ones that it has.
+`flatten` walks a tree once and returns its structure, plain data for the index, and its leaves in order;
+`core.tree.containers` defines what a container is. `unflatten` is the inverse. `replace_leaves` puts new leaves into
+new containers like those of a given tree.
+
+Nearly all of a tree is leaves, and containers of leaves only: these are handled without one more call of the recursion.
 """
 
 # A tree holds objects of any type.
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -22,25 +24,24 @@ import optree
 from ...errors import FormatError, MismatchError, TreeError
 from ..sharding.int_runs import decode_runs, length_of
 from .containers import (
-    FACTORIES,
+    DEFAULT_FACTORIES,
+    FlattenedContainer,
     PerRank,
-    Taken,
-    is_common_leaf,
+    flatten_one_level,
+    is_leaf_type,
     is_plain_dataclass,
-    made_of,
-    registered,
+    new_instance,
+    new_struct_sequence,
+    registry_entry,
     struct_sequence_fields,
-    struct_sequence_of,
-    take,
 )
-from .keyed_table import KeyedTable, restored
-from .recursion import Walk, run
-from .spec import Resolver, decode_value
+from .keyed_table import KeyedTable, restore_table
+from .recursion import Recursive, trampoline
 from .structure import (
-    LEVELS,
+    DOCUMENT_DEPTH,
     MAX_DEPTH,
-    MAX_TEXT,
-    USUAL,
+    MAX_EXTRA_PATH_CHARS,
+    USUAL_PATH_LENGTH,
     CustomNode,
     DataclassNode,
     DefaultDictNode,
@@ -55,121 +56,188 @@ from .structure import (
     Structure,
     TableNode,
     TupleNode,
-    extra_text,
+    extra_path_chars,
     key_text,
     keys_of,
     rank_key,
 )
+from .value_codec import Resolver, decode_value
 
-__all__ = ["PerRank", "flatten", "graft", "own_child", "replace_leaves", "unflatten"]
+__all__ = ["PerRank", "child_of_rank", "flatten", "rebuild_container", "replace_leaves", "unflatten"]
+
+Leaves = list[tuple[str, object]]
+"""Leaves with their paths."""
 
 
 def flatten(
     tree: object, *, rank: int = 0, namespace: str = "", whole: Container[int] = ()
-) -> tuple[Structure, list[tuple[str, object]]]:
-    """The structure of a tree, and its leaves with their paths, in order.
+) -> tuple[Structure, Leaves]:
+    """Returns the structure of a tree, and its leaves with their paths, in order.
 
     Args:
-        rank: whose subtrees `PerRank` marks.
+        rank: the rank to which subtrees under `PerRank` belong.
         namespace: of optree's registry.
-        whole: the ids of containers that are taken for leaves.
+        whole: the ids of containers that are taken as leaves.
 
     Raises:
         TreeError: a key, or a container, that cannot be stored; nesting deeper than `MAX_DEPTH`.
     """
-    leaves: list[tuple[str, object]] = []
-    above: list[int] = []
-    nchars = 0
+    flattener = _Flattener(rank, namespace, whole)
+    top = flattener.open(tree, "")
+    structure = None if top is None else trampoline(flattener.flatten(tree, top, "", ""))
+    return structure, flattener.leaves
 
-    def found_at(node: object, path: str) -> Taken | None:
-        """A container taken apart, None for a leaf."""
-        nonlocal nchars
-        taken = None if id(node) in whole else take(node, path, namespace, rank)
-        if taken is None:
-            leaves.append((path, node))
+
+class _Flattener:
+    """The state of one `flatten`."""
+
+    __slots__ = ("_above", "_namespace", "_nchars", "_rank", "_rank_key", "_whole", "leaves")
+
+    def __init__(self, rank: int, namespace: str, whole: Container[int]) -> None:
+        self._rank, self._namespace, self._whole = rank, namespace, whole
+        self._rank_key = rank_key(rank)
+        self._above: list[int] = []
+        self._nchars = 0
+        self.leaves: Leaves = []
+
+    def open(self, node: object, path: str) -> FlattenedContainer | None:
+        """Returns a container flattened by one level; None for a leaf, which it adds to the leaves."""
+        flat = None if id(node) in self._whole else flatten_one_level(node, path, self._namespace, self._rank)
+        if flat is None:
+            self.leaves.append((path, node))
             return None
-        if len(above) >= LEVELS and (len(above) == MAX_DEPTH or id(node) in above):
+        above = self._above
+        if len(above) >= DOCUMENT_DEPTH and (len(above) == MAX_DEPTH or id(node) in above):
             raise TreeError(
                 path[:200],
                 expected=f"a tree at most {MAX_DEPTH} levels deep",
                 found="a container that holds itself" if id(node) in above else "a deeper one",
                 hint="Look for a container that holds itself",
             )
-        if len(path) > USUAL and (nchars := nchars + extra_text(path, len(taken.keys))) > MAX_TEXT:
-            raise TreeError(
-                path[:200],
-                expected="names of a usual length",
-                found=f"paths of {nchars} characters",
-                hint="Give its parts shorter names: each stands in the paths of all below it",
-            )
-        return taken
+        if len(path) > USUAL_PATH_LENGTH:
+            self._nchars += extra_path_chars(path, len(flat.keys))
+            if self._nchars > MAX_EXTRA_PATH_CHARS:
+                raise TreeError(
+                    path[:200],
+                    expected="names of a usual length",
+                    found=f"paths of {self._nchars} characters",
+                    hint="Give its parts shorter names: each stands in the paths of all below it",
+                )
+        return flat
 
-    def flat(node: object, taken: Taken, path: str) -> Structure:
-        """The structure of a container of leaves, spared a call of the walk."""
-        texts = [rank_key(rank)] if type(node) is PerRank else [key_text(key, path) for key in taken.keys]
-        leaves.extend(zip([f"{path}/{text}" for text in texts], taken.children, strict=True))
-        return taken.build((None,) * len(texts))
-
-    def walk(node: object, taken: Taken, path: str, prefix: str) -> Walk[Structure]:
-        above.append(id(node))
+    def flatten(self, node: object, flat: FlattenedContainer, path: str, prefix: str) -> Recursive[Structure]:
+        """Returns the structure of a container, and adds its leaves."""
+        self._above.append(id(node))
         own = type(node) is PerRank
         children: list[Structure] = []
-        for key, child in zip(taken.keys, taken.children, strict=True):
-            below = prefix + (rank_key(rank) if own else key_text(key, path))
-            if is_common_leaf(type(child)):  # nearly all there is: spared a call
-                leaves.append((below, child))
+        for key, child in zip(flat.keys, flat.children, strict=True):
+            below = prefix + (self._rank_key if own else key_text(key, path))
+            if is_leaf_type(type(child)):
+                self.leaves.append((below, child))
                 children.append(None)
-            elif (inner := found_at(child, below)) is None:
+            elif (inner := self.open(child, below)) is None:
                 children.append(None)
-            elif inner.holds_leaves():
-                children.append(flat(child, inner, below))
+            elif inner.has_only_leaves():
+                texts = [self._rank_key] if type(child) is PerRank else [key_text(k, below) for k in inner.keys]
+                self.leaves.extend(zip([f"{below}/{text}" for text in texts], inner.children, strict=True))
+                children.append(inner.build((None,) * len(texts)))
             else:
-                children.append((yield walk(child, inner, below, below + "/")))
-        above.pop()
-        return taken.build(tuple(children))
-
-    top = found_at(tree, "")
-    return (None if top is None else run(walk(tree, top, "", ""))), leaves
+                children.append((yield self.flatten(child, inner, below, below + "/")))
+        self._above.pop()
+        return flat.build(tuple(children))
 
 
 def unflatten(
     structure: Structure, leaves: Iterator[object], *, resolve: Resolver, rank: int = 0, namespace: str = ""
 ) -> object:
-    """The tree of a structure; the inverse of `flatten`.
+    """Returns the tree of a structure; the inverse of `flatten`.
 
     Args:
         leaves: in order; of a `PerRank` node, those of `rank`'s subtree only.
         resolve: finds the classes of namedtuples, dataclasses and registered nodes.
 
     Raises:
-        MismatchError: a class is not to be had or has other fields.
+        MismatchError: a class does not exist in this program, or has other fields.
     """
+    return trampoline(_Unflattener(leaves, resolve, rank, namespace).build(structure, "", ""))
 
-    def build(node: Structure, path: str, prefix: str) -> Walk[Any]:
+
+class _Unflattener:
+    """The state of one `unflatten`."""
+
+    __slots__ = ("_leaves", "_namespace", "_rank", "_resolve")
+
+    def __init__(self, leaves: Iterator[object], resolve: Resolver, rank: int, namespace: str) -> None:
+        self._leaves, self._resolve, self._rank, self._namespace = leaves, resolve, rank, namespace
+
+    def build(self, node: Structure, path: str, prefix: str) -> Recursive[Any]:
+        """Returns the subtree of a node."""
         if node is None:
-            return next(leaves)
+            return next(self._leaves)
         if isinstance(node, PerRankNode):
-            below = prefix + rank_key(rank)
-            return PerRank((yield build(own_child(node, rank, path), below, below + "/")))
+            below = prefix + rank_key(self._rank)
+            return PerRank((yield self.build(child_of_rank(node, self._rank, path), below, below + "/")))
         keys = keys_of(node, path)
         children: list[Any] = []
         for key, child in zip(keys, node.children, strict=True):
             if child is None:
-                children.append(next(leaves))
+                children.append(next(self._leaves))
                 continue
             below, count = prefix + key_text(key), len(child.children)
-            if child.children.count(None) == count and not isinstance(child, PerRankNode):  # spared a call
-                own = list(islice(leaves, count))
-                children.append(_assemble(child, keys_of(child, below), own, below, resolve, namespace))
+            if child.children.count(None) == count and not isinstance(child, PerRankNode):
+                own = list(islice(self._leaves, count))
+                children.append(self._container(child, keys_of(child, below), own, below))
             else:
-                children.append((yield build(child, below, below + "/")))
-        return _assemble(node, keys, children, path, resolve, namespace)
+                children.append((yield self.build(child, below, below + "/")))
+        return self._container(node, keys, children, path)
 
-    return run(build(structure, "", ""))
+    def _container(self, node: Node, keys: Sequence[Any], children: list[Any], path: str) -> object:
+        if isinstance(node, DictNode):
+            return dict(zip(keys, children, strict=True))
+        if isinstance(node, ListNode):
+            return children
+        if isinstance(node, TupleNode):
+            return tuple(children)
+        if isinstance(node, OrderedDictNode):
+            return collections.OrderedDict(zip(keys, children, strict=True))
+        if isinstance(node, DequeNode):
+            return collections.deque(children, node.maxlen)
+        if isinstance(node, DefaultDictNode):
+            if node.factory is not None and node.factory not in DEFAULT_FACTORIES:
+                raise FormatError(path, expected="a known default_factory", found=f"{node.factory!r:.60}")
+            factory: Any = DEFAULT_FACTORIES[node.factory] if node.factory is not None else None
+            return collections.defaultdict(factory, zip(keys, children, strict=True))
+        assert not isinstance(node, PerRankNode), "handled by build"
+        if isinstance(node, TableNode):
+            return restore_table(node.table, children[0], *children[2:])
+        try:
+            kind: Any = self._resolve(node.cls)
+        except LookupError as error:
+            raise _class_error(path, node.cls, "no such class in this program") from error
+        if isinstance(node, CustomNode):
+            return self._registered(node, kind, children, path)
+        _check_fields(node, kind, path)
+        if isinstance(node, NamedTupleNode):
+            return tuple.__new__(kind, children)  # as `_make` of a namedtuple does, which a subclass may override
+        if isinstance(node, StructSequenceNode):
+            return new_struct_sequence(kind, children)
+        try:
+            return new_instance(kind, node.fields, children)
+        except (TypeError, AttributeError) as error:  # an abstract class, for example
+            raise _class_error(path, node.cls, f"{error}"[:200]) from error
+
+    def _registered(self, node: CustomNode, kind: type, children: list[Any], path: str) -> object:
+        entry = registry_entry(kind, self._namespace)
+        if entry is None:
+            raise _class_error(path, node.cls, "a class not registered with optree")
+        try:
+            return entry.unflatten_func(decode_value(node.auxiliary, path), tuple(children))
+        except Exception as error:  # raised by the user's function
+            raise _class_error(path, f"{node.cls} of {len(children)} children", f"{error!r:.200}") from error
 
 
-def own_child(node: PerRankNode, rank: int, path: str) -> Structure:
-    """The subtree of one rank.
+def child_of_rank(node: PerRankNode, rank: int, path: str) -> Structure:
+    """Returns the subtree of one rank.
 
     Raises:
         MismatchError: the rank has none.
@@ -186,75 +254,23 @@ def own_child(node: PerRankNode, rank: int, path: str) -> Structure:
     )
 
 
-def _assemble(
-    node: Node, keys: Sequence[Any], children: list[Any], path: str, resolve: Resolver, namespace: str
-) -> object:
-    if isinstance(node, DictNode):
-        return dict(zip(keys, children, strict=True))
-    if isinstance(node, ListNode):
-        return children
-    if isinstance(node, TupleNode):
-        return tuple(children)
-    if isinstance(node, OrderedDictNode):
-        return collections.OrderedDict(zip(keys, children, strict=True))
-    if isinstance(node, DequeNode):
-        return collections.deque(children, node.maxlen)
-    if isinstance(node, DefaultDictNode):
-        if node.factory is not None and node.factory not in FACTORIES:
-            raise FormatError(path, expected="a known default_factory", found=f"{node.factory!r:.60}")
-        factory: Any = FACTORIES[node.factory] if node.factory is not None else None
-        return collections.defaultdict(factory, zip(keys, children, strict=True))
-    assert not isinstance(node, PerRankNode), "handled by unflatten"
-    if isinstance(node, TableNode):
-        return restored(node.table, children[0], *children[2:])
-    kind = _class_of(node, path, resolve)
-    if isinstance(node, CustomNode):
-        return _assemble_custom(node, kind, children, path, namespace)
+def _check_fields(node: NamedTupleNode | StructSequenceNode | DataclassNode, kind: Any, path: str) -> None:
+    """Checks that a class is of the node's kind and has the same fields."""
+    fields: Sequence[str] | None = None
     if isinstance(node, NamedTupleNode):
-        return tuple.__new__(kind, children)  # as `_make` of a namedtuple does, whatever a subclass makes of that
-    if isinstance(node, StructSequenceNode):
-        return struct_sequence_of(kind, children)
-    try:
-        return made_of(kind, node.fields, children)
-    except (TypeError, AttributeError) as error:  # an abstract class, say
-        raise _no_class(path, node.cls, f"{error}"[:200]) from error
-
-
-def _assemble_custom(node: CustomNode, kind: type, children: list[Any], path: str, namespace: str) -> object:
-    entry = registered(kind, namespace)
-    if entry is None:
-        raise _no_class(path, node.cls, "a class not registered with optree")
-    try:
-        return entry.unflatten_func(decode_value(node.auxiliary, path), tuple(children))
-    except Exception as error:  # the user's own function
-        raise _no_class(path, f"{node.cls} of {len(children)} children", f"{error!r:.200}") from error
-
-
-def _class_of(
-    node: NamedTupleNode | StructSequenceNode | DataclassNode | CustomNode, path: str, resolve: Resolver
-) -> Any:
-    """The class that a node names, if it is one of the node's kind with the same fields."""
-    try:
-        kind: Any = resolve(node.cls)
-    except LookupError as error:
-        raise _no_class(path, node.cls, "no such class in this program") from error
-    if isinstance(node, CustomNode):
-        return kind
-    if isinstance(node, NamedTupleNode):
-        known = issubclass(kind, tuple) and optree.is_namedtuple_class(kind)
-        fields: Any = getattr(kind, "_fields") if known else None  # noqa: B009 (pyright takes it for a plain tuple)
+        if issubclass(kind, tuple) and optree.is_namedtuple_class(kind):
+            fields = getattr(kind, "_fields")  # noqa: B009 (pyright takes it for a plain tuple)
     elif isinstance(node, StructSequenceNode):
-        known = issubclass(kind, tuple) and optree.is_structseq_class(kind)
-        items, hidden = struct_sequence_fields(kind) if known else ((), ())
-        fields = items if items == node.fields else (*items, *hidden) or None  # items alone: an older checkpoint
-    else:
-        fields = [f.name for f in dataclasses.fields(kind)] if is_plain_dataclass(kind) else None
+        if issubclass(kind, tuple) and optree.is_structseq_class(kind):
+            items, hidden = struct_sequence_fields(kind)
+            fields = items if items == node.fields else (*items, *hidden)  # items only: an older checkpoint
+    elif is_plain_dataclass(kind):
+        fields = [field.name for field in dataclasses.fields(kind)]
     if fields is None or tuple(fields) != node.fields:
-        raise _no_class(path, f"{node.cls} with fields {', '.join(node.fields)}", f"{fields}")
-    return kind
+        raise _class_error(path, f"{node.cls} with fields {', '.join(node.fields)}", f"{fields}")
 
 
-def _no_class(path: str, expected: str, found: str) -> MismatchError:
+def _class_error(path: str, expected: str, found: str) -> MismatchError:
     return MismatchError(
         path,
         expected=f"the class {expected}",
@@ -266,26 +282,29 @@ def _no_class(path: str, expected: str, found: str) -> MismatchError:
 def replace_leaves(
     tree: object, leaves: Iterator[object], *, namespace: str = "", whole: Container[int] = ()
 ) -> object:
-    """A tree with the same containers, of the same classes, and leaves in the order of `flatten`; `whole` as there."""
-
-    def build(node: Any, taken: Taken) -> Walk[Any]:
-        children = list(taken.children)
-        for at, child in enumerate(children):
-            kind = type(child)
-            inner = None if is_common_leaf(kind) or id(child) in whole else take(child, "", namespace, 0)
-            if inner is None:
-                children[at] = next(leaves)
-            elif inner.holds_leaves():  # spared a call
-                children[at] = _rebuilt(child, inner.keys, list(islice(leaves, len(inner.keys))), namespace)
-            else:
-                children[at] = yield build(child, inner)
-        return _rebuilt(node, taken.keys, children, namespace)
-
-    top = None if id(tree) in whole else take(tree, "", namespace, 0)
-    return next(leaves) if top is None else run(build(tree, top))
+    """Returns a tree with containers of the same classes, and leaves in the order of `flatten`; `whole` as there."""
+    top = None if id(tree) in whole else flatten_one_level(tree, "", namespace, 0)
+    return next(leaves) if top is None else trampoline(_replace(tree, top, leaves, namespace, whole))
 
 
-def _rebuilt(node: Any, keys: Sequence[object], children: list[Any], namespace: str) -> object:
+def _replace(
+    node: object, flat: FlattenedContainer, leaves: Iterator[object], namespace: str, whole: Container[int]
+) -> Recursive[Any]:
+    children = list(flat.children)
+    for at, child in enumerate(children):
+        kind = type(child)
+        inner = None if is_leaf_type(kind) or id(child) in whole else flatten_one_level(child, "", namespace, 0)
+        if inner is None:
+            children[at] = next(leaves)
+        elif inner.has_only_leaves():
+            children[at] = rebuild_container(child, inner.keys, list(islice(leaves, len(inner.keys))), namespace)
+        else:
+            children[at] = yield _replace(child, inner, leaves, namespace, whole)
+    return rebuild_container(node, flat.keys, children, namespace)
+
+
+def rebuild_container(node: Any, keys: Sequence[object], children: list[Any], namespace: str) -> object:
+    """Returns a container like `node`, which was flattened by one level, with other children."""
     kind: Any = type(node)
     if kind in (dict, collections.OrderedDict):
         return kind(zip(keys, children, strict=True))
@@ -299,101 +318,9 @@ def _rebuilt(node: Any, keys: Sequence[object], children: list[Any], namespace: 
         return PerRank(children[0])
     if kind is KeyedTable:
         return node.with_parts(children[0], *children[2:])
-    entry = registered(kind, namespace)
+    entry = registry_entry(kind, namespace)
     if entry is not None:
         return entry.unflatten_func(entry.flatten_func(node)[1], tuple(children))
     if isinstance(node, tuple):
-        return kind._make(children) if optree.is_namedtuple(node) else struct_sequence_of(kind, children)
-    return made_of(kind, [str(key) for key in keys], children)
-
-
-def graft(
-    tree: object, new: object, *, is_value: Callable[[object], bool], namespace: str = "", dry: bool = False
-) -> list[tuple[str, object]]:
-    """Puts the leaves of `new` in the place of those of `tree` that differ, inside the containers that `tree` has.
-
-    A tuple of values is replaced in the container above it. A list whose content differs in more than its leaves takes
-    the content of the new one.
-
-    Args:
-        new: has the structure of `tree`, but for lists and tuples of values.
-        is_value: whether a leaf is a Python value.
-        dry: nothing is changed.
-
-    Returns:
-        what could not be put in place because its container cannot be changed: (path, new leaf or tuple).
-    """
-    stuck: list[tuple[str, object]] = []
-
-    def settle(old: Any, fresh: Any, path: str, prefix: str) -> Walk[Any]:
-        """What stands in the place of `old` at the end: itself, wherever it can change."""
-        if old is fresh:
-            return old
-        if isinstance(old, KeyedTable) and isinstance(fresh, KeyedTable):
-            if not dry:
-                old.ids, old.slots = fresh.ids, fresh.slots
-            yield settle(old.scalars, fresh.scalars, f"{prefix}scalars", f"{prefix}scalars/")
-            return old
-        taken, other = take(old, path, namespace, 0), take(fresh, path, namespace, 0)
-        if taken is None or other is None:
-            return fresh
-        texts = [key_text(key) for key in taken.keys]
-        if texts != [key_text(key) for key in other.keys]:
-            return old if _refill(old, fresh, dry=dry) else fresh
-        children, moved = list(taken.children), list[int]()
-        for at, (text, child, new_child) in enumerate(zip(texts, taken.children, other.children, strict=True)):
-            if child is not new_child:
-                below = prefix + ("~rank*" if type(old) is PerRank else text)
-                common = is_common_leaf(type(new_child))  # spared a call
-                children[at] = new_child if common else (yield settle(child, new_child, below, below + "/"))
-                if children[at] is not child:
-                    moved.append(at)
-        if not moved:
-            return old
-        if _can_change(old):
-            for at in moved if not dry else ():
-                _put(old, taken.keys[at], children[at])
-            return old
-        if _can_be_replaced(old) and all(x is ... or is_value(x) for _, x in flatten(old, namespace=namespace)[1]):
-            return _rebuilt(old, taken.keys, children, namespace)
-        stuck.extend((prefix + ("~rank*" if type(old) is PerRank else texts[at]), children[at]) for at in moved)
-        return old
-
-    settled = run(settle(tree, new, "", ""))
-    if settled is not tree:
-        stuck.append(("", settled))
-    return stuck
-
-
-def _refill(old: Any, fresh: Any, *, dry: bool) -> bool:
-    """Gives a list or deque the whole content of another one; False for any other container."""
-    if type(old) is not type(fresh) or not isinstance(old, (list, collections.deque)):
-        return False
-    if not dry:
-        old.clear()
-        old.extend(fresh)
-    return True
-
-
-def _can_change(container: Any) -> bool:
-    if isinstance(container, (dict, list, collections.deque)):
-        return True
-    return type(container) is not PerRank and _is_frozen(container) is False
-
-
-def _is_frozen(container: Any) -> bool | None:
-    """Whether a dataclass is frozen; None for what is none."""
-    parameters: Any = getattr(type(container), "__dataclass_params__", None)
-    return parameters.frozen if parameters is not None else None
-
-
-def _can_be_replaced(container: Any) -> bool:
-    """Whether an equal container means the same: a tuple of any kind, a frozen dataclass."""
-    return isinstance(container, tuple) or _is_frozen(container) is True
-
-
-def _put(container: Any, key: Any, value: object) -> None:
-    if isinstance(container, (dict, list, collections.deque)):
-        container[key] = value  # pyright: ignore[reportUnknownMemberType]
-    else:
-        setattr(container, key, value)
+        return kind._make(children) if optree.is_namedtuple(node) else new_struct_sequence(kind, children)
+    return new_instance(kind, [str(key) for key in keys], children)

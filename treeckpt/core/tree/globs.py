@@ -1,4 +1,4 @@
-"""Which paths do globs mean? Each those that it matches or names, and all that lies below a named one."""
+"""Globs of paths. A glob means the paths that it matches or equals, and all paths below a path that it equals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WILD = re.compile(r"[*?[]")
 
 
 class Globs:
-    """Some globs, ready to be compared: by a set of names, and by one expression for those with `*`, `?` or `[`."""
+    """A set of globs, compiled: a set of names, and one regular expression for those with `*`, `?` or `[`."""
 
     def __init__(self, globs: Iterable[str]) -> None:
         self._all = frozenset(globs)
@@ -25,19 +25,20 @@ class Globs:
         self._wild = re.compile("|".join(map(fnmatch.translate, wild))) if wild else None
 
     def match(self, path: str) -> bool:
-        """Whether one of them means a path."""
-        if path in self._all or any(above in self._above for above in _above(path)):
+        """Returns whether one of them means a path."""
+        if path in self._all or any(above in self._above for above in _ancestors(path)):
             return True
         return self._wild is not None and self._wild.match(path) is not None
 
-    def idle(self, paths: Sequence[str]) -> list[str]:
-        """Those that mean none of these paths."""
-        exact, above = set(paths), {name for path in paths for name in _above(path)}
+    def unused(self, paths: Sequence[str]) -> list[str]:
+        """Returns the globs that mean none of these paths."""
+        exact, above = set(paths), {name for path in paths for name in _ancestors(path)}
         left = [glob for glob in sorted(self._all) if glob not in exact and glob.rstrip("/") not in above]
         return [glob for glob in left if not any(map(re.compile(fnmatch.translate(glob)).match, paths))]
 
 
-def _above(path: str) -> Iterator[str]:
+def _ancestors(path: str) -> Iterator[str]:
+    """Yields the paths of the containers above a path."""
     at = path.find("/")
     while at >= 0:
         yield path[:at]
@@ -46,25 +47,25 @@ def _above(path: str) -> Iterator[str]:
 
 @lru_cache(maxsize=64)
 def compile_globs(globs: tuple[str, ...]) -> Globs:
-    """The globs of a tuple, compiled once."""
+    """Returns the globs of a tuple, compiled once and cached."""
     return Globs(globs)
 
 
 def check_used(what: str, globs: Sequence[str] | None, paths: Iterable[str]) -> None:
-    """Refuses globs that mean nothing, since those of a typo would look like success.
+    """Checks that each glob means some path, since a typo would look like success.
 
     Args:
-        what: the argument that gave them.
-        paths: all that they could mean.
+        what: the name of the argument that holds the globs.
+        paths: all paths that they can mean.
 
     Raises:
-        MismatchError: naming such a glob, and what it may have meant.
+        MismatchError: naming such a glob, and similar paths.
     """
     if not globs:
         return
     known = list(paths)
-    for glob in compile_globs(tuple(globs)).idle(known):
-        names = sorted({name for path in known for name in (path, *_above(path))})
+    for glob in compile_globs(tuple(globs)).unused(known):
+        names = sorted({name for path in known for name in (path, *_ancestors(path))})
         near = difflib.get_close_matches(glob, names[:10_000], n=3)
         raise MismatchError(
             glob,

@@ -1,12 +1,15 @@
-"""Keyed tables: rows by 64-bit id, as dynamic embeddings have them. What of one is in a tree?
+"""Keyed tables: rows by 64-bit id, as dynamic embeddings have them, as containers in a tree.
 
-A partition function maps an id to one of so many buckets; each owner of a part of the table holds a range of them.
-Rows are saved in the order of `core.tree.row_order`, and an array `offsets` says with which row each bucket begins.
-Where the rows lie in the memory of the program that saves them, and in which slots of a hash table they end up after
-loading, is never stored.
+A partition function maps an id to one of a fixed number of buckets; each owner of a part of the table holds a range of
+buckets. Rows are saved in the order of `core.tree.row_order`, and an array `offsets` holds the first row of each
+bucket. Neither the positions of rows in the memory of the program that saves them, nor their slots in a hash table
+after loading, are stored.
 
 A `KeyedTable` is a container of its arrays: in a tree with the table at `emb` they have the paths `emb/ids`,
 `emb/offsets`, `emb/slots/embedding`, ... Flattening one gives a `Column` for each.
+
+A rank knows which buckets it owns and how many rows it has, but not how many rows the others have. So in its inventory
+the arrays of a table are sharded by bucket; with the `OwnedRows` of all ranks `row_starts` computes the rows.
 """
 
 # A table holds arrays of any library.
@@ -15,27 +18,38 @@ A `KeyedTable` is a container of its arrays: in a tree with the table at `emb` t
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
+import msgspec
 import numpy as np
 
-from ...errors import LayoutError
-from .row_order import BUCKETS, Keep, check_partition, share_of
+from ...errors import LayoutError, MismatchError
+from .row_order import DEFAULT_BUCKETS, Keep, bucket_range, check_partition
 from .spec import TableSpec
 
-__all__ = ["BoundTable", "Column", "HashTable", "KeyedTable", "TableView", "columns_of", "restored"]
+__all__ = [
+    "BoundTable",
+    "Column",
+    "HashTable",
+    "KeyedTable",
+    "OwnedRows",
+    "TableCache",
+    "columns_of",
+    "restore_table",
+    "row_starts",
+]
 
 
 class HashTable(Protocol):
-    """What `KeyedTable.of` needs of a hash table: a module of its own kind, an extension's class, a dict."""
+    """The interface of a hash table that `KeyedTable.of` takes: a torch module, a class of an extension, ..."""
 
     def export(self) -> tuple[Any, Mapping[str, Any]]:
-        """All rows: ids int64[N], and slots by name, [N, *row], in the same order."""
+        """Returns all rows: ids int64[N], and slots by name, [N, *row], in the same order."""
         ...
 
     def import_(self, ids: Any, slots: Mapping[str, Any]) -> None:
-        """Replaces all rows by these."""
+        """Replaces all rows by the given ones."""
         ...
 
 
@@ -46,17 +60,17 @@ class KeyedTable:
         tc.save(path, tree)
         tc.load(path, {"emb": tc.KeyedTable(ids[:0], {"embedding": weights[:0]}, owned=...)})   # any other range
 
-    As a target of load its ids and slots only say the names, kinds, dtypes and row shapes of what is wanted; how many
-    rows there are, the checkpoint says. `load_into` gives the table new arrays.
+    As a target of load its ids and slots only give the names, kinds, dtypes and row shapes of what is wanted; the
+    number of rows comes from the checkpoint. `load_into` gives the table new arrays.
 
     Args:
         ids: int64[N], in any order, each once.
         slots: arrays [N, *row] by name, such as an embedding and its moments.
-        scalars: a tree of what belongs to the table as a whole, the same on all its owners.
-        buckets: into how many buckets ids are parted. A table takes 8 bytes a bucket beside its rows.
-        partition: how: "u64_mod", the id as unsigned modulo `buckets`; or "splitmix64_mod", of its mixed bits.
-        owned: the buckets `start:stop` whose ids are here; None for all of them.
-        keep: "first" or "last" of several rows with one id is saved; None refuses them.
+        scalars: a tree of values that belong to the whole table, the same on all its owners.
+        buckets: the number of buckets. A table takes 8 bytes a bucket beside its rows.
+        partition: "u64_mod", the id as unsigned modulo `buckets`; or "splitmix64_mod", of its mixed bits.
+        owned: the buckets `start:stop` whose ids are on this rank; None for all of them.
+        keep: which of several rows with one id is saved, "first" or "last"; None raises an error.
         fill: by name of slot the number that fills it where a checkpoint lacks it; otherwise that is an error.
 
     Raises:
@@ -71,7 +85,7 @@ class KeyedTable:
         slots: Mapping[str, Any],
         *,
         scalars: Mapping[str, Any] | None = None,
-        buckets: int = BUCKETS,
+        buckets: int = DEFAULT_BUCKETS,
         partition: str = "u64_mod",
         owned: tuple[int, int] | None = None,
         keep: Keep | None = None,
@@ -81,7 +95,11 @@ class KeyedTable:
         self.scalars = dict(scalars or {})
         self.spec = TableSpec(partition, 1, operator.index(buckets))
         check_partition(self.spec)
-        self.owned = _range(owned, self.spec.buckets)
+        stop = self.spec.buckets
+        first, last = (0, stop) if owned is None else map(operator.index, owned)
+        if not 0 <= first <= last <= stop:
+            raise LayoutError("owned", expected=f"a range inside 0:{stop}", found=f"{first}:{last}")
+        self.owned = first, last
         if keep not in (None, "first", "last"):
             raise LayoutError("keep", expected="'first', 'last' or None", found=f"{keep!r:.40}")
         self.keep: Keep | None = keep
@@ -91,14 +109,11 @@ class KeyedTable:
         rows = getattr(self.ids, "shape", ("?",))[0]
         return f"KeyedTable({rows} rows, slots {', '.join(self.slots)}; buckets {self.owned} of {self.spec.buckets})"
 
-    @staticmethod
-    def share(rank: int, world: int, buckets: int = BUCKETS) -> tuple[int, int]:
-        """The range of buckets that one of `world` owners has, by rank: contiguous and even."""
-        return share_of(rank, world, buckets)
+    share = staticmethod(bucket_range)
 
     @staticmethod
     def of(table: HashTable, **options: Any) -> BoundTable:
-        """A hash table as a leaf: what it exports is saved, and what is restored is given to its `import_`.
+        """Wraps a hash table as a leaf: what it exports is saved, and what is loaded is given to its `import_`.
 
         Args:
             options: as for `KeyedTable`.
@@ -106,89 +121,141 @@ class KeyedTable:
         return BoundTable(table, options)
 
     def with_parts(self, ids: Any, slots: Mapping[str, Any], scalars: Mapping[str, Any]) -> KeyedTable:
-        """A table as this one, of other arrays."""
-        made = object.__new__(KeyedTable)
-        made.ids, made.slots, made.scalars = _bare(ids), {k: _bare(v) for k, v in slots.items()}, dict(scalars)
-        made.spec, made.owned, made.keep, made.fill = self.spec, self.owned, self.keep, self.fill
-        return made
+        """Returns a table with the same options and other arrays."""
+        table = restore_table(self.spec, ids, slots, scalars)
+        table.owned, table.keep, table.fill = self.owned, self.keep, self.fill
+        return table
 
 
-def _range(owned: tuple[int, int] | None, buckets: int) -> tuple[int, int]:
-    start, stop = (0, buckets) if owned is None else map(operator.index, owned)
-    if not 0 <= start <= stop <= buckets:
-        raise LayoutError("owned", expected=f"a range inside 0:{buckets}", found=f"{start}:{stop}")
-    return start, stop
-
-
-def restored(spec: TableSpec, ids: Any, slots: Mapping[str, Any], scalars: Mapping[str, Any]) -> KeyedTable:
-    """A whole table as it was saved, also under a partition that this version does not know."""
-    made = object.__new__(KeyedTable)
-    made.ids, made.slots, made.scalars = _bare(ids), {k: _bare(v) for k, v in slots.items()}, dict(scalars)
-    made.spec = spec
-    made.owned, made.keep, made.fill = (0, spec.buckets), None, {}
-    return made
+def restore_table(spec: TableSpec, ids: Any, slots: Mapping[str, Any], scalars: Mapping[str, Any]) -> KeyedTable:
+    """Returns a whole table as it was saved, also with a partition function that this version does not know."""
+    table = object.__new__(KeyedTable)
+    table.spec, table.ids, table.scalars = spec, _unwrap_column(ids), dict(scalars)
+    table.slots = {name: _unwrap_column(slot) for name, slot in slots.items()}
+    table.owned, table.keep, table.fill = (0, spec.buckets), None, {}
+    return table
 
 
 class BoundTable:
-    """A hash table of the user's, as an object with a state; see `KeyedTable.of`."""
+    """A hash table of the user as a stateful object; see `KeyedTable.of`."""
 
     def __init__(self, table: HashTable, options: dict[str, Any]) -> None:
         self._table, self._options = table, options
 
     def state_dict(self) -> KeyedTable:
-        """What the table exports."""
+        """Returns the rows that the table exports."""
         ids, slots = self._table.export()
         return KeyedTable(ids, slots, **self._options)
 
     def load_state_dict(self, state: KeyedTable) -> None:
-        """Has the table import what was loaded."""
+        """Replaces the rows of the table by loaded ones."""
         self._table.import_(state.ids, state.slots)
 
 
-class TableView:
-    """One look at a table: what its columns have in common, as the order of the rows, is found out once."""
+class TableCache:
+    """What the columns of a table have in common, such as the order of the rows: computed once and cached here."""
 
     __slots__ = ("held", "joins", "rows", "table")
 
     def __init__(self, table: KeyedTable) -> None:
         self.table = table
         self.held: Any = None
-        """Its rows and their order, once it is to be saved."""
+        """Its rows and their order, once they are computed for a save."""
         self.rows: Any = None
-        """Which rows of a checkpoint are wanted, once that is known."""
+        """The rows of a checkpoint that are wanted, once they are known."""
         self.joins: dict[Any, Any] = {}
-        """Where the rows of slots go that were saved with other ids, by where these come from."""
+        """The positions of slots' rows that were saved with other ids, by the source of these."""
 
 
 class Column:
-    """One array of a table, as a leaf of a tree: the ids, a slot, or where each bucket begins."""
+    """One array of a table, as a leaf of a tree: the ids, a slot, or the first row of each bucket."""
 
     __slots__ = ("array", "kind", "name", "view")
     __treeckpt_leaf__: ClassVar[bool] = True
 
-    def __init__(self, view: TableView, kind: Literal["ids", "offsets", "slot"], array: Any, name: str = "") -> None:
+    def __init__(self, view: TableCache, kind: Literal["ids", "offsets", "slot"], array: Any, name: str = "") -> None:
         self.view, self.kind, self.array = view, kind, array
         self.name = name
         """Of a slot."""
 
     @property
     def shape(self) -> Any:
-        """Of the array that is here; offsets, made anew for each save, have none."""
+        """The shape of the array; offsets, computed for each save, have no array."""
         return self.array.shape if self.kind != "offsets" else (self.view.table.spec.buckets,)
 
     @property
     def dtype(self) -> Any:
-        """Of the array."""
+        """The dtype of the array."""
         return self.array.dtype if self.kind != "offsets" else np.dtype(np.int64)
 
 
 def columns_of(table: KeyedTable) -> tuple[object, ...]:
-    """A table's children, in the order of their node; `...` stays what it is, of a table that was loaded in part."""
-    view = TableView(table)
+    """Returns a table's children, in the order of their node; `...` in a table that was loaded in part stays."""
+    view = TableCache(table)
     ids = ... if table.ids is ... else Column(view, "ids", table.ids)
     slots = {name: a if a is ... else Column(view, "slot", a, name) for name, a in table.slots.items()}
     return ids, Column(view, "offsets", None), slots, table.scalars
 
 
-def _bare(child: Any) -> Any:
+def _unwrap_column(child: Any) -> Any:
     return child.array if isinstance(child, Column) else child
+
+
+# sharding by row ------------------------------------------------------------------------------------------------------
+
+
+class OwnedRows(msgspec.Struct, frozen=True):
+    """The buckets that one rank owns of a table, and its number of rows in them."""
+
+    rank: int
+    start: int
+    """Its first bucket."""
+    stop: int
+    rows: int
+
+
+def row_starts(owned: Sequence[OwnedRows], buckets: int, path: str) -> tuple[dict[tuple[int, int], int], int]:
+    """Returns the first row of each range of buckets, and the number of all rows. Owners of one range are replicas.
+
+    Raises:
+        MismatchError: replicas have different numbers of rows.
+        LayoutError: ranges overlap, or leave buckets out.
+    """
+    owners: dict[tuple[int, int], OwnedRows] = {}
+    for part in owned:
+        first = owners.setdefault((part.start, part.stop), part)
+        if first.rows != part.rows:
+            raise MismatchError(
+                path,
+                expected=f"the same rows on every owner of buckets {part.start}:{part.stop}; "
+                f"rank {first.rank} has {first.rows}",
+                found=f"rank {part.rank} has {part.rows}",
+                hint="Give each rank buckets of its own: owned=tc.KeyedTable.share(rank, world)",
+            )
+    starts: dict[tuple[int, int], int] = {}
+    rows = bucket = 0
+    for key, part in sorted(owners.items()):
+        starts[key] = rows
+        rows += part.rows
+        if part.start == part.stop:
+            continue
+        if part.start != bucket:
+            raise _coverage_error(path, part, bucket)
+        bucket = part.stop
+    if bucket != buckets:
+        raise _coverage_error(path, OwnedRows(-1, buckets, buckets, 0), bucket)
+    return starts, rows
+
+
+def _coverage_error(path: str, part: OwnedRows, bucket: int) -> LayoutError:
+    """Returns the error for a range of buckets that does not start at `bucket`, where the previous one stops."""
+    if part.start < bucket:
+        found = f"bucket {part.start} is owned by rank {part.rank} and by another, with another range"
+    else:
+        found = f"no rank owns buckets {bucket}:{part.start}"
+    return LayoutError(
+        path,
+        expected="owners whose ranges hold each bucket once",
+        found=found,
+        hint="Use owned=tc.KeyedTable.share(rank, world) on each rank",
+    )

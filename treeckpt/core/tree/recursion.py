@@ -1,6 +1,6 @@
-"""Walks of any depth: functions that call themselves, free of Python's limit of nested calls.
+"""Recursion of any depth by a trampoline, without Python's limit of nested calls.
 
-Such a function is a generator that yields each call of itself and is sent the result: `found = yield walk(child)`.
+A recursive function is a generator that yields each call of itself and is sent its result: `found = yield walk(child)`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, TypeVar
 
-__all__ = ["Walk", "run"]
+__all__ = ["Recursive", "trampoline"]
 
 T = TypeVar("T")
-Walk = Generator[Any, Any, T]
-"""One call of a walk, which comes to a T."""
+Recursive = Generator[Any, Any, T]
+"""One call of a recursive function that returns a T."""
 
 
-def run(first: Walk[T]) -> T:
-    """The result of a walk."""
-    calls: list[Walk[Any]] = [first]
+def trampoline(first: Recursive[T]) -> T:
+    """Runs a recursive function, and returns its result."""
+    calls: list[Recursive[Any]] = [first]
     result: Any = None
     while calls:
         try:

@@ -1,8 +1,9 @@
-"""Which bucket is an id in, and in which order are the rows of a keyed table saved?
+"""The bucket of an id, and the order in which the rows of a keyed table are saved.
 
-A partition function maps an id to one of so many buckets. Rows are saved in the order of (bucket, id as unsigned), so
-that what any owner holds is a range of rows. Where buckets are the low bits of ids, numbers are sorted that hold both
-an id's bits and its position, in stretches that may be worked on at the same time; otherwise two stable orders do.
+A partition function maps an id to one of a fixed number of buckets. Rows are saved in the order of (bucket, id as
+unsigned), so that what any owner holds is a range of rows. Where the bucket is the low bits of the id, integers are
+sorted that hold both an id's bits and its position, in parts that may be sorted in parallel; otherwise by two stable
+sorts.
 """
 
 # numpy's stubs leave some results unknown
@@ -20,24 +21,34 @@ import numpy as np
 from ...errors import LayoutError, TreeError
 from .spec import TableSpec
 
-__all__ = ["BUCKETS", "Arranged", "Keep", "Together", "arrange", "buckets_of", "check_partition", "in_turn", "share_of"]
+__all__ = [
+    "DEFAULT_BUCKETS",
+    "Executor",
+    "Keep",
+    "RowOrder",
+    "bucket_range",
+    "buckets_of",
+    "check_partition",
+    "run_serially",
+    "sort_rows",
+]
 
-BUCKETS = 65_536
-"""How many buckets a table has, unless told otherwise."""
+DEFAULT_BUCKETS = 65_536
+"""The default number of buckets of a table."""
 MAX_BUCKETS = 1 << 24
-PART = 1 << 17
-"""Ids that are looked at at a time."""
-STRETCHES = 4
-"""Into so many parts ids are cut for those who work on them at the same time."""
+PART_SIZE = 1 << 17
+"""Ids that are processed at a time: they stay in the cache."""
+PARALLEL_PARTS = 4
+"""The number of parts into which ids are cut for parallel work."""
 Keep = Literal["first", "last"]
-Together = Callable[[Sequence[Callable[[], object]]], None]
-"""Calls functions that do not depend on each other."""
+Executor = Callable[[Sequence[Callable[[], object]]], None]
+"""Calls functions that are independent of each other, and returns when all have returned."""
 
 
-def in_turn(works: Sequence[Callable[[], object]]) -> None:
-    """Calls one after the other."""
-    for work in works:
-        work()
+def run_serially(tasks: Sequence[Callable[[], object]]) -> None:
+    """Calls the functions one after the other."""
+    for task in tasks:
+        task()
 
 
 # buckets -------------------------------------------------------------------------------------------------------------
@@ -50,7 +61,7 @@ def _u64_mod(ids: np.ndarray, buckets: int) -> np.ndarray:
 
 
 def _splitmix64_mod(ids: np.ndarray, buckets: int) -> np.ndarray:
-    """Of mixed bits (Vigna's splitmix64): for ids whose low bits say little."""
+    """The bucket by mixed bits (Vigna's splitmix64): for ids whose low bits are unevenly distributed."""
     with np.errstate(over="ignore"):
         mixed = ids + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -62,7 +73,7 @@ _FUNCTIONS = {"u64_mod": _u64_mod, "splitmix64_mod": _splitmix64_mod}
 
 
 def check_partition(spec: TableSpec) -> None:
-    """Refuses a partition that this version cannot compute.
+    """Checks that this version can compute a partition.
 
     Raises:
         LayoutError: no such function, or no such number of buckets.
@@ -76,12 +87,12 @@ def check_partition(spec: TableSpec) -> None:
 
 
 def buckets_of(ids: np.ndarray, spec: TableSpec) -> np.ndarray:
-    """The bucket of each id, uint64[N]; `ids` int64[N]."""
+    """Returns the bucket of each id, uint64[N]; `ids` is int64[N]."""
     return _FUNCTIONS[spec.function](ids.view(np.uint64), spec.buckets)
 
 
-def share_of(rank: int, world: int, buckets: int = BUCKETS) -> tuple[int, int]:
-    """The buckets `start:stop` of one of `world` owners: equal shares, what is left over to the first ones."""
+def bucket_range(rank: int, world: int, buckets: int = DEFAULT_BUCKETS) -> tuple[int, int]:
+    """Returns the buckets `start:stop` of one of `world` owners: even, the first ones take the remainder."""
     if not 0 <= rank < world:
         raise LayoutError("owned", expected=f"a rank of a world of {world}", found=f"{rank}")
     each, more = divmod(buckets, world)
@@ -92,149 +103,149 @@ def share_of(rank: int, world: int, buckets: int = BUCKETS) -> tuple[int, int]:
 # the order of rows ---------------------------------------------------------------------------------------------------
 
 
-class Arranged(msgspec.Struct, frozen=True):
+class RowOrder(msgspec.Struct, frozen=True):
     """The order in which rows are saved."""
 
     order: np.ndarray | None
-    """Where each row stands in the table's own arrays, int64[rows]; None if it stands where it is."""
+    """The position of each row in the table's own arrays, int64[rows]; None if they are in order."""
     starts: np.ndarray
-    """The first row of each bucket, and the number of rows, int64[buckets + 1]."""
+    """The first row of each bucket, then the number of rows, int64[buckets + 1]."""
 
     def of(self, ids: np.ndarray) -> np.ndarray:
-        """Ids in that order, a view where it is theirs."""
+        """Returns ids in that order; the same array if they are in order."""
         return ids if self.order is None else ids[self.order]
 
 
-def arrange(
-    ids: np.ndarray, spec: TableSpec, keep: Keep | None = None, path: str = "ids", *, together: Together = in_turn
-) -> Arranged:
-    """Finds the order of (bucket, unsigned id).
+def sort_rows(
+    ids: np.ndarray, spec: TableSpec, keep: Keep | None = None, path: str = "ids", *, execute: Executor = run_serially
+) -> RowOrder:
+    """Returns the order of rows by (bucket, unsigned id).
 
     Args:
         ids: int64[N].
-        keep: which of several rows with one id stays.
-        together: calls what may be done at the same time.
+        keep: which of several rows with one id is kept.
+        execute: runs the parts of the work, possibly in parallel.
 
     Raises:
-        TreeError: an id has several rows, and `keep` does not say what to do.
+        TreeError: an id has several rows, and `keep` is None.
     """
     unsigned = ids.view(np.uint64)
     power = spec.buckets.bit_length() - 1
     if spec.function == "u64_mod" and spec.buckets == 1 << power:
-        order, starts, repeated = _order_by_bits(unsigned, power, together)
+        order, starts, repeated = _sort_by_packed_keys(unsigned, power, execute)
     else:
         buckets = buckets_of(ids, spec)
         order = np.argsort(unsigned, kind="stable")
         # a stable sort of 16-bit numbers is a radix sort
         small = np.uint16 if spec.buckets <= 1 << 16 else np.uint32
         order = order[np.argsort(buckets[order].astype(small), kind="stable")]
-        starts, repeated = _starts(buckets, spec.buckets), _repeated(unsigned, order)
+        starts, repeated = _bucket_starts(buckets, spec.buckets), _has_duplicates(unsigned, order)
     if order is not None and repeated:
-        order = order[_distinct(ids[order], keep, path)]
-        starts = _starts(buckets_of(ids[order], spec), spec.buckets)
-    return Arranged(order, starts)
+        order = order[_drop_duplicates(ids[order], keep, path)]
+        starts = _bucket_starts(buckets_of(ids[order], spec), spec.buckets)
+    return RowOrder(order, starts)
 
 
-def _starts(buckets: np.ndarray, count: int) -> np.ndarray:
+def _bucket_starts(buckets: np.ndarray, count: int) -> np.ndarray:
     sizes = np.bincount(buckets.view(np.int64), minlength=count)
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
 
-def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Stretches that stay in a cache while they are looked at, each with the first element of the next."""
-    for low in range(0, len(array), PART):
-        yield array[low : low + PART + 1]
+def _overlapping_parts(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields parts that fit in the cache, each with the first element of the next one."""
+    for low in range(0, len(array), PART_SIZE):
+        yield array[low : low + PART_SIZE + 1]
 
 
-def _repeated(ids: np.ndarray, order: np.ndarray) -> bool:
-    """Whether ids, in order, hold one twice."""
-    taken = (ids[part] for part in _parts(order))
+def _has_duplicates(ids: np.ndarray, order: np.ndarray) -> bool:
+    """Returns whether an id is repeated; `order` sorts the ids."""
+    taken = (ids[part] for part in _overlapping_parts(order))
     return any((part[1:] == part[:-1]).any() for part in taken)
 
 
-def _order_by_bits(ids: np.ndarray, power: int, together: Together) -> tuple[np.ndarray | None, np.ndarray, bool]:
-    """The order of (low `power` bits, the other bits), stable, the first row of each bucket, and if ids are repeated.
+def _sort_by_packed_keys(ids: np.ndarray, power: int, execute: Executor) -> tuple[np.ndarray | None, np.ndarray, bool]:
+    """Returns the stable order of (low `power` bits, other bits), the first rows of buckets, and if ids are repeated.
 
-    A key, the low bits put first, and a position in one number can be sorted as such, in a third of the time that an
-    order takes. Where both do not fit, the last bits of the keys are left out, and the few that are alike without them
-    put in order afterwards. The order is None for ids that are in it.
+    A key (the id with the low bits moved to the top) and a position, packed into one integer, are sorted as integers,
+    in a third of the time of an argsort. Where both do not fit in 64 bits, the last bits of the keys are left out, and
+    the few keys that are equal without them are sorted afterwards. The order is None for ids that are in order.
     """
     width = max(power, int(ids.max(initial=0)).bit_length())
     bits = max(1, (len(ids) - 1).bit_length())
     left_out = max(0, width + bits - 64)
     borders = np.arange(1 << power, dtype=np.uint64) << np.uint64(min(63, width - power - left_out + bits))
-    packed, rising = _pack(ids, power, width, left_out, bits, together)
-    if not rising:
-        _sort(packed, together)
+    packed, ascending = _pack_keys(ids, power, width, left_out, bits, execute)
+    if not ascending:
+        _parallel_sort(packed, execute)
     starts = np.append(np.searchsorted(packed, borders), len(ids))
-    if rising:
+    if ascending:
         return None, starts, False
-    at = _alike(packed, bits)
+    at = _equal_neighbours(packed, bits)
     if left_out and len(at) > len(ids) // 32:
-        order = np.argsort(_keys(ids, power, width), kind="stable")
-        return order, starts, _repeated(ids, order)
-    together([partial(np.bitwise_and, part, np.uint64((1 << bits) - 1), part) for part in _stretches(packed)])
+        order = np.argsort(_sort_keys(ids, power, width), kind="stable")
+        return order, starts, _has_duplicates(ids, order)
+    execute([partial(np.bitwise_and, part, np.uint64((1 << bits) - 1), part) for part in _split(packed)])
     order = packed.view(np.int64)
     some = order[at]
-    order[at] = some[np.argsort(_keys(ids[some], power, width), kind="stable")]
-    return order, starts, _repeated(ids, order[at])
+    order[at] = some[np.argsort(_sort_keys(ids[some], power, width), kind="stable")]
+    return order, starts, _has_duplicates(ids, order[at])
 
 
-def _stretches(array: np.ndarray) -> list[np.ndarray]:
-    step = max(PART, -(-len(array) // STRETCHES))
+def _split(array: np.ndarray) -> list[np.ndarray]:
+    step = max(PART_SIZE, -(-len(array) // PARALLEL_PARTS))
     return [array[low : low + step] for low in range(0, len(array), step)]
 
 
-def _pack(
-    ids: np.ndarray, power: int, width: int, left_out: int, bits: int, together: Together
+def _pack_keys(
+    ids: np.ndarray, power: int, width: int, left_out: int, bits: int, execute: Executor
 ) -> tuple[np.ndarray, bool]:
-    """Keys, but for their last bits, with positions behind them, uint64[N], and whether the keys rise."""
-    packed, falls = np.empty(len(ids), np.uint64), list[int]()
+    """Returns keys without their last bits, with positions in the low bits, uint64[N], and whether the keys ascend."""
+    packed, descents = np.empty(len(ids), np.uint64), list[int]()
 
     def pack(start: int, stop: int) -> None:
-        for low in range(start, stop, PART):
-            keys = _keys(ids[low : low + PART + 1], power, width)
-            if not falls and not (keys[1:] > keys[:-1]).all():
-                falls.append(low)
-            keys = keys[:PART]
+        for low in range(start, stop, PART_SIZE):
+            keys = _sort_keys(ids[low : low + PART_SIZE + 1], power, width)
+            if not descents and not (keys[1:] > keys[:-1]).all():
+                descents.append(low)
+            keys = keys[:PART_SIZE]
             keys >>= np.uint64(left_out)
             keys <<= np.uint64(bits)
             keys |= np.arange(low, low + len(keys), dtype=np.uint64)
-            packed[low : low + PART] = keys
+            packed[low : low + PART_SIZE] = keys
 
-    step = PART * max(1, -(-len(ids) // (PART * STRETCHES)))
-    together([partial(pack, low, min(low + step, len(ids))) for low in range(0, len(ids), step)])
-    return packed, not falls
-
-
-def _sort(packed: np.ndarray, together: Together) -> None:
-    """Sorts numbers in place: by halves so far that no stretch has any of another's, a tenth of the work; then each."""
-    stretches = [packed]
-    while len(stretches) < STRETCHES and len(packed) > PART * len(stretches):
-        together([partial(part.partition, len(part) // 2) for part in stretches])
-        stretches = [half for part in stretches for half in (part[: len(part) // 2], part[len(part) // 2 :])]
-    together([part.sort for part in stretches])
+    step = PART_SIZE * max(1, -(-len(ids) // (PART_SIZE * PARALLEL_PARTS)))
+    execute([partial(pack, low, min(low + step, len(ids))) for low in range(0, len(ids), step)])
+    return packed, not descents
 
 
-def _keys(ids: np.ndarray, power: int, width: int) -> np.ndarray:
-    """Ids of `width` bits with the low `power` of them put first."""
+def _parallel_sort(packed: np.ndarray, execute: Executor) -> None:
+    """Sorts integers in place: partitions them into parts (a tenth of the work), then sorts each part."""
+    parts = [packed]
+    while len(parts) < PARALLEL_PARTS and len(packed) > PART_SIZE * len(parts):
+        execute([partial(part.partition, len(part) // 2) for part in parts])
+        parts = [half for part in parts for half in (part[: len(part) // 2], part[len(part) // 2 :])]
+    execute([part.sort for part in parts])
+
+
+def _sort_keys(ids: np.ndarray, power: int, width: int) -> np.ndarray:
+    """Returns ids of `width` bits with the low `power` bits moved to the top."""
     keys = ids & np.uint64((1 << power) - 1)
     keys <<= np.uint64(min(width - power, 63))
     keys |= ids >> np.uint64(power)
     return keys
 
 
-def _alike(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Where sorted numbers are the same but for the last bits, neighbours of both sides."""
+def _equal_neighbours(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the positions of sorted integers that equal a neighbour except for the last `bits` bits."""
     same: list[np.ndarray] = [np.empty(0, np.int64)]
-    for n, part in enumerate(_parts(packed)):
-        same.append(np.flatnonzero((part[1:] ^ part[:-1]) >> np.uint64(bits) == 0) + n * PART)
+    for n, part in enumerate(_overlapping_parts(packed)):
+        same.append(np.flatnonzero((part[1:] ^ part[:-1]) >> np.uint64(bits) == 0) + n * PART_SIZE)
     first = np.concatenate(same)
     return np.union1d(first, first + 1)
 
 
-def _distinct(taken: np.ndarray, keep: Keep | None, path: str) -> np.ndarray:
-    """Which of rows in order, those of one id in the order in which they were given, are to stay."""
+def _drop_duplicates(taken: np.ndarray, keep: Keep | None, path: str) -> np.ndarray:
+    """Returns which rows are kept, bool[N]. `taken`: ids in order, rows of one id in the order of the caller."""
     same = taken[1:] == taken[:-1]
     if keep is None:
         repeated = np.unique(taken[1:][same])

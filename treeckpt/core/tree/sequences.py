@@ -1,7 +1,7 @@
-"""Lists and tuples that hold values only: each is one value, which a load takes as a whole.
+"""Lists and tuples that hold only values: each is one value, which a load replaces as a whole.
 
-Where such a sequence here and the saved one have the same keys all the way down, their leaves match one by one, as all
-others do. Where they differ (a list that grew) the whole content is the saved one.
+If such a sequence in the target and the saved one have the same keys at all levels, their leaves match one by one, like
+all other leaves. If they differ (a list that grew), the whole content comes from the saved one.
 """
 
 # A tree holds objects of any type.
@@ -17,11 +17,10 @@ import msgspec
 
 from ...errors import MismatchError
 from ..sharding.int_runs import decode_runs
-from .containers import PerRank, is_common_leaf, take
-from .flatten import flatten, own_child, unflatten
+from .containers import PerRank, flatten_one_level, is_leaf_type
+from .flatten import child_of_rank, flatten, unflatten
 from .keyed_table import KeyedTable
-from .recursion import Walk, run
-from .spec import Resolver
+from .recursion import Recursive, trampoline
 from .structure import (
     DequeNode,
     ListNode,
@@ -34,14 +33,15 @@ from .structure import (
     keys_of,
     paths_of,
 )
+from .value_codec import Resolver
 
-__all__ = ["Taking", "differing"]
+__all__ = ["SequenceReplacement", "differing_sequences"]
 
 _SEQUENCES = (ListNode, TupleNode, DequeNode, NamedTupleNode)
 
 
-class Taking(msgspec.Struct, frozen=True):
-    """A sequence here, and the saved one that it takes."""
+class SequenceReplacement(msgspec.Struct, frozen=True):
+    """A sequence in the target, and the saved one that replaces it."""
 
     path: str
     here: Any
@@ -49,14 +49,14 @@ class Taking(msgspec.Struct, frozen=True):
 
     @property
     def paths(self) -> list[str]:
-        """Of the saved leaves."""
+        """The paths of the saved leaves."""
         return [f"{self.path}/{below}" if self.path else below for below, _ in paths_of(self.saved)]
 
     def content(self, leaves: Iterator[object], *, resolve: Resolver, namespace: str = "") -> Any:
-        """The saved content, in a container as the one here.
+        """Returns the saved content, in a container like the one of the target.
 
         Raises:
-            MismatchError: a deque here has no room for it.
+            MismatchError: a deque of the target is too short for it.
         """
         found: Any = unflatten(self.saved, leaves, resolve=resolve, namespace=namespace)
         if isinstance(self.here, collections.deque):
@@ -72,7 +72,7 @@ class Taking(msgspec.Struct, frozen=True):
         return kind._make(found) if hasattr(kind, "_make") else kind(found)
 
 
-def differing(
+def differing_sequences(
     tree: object,
     saved: Structure,
     *,
@@ -81,41 +81,41 @@ def differing(
     rank: int,
     source_rank: int,
     namespace: str = "",
-) -> dict[str, Taking]:
-    """The sequences of values in a tree that differ from the saved ones in more than their leaves, by path.
+) -> dict[str, SequenceReplacement]:
+    """Returns the sequences of values in a tree that differ from the saved ones in more than their leaves, by path.
 
     Args:
-        is_value: whether a leaf here is a value.
-        is_saved_value: whether a value was saved at a path (with `~rank*`), and is asked for.
-        source_rank: whose subtrees of the saved structure count, under `PerRank`.
+        is_value: returns whether a leaf of the tree is a value.
+        is_saved_value: returns whether a value was saved at a path (with `~rank*`), and is requested.
+        source_rank: the rank whose subtrees of the saved structure are used under `PerRank`.
     """
-    found: dict[str, Taking] = {}
-    alike: list[Taking] = []
+    found: dict[str, SequenceReplacement] = {}
+    equal: list[SequenceReplacement] = []
 
-    def walk(here: Any, node: Structure, path: str, prefix: str) -> Walk[bool]:
-        """Whether the keys are the same all the way down, or have been made so."""
+    def walk(here: Any, node: Structure, path: str, prefix: str) -> Recursive[bool]:
+        """Returns whether the keys are the same at all levels, or become so by the replacements found."""
         if here is ... or type(here) is KeyedTable:
             return True
-        taken = take(here, path, namespace, rank)
+        taken = flatten_one_level(here, path, namespace, rank)
         if taken is None or node is None:
             return taken is None and node is None
         if isinstance(node, PerRankNode):
             if type(here) is PerRank and any(source_rank in decode_runs(group) for group in node.ranks):
                 below = f"{prefix}~rank*"
-                return (yield walk(here.value, own_child(node, source_rank, path), below, below + "/"))
+                return (yield walk(here.value, child_of_rank(node, source_rank, path), below, below + "/"))
             return False
         texts = [key_text(key) for key in taken.keys]
         children = dict(zip((key_text(key) for key in keys_of(node, path)), node.children, strict=True))
         same = set(texts) == children.keys()
         for text, child in zip(texts, taken.children, strict=True):
-            if text in children and not (children[text] is None and is_common_leaf(type(child))):
+            if text in children and not (children[text] is None and is_leaf_type(type(child))):
                 fits = yield walk(child, children[text], prefix + text, f"{prefix}{text}/")
                 same = same and fits
         if not isinstance(here, (list, tuple, collections.deque)) or not isinstance(node, _SEQUENCES):
             return same
-        one = Taking(path, here, node)
+        one = SequenceReplacement(path, here, node)
         if same:
-            alike.append(one)
+            equal.append(one)
         elif hasattr(here, "_fields") and set(texts) != children.keys():
             return False
         elif all(is_value(leaf) for _, leaf in flatten(here, rank=rank, namespace=namespace)[1]) and all(
@@ -125,8 +125,8 @@ def differing(
             return True
         return same
 
-    run(walk(tree, saved, "", ""))
-    # an object in two places is a leaf in both
+    trampoline(walk(tree, saved, "", ""))
+    # an object at two places is replaced at both
     ids = {id(one.here) for one in found.values()}
-    found.update((one.path, one) for one in alike if id(one.here) in ids)
+    found.update((one.path, one) for one in equal if id(one.here) in ids)
     return found

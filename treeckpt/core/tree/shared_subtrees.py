@@ -1,7 +1,7 @@
-"""Subtrees of a structure that are alike, as a model's and its optimizer's moments' are: each written once.
+"""Subtrees of a structure that repeat, such as a model's in the moments of its optimizer: each is written once.
 
-`share` takes them out and `expand` puts them back; their places are marked by custom nodes without a class, which no
-tree has.
+`extract_shared_subtrees` replaces them by marks, custom nodes without a class, which no tree has;
+`expand_shared_subtrees` is the inverse.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Iterator
 import msgspec
 
 from ...errors import FormatError
-from .structure import LEVELS, CustomNode, Node, PerRankNode, Structure
+from .structure import DOCUMENT_DEPTH, CustomNode, Node, PerRankNode, Structure
 
-__all__ = ["expand", "leaf_count", "share"]
+__all__ = ["expand_shared_subtrees", "extract_shared_subtrees", "leaf_count"]
 
 MAX_SHARED = 32
-"""Places in which shared subtrees may stand: what a small file can be blown up by."""
-FEW = 3
-"""Children that are not worth a mark."""
+"""The number of places of shared subtrees: it limits how much larger than its file a structure can become."""
+MAX_REPEATED_CHILDREN = 3
+"""A node of so few children is written again: a mark would be no shorter."""
 
 
-def share(structure: Structure) -> tuple[Structure, tuple[Structure, ...]]:
-    """The structure with the largest subtrees that repeat taken out of it, and these; none is inside of another."""
-    met = Counter(map(_key, _nodes(structure)))
+def extract_shared_subtrees(structure: Structure) -> tuple[Structure, tuple[Structure, ...]]:
+    """Returns the structure without its largest repeated subtrees, and these. No subtree lies inside of another one."""
+    counts = Counter(map(_key, _nodes(structure)))
     taken: dict[bytes, tuple[int, Structure]] = {}
     places = 0
 
-    def without(node: Structure) -> Structure:  # of a tree that is not folded, so no deeper than LEVELS
+    def without(node: Structure) -> Structure:  # recursive: a structure is at most DOCUMENT_DEPTH deep here
         nonlocal places
         if node is None or isinstance(node, PerRankNode):
             return node
         key = _key(node)
-        if met[key] > 1 and len(node.children) > FEW and places < MAX_SHARED:
+        if counts[key] > 1 and len(node.children) > MAX_REPEATED_CHILDREN and places < MAX_SHARED:
             places += 1
             return CustomNode("", taken.setdefault(key, (len(taken), node))[0], (), ())
         children = tuple([None if child is None else without(child) for child in node.children])
@@ -44,7 +44,7 @@ def share(structure: Structure) -> tuple[Structure, tuple[Structure, ...]]:
 
 
 def _key(node: Node) -> bytes:
-    return msgspec.json.encode(node)  # the keys 1 and True are equal, and not the same
+    return msgspec.json.encode(node)  # the keys 1 and True are equal, but not the same
 
 
 def _nodes(structure: Structure) -> Iterator[Node]:
@@ -54,17 +54,17 @@ def _nodes(structure: Structure) -> Iterator[Node]:
             yield from _nodes(child) if child is not None else ()
 
 
-def expand(structure: Structure, shared: tuple[Structure, ...], name: str) -> Structure:
-    """The structure with the shared subtrees in their places.
+def expand_shared_subtrees(structure: Structure, shared: tuple[Structure, ...], name: str) -> Structure:
+    """Returns the structure with the shared subtrees in their places.
 
     Raises:
-        FormatError: there is none of that number, or they stand in too many places.
+        FormatError: there is no subtree of that number, or there are too many places.
     """
     places = 0
 
     def full(node: Structure, depth: int) -> Structure:
         nonlocal places
-        if node is None or depth > LEVELS:  # deeper ones are refused later
+        if node is None or depth > DOCUMENT_DEPTH:  # deeper ones are refused later
             return node
         if isinstance(node, CustomNode) and not node.cls:
             places += 1
@@ -79,7 +79,7 @@ def expand(structure: Structure, shared: tuple[Structure, ...], name: str) -> St
 
 
 def leaf_count(structure: Structure) -> int:
-    """How many leaves a structure has."""
+    """Returns the number of leaves of a structure."""
     if structure is None:
         return 1
     return sum(1 if child is None else leaf_count(child) for child in structure.children)

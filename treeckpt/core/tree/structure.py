@@ -1,11 +1,11 @@
 """The structure of a tree as plain data, as the index holds it: nodes and paths.
 
-A structure is a node with children, or None for a leaf. Node kinds keep what a container is beyond its children: the
-order and types of keys, a deque's maxlen, the class of a namedtuple. Paths follow from the structure alone.
+A structure is a node with children, or None for a leaf. A node keeps what a container has beside its children: the
+order and types of keys, a deque's maxlen, the class of a namedtuple. Paths are computed from the structure alone.
 
 A path as text is like RFC 6901 without the leading slash: `model/layers.0.weight`, with `~1` for `/` and `~0` for `~`.
-Integer keys and positions are written as such; a string key that would read as something else is marked `~s`, other
-keys `~b1`, `~f1.5`, `~n`, `~x00ff` and `~(0~,a~)`. So two leaves of one tree never share a text.
+Integer keys and positions are written as such; a string key that would read as another key is marked `~s`, other
+keys `~b1`, `~f1.5`, `~n`, `~x00ff` and `~(0~,a~)`. So two leaves of one tree never have the same path as text.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import msgspec
 
 from ...errors import FormatError, TreeError
 from ..sharding.int_runs import Runs, check_runs
-from .members import check_hashes
-from .recursion import Walk, run
-from .spec import TableSpec, Typed, Value, decode_value, type_name
+from .recursion import Recursive, trampoline
+from .spec import TableSpec
+from .value_codec import Typed, Value, check_hash_collisions, decode_value, type_name
 
 __all__ = [
-    "MAX_TEXT",
+    "MAX_EXTRA_PATH_CHARS",
     "TABLE_KEYS",
-    "USUAL",
+    "USUAL_PATH_LENGTH",
     "CustomNode",
     "DataclassNode",
     "DefaultDictNode",
     "DequeNode",
     "DictNode",
-    "KeyTexts",
+    "KeyTextCache",
     "ListNode",
     "NamedTupleNode",
     "Node",
@@ -41,10 +41,10 @@ __all__ = [
     "Structure",
     "TableNode",
     "TupleNode",
-    "any_rank",
     "check_unicode",
-    "empty_places",
-    "extra_text",
+    "empty_container_paths",
+    "extra_path_chars",
+    "index_path",
     "key_text",
     "keys_of",
     "parse_path",
@@ -54,9 +54,9 @@ __all__ = [
 ]
 
 MAX_DEPTH = 1000
-"""Deeper trees are refused: the usual cause is a container that holds itself."""
-LEVELS = 100
-"""Levels of containers that one document nests; deeper levels are stored separately, see `core.tree.nesting`."""
+"""Deeper trees are errors: the usual cause is a container that holds itself."""
+DOCUMENT_DEPTH = 100
+"""Levels of containers in one document; deeper levels are stored separately, see `core.tree.nesting`."""
 
 
 class DictNode(msgspec.Struct, frozen=True, tag="dict", array_like=True):
@@ -134,7 +134,7 @@ class CustomNode(msgspec.Struct, frozen=True, tag="custom", array_like=True):
 
 
 class PerRankNode(msgspec.Struct, frozen=True, tag="per_rank", array_like=True):
-    """One child structure per group of ranks whose subtrees are shaped alike."""
+    """One child structure per group of ranks whose subtrees have the same structure."""
 
     ranks: tuple[Runs, ...]
     children: tuple[Structure, ...]
@@ -162,21 +162,21 @@ Node = (
     | TableNode
 )
 Structure = Node | None
-"""A structure's leaves are None, `null` in JSON."""
+"""A node, or None for a leaf, `null` in JSON."""
 
 TABLE_KEYS = ("ids", "offsets", "slots", "scalars")
 """The keys of a table's children."""
-USUAL = 1024
-"""Characters that each path may have, however many there are."""
-MAX_TEXT = 1 << 25
-"""Characters of all paths together beyond these: a name stands in the paths of all that is below it."""
-_FEW = 16
-"""Keys of a node that may well be repeated."""
+USUAL_PATH_LENGTH = 1024
+"""Characters of a path that do not count towards `MAX_EXTRA_PATH_CHARS`."""
+MAX_EXTRA_PATH_CHARS = 1 << 25
+"""Limit of the further characters of all paths together: a name is repeated in all paths below it."""
+_MAX_CACHED_KEYS = 16
+"""Nodes with more keys are not cached: they are seldom repeated."""
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
 def key_text(key: object, path: str = "") -> str:
-    """One step of a path as text.
+    """Returns one step of a path as text.
 
     Raises:
         TreeError: a key of a kind that cannot be stored.
@@ -184,7 +184,7 @@ def key_text(key: object, path: str = "") -> str:
     kind = type(key)
     if kind is str:
         text: str = key  # pyright: ignore[reportAssignmentType]
-        if text.isidentifier():  # most keys: no mark, no number, valid Unicode
+        if text.isidentifier():  # most keys: no mark needed, no number, valid Unicode
             return text
         if not text.isascii():
             check_unicode(text, path)
@@ -214,7 +214,7 @@ def key_text(key: object, path: str = "") -> str:
 
 
 def check_unicode(text: str, path: str) -> None:
-    """Refuses a name that no JSON can hold.
+    """Checks that JSON can hold a name.
 
     Raises:
         TreeError: naming it.
@@ -226,34 +226,31 @@ def check_unicode(text: str, path: str) -> None:
 
 
 def rank_key(rank: int) -> str:
-    """The step of a path that leads to one rank's own subtree."""
+    """Returns the step of a path that leads to one rank's own subtree."""
     return f"~rank{rank}"
 
 
-def any_rank(path: str, rank: int) -> str:
-    """A path of one rank's tree as the index has it: `~rank*` stands for the rank."""
+def index_path(path: str, rank: int) -> str:
+    """Returns a path of one rank's tree in the form of the index, with `~rank*` for the rank."""
     mark = rank_key(rank)
     return "/".join("~rank*" if step == mark else step for step in path.split("/")) if mark in path else path
 
 
 def parse_path(text: str) -> tuple[str, ...]:
-    """The steps of a path as text, with `~0` and `~1` undone in plain string keys; other keys keep their marks."""
+    """Returns the steps of a path given as text: plain string keys unescaped, other keys with their marks."""
     if not text:
         return ()
     return tuple(
-        step if step.startswith("~") and step[:2] not in ("~0", "~1") else _unescape(step) for step in text.split("/")
+        step if step[:1] == "~" and step[:2] not in ("~0", "~1") else step.replace("~1", "/").replace("~0", "~")
+        for step in text.split("/")
     )
 
 
-def _unescape(step: str) -> str:
-    return step.replace("~1", "/").replace("~0", "~")
-
-
 def keys_of(node: Node, path: str) -> Sequence[object]:
-    """The keys of a node's children: dict keys, field names or positions."""
+    """Returns the keys of a node's children: dict keys, field names or positions."""
     if isinstance(node, (DictNode, OrderedDictNode, DefaultDictNode, CustomNode)):
         keys = [decode_value(key, path) if type(key) is Typed else key for key in node.keys]
-        return check_hashes(keys, path) if any(type(key) is Typed for key in node.keys) else keys
+        return check_hash_collisions(keys, path) if any(type(key) is Typed for key in node.keys) else keys
     if isinstance(node, (NamedTupleNode, StructSequenceNode, DataclassNode)):
         return node.fields
     if isinstance(node, TableNode):
@@ -261,43 +258,47 @@ def keys_of(node: Node, path: str) -> Sequence[object]:
     return range(len(node.children))
 
 
-class KeyTexts:
-    """The steps to a node's children as text, remembered: nodes of a few kinds repeat by the hundred thousand."""
+class KeyTextCache:
+    """A cache of the keys of nodes as text: nodes with the same keys repeat by the hundred thousand."""
 
     def __init__(self) -> None:
         self._known: dict[object, list[str]] = {}
 
     def of(self, node: Node, path: str) -> list[str]:
-        """The text of each key.
+        """Returns the text of each key of a node.
 
         Raises:
             TreeError, FormatError: a key of a kind that cannot be stored.
         """
         if type(node) is not DictNode:
             return [key_text(key, path) for key in keys_of(node, path)]
-        # 1, 1.0 and True are the same to a dict and not the same text; a text is never the same as another kind
-        alike = len(node.keys) <= _FEW and set(map(type, node.keys)) == {str}
-        found = self._known.get(node.keys) if alike else None
+        # 1, 1.0 and True are one key in a dict but not one text; a str never equals a key of another type
+        cached = len(node.keys) <= _MAX_CACHED_KEYS and set(map(type, node.keys)) == {str}
+        found = self._known.get(node.keys) if cached else None
         if found is None:
             found = [key_text(key, path) for key in keys_of(node, path)]
-            if alike:
+            if cached:
                 self._known[node.keys] = found
         return found
 
 
 def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
-    """Each leaf's path, in order; under a `PerRank`, with the ranks it stands for and `~rank*` in place of the rank."""
+    """Returns each leaf's path, in order; under a `PerRank`, with its ranks, and `~rank*` in place of the rank.
+
+    Raises:
+        FormatError: a structure that no tree has, is too deep, or has too long paths.
+    """
     found: list[tuple[str, Runs | None]] = []
-    texts, nchars = KeyTexts(), 0
+    texts, nchars = KeyTextCache(), 0
 
     def enter(node: Node, path: str, ranks: Runs | None, depth: int) -> Sequence[str] | None:
-        """The steps to a node's children; None where they are all leaves, which are found then."""
+        """Returns the steps to a node's children; None if they are all leaves, which it adds to `found`."""
         nonlocal nchars
         if depth == MAX_DEPTH:
             raise FormatError(path[:200], expected=f"at most {MAX_DEPTH} levels", found="a deeper structure")
         children = node.children
-        nchars += extra_text(path, len(children))
-        if nchars > MAX_TEXT:
+        nchars += extra_path_chars(path, len(children))
+        if nchars > MAX_EXTRA_PATH_CHARS:
             raise FormatError(path[:200], expected="names of a usual length", found=f"paths of {nchars} characters")
         if isinstance(node, PerRankNode):
             if len(node.ranks) != len(children):
@@ -316,7 +317,7 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
         found.extend([(prefix + step, ranks) for step in steps])
         return None
 
-    def walk(node: Node, steps: Sequence[str], path: str, ranks: Runs | None, depth: int) -> Walk[None]:
+    def walk(node: Node, steps: Sequence[str], path: str, ranks: Runs | None, depth: int) -> Recursive[None]:
         prefix = path + "/" if depth else ""
         groups = node.ranks if isinstance(node, PerRankNode) else repeat(ranks)
         for step, child, group in zip(steps, node.children, groups, strict=False):
@@ -329,21 +330,21 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
     if structure is None:
         found.append(("", None))
     elif (steps := enter(structure, "", None, 0)) is not None:
-        run(walk(structure, steps, "", None, 0))
+        trampoline(walk(structure, steps, "", None, 0))
     return found
 
 
-def extra_text(path: str, count: int) -> int:
-    """The characters that paths below this one, to so many children, have beyond a usual length."""
-    return (len(path) - USUAL) * count if len(path) > USUAL else 0
+def extra_path_chars(path: str, count: int) -> int:
+    """Returns the characters beyond the usual length of the paths to `count` children of this path."""
+    return (len(path) - USUAL_PATH_LENGTH) * count if len(path) > USUAL_PATH_LENGTH else 0
 
 
-def empty_places(structure: Structure) -> list[str]:
-    """The paths of containers with nothing in them, of a structure whose depth was checked."""
+def empty_container_paths(structure: Structure) -> list[str]:
+    """Returns the paths of empty containers, of a structure whose depth was checked."""
     found: list[str] = []
-    texts = KeyTexts()
+    texts = KeyTextCache()
 
-    def walk(node: Structure, path: str, prefix: str) -> Walk[None]:
+    def walk(node: Structure, path: str, prefix: str) -> Recursive[None]:
         if node is None:
             return
         if not node.children:
@@ -354,15 +355,15 @@ def empty_places(structure: Structure) -> list[str]:
             if child is not None:
                 yield walk(child, prefix + step, prefix + step + "/")
 
-    run(walk(structure, "", ""))
+    trampoline(walk(structure, "", ""))
     return found
 
 
 def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
-    """Each table, by the path of its ids, and its ranks as `paths_of` gives both."""
+    """Returns each table, by the path of its ids and its ranks, both as `paths_of` returns them."""
     found: dict[tuple[str, Runs | None], TableSpec] = {}
 
-    def walk(node: Node, path: str, ranks: Runs | None) -> Walk[None]:
+    def walk(node: Node, path: str, ranks: Runs | None) -> Recursive[None]:
         prefix = path + "/" if path else ""
         if isinstance(node, TableNode):
             found[prefix + TABLE_KEYS[0], ranks] = node.table
@@ -377,7 +378,7 @@ def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
                 yield walk(child, prefix + text, group)
 
     if structure is not None:
-        run(walk(structure, "", None))
+        trampoline(walk(structure, "", None))
     return found
 
 

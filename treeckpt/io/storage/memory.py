@@ -41,17 +41,24 @@ class SlabAllocator:
     """Allocates arrays from slabs in huge pages.
 
     Touching new memory in pages of 4 KiB costs as much as reading it from the device. Arrays of a few megabytes are too
-    small for huge pages of their own, so they share slabs; a slab is freed with the last array in it.
+    small for huge pages of their own, so they share slabs; a slab is freed with the last array in it. Each slab is
+    twice as large as the one before, up to `SLAB`, so a load maps little more than the arrays that it allocates: a
+    thousand loads of a small part each would map 64 GiB otherwise, more than a fork or a limit of the address space
+    may allow.
     """
 
     def __init__(self) -> None:
         self._rest = memoryview(b"")
+        self._next = HUGE
 
     def take(self, nbytes: int) -> memoryview:
         """Returns zeroed memory, aligned to 64 bytes, that no other array shares."""
         if nbytes >= SLAB // 2:
             return aligned_buffer(nbytes, huge=True)
         if nbytes > len(self._rest):
-            self._rest = aligned_buffer(SLAB, huge=True)
+            while self._next < nbytes:
+                self._next *= 2
+            self._rest = aligned_buffer(self._next, huge=True)
+            self._next = min(2 * self._next, SLAB)
         piece, self._rest = self._rest[:nbytes], self._rest[-(-nbytes // ALIGN) * ALIGN :]
         return piece

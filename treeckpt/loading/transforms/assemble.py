@@ -17,7 +17,7 @@ import numpy as np
 from ...arrays.base import ArrayTarget, ArrayWriter, Box, TargetPiece, raw_dtype
 from ...arrays.registry import check_cast, library_of
 from ...core.format.records import Index, Leaf
-from ...core.planning.plan import Chunk
+from ...core.planning.load_plan import Chunk
 from ...core.sharding.dtypes import dtype_of
 from ...core.sharding.region import Region, byte_runs
 from ...core.tree.spec import ArraySpec

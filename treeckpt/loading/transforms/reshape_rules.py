@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...core.sharding.dtypes import dtype_of, name_of
+from ...core.sharding.dtypes import dtype_of, normalize_dtype
 from ...core.tree.spec import ArraySpec
 from ...errors import MismatchError
 from . import composed_array as arrays
@@ -280,9 +280,9 @@ class Cast(SingleArrayRule, frozen=True, tag="cast"):
     of: str | None = None
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "dtype", name_of(self.dtype))
+        msgspec.structs.force_setattr(self, "dtype", normalize_dtype(self.dtype))
         if self.of is not None:
-            msgspec.structs.force_setattr(self, "of", name_of(self.of))
+            msgspec.structs.force_setattr(self, "of", normalize_dtype(self.of))
 
     def make(self, given: Sequence[RuleArray]) -> list[RuleArray]:
         [array] = given

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ...core.sharding.int_runs import decode_runs, encode_runs
-from ...core.tree.recursion import Walk, run
-from ...core.tree.spec import Value
+from ...core.tree.recursion import Recursive, trampoline
 from ...core.tree.structure import (
     CustomNode,
     DataclassNode,
@@ -33,6 +32,7 @@ from ...core.tree.structure import (
     key_text,
     keys_of,
 )
+from ...core.tree.value_codec import Value
 from ...errors import MismatchError
 
 __all__ = ["empty_containers", "rebuild_structure"]
@@ -57,7 +57,7 @@ def empty_containers(structure: Structure) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     leaves = 0
 
-    def walk(node: Structure, path: str, prefix: str) -> Walk[None]:
+    def walk(node: Structure, path: str, prefix: str) -> Recursive[None]:
         nonlocal leaves
         if node is None:
             leaves += 1
@@ -68,7 +68,7 @@ def empty_containers(structure: Structure) -> list[tuple[str, int]]:
         for key, child in zip(keys, node.children, strict=True):
             yield walk(child, prefix + key, f"{prefix}{key}/")
 
-    run(walk(structure, "", ""))
+    trampoline(walk(structure, "", ""))
     return found
 
 
@@ -76,7 +76,7 @@ def _nodes(structure: Structure, rank: int | None) -> dict[Steps, Node]:
     """Returns every container by its path; under `PerRank` those of one rank, or of the first."""
     found: dict[Steps, Node] = {}
 
-    def walk(node: Structure, steps: Steps) -> Walk[None]:
+    def walk(node: Structure, steps: Steps) -> Recursive[None]:
         if node is None:
             return
         found[steps] = node
@@ -88,7 +88,7 @@ def _nodes(structure: Structure, rank: int | None) -> dict[Steps, Node]:
         for key, child in zip(keys_of(node, "/".join(steps)), node.children, strict=True):
             yield walk(child, (*steps, key_text(key)))
 
-    run(walk(structure, ()))
+    trampoline(walk(structure, ()))
     return found
 
 
@@ -115,7 +115,7 @@ def rebuild_structure(
         old = tuple(before.split("/")) if before else ()
         _insert(root, tuple(now.split("/")), old, nodes, is_node=bool(old) and old in nodes)
     root.saved_path = ()
-    return run(_build(root, (), nodes, rank))
+    return trampoline(_build(root, (), nodes, rank))
 
 
 def _insert(root: NodeBuilder, steps: Steps, old: Steps, nodes: dict[Steps, Node], *, is_node: bool) -> None:
@@ -150,7 +150,7 @@ def _saved_path(steps: Steps, old: Steps, depth: int, nodes: dict[Steps, Node]) 
     return old[:above] if moved else None
 
 
-def _build(builder: NodeBuilder, steps: Steps, nodes: dict[Steps, Node], rank: int) -> Walk[Node]:
+def _build(builder: NodeBuilder, steps: Steps, nodes: dict[Steps, Node], rank: int) -> Recursive[Node]:
     was = nodes.get(builder.saved_path) if builder.saved_path is not None else None
     texts, is_complete = list(builder.children), False
     if isinstance(was, (ListNode, TupleNode, DequeNode)):

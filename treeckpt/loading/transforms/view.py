@@ -15,7 +15,7 @@ from ...core.format.chunks import NoChunks
 from ...core.format.records import AliasRecord, ArrayRecord, Index, Leaf, ValueRecord
 from ...core.sharding.int_runs import Runs, decode_runs
 from ...core.tree.spec import ArraySpec
-from ...core.tree.structure import Structure, empty_places, paths_of
+from ...core.tree.structure import Structure, empty_container_paths, paths_of
 from ...errors import MismatchError
 from .apply_rule import LeafState, rule_history
 from .apply_rules import TransformedLeaves, apply_rules
@@ -59,7 +59,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def names(self) -> frozenset[str]:
         """Paths of leaves and of empty containers: those that globs are matched with."""
-        return frozenset((*self.by_path, *empty_places(self.structure)))
+        return frozenset((*self.by_path, *empty_container_paths(self.structure)))
 
     @cached_property
     def entries(self) -> Sequence[Leaf]:

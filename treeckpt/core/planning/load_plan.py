@@ -1,0 +1,207 @@
+"""The load plan: which bytes are read to fill the wanted regions.
+
+`plan_load` intersects what is wanted with what is stored, cuts the intersections into boxes of bounded span, sorts
+them by file and offset, and joins neighbours into blocks, each of which is one read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from ..sharding.region import ByteRuns, Region, byte_runs, c_strides, coalesce, intersect
+
+__all__ = [
+    "READ_GAP",
+    "READ_LIMIT",
+    "BoxCopy",
+    "Chunk",
+    "ContiguousRead",
+    "LoadPlan",
+    "ReadBlock",
+    "WantedRegion",
+    "bounded_span_boxes",
+    "plan_contiguous_reads",
+    "plan_load",
+    "split_at_multiples",
+]
+
+READ_LIMIT = 8 << 20
+"""Bytes of one read, at most (a single row that is longer excepted)."""
+READ_GAP = 64 << 10
+"""Unneeded bytes between two needed ones that cost less to read than a second request does."""
+
+
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """A region that was written, and where: in `rank`'s stream of data bytes, from `start` on."""
+
+    region: Region
+    rank: int
+    start: int
+
+
+class WantedRegion(msgspec.Struct, frozen=True):
+    """A region of a stored array that is to be read, with the chunks that hold (at least) it."""
+
+    region: Region
+    itemsize: int
+    chunks: Sequence[Chunk]
+
+
+class BoxCopy(msgspec.Struct, frozen=True, gc=False):
+    """A box of wanted region number `want` that lies inside of one chunk, and its bytes in the writer's stream."""
+
+    want: int
+    box: Region
+    chunk: Region
+    start: int
+    """First byte of the box in the writer's stream."""
+    stop: int
+    """One past its last byte."""
+
+
+class ReadBlock(msgspec.Struct, frozen=True):
+    """Bytes of one rank's stream that are read together, and the boxes they hold."""
+
+    rank: int
+    start: int
+    stop: int
+    copies: tuple[BoxCopy, ...]
+
+
+class LoadPlan(msgspec.Struct, frozen=True):
+    """All reads of a load, by file and offset."""
+
+    blocks: tuple[ReadBlock, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the blocks span."""
+        return sum(block.stop - block.start for block in self.blocks)
+
+
+class ContiguousRead(msgspec.Struct, frozen=True):
+    """A range of one rank's stream that is read into memory of its own, and the numbers of the chunks in it."""
+
+    rank: int
+    start: int
+    stop: int
+    members: tuple[int, ...]
+
+
+def plan_contiguous_reads(
+    chunks: Sequence[tuple[int, int, int]],
+    *,
+    gap: int = READ_GAP,
+    borders: Mapping[int, Sequence[int]] | None = None,
+    limit: int | None = None,
+) -> list[ContiguousRead]:
+    """Plans reads that hold whole chunks, given as (rank, start, nbytes). Neighbours are joined into one read.
+
+    Args:
+        gap, borders: as for `plan_load`.
+        limit: bytes of one read, at most, unless one chunk is longer; None for any size.
+    """
+    by_rank: dict[int, list[int]] = {}
+    for i, (rank, _, _) in enumerate(chunks):
+        by_rank.setdefault(rank, []).append(i)
+    reads: list[ContiguousRead] = []
+    for rank in sorted(by_rank):
+        order = sorted(by_rank[rank], key=lambda i: chunks[i][1])
+        starts = np.array([chunks[i][1] for i in order], np.int64)
+        stops = starts + np.array([chunks[i][2] for i in order], np.int64)
+        files = np.searchsorted(np.asarray((borders or {}).get(rank, ()), np.int64), starts, side="right")
+        for file in np.unique(files).tolist():
+            here = np.flatnonzero(files == file)
+            bounds, members = coalesce(starts[here], stops[here], gap)
+            first = np.searchsorted(members, np.arange(len(bounds) + 1)).tolist()
+            for k, (low, high) in enumerate(bounds.tolist()):
+                positions: list[int] = here[first[k] : first[k + 1]].tolist()
+                inside = tuple([order[i] for i in positions])
+                reads += [ContiguousRead(rank, low, high, inside)] if limit is None else _split(inside, chunks, limit)
+    return reads
+
+
+def _split(members: Sequence[int], chunks: Sequence[tuple[int, int, int]], limit: int) -> Iterable[ContiguousRead]:
+    """Yields reads of at most `limit` bytes that hold chunks of one rank, which are ordered by start."""
+    inside: list[int] = []
+    first = reach = 0
+    for member in members:
+        rank, start, nbytes = chunks[member]
+        if inside and max(start + nbytes, reach) - first > limit:
+            yield ContiguousRead(rank, first, reach, tuple(inside))
+            inside = []
+        if not inside:
+            first = reach = start
+        inside.append(member)
+        reach = max(reach, start + nbytes)
+    if inside:
+        yield ContiguousRead(chunks[inside[0]][0], first, reach, tuple(inside))
+
+
+def split_at_multiples(start: int, stop: int, origin: int, step: int) -> Iterable[tuple[int, int]]:
+    """Yields the pieces of `start:stop`, cut at every multiple of `step` from `origin` on."""
+    while start < stop:
+        high = min(start + step - (start - origin) % step, stop)
+        yield start, high
+        start = high
+
+
+def plan_load(
+    wants: Sequence[WantedRegion],
+    *,
+    limit: int = READ_LIMIT,
+    gap: int = READ_GAP,
+    borders: Mapping[int, Sequence[int]] | None = None,
+) -> LoadPlan:
+    """Plans the reads that fill every wanted region.
+
+    Args:
+        limit: bytes of one read, at most.
+        gap: unneeded bytes between needed ones, up to which they are read and not skipped.
+        borders: by rank, the stream offsets where a new file starts: no read crosses one.
+    """
+    copies: list[BoxCopy] = []
+    ranges: list[tuple[int, int, int]] = []
+    for i, want in enumerate(wants):
+        for chunk in want.chunks:
+            common = chunk.region if chunk.region == want.region else intersect(chunk.region, want.region)
+            if common is None or not common.size:
+                continue
+            for box in bounded_span_boxes(common, chunk.region, want.itemsize, limit=limit, gap=gap):
+                first, last = byte_runs(box, chunk.region, want.itemsize).span
+                copies.append(BoxCopy(i, box, chunk.region, chunk.start + first, chunk.start + last))
+                ranges.append((chunk.rank, chunk.start + first, last - first))
+    reads = plan_contiguous_reads(ranges, gap=gap, borders=borders, limit=limit)
+    return LoadPlan(tuple(ReadBlock(r.rank, r.start, r.stop, tuple([copies[i] for i in r.members])) for r in reads))
+
+
+def bounded_span_boxes(box: Region, outer: Region, itemsize: int, *, limit: int, gap: int) -> Iterable[Region]:
+    """Yields boxes that together are `box`, each of which spans at most `limit` bytes of a buffer that holds `outer`.
+
+    Between two runs of bytes of one box lie at most `gap` bytes that are not of it.
+    """
+    runs = byte_runs(box, outer, itemsize)
+    first, last = runs.span
+    dense = _widest_gap(runs) <= gap
+    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+    if dim is None or (dense and last - first <= limit):
+        yield box
+        return
+    stride = c_strides(outer.shape, itemsize)[dim]
+    rows = max(1, limit // stride) if dense or stride <= gap else 1
+    rows = min(rows, -(-box.shape[dim] // 2))
+    for low in range(0, box.shape[dim], rows):
+        part = box.replace_dim(dim, box.offset[dim] + low, min(rows, box.shape[dim] - low))
+        yield from bounded_span_boxes(part, outer, itemsize, limit=limit, gap=gap)
+
+
+def _widest_gap(runs: ByteRuns) -> int:
+    """Returns the largest number of bytes between one run and the next."""
+    widest, reach = 0, runs.length
+    for n, step in zip(reversed(runs.counts), reversed(runs.steps), strict=True):
+        widest = max(widest, step - reach)
+        reach += (n - 1) * step
+    return widest

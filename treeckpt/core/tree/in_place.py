@@ -1,0 +1,115 @@
+"""Updates a tree in place: new leaves go into the containers that the tree has."""
+
+# A tree holds objects of any type.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+from .containers import flatten_one_level, is_leaf_type
+from .flatten import Leaves, PerRank, flatten, rebuild_container
+from .keyed_table import KeyedTable
+from .recursion import Recursive, trampoline
+from .structure import key_text
+
+__all__ = ["update_in_place"]
+
+_MUTABLE = (dict, list, collections.deque)
+
+
+def update_in_place(
+    tree: object, new: object, *, is_value: Callable[[object], bool], namespace: str = "", dry: bool = False
+) -> Leaves:
+    """Replaces the leaves of `tree` that differ from those of `new`, inside the containers that `tree` has.
+
+    A tuple of values is replaced in the container above it. A list whose content differs in more than its leaves takes
+    the content of the new one.
+
+    Args:
+        new: has the structure of `tree`, except for lists and tuples of values.
+        is_value: returns whether a leaf is a Python value.
+        dry: nothing is changed.
+
+    Returns:
+        (path, new leaf or tuple) of what could not be put in place because its container is immutable.
+    """
+    updater = _Updater(is_value, namespace, dry)
+    updated = trampoline(updater.update(tree, new, "", ""))
+    if updated is not tree:
+        updater.stuck.append(("", updated))
+    return updater.stuck
+
+
+class _Updater:
+    """The state of one `update_in_place`."""
+
+    def __init__(self, is_value: Callable[[object], bool], namespace: str, dry: bool) -> None:
+        self._is_value, self._namespace, self._dry = is_value, namespace, dry
+        self.stuck: Leaves = []
+
+    def update(self, old: Any, new: Any, path: str, prefix: str) -> Recursive[Any]:
+        """Returns what replaces `old` in its container: `old` itself wherever it can change."""
+        if old is new:
+            return old
+        if isinstance(old, KeyedTable) and isinstance(new, KeyedTable):
+            if not self._dry:
+                old.ids, old.slots = new.ids, new.slots
+            yield self.update(old.scalars, new.scalars, f"{prefix}scalars", f"{prefix}scalars/")
+            return old
+        flat, other = (flatten_one_level(node, path, self._namespace, 0) for node in (old, new))
+        if flat is None or other is None:
+            return new
+        steps = [key_text(key) for key in flat.keys]
+        if steps != [key_text(key) for key in other.keys]:
+            return self._replace_content(old, new)
+        if type(old) is PerRank:
+            steps = ["~rank*"]
+        children, changed = list(flat.children), list[int]()
+        for at, (step, child, new_child) in enumerate(zip(steps, flat.children, other.children, strict=True)):
+            if child is not new_child:
+                leaf, below = is_leaf_type(type(new_child)), prefix + step
+                children[at] = new_child if leaf else (yield self.update(child, new_child, below, below + "/"))
+                if children[at] is not child:
+                    changed.append(at)
+        if not changed:
+            return old
+        if isinstance(old, _MUTABLE) or _is_frozen(old) is False:
+            for at in changed if not self._dry else ():
+                _set_child(old, flat.keys[at], children[at])
+            return old
+        if self._is_replaceable(old):
+            return rebuild_container(old, flat.keys, children, self._namespace)
+        self.stuck.extend((prefix + steps[at], children[at]) for at in changed)
+        return old
+
+    def _replace_content(self, old: Any, new: Any) -> Any:
+        """Gives a list or deque the whole content of a new one, and returns it; returns any other new container."""
+        if type(old) is not type(new) or not isinstance(old, (list, collections.deque)):
+            return new
+        if not self._dry:
+            old.clear()
+            old.extend(new)
+        return old
+
+    def _is_replaceable(self, container: Any) -> bool:
+        """Returns whether an equal container can take its place: a tuple or a frozen dataclass that holds values."""
+        if not isinstance(container, tuple) and _is_frozen(container) is not True:
+            return False
+        leaves = flatten(container, namespace=self._namespace)[1]
+        return all(leaf is ... or self._is_value(leaf) for _, leaf in leaves)
+
+
+def _is_frozen(container: Any) -> bool | None:
+    """Returns whether a dataclass is frozen; None for any other container."""
+    parameters: Any = getattr(type(container), "__dataclass_params__", None)
+    return parameters.frozen if parameters is not None else None
+
+
+def _set_child(container: Any, key: Any, value: object) -> None:
+    if isinstance(container, _MUTABLE):
+        container[key] = value  # pyright: ignore[reportUnknownMemberType]
+    else:
+        setattr(container, key, value)
