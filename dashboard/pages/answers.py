@@ -17,7 +17,7 @@ from fastapi.responses import Response
 
 from .checkpoints import ReadingRow
 
-__all__ = ["JsonRouter", "Loading", "ErrorResponse", "describe_responses", "json_response"]
+__all__ = ["ErrorResponse", "JsonRouter", "Loading", "describe_responses", "json_response"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
