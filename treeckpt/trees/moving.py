@@ -149,7 +149,7 @@ def check_held(target: ArrayTarget, source: ArraySource, path: str) -> None:
             )
 
 
-class _CastingWriter:
+class _CastingTarget:
     """A writer that converts elements to the target's dtype."""
 
     def __init__(self, inner: Any, spec: ArraySpec, given: str) -> None:
@@ -178,7 +178,7 @@ class _ArrayCopy(msgspec.Struct, frozen=True):
         """Fills pieces of the target's shape and dtype from the source."""
         wanted, given = self.target.spec, self.source.spec.dtype
         if wanted.dtype != given:
-            pieces = [TargetPiece(piece.region, _CastingWriter(piece.data, wanted, given)) for piece in pieces]
+            pieces = [TargetPiece(piece.region, _CastingTarget(piece.data, wanted, given)) for piece in pieces]
         fill(pieces, self.source.pieces)
 
 

@@ -1,0 +1,102 @@
+"""The order of the code: which modules stand where, what they may import, and how long and how named things are."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"treeckpt": ROOT / "treeckpt", "treeckpt_dashboard": ROOT / "dashboard"}
+MODULE_LINES = 400
+FUNCTION_LINES = 60
+CORE_MODULES = 16
+"""Modules of one room of the core."""
+
+
+def modules() -> Iterator[tuple[str, Path, ast.Module]]:
+    for name, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join([name, *parts]).removesuffix(".__init__"), path, ast.parse(path.read_text())
+
+
+MODULES = list(modules())
+
+
+@pytest.fixture(scope="module")
+def contracts() -> list[dict]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+
+
+def test_the_root_holds_the_public_functions_errors_and_reports_alone():
+    there = {path.name for path in FOLDERS["treeckpt"].glob("*.py")}
+    assert there == {"__init__.py", "__main__.py", "api.py", "errors.py", "reports.py"}
+
+
+def test_every_module_stands_in_a_contract(contracts):
+    """`exhaustive` makes import-linter itself fail for a module that is missing in the layers of its package."""
+    layered = {
+        container
+        for contract in contracts
+        if contract["type"] == "layers" and contract.get("exhaustive")
+        for container in contract["containers"]
+    }
+    packages = {name for name, path, _ in MODULES if path.name == "__init__.py"}
+    with_modules = {name.rpartition(".")[0] for name, _, _ in MODULES} - {""}
+    assert packages & with_modules == layered
+
+
+def test_packages_say_what_they_hold():
+    packages = [(name, tree) for name, path, tree in MODULES if path.name == "__init__.py"]
+    assert [name for name, tree in packages if len((ast.get_docstring(tree) or "").splitlines()) < 3] == []
+
+
+def test_rooms_of_the_core_are_small():
+    sizes = defaultdict(int)
+    for name, path, _ in MODULES:
+        if name.startswith("treeckpt.core.") and path.name != "__init__.py":
+            sizes[name.rpartition(".")[0]] += 1
+    assert {room: size for room, size in sizes.items() if size > CORE_MODULES} == {}
+
+
+def test_a_class_name_is_defined_once():
+    places = defaultdict(list)
+    for name, _, tree in MODULES:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text is not None:
+                yield getattr(node, "lineno", 1), text
+
+
+def test_docstrings_are_statements():
+    asking = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for _, path, tree in MODULES
+        for line, text in documented(tree)
+        if text.split("\n\n")[0].rstrip().endswith("?")
+    ]
+    assert asking == []
+
+
+def test_modules_and_functions_are_short():
+    long = [f"{path.relative_to(ROOT)}" for _, path, _ in MODULES if path.read_text().count("\n") > MODULE_LINES]
+    for _, path, tree in MODULES:
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno is not None
+                if node.end_lineno - node.lineno + 1 > FUNCTION_LINES:
+                    long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert long == []
