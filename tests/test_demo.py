@@ -231,7 +231,8 @@ def test_a_taken_port_is_replaced_by_a_free_one(tmp_path, monkeypatch):
 
 
 def test_dashboard_missing_is_said(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "treeckpt_dashboard", None)
+    for name in ("treeckpt_dashboard", "treeckpt_dashboard.web"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert demo.serve(tmp_path, Console(stderr=True, soft_wrap=True)) == 2
     assert "pip install 'treeckpt[dashboard]'" in capsys.readouterr().err
 
