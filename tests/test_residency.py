@@ -72,7 +72,7 @@ def test_a_file_of_somebody_else_is_never_taken_for_cached(file: Path, answers: 
     code = f"""
 import os
 from treeckpt.io.storage import page_cache as residency
-residency._answers &= {answers}
+residency._has_cachestat &= {answers}
 fd = os.open({str(file)!r}, os.O_RDONLY)
 os.seteuid(65534)
 print(residency.is_cached(fd, 0, {PAGE}))

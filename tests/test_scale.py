@@ -78,7 +78,7 @@ def test_uneven_ranges_of_everything_take_few_bytes_each(monkeypatch: pytest.Mon
 def _counted(world: int, tiers: tuple[int, ...], messages: list[bytes], word: bytes) -> dict[int, tuple[int, int]]:
     """Messages and bytes at each board, of a round and a branch of it as threads have them; but of the state."""
     comms = thread_comms(world, group_sizes=tiers)
-    boards = comms[0]._boards
+    boards = comms[0].stores
     counts = {rank: [0, 0] for rank in boards}
 
     def count(rank: int, keys: Sequence[str], messages: Sequence[bytes | None]) -> None:

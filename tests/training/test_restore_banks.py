@@ -12,6 +12,7 @@ from torch import nn
 import treeckpt as tc
 from tests.world import errors_of, on_ranks
 from treeckpt import rules as R
+from treeckpt.loading.consistent_reads import on_versions
 from treeckpt.training.open_source import open_source
 from treeckpt.training.sources import SourceOptions
 
@@ -119,7 +120,10 @@ def test_generators_are_those_of_the_last_that_has_them_rank_by_rank(tmp_path: P
             tc.save(tmp_path / name, state, comm=comm)
 
     def own(comm: Any) -> Any:
-        return open_source([tmp_path / "base", tmp_path / "last"], comm, SourceOptions()).own("rng", "error")
+        return on_versions(
+            [tmp_path / "base", tmp_path / "last"],
+            lambda opened: open_source(opened, comm, SourceOptions()).own("rng", "error"),
+        )
 
     assert errors_of(on_ranks(2, save)) == [None, None]
     outcomes = on_ranks(2, own)

@@ -8,7 +8,7 @@ buffers and copied to its place, or straight into the target where it is contigu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -231,7 +231,13 @@ class ReadBatch:
         if relay is not None:
             parts = relay.agree(self._index.save_id, [_key(request) for request in requests])
         with together(relay):
-            self._work = [(p.members, list_tasks(reader, [requests[i] for i in p.requests], limit)) for p in parts]
+            self._work = []
+            for part in parts:
+                wanted = [requests[i] for i in part.requests]
+                runs = [request for request in wanted if isinstance(request.destination, ContiguousMemory)]
+                others = [request for request in wanted if not isinstance(request.destination, ContiguousMemory)]
+                joined = self._joined(runs, min(limit, DEVICE_READ))
+                self._work.append((part.members, list_tasks(reader, [*others, *joined], limit)))
         if verify == "first" and in_place:
             self._verify_first(reader, options)
         return reader
@@ -254,22 +260,25 @@ class ReadBatch:
             for action in self._after:
                 action()
 
-    def _scattered(self, limit: int, *, apart: bool) -> list[ReadRequest[ScatterSlice]]:
-        """Joins contiguous requests that lie close together, and cuts them at multiples of `limit` of their file.
+    def _scattered(self, limit: int, *, apart: bool) -> list[ReadRequest[Any]]:
+        """Joins contiguous requests that lie close together.
 
         Args:
-            apart: keeps large ones apart, so that ranks that want the same one can share the read.
+            limit: as for `_joined`.
+            apart: keeps large ones apart, until it is known which ranks want the same ones and can share the read.
         """
         large = [run for run in self._runs if apart and run.byte_range[2] > SMALL]
         close = [run for run in self._runs if run.byte_range[2] <= SMALL] if large else self._runs
-        found = [ReadRequest(run.path, run.byte_range, ScatterSlice(Scatter([run]))) for run in large]
-        for run in plan_contiguous_reads([one.byte_range for one in close], borders=self._index.borders):
-            inside = [close[i] for i in run.members]
+        return [*large, *self._joined(close, limit)]
+
+    def _joined(self, runs: Sequence[ReadRequest[ContiguousMemory]], limit: int) -> Iterator[ReadRequest[ScatterSlice]]:
+        """Joins contiguous requests that lie close together, and cuts them at multiples of `limit` of their file."""
+        for run in plan_contiguous_reads([one.byte_range for one in runs], borders=self._index.borders):
+            inside = [runs[i] for i in run.members]
             path, piece = inside[0].path, ScatterSlice(Scatter(inside))
             file, _ = self._index.locate(run.rank, run.start, run.stop, path)
             for low, high in split_at_multiples(run.start, run.stop, file.stream, limit):
-                found.append(ReadRequest(path, (run.rank, low, high - low), piece))
-        return found
+                yield ReadRequest(path, (run.rank, low, high - low), piece)
 
     def _verify_first(self, reader: ShardReader, options: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""

@@ -76,7 +76,7 @@ class Talk:
             self.seconds += time.process_time() - started if not above else 0
         return heard[0]
 
-    def share(self, word: bytes, *, last: bool = False) -> None:
+    def broadcast(self, word: bytes, *, last: bool = False) -> None:
         """Rank 0's word goes down; all say that they have read the last one."""
         for rank, below in self._below.items():
             self.servers[rank].add(1 + len(below), WORD + len(word))
