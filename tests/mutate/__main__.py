@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,26 +115,35 @@ def suites_for(module: str) -> Iterator[list[str]]:
     yield list(INTEGRATION)
 
 
+def fails(copy: Path, suites: Iterable[Sequence[str]]) -> bool:
+    """Whether a test fails in a copy of the checkout.
+
+    Raises:
+        RuntimeError: there was no test to run.
+    """
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    for suite in suites:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *suite]
+        try:
+            done = subprocess.run(
+                command, cwd=copy, env=environment, capture_output=True, timeout=TEST_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return True
+        if done.returncode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+            raise RuntimeError(f"{' '.join(command)} ran no test:\n{done.stdout.decode()}{done.stderr.decode()}")
+        if done.returncode:
+            return True
+    return False
+
+
 def is_noticed(copy: Path, mutation: Mutation, source: str) -> bool:
     """Whether a test fails with a changed module."""
     file = copy / mutation.module
     original = file.read_text()
     file.write_text(source)
     try:
-        for suite in suites_for(mutation.module):
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *suite]
-            environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-            try:
-                done = subprocess.run(
-                    command, cwd=copy, env=environment, capture_output=True, timeout=TEST_SECONDS, check=False
-                )
-            except subprocess.TimeoutExpired:
-                return True
-            if done.returncode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
-                raise RuntimeError(f"{' '.join(command)} ran no test:\n{done.stdout.decode()}{done.stderr.decode()}")
-            if done.returncode:
-                return True
-        return False
+        return fails(copy, suites_for(mutation.module))
     finally:
         file.write_text(original)
 
@@ -167,6 +176,10 @@ def run(drawn: Sequence[tuple[Mutation, str]], jobs: int, until: float) -> dict[
     results: dict[Mutation, bool] = {}
     with tempfile.TemporaryDirectory(prefix="treeckpt-mutate-") as directory, ThreadPoolExecutor(jobs) as pool:
         free = copies(jobs, directory)
+        unchanged = free.get()
+        if fails(unchanged, suites_for("")):
+            raise RuntimeError("tests fail without a mutation, or take too long: mend that first")
+        free.put(unchanged)
 
         def attempt(mutation: Mutation, source: str) -> None:
             if time.monotonic() > until:
