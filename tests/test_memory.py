@@ -29,12 +29,15 @@ def test_arrays_are_aligned_zeroed_and_apart():
 def test_no_more_than_four_times_what_is_taken_is_mapped(monkeypatch: pytest.MonkeyPatch, nbytes: int):
     """The rest is at most one slab, and huge pages are 2 MiB."""
     mapped: list[int] = []
-    monkeypatch.setattr(memory.mmap, "mmap", lambda fd, size, **kw: mapped.append(size) or mmap_of(fd, size, **kw))
+    original = mmap.mmap
+
+    def counting(fd: int, size: int, **options: int) -> mmap.mmap:
+        mapped.append(size)
+        return original(fd, size, **options)
+
+    monkeypatch.setattr(memory.mmap, "mmap", counting)
     allocator, taken = SlabAllocator(), 0
     for _ in range(40):
         allocator.take(nbytes)
         taken += nbytes
         assert sum(mapped) <= max(HUGE, 4 * taken)
-
-
-mmap_of = mmap.mmap

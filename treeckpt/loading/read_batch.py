@@ -8,7 +8,7 @@ buffers and copied to its place, or straight into the target where it is contigu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +18,7 @@ from ..arrays.base import ArrayTarget, HostArray, HostMemory, TargetPiece, raw_d
 from ..arrays.registry import check_library, library_of, mark_written
 from ..core.format.chunks import BoxChunks, WholeChunk
 from ..core.format.records import AliasRecord, ArrayRecord, Leaf, LeafRecord
-from ..core.planning.load_plan import Chunk, plan_contiguous_reads, split_at_multiples
+from ..core.planning.load_plan import Chunk
 from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, any_overlap, intersect
 from ..core.tree.spec import ArraySpec
@@ -28,8 +28,7 @@ from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
 from .check_sizes import Claims
 from .read_request import BoxDestination, ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
-from .read_tasks import DEVICE_READ, ReadTask, list_tasks, map_arrays, read_limit, run_tasks
-from .scatter import Scatter, ScatterSlice
+from .read_tasks import ReadTask, join_contiguous, list_tasks, map_arrays, read_limit, run_tasks
 from .shared_read import SharedRead, SharedRequests, together
 from .transforms.assemble import only_chunk, pieces_of
 from .transforms.view import MadeLeaf
@@ -226,18 +225,17 @@ class ReadBatch:
             map_arrays(reader, self._new_arrays)
             self._new_arrays = []
         relay, limit = options.relay, read_limit(options.memory)
-        requests = [*self._new_arrays, *self._scattered(min(limit, DEVICE_READ), apart=relay is not None), *self._boxes]
+        requests: list[ReadRequest[Any]] = [*self._new_arrays, *self._runs, *self._boxes]
         parts = [SharedRequests((0,), list(range(len(requests))))]
-        if relay is not None:
+        if (
+            relay is not None
+        ):  # large ones stay apart until it is known which ranks want the same and can share the read
+            large = [run for run in self._runs if run.byte_range[2] > SMALL]
+            small = [run for run in self._runs if run.byte_range[2] <= SMALL]
+            requests = [*self._new_arrays, *large, *join_contiguous(self._index, small, limit), *self._boxes]
             parts = relay.agree(self._index.save_id, [_key(request) for request in requests])
         with together(relay):
-            self._work = []
-            for part in parts:
-                wanted = [requests[i] for i in part.requests]
-                runs = [request for request in wanted if isinstance(request.destination, ContiguousMemory)]
-                others = [request for request in wanted if not isinstance(request.destination, ContiguousMemory)]
-                joined = self._joined(runs, min(limit, DEVICE_READ))
-                self._work.append((part.members, list_tasks(reader, [*others, *joined], limit)))
+            self._work = [(p.members, list_tasks(reader, [requests[i] for i in p.requests], limit)) for p in parts]
         if verify == "first" and in_place:
             self._verify_first(reader, options)
         return reader
@@ -259,26 +257,6 @@ class ReadBatch:
                     self.read_nbytes += run_tasks(reader, tasks, memory=memory, on_write=on_write)
             for action in self._after:
                 action()
-
-    def _scattered(self, limit: int, *, apart: bool) -> list[ReadRequest[Any]]:
-        """Joins contiguous requests that lie close together.
-
-        Args:
-            limit: as for `_joined`.
-            apart: keeps large ones apart, until it is known which ranks want the same ones and can share the read.
-        """
-        large = [run for run in self._runs if apart and run.byte_range[2] > SMALL]
-        close = [run for run in self._runs if run.byte_range[2] <= SMALL] if large else self._runs
-        return [*large, *self._joined(close, limit)]
-
-    def _joined(self, runs: Sequence[ReadRequest[ContiguousMemory]], limit: int) -> Iterator[ReadRequest[ScatterSlice]]:
-        """Joins contiguous requests that lie close together, and cuts them at multiples of `limit` of their file."""
-        for run in plan_contiguous_reads([one.byte_range for one in runs], borders=self._index.borders):
-            inside = [runs[i] for i in run.members]
-            path, piece = inside[0].path, ScatterSlice(Scatter(inside))
-            file, _ = self._index.locate(run.rank, run.start, run.stop, path)
-            for low, high in split_at_multiples(run.start, run.stop, file.stream, limit):
-                yield ReadRequest(path, (run.rank, low, high - low), piece)
 
     def _verify_first(self, reader: ShardReader, options: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""

@@ -9,7 +9,7 @@ first (`ReadTask`) and then carried out: by this process alone (`run_tasks`), or
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -17,16 +17,32 @@ import msgspec
 import numpy as np
 
 from ..arrays.threads import WorkerThreads
+from ..core.format.records import Index
 from ..core.format.shard_header import BLOCK
-from ..core.planning.load_plan import READ_GAP, READ_LIMIT, bounded_span_boxes, plan_contiguous_reads
+from ..core.planning.load_plan import (
+    READ_GAP,
+    READ_LIMIT,
+    bounded_span_boxes,
+    plan_contiguous_reads,
+    split_at_multiples,
+)
 from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
 from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.shard_reader import ByteRange, aligned_range
-from .read_request import BoxDestination, NewArray, ReadRequest
-from .scatter import ScatterSlice
+from .read_request import BoxDestination, ContiguousMemory, NewArray, ReadRequest
+from .scatter import Scatter, ScatterSlice
 
-__all__ = ["DEVICE_READ", "ReadTask", "buffers_for", "list_tasks", "map_arrays", "read_limit", "run_tasks"]
+__all__ = [
+    "DEVICE_READ",
+    "ReadTask",
+    "buffers_for",
+    "join_contiguous",
+    "list_tasks",
+    "map_arrays",
+    "read_limit",
+    "run_tasks",
+]
 
 D = TypeVar("D")
 
@@ -110,7 +126,7 @@ def list_tasks(reader: ShardReader, requests: Sequence[ReadRequest[Any]], limit:
     """Returns the reads that fill the destinations of requests; new arrays exist then, without their bytes.
 
     Args:
-        requests: for `NewArray`, `BoxDestination` and `ScatterSlice`.
+        requests: in any order; contiguous ones that lie close together are read as one range.
         limit: bytes of one read into a buffer, at most.
 
     Raises:
@@ -118,12 +134,28 @@ def list_tasks(reader: ShardReader, requests: Sequence[ReadRequest[Any]], limit:
     """
     tasks = _new_array_tasks(reader, _with(requests, NewArray))
     tasks += _box_tasks(reader, _with(requests, BoxDestination), limit)
-    tasks += [_scatter_task(reader, request) for request in _with(requests, ScatterSlice)]
-    return tasks
+    joined = join_contiguous(reader.checkpoint.index, _with(requests, ContiguousMemory), limit)
+    return tasks + [_scatter_task(reader, request) for request in [*_with(requests, ScatterSlice), *joined]]
 
 
 def _with(requests: Sequence[ReadRequest[Any]], kind: type[D]) -> list[ReadRequest[D]]:
     return [request for request in requests if type(request.destination) is kind]
+
+
+def join_contiguous(
+    index: Index, requests: Sequence[ReadRequest[ContiguousMemory]], limit: int
+) -> Iterator[ReadRequest[ScatterSlice]]:
+    """Joins contiguous requests that lie close together, and cuts them at multiples of a size in their file.
+
+    Args:
+        limit: the size in bytes; at most `DEVICE_READ` is taken.
+    """
+    for run in plan_contiguous_reads([request.byte_range for request in requests], borders=index.borders):
+        inside = [requests[i] for i in run.members]
+        path, piece = inside[0].path, ScatterSlice(Scatter(inside))
+        file, _ = index.locate(run.rank, run.start, run.stop, path)
+        for low, high in split_at_multiples(run.start, run.stop, file.stream, min(limit, DEVICE_READ)):
+            yield ReadRequest(path, (run.rank, low, high - low), piece)
 
 
 def _new_array_tasks(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> list[ReadTask]:
