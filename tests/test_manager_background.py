@@ -11,9 +11,10 @@ import pytest
 
 import treeckpt as tc
 from tests.background import run_program
+from tests.memory_run import MemoryRun
 from tests.world import errors_of, on_ranks, small_tree
 from treeckpt.core.format.file_names import step_name
-from treeckpt.io.storage.run_store import LocalFolder, LocalRun, MemoryRun, RunStore
+from treeckpt.io.storage.run_store import LocalFolder, LocalRun, RunStore
 
 
 class Gate:

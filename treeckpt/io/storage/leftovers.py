@@ -183,34 +183,8 @@ def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
             remove_leftovers(folder, msgspec.structs.replace(found, directory=False))
 
 
-class _StoreFolder:
-    """A store of any kind as a directory. No modification times are known, so all files count as new."""
-
-    is_link = False
-
-    def __init__(self, store: Store) -> None:
-        self.store, self.url = store, store.url
-        self.name = store.url.rstrip("/").rpartition("/")[2]
-
-    def modified_ns(self) -> int | None:
-        return time.time_ns()
-
-    def entries(self) -> dict[str, DirectoryEntry]:
-        now = time.time_ns()
-        return {name: DirectoryEntry(nbytes, now) for name, nbytes in self.store.sizes().items()}
-
-    def entry(self, name: str) -> DirectoryEntry | None:
-        return self.entries().get(name)
-
-    def sync(self) -> None:
-        """Does nothing: a store has no such call. A file that is back after a power loss is a leftover again."""
-
-    def remove(self) -> bool:
-        return False
-
-
 def _folder_of(store: Store) -> Folder:
     """Returns the directory of a checkpoint's store."""
     if type(store) is LocalStore:
         return LocalFolder(store.directory)
-    return ObjectFolder(store) if type(store) is ObjectStore else _StoreFolder(store)
+    return ObjectFolder(store) if type(store) is ObjectStore else Folder(store)

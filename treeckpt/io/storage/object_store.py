@@ -23,7 +23,7 @@ from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectInfo, ObjectListing, spl
 from .fsspec import open_fsspec
 from .multipart import SINGLE_PUT_LIMIT, MultipartWriter, SinglePutWriter
 from .obstore import ObstoreBucket
-from .run_store import DirectoryEntry
+from .run_store import DirectoryEntry, Folder
 from .store import Writer
 
 __all__ = ["ObjectFolder", "ObjectRun", "ObjectStore", "open_address"]
@@ -229,34 +229,26 @@ class ObjectStore:
         return True
 
 
-class ObjectFolder:
+class ObjectFolder(Folder):
     """A prefix of a run, as a directory.
 
     Args:
         entries: its content from a listing of the run; None lists it on each call.
     """
 
-    is_link = False
-
     def __init__(self, store: ObjectStore, entries: dict[str, DirectoryEntry] | None = None) -> None:
-        self.store, self.url, self._entries = store, store.url, entries
-        self.name = store.url.rpartition("/")[2]
+        super().__init__(store)
+        self._objects, self._entries = store, entries
 
     def modified_ns(self) -> int | None:
         return max((entry.modified_ns for entry in self.entries().values()), default=None)
 
     def entries(self) -> dict[str, DirectoryEntry]:
-        return self.store.entries() if self._entries is None else self._entries
-
-    def entry(self, name: str) -> DirectoryEntry | None:
-        return self.entries().get(name)
-
-    def sync(self) -> None:
-        """Does nothing: deletions are durable."""
+        return self._objects.entries() if self._entries is None else self._entries
 
     def remove(self) -> bool:
         """Returns whether the prefix is empty: then there is no directory."""
-        return self.store.tidy()
+        return self._objects.tidy()
 
 
 class ObjectRun:
@@ -284,7 +276,10 @@ class ObjectRun:
             raise StoreError(
                 f"{self.url}/{name!r:.80}", expected="the plain name of a directory", found="something else"
             )
-        return ObjectFolder(ObjectStore._within(self._bucket, f"{self._prefix}/{name}".lstrip("/")))
+        return ObjectFolder(self._store(name))
+
+    def _store(self, name: str) -> ObjectStore:
+        return ObjectStore._within(self._bucket, f"{self._prefix}/{name}".lstrip("/"))
 
     def folders(self) -> list[ObjectFolder]:
         """Returns all directories with their content, by one listing of the whole run."""
@@ -296,7 +291,7 @@ class ObjectRun:
             if rest and _is_plain(name) and not name.startswith("."):
                 inner, _, deeper = rest.partition("/")
                 entries.setdefault(name, {})[inner] = DirectoryEntry(0, 0, regular=False) if deeper else _entry(found)
-        return [ObjectFolder(self.folder(name).store, entries[name]) for name in sorted(entries)]
+        return [ObjectFolder(self._store(name), entries[name]) for name in sorted(entries)]
 
 
 def open_address(address: bytes) -> ObjectStore:
