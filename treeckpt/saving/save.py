@@ -95,7 +95,7 @@ def complete(agreed: AgreedSave, writer: ShardWriter, result: WriteResult) -> No
     finally:
         writer.end()
     hint = {"hint": PUBLISHED_HINT} if ended.in_place else {}
-    raise_faults(ended.faults, store.url, comm, cause=writer.error, **hint)
+    raise_faults(ended.faults, store.url, comm.size, cause=writer.error, **hint)
 
 
 def save_report(agreed: AgreedSave) -> SaveReport:
