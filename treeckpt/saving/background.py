@@ -12,8 +12,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import get_args
+from collections.abc import Mapping
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -45,11 +45,10 @@ class _CommWithTimeout:
     """A comm with a time limit of its own."""
 
     def __init__(self, inner: Comm, timeout: float) -> None:
-        self.rank, self.size, self.state, self.timeout = inner.rank, inner.size, inner.state, timeout
-        self.post, self.drop, self._wait = inner.post, inner.drop, inner.wait
+        self._inner, self.timeout = inner, timeout
 
-    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        return self._wait(keys, timeout)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def save_async_tree(
@@ -69,7 +68,7 @@ def save_async_tree(
     _check_options(store, options)
     session = session_of(comm)
     if options.timeout is not None:
-        comm = _CommWithTimeout(comm, options.timeout)
+        comm = cast(Comm, _CommWithTimeout(comm, options.timeout))
     with gc_paused(), session.starting:
         # 1. Wait for the save before; agree with the other ranks
         previous = session.previous(options.busy, options.timeout)
@@ -191,10 +190,10 @@ class _BackgroundSave:
                 # 7. Write the shards; after that the staging memory is free for the next save
                 writer = self._new_writer(agreed)
                 try:
-                    result = writer.write()
+                    written = writer.write()
                     self._release()
                     # 8. Report; rank 0 commits; all ranks receive the result
-                    complete(agreed, writer, result)
+                    complete(agreed, writer, written)
                 except TreeckptError as failed:
                     if writer.trace:
                         failed.add_note(f"In the writer process:\n{writer.trace}")

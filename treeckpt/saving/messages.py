@@ -108,8 +108,8 @@ class WriteReport(msgspec.Struct, array_like=True):
     """The result of a rank's writing, for the coordinator."""
 
     fault: Fault | None
-    files: tuple[FileRow, ...]
-    timings: tuple[Span, ...]
+    files: tuple[FileRow, ...] = ()
+    timings: tuple[Span, ...] = ()
     host: str = ""
     """The name of the rank's machine."""
 

@@ -32,7 +32,7 @@ from .commit import PUBLISHED_HINT, remove_files, shard_names
 from .messages import CommitResult, WriteReport
 from .options import LineageSource, SaveOptions
 from .session import previous_save
-from .shard_writer import InlineWriter, ShardWriter, TreeShardSource, WriteResult
+from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
 
 __all__ = ["complete", "save_report", "save_tree"]
 
@@ -69,8 +69,11 @@ def save_tree(
     return save_report(agreed)
 
 
-def complete(agreed: AgreedSave, writer: ShardWriter, result: WriteResult) -> None:
+def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> None:
     """Reports what this rank has written, and completes the save on all ranks.
+
+    Args:
+        report: from `ShardWriter.write`.
 
     Raises:
         TreeckptError: the save failed; on every rank.
@@ -78,7 +81,7 @@ def complete(agreed: AgreedSave, writer: ShardWriter, result: WriteResult) -> No
     store, comm, recorder = agreed.store, agreed.comm, agreed.recorder
     names = shard_names(agreed.info, agreed.plan)
     try:
-        report = WriteReport(result.fault, result.files, tuple(recorder.spans), socket.gethostname())
+        report = msgspec.structs.replace(report, timings=tuple(recorder.spans), host=socket.gethostname())
         try:
             with recorder.span("gather"):
                 reports = agreed.round.gather(msgspec.msgpack.encode(report))

@@ -29,7 +29,7 @@ from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.store import Store, Writer
 from ..io.timing import Recorder
 
-__all__ = ["BUFFER", "ByteSink", "NullWriter", "ShardFile", "ShardSource", "append_entry", "piece_of", "write_files"]
+__all__ = ["BUFFER", "ByteSink", "ShardFile", "ShardSource", "append_entry", "piece_of", "write_files"]
 
 BUFFER = 8 << 20
 """Bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
@@ -85,13 +85,14 @@ class _BufferedWriter:
     """Writes one data area through buffers: the caller fills them, threads hash and write them.
 
     Args:
+        writer: None where the data is only hashed.
         base: where the data area starts in the file.
         nbytes: of the data area.
         free: buffers to fill.
     """
 
     def __init__(
-        self, writer: Writer, base: int, nbytes: int, pool: ThreadPoolExecutor, free: queue.Queue[memoryview]
+        self, writer: Writer | None, base: int, nbytes: int, pool: ThreadPoolExecutor, free: queue.Queue[memoryview]
     ) -> None:
         self._writer, self._base, self._pool, self._free = writer, base, pool, free
         self.hashes = [0] * block_count(nbytes)
@@ -207,7 +208,8 @@ class _BufferedWriter:
         hash_ns = time.perf_counter_ns() - begin
         with self._lock:
             self.hash_ns += hash_ns
-        self._writer.write(self._base + start, block[:nbytes])
+        if self._writer is not None:
+            self._writer.write(self._base + start, block[:nbytes])
 
     def _reap(self) -> None:
         """Forgets the blocks that are written; raises the error of one that failed."""
@@ -264,8 +266,9 @@ def _write_file(
         writer = store.create(file.name, base + nbytes)
         try:
             ordered = getattr(writer, "ordered", False)
-            first = NullWriter() if ordered else writer
-            hashes = _write_data(_BufferedWriter(first, base, nbytes, pool, free), file.plan, source, recorder)
+            hashes = _write_data(
+                _BufferedWriter(None if ordered else writer, base, nbytes, pool, free), file.plan, source, recorder
+            )
             head = aligned_buffer(base)
             head[:] = with_hashes(header, hashes)
             writer.write(0, head)
@@ -284,16 +287,6 @@ def _write_file(
             writer.abort()
             raise
     return base, nbytes
-
-
-class NullWriter:
-    """Takes data that is only hashed."""
-
-    def write(self, offset: int, data: memoryview) -> None: ...
-
-    def commit(self) -> None: ...
-
-    def abort(self) -> None: ...
 
 
 def _write_data(buffered: _BufferedWriter, plan: FilePlan, source: ShardSource, recorder: Recorder) -> list[int]:

@@ -19,7 +19,7 @@ from ..core.format.save_progress import Progress
 from ..core.format.timings import timings_name
 from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointExists
-from ..io.comm.failures import Fault, silent_faults, to_fault, wrap_os_error
+from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
 from ..io.storage.leftovers import clear_leftovers
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store, SupportsCompareAndSwap
@@ -38,18 +38,11 @@ from .commit import (
     with_published_hint,
     write_timings,
 )
-from .messages import CommitResult, FileRow, WriteReport
+from .messages import CommitResult, WriteReport
 from .plan_cache import GlobalPlan
 from .shard_stream import ShardFile, ShardSource, write_files
 
-__all__ = ["InlineWriter", "ShardWriter", "TreeShardSource", "WriteResult"]
-
-
-class WriteResult(msgspec.Struct, frozen=True, array_like=True):
-    """The result of writing a rank's shards."""
-
-    fault: Fault | None
-    files: tuple[FileRow, ...] = ()
+__all__ = ["InlineWriter", "ShardWriter", "TreeShardSource"]
 
 
 class ShardWriter(Protocol):
@@ -60,8 +53,8 @@ class ShardWriter(Protocol):
     trace: str
     """The traceback of a failure in another process."""
 
-    def write(self) -> WriteResult:
-        """Writes this rank's shards. A failure is for a message to the others, so it is returned, not raised."""
+    def write(self) -> WriteReport:
+        """Writes this rank's shards; returns the result without timings. A failure is returned, not raised."""
         ...
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
@@ -125,7 +118,7 @@ class InlineWriter:
         self._written = False
         """Whether all shards are written, which the others may know already."""
 
-    def write(self) -> WriteResult:
+    def write(self) -> WriteReport:
         info, plan, source = self._info, self._plan, self._source
         try:
             if self.error is not None:
@@ -148,10 +141,10 @@ class InlineWriter:
                 (info.rank, file.part, file.stream, nbytes, header)
                 for file, (header, nbytes) in zip(plan.own.files, sizes, strict=True)
             ]
-            return WriteResult(None, tuple(rows))
+            return WriteReport(None, tuple(rows))
         except Exception as error:
             self.error = wrap_os_error(error, self._store.url)
-            return WriteResult(to_fault(self.error, info.rank))
+            return WriteReport(to_fault(self.error, info.rank))
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
         decoded = {rank: msgspec.msgpack.decode(report, type=WriteReport) for rank, report in reports.items()}
@@ -211,5 +204,5 @@ class InlineWriter:
         timings = [] if info.rank else [timings_name(info.save_id)]
         remove_files(self._store, [*shard_names(info, plan), *timings])
         if info.world > 1 and not info.rank:
-            report = WriteReport(to_fault(error, info.rank), (), (), socket.gethostname())
+            report = WriteReport(to_fault(error, info.rank), host=socket.gethostname())
             self._commit({0: report}, {})

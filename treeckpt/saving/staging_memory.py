@@ -91,7 +91,7 @@ class Arena:
         # also where nobody closes it: arenas go with the comm whose saves they hold
         self._finalizer = weakref.finalize(self, _release, self.fd, unpin, os.getpid())
         self._finalizer.atexit = False
-        self.leased = False
+        self.lease: Lease | None = None
         self.underused = 0
         """Leases in a row that took less than half of it."""
 
@@ -145,12 +145,14 @@ def _madvise_populate(address: int, nbytes: int) -> bool:
 class Lease:
     """An arena, for one save."""
 
-    def __init__(self, pool: ArenaPool, arena: Arena) -> None:
-        self._pool, self.arena = pool, arena
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        arena.lease = self
 
     def release(self) -> None:
         """Gives the arena back to the pool; a second time does nothing."""
-        self._pool.take_back(self)
+        if self.arena.lease is self:
+            self.arena.lease = None
 
 
 class ArenaPool:
@@ -162,7 +164,6 @@ class ArenaPool:
 
     def __init__(self, *, on_close: Callable[[int], object] | None = None) -> None:
         self._arenas: list[Arena] = []
-        self._leases: list[Lease] = []
         self._on_close = on_close
         self._lock = threading.Lock()
 
@@ -174,12 +175,12 @@ class ArenaPool:
     @property
     def leased(self) -> list[bool]:
         """For each arena, whether a save uses it."""
-        return [arena.leased for arena in self._arenas]
+        return [arena.lease is not None for arena in self._arenas]
 
     def lease(self, nbytes: int, pin: PinMemory | None = None) -> Lease:
         """Leases an arena of at least so many bytes that no other save uses."""
         with self._lock:
-            free = sorted((a for a in self._arenas if not a.leased), key=attrgetter("nbytes"))
+            free = sorted((a for a in self._arenas if a.lease is None), key=attrgetter("nbytes"))
             arena = next((a for a in free if a.nbytes >= nbytes), None)
             if arena is not None:
                 small = nbytes * 2 < arena.nbytes and arena.nbytes > ARENA_GRANULARITY
@@ -190,17 +191,7 @@ class ArenaPool:
                     self._close(stale)
                 arena = Arena(nbytes, pin)
                 self._arenas.append(arena)
-            arena.leased = True
-            lease = Lease(self, arena)
-            self._leases.append(lease)
-            return lease
-
-    def take_back(self, lease: Lease) -> None:
-        """Ends a lease."""
-        with self._lock:
-            if lease in self._leases:
-                self._leases.remove(lease)
-                lease.arena.leased = False
+            return Lease(arena)
 
     def _close(self, arena: Arena) -> None:
         self._arenas.remove(arena)
@@ -211,5 +202,5 @@ class ArenaPool:
     def close(self) -> None:
         """Gives back the memory of all arenas that are free."""
         with self._lock:
-            for arena in [a for a in self._arenas if not a.leased]:
+            for arena in [a for a in self._arenas if a.lease is None]:
                 self._close(arena)

@@ -30,7 +30,7 @@ from .commit import SaveInfo, index_may_be_published, remove_files, with_publish
 from .messages import CommitResult, WriteReport
 from .plan_cache import GlobalPlan
 from .process_channel import ProcessChannel, WriterGone
-from .shard_writer import InlineWriter, WriteResult
+from .shard_writer import InlineWriter
 from .staging_memory import Arena
 from .writer_server import (
     ENTRY_POINT,
@@ -218,13 +218,13 @@ class ProcessWriter:
         self._store, self._info, self._plan, self._recorder = store, info, plan, recorder
         self._is_gone = False
 
-    def write(self) -> WriteResult:
+    def write(self) -> WriteReport:
         try:
             self._process.prepare(self._plan, self._arena, timeout=self._timeout)
             request = WriteShards(self._info, self._address, self._arena.number, self._recorder.snapshot)
-            return _decode(self._call(request), type=WriteResult)
+            return _decode(self._call(request), type=WriteReport)
         except WriterGone as gone:
-            return WriteResult(to_fault(self._end_process(gone), self._info.rank))
+            return WriteReport(to_fault(self._end_process(gone), self._info.rank))
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
         faults = lost or any(_decode(report, type=WriteReport).fault for report in reports.values())
