@@ -16,6 +16,7 @@ The result is `AgreedSave`: the plan, and a conversation (`Round.branch`) of thi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 from collections.abc import Mapping
 from functools import partial
@@ -122,32 +123,27 @@ def agree(
         return _Agreement(store, comm, options, recorder, previous, exchange).run(tree, metadata, lineage)
 
 
+@dataclasses.dataclass
 class _Agreement:
-    """One rank's part in an agreement. `run` is the procedure; it fills the attributes in the order of the protocol."""
+    """One rank's part in an agreement. `run` is the procedure; it sets the other fields in the order of the steps."""
 
-    described: DescribedTree
-    decision: Decision
-    boxes: Boxes
-
-    def __init__(
-        self,
-        store: Store,
-        comm: Comm,
-        options: SaveOptions,
-        recorder: Recorder,
-        previous: PreviousSave,
-        exchange: Exchange,
-    ) -> None:
-        self.store, self.comm, self.options, self.exchange = store, comm, options, exchange
-        self.recorder, self.previous = recorder, previous
-        self.metadata: dict[str, Value] = {}
-        self.contents: dict[str, bytes] = {}
-        self.pieces: list[dict[str, bytes]] = []
-        # on rank 0
-        self.proposals: dict[int, RankProposal] = {}
-        self.replaced = ""
-        """The id of the save that is overwritten."""
-        self.values: dict[str, Value] = {}
+    store: Store
+    comm: Comm
+    options: SaveOptions
+    recorder: Recorder
+    previous: PreviousSave
+    exchange: Exchange
+    described: DescribedTree = dataclasses.field(init=False)
+    metadata: dict[str, Value] = dataclasses.field(default_factory=dict[str, Value])
+    contents: dict[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+    pieces: list[dict[str, bytes]] = dataclasses.field(default_factory=list[dict[str, bytes]])
+    decision: Decision = dataclasses.field(init=False)
+    boxes: Boxes = ()
+    # on rank 0
+    proposals: dict[int, RankProposal] = dataclasses.field(init=False)
+    replaced: str = ""
+    """The id of the save that is overwritten."""
+    values: dict[str, Value] = dataclasses.field(init=False)
 
     def run(self, tree: object, metadata: Mapping[str, object], lineage: LineageSource | None) -> AgreedSave | None:
         # 1. Describe this rank's tree

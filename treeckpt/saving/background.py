@@ -1,9 +1,8 @@
 """The background save: agree and stage in the caller's thread, write and commit in another one.
 
-A background save takes a thread that mostly waits: for the writer process, and for the other ranks' reports on the
-comm. It calls no collective. What takes long and holds the interpreter's lock (headers, manifest, index) is done by the
-writer process, which imports no torch. With lazy staging the copying is the thread's first task, beside the next
-forward and backward.
+That thread calls no collective and mostly waits, for the writer process and for the other ranks' reports: what takes
+long and holds the interpreter's lock (headers, manifest, index) is done by the writer process. With lazy staging the
+copying is the thread's first task, beside the next forward and backward.
 """
 
 from __future__ import annotations
@@ -59,11 +58,7 @@ def save_async_tree(
     metadata: Mapping[str, object],
     lineage: LineageSource | None = None,
 ) -> Pending:
-    """Starts to save a tree; see `treeckpt.save_async`.
-
-    Args:
-        lineage: gives the save of a manager its place in the run.
-    """
+    """Starts to save a tree; see `treeckpt.save_async`."""
     begin = time.perf_counter()
     _check_options(store, options)
     session = session_of(comm)
@@ -125,11 +120,7 @@ def _check_options(store: Store, options: SaveOptions) -> None:
 
 
 class _BackgroundSave:
-    """One save from the agreement to the end.
-
-    Args:
-        open_contexts: the span of the save and its heartbeats, which end with it.
-    """
+    """One save from the agreement to the end; `open_contexts`, its span and heartbeats, end with it."""
 
     def __init__(
         self,
@@ -209,14 +200,12 @@ class _BackgroundSave:
             self._pending.set_finished(report, error)
 
     def _new_writer(self, agreed: AgreedSave) -> ShardWriter:
-        store, info, plan, recorder = agreed.store, agreed.info, self._plan, agreed.recorder
-        if self._error is not None or self._lease is None:
-            return InlineWriter(store, info, plan, recorder, error=self._error)
-        arena, process, address = self._lease.arena, self._session.writer, self._address
-        if address is None:
-            return InlineWriter(store, info, plan, recorder, StagedShardSource(plan, arena.memory))
-        timeout = agreed.comm.timeout
-        return ProcessWriter(process, store, info, plan, recorder, arena, address, timeout=timeout)
+        plan, source = self._plan, None
+        if self._error is None and self._lease is not None:
+            if self._address is not None:
+                return ProcessWriter(self._session.writer, agreed, plan, self._lease.arena, self._address)
+            source = StagedShardSource(plan, self._lease.arena.memory)
+        return InlineWriter(agreed.store, agreed.info, plan, agreed.recorder, source, error=self._error)
 
     def give_up(self, error: BaseException) -> None:
         """Ends a save whose thread has not begun; its caller raises the error."""

@@ -1,7 +1,4 @@
-"""The messages that ranks exchange in a save, and what the coordinator concludes from them.
-
-Everything here is pure: nothing waits or opens a file.
-"""
+"""The messages that ranks exchange in a save, and what the coordinator concludes from them; nothing here waits."""
 
 from __future__ import annotations
 

@@ -77,12 +77,7 @@ def get_plan(comm: Comm, key: str, merged: GlobalTree | None, inventory: Invento
 def contested_boxes(
     comm: Comm, key: str, merged: GlobalTree | None, inventory: Inventory
 ) -> list[tuple[str, Region, int]]:
-    """Returns what several listed pieces of an array hold, as (path, box, bytes); kept as plans are.
-
-    Args:
-        merged: the global tree, if it was merged just now; None if it is kept, or all inventories are equal.
-        inventory: this rank's.
-    """
+    """Returns what several listed pieces of an array hold, as (path, box, bytes); arguments as for `get_plan`."""
     cached_boxes = comm.state.get(_ContestedBoxes)
     if cached_boxes is not None and cached_boxes.key == key:
         return cached_boxes.boxes

@@ -90,10 +90,7 @@ class ProcessChannel:
 
 
 def start_in_child(fd: int, parent: int) -> ProcessChannel:
-    """Prepares a new writer process, and returns its channel to the parent.
-
-    The process ignores signals that are meant for the training, runs at low priority, and ends with its parent.
-    """
+    """Has this new process ignore the training's signals, run at low priority and end with its parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):

@@ -45,11 +45,7 @@ def save_tree(
     metadata: Mapping[str, object],
     lineage: LineageSource | None = None,
 ) -> SaveReport:
-    """Saves a tree; see `treeckpt.save`.
-
-    Args:
-        lineage: gives the save of a manager its place in the run.
-    """
+    """Saves a tree; see `treeckpt.save`."""
     previous = previous_save(comm)
     recorder = Recorder(comm.rank)
     with gc_paused(), recorder.span("save"):

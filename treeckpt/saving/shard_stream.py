@@ -1,9 +1,8 @@
 """Streams a rank's shards to files, with their checksums.
 
-Entries are copied one after the other into page-aligned buffers of `BUFFER` bytes; full buffers go to a few threads
-that hash and write them while the next one is filled, so a save needs no more memory than those buffers. The header is
-written last, with the checksums. An upload takes bytes in order, so there the data is read twice: once for the
-checksums, and once to send it behind the header.
+Entries are copied one after the other into page-aligned buffers; full ones are hashed and written by a few threads
+while the next one is filled. The header is written last, with the checksums. An upload takes bytes in order, so there
+the data is read twice: once for the checksums, and once to send it behind the header.
 """
 
 from __future__ import annotations
@@ -104,7 +103,6 @@ class _BufferedWriter:
         self._start = 0  # where the buffer goes in the data area
 
     def append_memory(self, memory: HostMemory, nbytes: int) -> None:
-        """Appends a small array."""
         if nbytes >= BUFFER - self._filled:
             self.append(memory.array)
             return
@@ -112,11 +110,9 @@ class _BufferedWriter:
         self._filled += nbytes
 
     def remaining(self) -> np.ndarray:
-        """Returns the free part of the buffer that is being filled."""
         return self._bytes[self._filled :]
 
     def advance(self, nbytes: int) -> None:
-        """Takes the front of `remaining` as filled."""
         self._filled += nbytes
         if self._filled == BUFFER:
             self._submit(self._buffer, BUFFER, self._free)
@@ -124,7 +120,6 @@ class _BufferedWriter:
             self._take_buffer()
 
     def append(self, data: np.ndarray) -> None:
-        """Appends the elements of an array, in C order."""
         if data.flags.c_contiguous:
             self._append_bytes(data.reshape(-1).view(np.uint8))
             return

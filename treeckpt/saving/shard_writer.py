@@ -1,7 +1,4 @@
-"""`ShardWriter`, which writes one rank's shards and on rank 0 publishes the index, and its form in this process.
-
-`ProcessWriter`, in `writer_process`, is the other form: it has the writer process do the same with the same functions.
-"""
+"""`ShardWriter`, and `InlineWriter`, which writes in this process; `writer_process.ProcessWriter` is the other form."""
 
 from __future__ import annotations
 
@@ -93,8 +90,7 @@ class InlineWriter:
     """Writes in this process.
 
     Args:
-        plan: None if this rank has none; `error` says why.
-        source: the bytes of arrays; None where `error` says why there are none.
+        plan, source: None if this rank has none; `error` says why.
         on_progress: called with the bytes written so far, now and then.
     """
 

@@ -1,9 +1,8 @@
 """Copies the bytes of a rank's shards into staging memory, as they will be in the files.
 
-A plan says which regions of which leaves a rank writes, in order, so staging is writing the data areas to memory: views
-give only their bytes, tied leaves are there once, replicas only this rank's part. Small leaves are copied one after the
-other by the caller, large contiguous ones by a few threads, for one thread does not reach the memory's bandwidth. What
-lies on a device, or is lazily transformed, is copied by its own library where it can (`copy_to`).
+Small leaves are copied one after the other by the caller, large contiguous ones by a few threads, for one thread does
+not reach the memory's bandwidth. What lies on a device, or is lazily transformed, is copied by its own library where it
+can (`copy_to`).
 """
 
 from __future__ import annotations
@@ -76,19 +75,15 @@ class _MemorySink:
         self._memory, self._delayed, self._filled = memory, delayed, 0
 
     def append_memory(self, memory: HostMemory, nbytes: int) -> None:
-        """Appends a small array."""
         self.append(memory.array)
 
     def remaining(self) -> np.ndarray:
-        """Returns all that is left."""
         return self._memory[self._filled :]
 
     def advance(self, nbytes: int) -> None:
-        """Takes the front of `remaining` as filled."""
         self._filled += nbytes
 
     def append(self, data: np.ndarray) -> None:
-        """Appends the elements of an array, in C order."""
         start, self._filled = self._filled, self._filled + data.nbytes
         target = self._memory[start : self._filled]
         if data.flags.c_contiguous:
@@ -169,5 +164,4 @@ class StagedShardSource:
             self._pieces.append(SourcePiece(whole, HostArray(memory[start : start + file.nbytes])))
 
     def pieces(self, leaf: int) -> Sequence[SourcePiece]:
-        """Returns the data area of a file, by the file's number."""
         return self._pieces[leaf : leaf + 1]

@@ -1,9 +1,8 @@
 """Staging memory: page-aligned, populated ahead, reused from save to save, shared with the writer process.
 
-An arena is one anonymous file in memory, mapped whole: the writer process gets its descriptor once, whatever the number
-of leaves. A save leases an arena for itself, so two saves never share bytes. The pool leases the smallest free arena
-that is large enough, and creates a new one in the place of a free one that is too small, or was more than twice as
-large as needed for `UNDERUSED_LEASES` leases in a row.
+An arena is one anonymous file in memory, mapped whole: the writer process gets its descriptor once. A save leases an
+arena for itself. The pool leases the smallest free arena that is large enough, and creates a new one in the place of a
+free one that is too small, or was more than twice as large as needed for `UNDERUSED_LEASES` leases in a row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The writer process's side: the requests that it takes, and the server that answers them.
 
-It gets the description of a save, the plan, and the number of an arena that holds the data areas of the files; it
-builds header, manifest and index itself, and answers with small messages. Plans and arenas are sent once, so that a
-warm save needs little more than its description.
+It gets the description of a save, the plan, and the number of an arena that holds the data areas of the files, and
+builds header, manifest and index itself. Plans and arenas are sent once.
 """
 
 from __future__ import annotations

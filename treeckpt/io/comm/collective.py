@@ -1,9 +1,8 @@
 """Collective steps of all ranks: every rank reports, rank 0 concludes, and every rank gets the result or raises.
 
-`Exchange` carries out several such steps in one round; `from_rank0`, `gather_errors` and `all_gather` are calls of one
-step. Only rank 0 reads the disk in `from_rank0`, so ranks cannot disagree about what is there, even if one rank's view
-of a network file system is stale. A rank that does not call in time is named in the error that the others raise.
-`gather_results` and `from_rank` do the same through an all-gather of the caller's, as of a process group.
+`Exchange` carries out such steps in one round; `from_rank0`, `gather_errors` and `all_gather` are calls of one step. A
+rank that does not call in time is named in the error that the others raise. `gather_results` and `from_rank` do the
+same through an all-gather of the caller's, as of a process group.
 """
 
 from __future__ import annotations
@@ -161,9 +160,11 @@ def _report_of(work: Callable[[], bytes] | None, rank: int) -> tuple[_Report, Ex
 def from_rank0(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -> T:
     """Returns the result of `answer()` on rank 0, on every rank.
 
+    Only rank 0 reads the disk, so ranks cannot disagree about what is there, even if one rank's view of a network file
+    system is stale.
+
     Args:
-        topic: for errors: a path, and the name of the call.
-        kind: the type of the result, one that msgspec can decode.
+        topic, kind: as for `Exchange` and `Exchange.step`.
 
     Raises:
         TreeckptError: what `answer` raised on rank 0.
@@ -176,11 +177,7 @@ def from_rank0(comm: Comm, topic: str, answer: Callable[[], T], kind: type[T]) -
 
 
 def gather_errors(comm: Comm, topic: str, error: Exception | None) -> tuple[Fault, ...]:
-    """Returns every rank's failure, on every rank; long waits are not logged.
-
-    Args:
-        error: this rank's own.
-    """
+    """Returns every rank's failure, this rank's being `error`, on every rank; long waits are not logged."""
     fault = to_fault(error, comm.rank) if error is not None else None
     if comm.size == 1:
         return (fault,) if fault is not None else ()
@@ -189,14 +186,10 @@ def gather_errors(comm: Comm, topic: str, error: Exception | None) -> tuple[Faul
 
 
 def all_gather(comm: Comm, topic: str, work: Callable[[], T], kind: type[T]) -> list[T]:
-    """Returns the results of `work()` on all ranks, by rank, on every rank.
-
-    Args:
-        kind: the type of a result, one that msgspec can decode.
+    """Returns the results of `work()`, of type `kind`, on all ranks, by rank, on every rank.
 
     Raises:
-        TreeckptError: what `work` raised here.
-        RankError: it failed on other ranks, or ranks did not answer.
+        TreeckptError, RankError: as `Exchange.step`.
     """
     if comm.size == 1:
         return [work()]

@@ -1,8 +1,7 @@
 """Message exchange between ranks over a key-value store, without collectives of the user's process groups.
 
-A comm only posts, awaits and removes messages by key. `io.comm.rounds` defines the order of the messages and which
-save they belong to. `TorchComm` uses a clone of torch.distributed's Store (a connection of its own), so a wait never
-blocks the training's use of that Store.
+A comm posts, awaits and removes messages by key; `rounds` defines their order and the save that they belong to.
+`TorchComm` uses a clone of torch.distributed's Store, so a wait never blocks the training's use of that Store.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class HierarchicalComm(Comm, Protocol):
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
-        """Sizes of the nested groups (`io.comm.fanout`); empty where every rank exchanges messages with rank 0."""
+        """Sizes of the nested groups (`fanout`); empty where every rank exchanges messages with rank 0."""
         ...
 
     def leader_store(self, leader: int) -> MessageStore:
@@ -120,10 +119,9 @@ class SoloComm:
 
 
 class PrefixComm:
-    """A comm with a prefix before all keys, which keeps the messages of its user apart from those of others.
+    """A comm with a prefix before all keys, so that a background save and the manager can use one comm at a time.
 
-    So a background save and the manager can exchange messages at the same time, each in rounds of its own. Two objects
-    of one comm with the same prefix share messages and state.
+    Two objects of one comm with the same prefix share messages and state.
     """
 
     def __init__(self, comm: Comm, prefix: str) -> None:
@@ -174,11 +172,7 @@ class ThreadComm:
 
 
 def thread_comms(size: int, *, timeout: float = TIMEOUT, group_sizes: tuple[int, ...] = ()) -> list[ThreadComm]:
-    """Returns connected comms for `size` threads, by rank.
-
-    Args:
-        group_sizes: sizes of the nested groups whose leaders pass messages on (`io.comm.fanout`).
-    """
+    """Returns connected comms for `size` threads, by rank; `group_sizes` as for `TorchComm`."""
     leaders = {0, *(rank for rank in range(size) if is_leader(rank, size, group_sizes))}
     stores = {leader: ThreadMessageStore() for leader in leaders}
     return [ThreadComm(rank, size, stores, timeout, group_sizes) for rank in range(size)]
@@ -190,10 +184,9 @@ class TorchComm:
     Args:
         store: any torch.distributed Store; `default_comm` passes a clone of the default group's.
         timeout: seconds.
-        prefix: is put before all keys, which keeps several comms on one store apart.
+        prefix: of all keys, which keeps several comms on one store apart.
         members: the global rank of each rank, where the comm has only some ranks of the default group.
-        group_sizes: sizes of the nested groups whose leaders pass messages on (`io.comm.fanout`); by default chosen
-            by the world size.
+        group_sizes: of the nested groups whose leaders pass messages on (`fanout`); by default by the world size.
     """
 
     def __init__(
@@ -249,7 +242,7 @@ class TorchComm:
 
 
 def default_comm() -> Comm:
-    """Returns the comm of this process: over torch.distributed's default group if that is initialised, else a solo one.
+    """Returns the comm of torch.distributed's default group if that is initialised, else a solo one.
 
     It is cached per Store of the default group, so that ranks count their saves alike and a new group starts anew.
     """
@@ -266,17 +259,13 @@ def _world_size() -> int:
 
 
 def comm_of(group: Any) -> Comm:
-    """Returns the comm of a process group of torch.distributed: only the ranks of that group save and load.
+    """Returns the comm of a process group of torch.distributed, or of the default group for None.
 
     It sends messages over the default group's Store under a prefix of its own. Of the group only the name and the
     ranks are read, so no collective is issued. Rank i of the comm is rank i of the group.
 
-    Args:
-        group: as `dist.new_group` or `DeviceMesh.get_group` returns it; None is the default group.
-
     Raises:
-        RankError: this rank is not part of the group.
-        TreeckptError: `group` is no process group.
+        RankError, TreeckptError: as `check_group`.
     """
     import torch.distributed as dist
 
@@ -325,8 +314,7 @@ def as_comm(comm: Any, *, sends_messages: bool = True) -> Comm:
     """Returns the comm that the `comm` argument of a public function stands for.
 
     Args:
-        comm: a comm; a process group; "alone"; or None for the default group, or this process alone where there is no
-            such group.
+        comm: a comm, a process group, "alone", or None for the default group (this process alone where there is none).
         sends_messages: whether the call exchanges messages. Most loads do not: they need only rank and world size.
 
     Raises:

@@ -1,9 +1,8 @@
 """Message stores: in memory, and over torch.distributed's Store: the one of all ranks, and those that leaders serve.
 
-A leader serves a TCPStore of its own for the ranks that it leads, where the common Store is a TCPStore, and posts its
-address in the common one; so in a large world no server has more than some dozens of clients that wait. A rank that
-cannot connect to its leader's store (a firewall, for instance) falls back to the common Store, which the leader also
-reads while a message is missing.
+Where the common Store is a TCPStore, a leader serves another one for the ranks that it leads, and posts its address in
+the common one; so no server has more than some dozens of clients that wait. A rank that cannot connect to its leader's
+store (a firewall, for instance) falls back to the common Store, which the leader also reads while a message is missing.
 """
 
 from __future__ import annotations
@@ -105,10 +104,9 @@ def _store_error(error: RuntimeError, server: int) -> RankError:
 
 
 class _TimeLimitedStore:
-    """A leader's Store with a time limit for every call.
+    """A leader's Store with a time limit for every call: torch's client waits for ever for a machine that vanished.
 
-    Calls of torch's own client wait for ever where the server's machine has vanished. They run in a daemon thread,
-    which does not keep the process from ending, as those of an executor would.
+    Calls run in a daemon thread, which does not keep the process from ending, as those of an executor would.
     """
 
     def __init__(self, store: Any, limit: float) -> None:
