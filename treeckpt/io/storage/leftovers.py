@@ -1,10 +1,9 @@
 """Finds, lists and removes the files that dead saves left in a checkpoint's directory.
 
 What may be removed is decided by `core.analysis.deletion`. A save clears its path before it writes and, where the store
-cannot refuse to replace an index that is newer than the one it knows, once more when it has ended: of two saves that
-end at the same moment the later one finds both ended, and removes what the index does not name. An index is read only
-after the progress records were read, so a save that has been committed meanwhile is never taken for one that was
-replaced.
+has no conditional write, once more when it has ended: of two saves that end at the same moment the later one finds both
+ended, and removes what the index does not name. An index is read only after the progress records were read, so a save
+that has been committed meanwhile is never taken for one that was replaced.
 """
 
 from __future__ import annotations

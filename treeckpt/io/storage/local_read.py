@@ -44,9 +44,7 @@ def open_regular(path: Path, flags: int = 0) -> int:
     flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_NONBLOCK)
-    except (
-        BlockingIOError
-    ):  # another process holds a lease, e.g. a Samba server; a blocking open waits until it is released
+    except BlockingIOError:  # another process, such as a Samba server, holds a lease; a blocking open waits for it
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise
         fd = os.open(path, flags)
@@ -94,8 +92,10 @@ class LocalReader:
             CorruptError: the file ends before.
             OSError: it cannot be read; with its name.
         """
+        cached = shared or len(out) < DIRECT or is_cached(self._fd, offset, len(out))
         try:
-            self._fill(offset, out, shared)
+            filled = 0 if cached else self._from_device(offset, out)
+            self._copy(offset + filled, [out[filled:]], len(out) - filled)
         except OSError as error:
             error.filename = str(self._path)
             raise
@@ -104,8 +104,7 @@ class LocalReader:
         """Fills several buffers one after the other from the page cache; returns False if not all bytes are cached.
 
         Raises:
-            CorruptError: the file ends before.
-            OSError: it cannot be read; with its name.
+            CorruptError, OSError: as `read_into`.
         """
         nbytes = sum(map(len, parts))
         if not is_cached(self._fd, offset, nbytes):
@@ -123,11 +122,6 @@ class LocalReader:
         assert self._maps is not None, "set in __init__"
         with self._maps.mapped(offset, nbytes, fetch=fetch) as memory:  # this generator keeps the reader open meanwhile
             yield memory
-
-    def _fill(self, offset: int, out: memoryview, shared: bool) -> None:
-        cached = shared or len(out) < DIRECT or is_cached(self._fd, offset, len(out))
-        filled = 0 if cached else self._from_device(offset, out)
-        self._copy(offset + filled, [out[filled:]], len(out) - filled)
 
     def _copy(self, offset: int, parts: Sequence[memoryview], nbytes: int) -> None:
         """Reads through the page cache."""

@@ -17,12 +17,7 @@ __all__ = ["decode_and_check", "read_index", "read_index_bytes", "read_timings",
 
 
 def read_index(store: Store) -> Index:
-    """Returns the index of a checkpoint.
-
-    Raises:
-        CheckpointNotFound: there is none; says whether shards are there.
-        CorruptError, FormatError: it is not as it was written, or lists far more than the files there can hold.
-    """
+    """Returns the index of a checkpoint; raises as `read_index_bytes` and `decode_and_check`."""
     return decode_and_check(store, read_index_bytes(store))
 
 

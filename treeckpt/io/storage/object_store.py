@@ -2,10 +2,8 @@
 
 A directory is a prefix: it exists as long as it has an object. Shards are uploaded in parts and become visible when
 complete; the index is published by a conditional write, so of several saves to one path exactly one is committed. A
-crash leaves no object, only parts of an upload that never ends: they cost money until the bucket's rule for incomplete
-multipart uploads removes them (obstore cannot list them).
-
-A whole run is listed by pages of its objects, not directory by directory.
+crash leaves parts of an upload that never ends: they cost money until the bucket's rule for incomplete multipart
+uploads removes them (obstore cannot list them). A run is listed by pages of its objects, not directory by directory.
 """
 
 from __future__ import annotations
@@ -16,10 +14,11 @@ import pickle
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ...errors import CheckpointExists, CorruptError, StoreError
-from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectInfo, ObjectListing, split_url
+from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectListing, check_path, split_url
 from .fsspec import open_fsspec
 from .multipart import SINGLE_PUT_LIMIT, MultipartWriter, SinglePutWriter
 from .obstore import ObstoreBucket
@@ -39,7 +38,9 @@ def open_bucket(url: str, options: Mapping[str, Any]) -> tuple[ObjectBucket, str
 
     Raises:
         StoreError: the URL's scheme is not known, its library is not installed, or an option is wrong.
+        CheckpointError: it contains what no URL can.
     """
+    check_path(url)
     if url.partition("://")[0] in OBJECT_SCHEMES:
         root, key = split_url(url)
         return ObstoreBucket(root, options), key
@@ -74,7 +75,7 @@ class ObjectStore:
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_store, (self.url, dict(self._bucket.options))
+        return partial(ObjectStore, self.url, **self._bucket.options), ()
 
     @property
     def url(self) -> str:
@@ -107,7 +108,7 @@ class ObjectStore:
     def entries(self) -> dict[str, DirectoryEntry]:
         """Lists the direct children of the prefix, by name."""
         listing = self._bucket.list(self._prefix)
-        found = {name: _entry(info) for name, info in files_below(listing, self._prefix).items()}
+        found = files_below(listing, self._prefix)
         for key in listing.folders:
             found.setdefault(key.rpartition("/")[2], DirectoryEntry(0, 0, regular=False))
         if not found and self._seen:
@@ -193,15 +194,7 @@ class ObjectStore:
             raise self._exists(name) from error
 
     def compare_and_swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
-        """Replaces a file by a conditional write if its content is as expected; creates it if there is none.
-
-        Args:
-            holds: whether this content may be replaced.
-            limit: the size of the present content in bytes, at most.
-
-        Raises:
-            CheckpointExists: the content is another one, or was replaced meanwhile.
-        """
+        """Does it by a conditional write; see `SupportsCompareAndSwap`."""
         key = self._key(name)
         try:
             found, tag = self._bucket.read(key, limit)
@@ -284,13 +277,13 @@ class ObjectRun:
     def folders(self) -> list[ObjectFolder]:
         """Returns all directories with their content, by one listing of the whole run."""
         entries: dict[str, dict[str, DirectoryEntry]] = {}
-        for found in self._bucket.walk(self._prefix):
-            if not _is_below(found.key, self._prefix):
+        for key, entry in self._bucket.walk(self._prefix):
+            if not _is_below(key, self._prefix):
                 continue
-            name, _, rest = found.key[len(self._prefix) :].lstrip("/").partition("/")
+            name, _, rest = key[len(self._prefix) :].lstrip("/").partition("/")
             if rest and _is_plain(name) and not name.startswith("."):
                 inner, _, deeper = rest.partition("/")
-                entries.setdefault(name, {})[inner] = DirectoryEntry(0, 0, regular=False) if deeper else _entry(found)
+                entries.setdefault(name, {})[inner] = DirectoryEntry(0, 0, regular=False) if deeper else entry
         return [ObjectFolder(self._store(name), entries[name]) for name in sorted(entries)]
 
 
@@ -298,10 +291,6 @@ def open_address(address: bytes) -> ObjectStore:
     """Opens the store of an `ObjectStore.address` in a writer process; copies the credentials into its environment."""
     url, options, env = pickle.loads(address)  # safe: it comes from the parent process over a private socket
     os.environ.update(env)
-    return ObjectStore(url, **options)
-
-
-def _open_store(url: str, options: Mapping[str, Any]) -> ObjectStore:
     return ObjectStore(url, **options)
 
 
@@ -313,11 +302,7 @@ def _is_below(key: str, prefix: str) -> bool:
     return not prefix or key.startswith(f"{prefix}/")
 
 
-def files_below(listing: ObjectListing, prefix: str) -> dict[str, ObjectInfo]:
+def files_below(listing: ObjectListing, prefix: str) -> dict[str, DirectoryEntry]:
     """Returns the objects directly below a prefix by name; other keys, which some services list too, are left out."""
-    names = {info.key[len(prefix) :].lstrip("/"): info for info in listing.files if _is_below(info.key, prefix)}
-    return {name: info for name, info in names.items() if _is_plain(name)}
-
-
-def _entry(found: ObjectInfo) -> DirectoryEntry:
-    return DirectoryEntry(found.nbytes, found.modified_ns, found.number)
+    names = {key[len(prefix) :].lstrip("/"): entry for key, entry in listing.files.items() if _is_below(key, prefix)}
+    return {name: entry for name, entry in names.items() if _is_plain(name)}

@@ -62,10 +62,7 @@ def replace_file(store: Store, name: str, data: bytes) -> None:
 
 
 def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
-    """Reads the progress records among a directory's files, ordered by save and rank; unreadable ones are skipped.
-
-    A save that was killed leaves its record: `updated_ns` says how old it is.
-    """
+    """Reads the progress records among a directory's files, ordered by save and rank; unreadable ones are skipped."""
     found: list[Progress] = []
     for name in names:
         parsed = parse_progress_name(name)

@@ -39,9 +39,9 @@ class DirectoryEntry(msgspec.Struct, frozen=True):
 
     nbytes: int
     modified_ns: int
-    """Unix time of the last write, by the clock of the file server or service."""
+    """Unix time of the last write, by the clock of the file server or service; 0 if not known."""
     number: int = 0
-    """Another number for another file of the same name, as an inode."""
+    """Another number for another file of the same name, as an inode or a hash of the ETag."""
     regular: bool = True
     """Whether it is a regular file, not a directory, link or pipe."""
 

@@ -136,13 +136,10 @@ def open_shard(
 
 
 def check_blocks(store: Store, shard: OpenedShard, start: int, data: memoryview) -> None:
-    """Compares data with the checksums of its blocks.
+    """Compares data with the checksums of its blocks; raises CorruptError for the first that differs.
 
     Args:
         start: where the data starts in the data area, in bytes; a multiple of the block.
-
-    Raises:
-        CorruptError: a block differs.
     """
     for at in range(0, len(data), shard.block):
         block = data[at : at + shard.block]
@@ -207,11 +204,7 @@ def aligned_range(shard: OpenedShard, start: int, stop: int, *, verify: bool) ->
 
 
 def read_range(store: Store, wanted: ByteRange, out: memoryview, *, verify: bool, shared: bool = False) -> None:
-    """Fills `out` with a range.
-
-    Raises:
-        CorruptError: with `verify`, a block differs from its checksum.
-    """
+    """Fills `out` with a range; with `verify`, raises CorruptError for a block that differs from its checksum."""
     file = wanted.shard.file
     store.read_into(file.name, file.header + wanted.start, out, shared=shared)
     if verify:

@@ -1,8 +1,7 @@
 """The store of one checkpoint: a flat directory of named files, local or in memory (`object_store` has it for objects).
 
 A store writes large files in place under names that no other save uses, and publishes small files atomically. A shard
-is durable after `Writer.commit`, a published file when `publish` returns. Local shards are written with O_DIRECT where
-the file system supports it, so that a save neither waits for nor fills the page cache.
+is durable after `Writer.commit`, a published file when `publish` returns.
 """
 
 from __future__ import annotations
@@ -72,10 +71,8 @@ class Store(Protocol):
     def read(self, name: str, *, limit: int) -> bytes:
         """Reads a whole small text file.
 
-        A large file with zero bytes in it, such as a sparse file, is refused as soon as they are read.
-
         Raises:
-            CorruptError: it is longer than `limit` bytes.
+            CorruptError: it is longer than `limit` bytes, or large with zero bytes in it, such as a sparse file.
             FileNotFoundError: there is no such file.
         """
         ...
@@ -84,8 +81,7 @@ class Store(Protocol):
         """Fills `out` from the file.
 
         Args:
-            shared: keeps the bytes in the page cache, because they will be read again soon, here or by another process
-                of this host.
+            shared: keeps the bytes in the page cache, for other reads on this host soon.
 
         Raises:
             CorruptError: the file ends before.
@@ -93,10 +89,7 @@ class Store(Protocol):
         ...
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Fills several buffers, one after the other, if the bytes are cached in memory.
-
-        Returns:
-            False, with nothing read, if the bytes are not cached or if that is not known.
+        """Fills several buffers one after the other; returns False, with nothing read, if the bytes are not cached.
 
         Raises:
             CorruptError: the file ends before.
@@ -156,8 +149,7 @@ class SupportsMappedReads(Protocol):
         """Gives bytes of a file as memory while the body runs; None if they are not cached or cannot be mapped.
 
         Args:
-            fetch: reads the bytes into the page cache, because they will be read again soon, here or by another process
-                of this host.
+            fetch: reads the bytes into the page cache, as `shared` of `Store.read_into`.
         """
         ...
 
@@ -240,7 +232,6 @@ class LocalStore:
             os.close(fd)
 
     def close(self) -> None:
-        """Closes the files that reads have opened; those that are being read are closed when the read is done."""
         self._readers.close()
 
     def create(self, name: str, nbytes: int) -> Writer:
