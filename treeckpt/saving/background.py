@@ -100,11 +100,7 @@ def save_async_tree(
 
 
 def _check_options(store: Store, options: SaveOptions) -> None:
-    """Refuses unknown choices, and a timeout within which no rank can answer: the writer would be reported as silent.
-
-    Raises:
-        TreeckptError: naming the option.
-    """
+    """Raises TreeckptError for unknown choices, and for a timeout within which no rank can answer."""
     choices = {"busy": BusyPolicy, "staging": StagingMode, "writer": WriterKind}
     for name, literal in choices.items():
         if (value := getattr(options, name)) not in get_args(literal):

@@ -120,11 +120,7 @@ class CommitResult(msgspec.Struct, array_like=True):
 
 
 def check_arguments(proposals: Mapping[int, RankProposal]) -> None:
-    """Refuses calls of save that contradict each other.
-
-    Raises:
-        MismatchError: naming the argument and the rank.
-    """
+    """Raises MismatchError, naming the argument and the rank, for calls of save that contradict each other."""
     first = proposals[0]
     expected = {"path": first.path, **msgspec.structs.asdict(first.options)}
     for rank, proposal in proposals.items():
@@ -151,11 +147,7 @@ def check_arguments(proposals: Mapping[int, RankProposal]) -> None:
 
 
 def check_idle(proposals: Mapping[int, RankProposal]) -> None:
-    """Refuses to begin while a rank is still busy with an earlier save.
-
-    Raises:
-        CheckpointError: naming that save and the rank.
-    """
+    """Raises CheckpointError, naming the save and the rank, while a rank is still busy with an earlier save."""
     for rank, proposal in proposals.items():
         if proposal.running:
             raise CheckpointError(
@@ -191,11 +183,7 @@ def json_digest(value: object) -> bytes:
 
 
 def conflicting_ranks(pieces: Mapping[int, Mapping[bytes, bytes]]) -> set[int]:
-    """Returns ranks that hold the same pieces with different contents, one for each content.
-
-    Args:
-        pieces: `digest_groups` of every rank.
-    """
+    """Returns ranks that hold the same pieces with different contents by `digest_groups`, one for each content."""
     holders: dict[bytes, dict[bytes, int]] = {}
     for rank, groups in sorted(pieces.items()):
         for keys, contents in groups.items():
@@ -225,11 +213,7 @@ def compare_contents(contents: Mapping[int, Mapping[str, bytes]]) -> None:
 
 
 def compare_boxes(boxes: Sequence[tuple[str, Region]], found: Mapping[int, BoxDigests]) -> None:
-    """Compares what pieces have in common.
-
-    Raises:
-        MismatchError: naming the box and the ranks.
-    """
+    """Compares what pieces have in common; raises MismatchError, naming the box and the ranks, where it differs."""
     seen: dict[int, tuple[int, bytes]] = {}
     for rank, own in sorted(found.items()):
         for number, content in own:

@@ -97,11 +97,7 @@ def _replicated_tree(comm: Comm, inventory: Inventory) -> GlobalTree:
 
 
 def compute_plan(key: str, global_tree: GlobalTree, rank: int, max_shard_bytes: int) -> GlobalPlan:
-    """Computes the plan of a global tree: the same on every rank, and in every process.
-
-    Raises:
-        LayoutError: pieces that do not make up their array.
-    """
+    """Computes the plan of a global tree, the same in every process; raises LayoutError as `get_plan`."""
     arrays = array_leaves(global_tree)
     leaves = [leaf for _, leaf in arrays]
     shares = assign_writers(leaves)

@@ -66,10 +66,7 @@ def save_tree(
 
 
 def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> None:
-    """Reports what this rank has written, and completes the save on all ranks.
-
-    Args:
-        report: from `ShardWriter.write`.
+    """Reports what this rank has written, as `ShardWriter.write` returned it, and completes the save on all ranks.
 
     Raises:
         TreeckptError: the save failed; on every rank.

@@ -55,14 +55,11 @@ class ShardWriter(Protocol):
         ...
 
     def commit(self, reports: Mapping[int, bytes], lost: Mapping[int, str]) -> bytes:
-        """On rank 0: commits the save if all ranks have written, and removes nothing else.
+        """On rank 0: commits the save if all ranks have written; returns the encoded `CommitResult`.
 
         Args:
             reports: the encoded `WriteReport` of each rank.
             lost: ranks that fell silent, and what is known of each.
-
-        Returns:
-            The encoded `CommitResult`.
         """
         ...
 
@@ -190,8 +187,7 @@ class InlineWriter:
     def withdraw(self, error: BaseException) -> None:
         """Removes what was written, unless the save is committed, or others may still commit it.
 
-        Args:
-            error: why; the coordinator writes it to the timings, so the files of other ranks count as left over.
+        The coordinator writes `error` to the timings, so the files of other ranks count as left over.
         """
         info, plan = self._info, self._plan
         self.end()

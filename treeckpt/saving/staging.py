@@ -65,11 +65,7 @@ ByteCopy = tuple[np.ndarray, np.ndarray]
 
 
 class _MemorySink:
-    """Memory that is filled from the front.
-
-    Args:
-        delayed: gets the large copies, to be executed later; None where the source is gone by then.
-    """
+    """Memory that is filled from the front. `delayed` gets large copies; None where the source is soon gone."""
 
     def __init__(self, memory: np.ndarray, delayed: list[ByteCopy] | None) -> None:
         self._memory, self._delayed, self._filled = memory, delayed, 0
@@ -97,11 +93,7 @@ class _MemorySink:
 
 
 def stage(source: ShardSource, memory: np.ndarray) -> None:
-    """Copies what a rank writes.
-
-    Args:
-        memory: uint8[n], as many bytes as `area_offsets` gives for the files.
-    """
+    """Copies what a rank writes to `memory`, uint8[n], as many bytes as `area_offsets` gives for the files."""
     delayed: list[ByteCopy] = []
     device_copies: list[Callable[[], None]] = []
     offsets, _ = area_offsets([file.nbytes for file in source.files])
@@ -147,11 +139,7 @@ def _stage_entry(
 
 
 class StagedShardSource:
-    """Shards out of staging memory, where each data area is one entry.
-
-    Args:
-        memory: as `stage` has filled it.
-    """
+    """Shards out of staging memory, filled by `stage`, where each data area is one entry."""
 
     def __init__(self, plan: GlobalPlan, memory: np.ndarray) -> None:
         sizes = [file.nbytes for file in plan.own.files]

@@ -66,11 +66,7 @@ def _anonymous_file(nbytes: int) -> int:
 
 
 class Arena:
-    """One block of shared memory.
-
-    Args:
-        pin: pins it for a device.
-    """
+    """One block of shared memory, pinned for a device by `pin`."""
 
     _numbers = itertools.count()
 
@@ -155,11 +151,7 @@ class Lease:
 
 
 class ArenaPool:
-    """The arenas of a process.
-
-    Args:
-        on_close: called with the number of each arena that is closed.
-    """
+    """The arenas of a process; `on_close` is called with the number of each arena that is closed."""
 
     def __init__(self, *, on_close: Callable[[int], object] | None = None) -> None:
         self._arenas: list[Arena] = []

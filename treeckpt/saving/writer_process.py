@@ -88,11 +88,7 @@ class WriterProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Starts the process if none is running.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Starts the process if none is running; raises OSError if it cannot."""
         if self.alive:
             return
         self.end()

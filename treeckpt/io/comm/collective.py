@@ -186,11 +186,7 @@ def gather_errors(comm: Comm, topic: str, error: Exception | None) -> tuple[Faul
 
 
 def all_gather(comm: Comm, topic: str, work: Callable[[], T], kind: type[T]) -> list[T]:
-    """Returns the results of `work()`, of type `kind`, on all ranks, by rank, on every rank.
-
-    Raises:
-        TreeckptError, RankError: as `Exchange.step`.
-    """
+    """Returns the results of `work()`, of type `kind`, on all ranks, by rank, on every rank. Raises as a step."""
     if comm.size == 1:
         return [work()]
     with Exchange(comm, topic) as exchange:

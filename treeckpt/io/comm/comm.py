@@ -98,11 +98,7 @@ class HierarchicalComm(Comm, Protocol):
 
 
 class SoloComm:
-    """The comm of a single rank: it sends nothing.
-
-    Args:
-        members: the rank's number in the default process group, where there is one.
-    """
+    """The comm of a single rank: it sends nothing. `members` holds its number in the default group, if there is one."""
 
     def __init__(self, members: tuple[int] | None = None) -> None:
         self.rank, self.size, self.timeout, self.members = 0, 1, TIMEOUT, members
@@ -262,10 +258,7 @@ def comm_of(group: Any) -> Comm:
     """Returns the comm of a process group of torch.distributed, or of the default group for None.
 
     It sends messages over the default group's Store under a prefix of its own. Of the group only the name and the
-    ranks are read, so no collective is issued. Rank i of the comm is rank i of the group.
-
-    Raises:
-        RankError, TreeckptError: as `check_group`.
+    ranks are read, so no collective is issued. Rank i of the comm is rank i of the group. Raises as `check_group`.
     """
     import torch.distributed as dist
 

@@ -53,11 +53,7 @@ class ThreadMessageStore:
 
 
 class TorchMessageStore:
-    """Messages in a Store, under a prefix.
-
-    Args:
-        server: the rank that serves the Store, for errors.
-    """
+    """Messages in a Store that rank `server` serves, under a prefix."""
 
     def __init__(self, store: Any, prefix: str, server: int = 0) -> None:
         self.store, self.prefix, self.server = store, prefix, server
@@ -154,12 +150,7 @@ def _run_calls(calls: queue.SimpleQueue[Any]) -> None:
 
 
 class LeaderStore:
-    """The message store that this rank serves as a leader, with a fallback for ranks that cannot connect to it.
-
-    Args:
-        own: served by this rank.
-        fallback: in the common Store.
-    """
+    """The store that this rank serves as leader; ranks that cannot connect to it use `fallback`, in the common one."""
 
     def __init__(self, own: TorchMessageStore, fallback: TorchMessageStore) -> None:
         self.own, self._fallback, self._fallback_used = own, fallback, False
@@ -189,11 +180,7 @@ class LeaderStore:
 
 
 def serve_leader_store(common: TorchMessageStore, leader: int) -> LeaderStore | TorchMessageStore:
-    """Serves this rank's own store and posts its address in the common one; where it cannot, returns the fallback.
-
-    Raises:
-        RankError: the common store cannot be reached.
-    """
+    """Serves this rank's own store and posts its address in the common one; where it cannot, returns the fallback."""
     fallback = common.fallback(leader)
     try:
         server = _new_server(common.store)

@@ -29,10 +29,6 @@ _BY_BOTO3 = ("sso_session", "sso_start_url", "role_arn", "credential_process", "
 def s3_options(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """Returns the options together with the credentials, region and endpoint of the profile.
 
-    Args:
-        url: for messages.
-        env: the environment.
-
     Raises:
         StoreError: the profile that AWS_PROFILE names does not exist, or needs boto3.
     """
@@ -57,11 +53,7 @@ def s3_options(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
 
 
 def check_instance(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    """Raises StoreError at once if there are no credentials; obstore would ask the instance for a minute.
-
-    Args:
-        options: the result of `s3_options`.
-    """
+    """Raises StoreError if there are no credentials; obstore would ask for those of an instance for a minute."""
     if any(name in options for name in _GIVEN) or any(name in env for name in (*_BEFORE, *_AFTER)):
         return
     place = urlsplit(options.get("metadata_endpoint") or env.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254")

@@ -30,11 +30,7 @@ class Replaced(CheckpointError):
 
 
 class Checkpoint:
-    """One version of a checkpoint.
-
-    Args:
-        index: the decoded index, where the caller has it already.
-    """
+    """One version of a checkpoint; `index` is given where the caller has decoded it already."""
 
     def __init__(self, store: Store, index: Index | None = None) -> None:
         self.store, self.url = store, store.url
@@ -74,11 +70,7 @@ class Checkpoint:
         return self._checksums[file.name]
 
     def is_replaced(self) -> bool:
-        """Whether another index has been published since this one was read.
-
-        Raises:
-            CheckpointNotFound: there is no index any more.
-        """
+        """Whether another index was published since this one was read; raises CheckpointNotFound if none is left."""
         if self._index_bytes is None:
             return False
         try:

@@ -12,11 +12,7 @@ __all__ = ["CountingStore"]
 
 
 class CountingStore:
-    """A store that reports the bytes of shards that are read and written through it.
-
-    Args:
-        count: called with the number of bytes of each read, and of each block written behind the header of a shard.
-    """
+    """A store that calls `count` with the bytes of each read, and of each block written behind a header."""
 
     def __init__(self, inner: Store, count: Callable[[int], None]) -> None:
         self._inner, self._count, self.url = inner, count, inner.url

@@ -56,11 +56,7 @@ def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
 
 
 def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
-    """Returns the files of a directory, each with whether the process that owns it is alive, where that is known.
-
-    Args:
-        committed: the id of the save that the index names.
-    """
+    """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
     entries = {name: entry for name, entry in folder.entries().items() if entry.regular}
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()
@@ -136,11 +132,7 @@ def _has_other_saves(names: Iterable[str], known: str) -> bool:
 
 
 def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[Leftover, ...]:
-    """Lists the files beside a checkpoint that belong neither to it nor to a save that is known to be alive.
-
-    Args:
-        names, known: same as for `clear_leftovers`.
-    """
+    """Lists the files beside a checkpoint of neither it nor a live save; arguments as for `clear_leftovers`."""
     if not _has_other_saves(names, known):
         return ()
     now = time.time_ns()

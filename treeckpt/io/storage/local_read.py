@@ -23,7 +23,7 @@ from ...errors import CorruptError
 from .mapped_read import MappedReader
 from .page_cache import is_cached
 
-__all__ = ["LocalReader", "ReaderCache", "open_regular"]
+__all__ = ["LocalReader", "ReaderCache", "open_regular", "too_short"]
 
 PAGE = 4096
 VECTORS = 256
@@ -64,6 +64,16 @@ def _irregular(path: Path, found: str) -> CorruptError:
     )
 
 
+def too_short(label: str, offset: int, nbytes: int, found: int, *, what: str = "file") -> CorruptError:
+    """Returns the error for a file that ends `found` bytes after `offset`."""
+    return CorruptError(
+        label,
+        expected=f"{nbytes} bytes at {offset}",
+        found=f"{found} before the end of the {what}",
+        hint=f"The {what} was cut short; restore it from a copy",
+    )
+
+
 class LocalReader:
     """One open file. It is closed at the latest when it is garbage-collected: stores are often read and not closed."""
 
@@ -101,11 +111,7 @@ class LocalReader:
             raise
 
     def read_parts(self, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Fills several buffers one after the other from the page cache; returns False if not all bytes are cached.
-
-        Raises:
-            CorruptError, OSError: as `read_into`.
-        """
+        """Fills several buffers from the page cache; returns False if not all is cached. Raises as `read_into`."""
         nbytes = sum(map(len, parts))
         if not is_cached(self._fd, offset, nbytes):
             return False
@@ -129,12 +135,7 @@ class LocalReader:
         while filled < nbytes:
             count = os.preadv(self._fd, list(islice(rest, VECTORS)), offset + filled)
             if count == 0:
-                raise CorruptError(
-                    str(self._path),
-                    expected=f"{nbytes} bytes at {offset}",
-                    found=f"{filled} before the end of the file",
-                    hint="The file was cut short; restore it from a copy",
-                )
+                raise too_short(str(self._path), offset, nbytes, filled)
             filled += count
             while rest and count >= len(rest[0]):
                 count -= len(rest.popleft())

@@ -60,11 +60,7 @@ def _is_local(fd: int) -> bool:
 
 
 class MappedReader:
-    """Maps byte ranges of one open file, for several threads at once.
-
-    Args:
-        fd: a descriptor that is open for reading only; this class does not close it.
-    """
+    """Maps byte ranges of one open file, for several threads at once; `fd` is read-only, and is not closed here."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._lock = fd, threading.Lock()

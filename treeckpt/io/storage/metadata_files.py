@@ -22,11 +22,7 @@ def read_index(store: Store) -> Index:
 
 
 def decode_and_check(store: Store, data: bytes) -> Index:
-    """Decodes an index.
-
-    Raises:
-        CorruptError, FormatError: it is not as it was written, or lists far more than the files there can hold.
-    """
+    """Decodes an index; raises CorruptError or FormatError if it is damaged, or lists more than the files can hold."""
     index = decode_index(data, f"{store.url}/{INDEX_NAME}")
     if needs_file_sizes(index, len(data)):
         check_against_files(index, store.sizes(), store.url)
@@ -61,11 +57,7 @@ def read_index_bytes(store: Store) -> bytes:
 
 
 def read_timings(store: Store, save_id: str) -> Timings | None:
-    """Returns the timings of a save, None where there are none.
-
-    Raises:
-        CorruptError, FormatError: they are not as they were written.
-    """
+    """Returns the timings of a save, None if there are none; raises CorruptError or FormatError if they are damaged."""
     name = timings_name(save_id)
     try:
         data = store.read(name, limit=MAX_INDEX)

@@ -20,6 +20,7 @@ from typing import Any
 from ...errors import CheckpointExists, CorruptError, StoreError
 from .bucket import OBJECT_SCHEMES, ObjectBucket, ObjectListing, check_path, split_url
 from .fsspec import open_fsspec
+from .local_read import too_short
 from .multipart import SINGLE_PUT_LIMIT, MultipartWriter, SinglePutWriter
 from .obstore import ObstoreBucket
 from .run_store import DirectoryEntry, Folder
@@ -93,11 +94,7 @@ class ObjectStore:
             return None
 
     def _key(self, name: str) -> str:
-        """Returns the key of a file.
-
-        Raises:
-            StoreError: the name would lead out of the prefix.
-        """
+        """Returns the key of a file; raises StoreError for a name that would lead out of the prefix."""
         if not _is_plain(name):
             raise StoreError(f"{self.url}/{name!r:.80}", expected="the plain name of a file", found="something else")
         return f"{self._prefix}/{name}".lstrip("/")
@@ -146,12 +143,7 @@ class ObjectStore:
         else:
             filled = self._bucket.read_into(key, offset, out) if len(out) else 0
         if filled < len(out):
-            raise CorruptError(
-                f"{self.url}/{name}",
-                expected=f"{len(out)} bytes at {offset}",
-                found=f"{filled} before the end of the object",
-                hint="The object was cut short; restore it from a copy",
-            )
+            raise too_short(f"{self.url}/{name}", offset, len(out), filled, what="object")
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
         return False  # nothing is cached on this host
@@ -223,11 +215,7 @@ class ObjectStore:
 
 
 class ObjectFolder(Folder):
-    """A prefix of a run, as a directory.
-
-    Args:
-        entries: its content from a listing of the run; None lists it on each call.
-    """
+    """A prefix of a run, as a directory; without `entries`, from a listing of the run, it is listed on each call."""
 
     def __init__(self, store: ObjectStore, entries: dict[str, DirectoryEntry] | None = None) -> None:
         super().__init__(store)
@@ -245,12 +233,7 @@ class ObjectFolder(Folder):
 
 
 class ObjectRun:
-    """A run of checkpoints under a prefix.
-
-    Args:
-        url: `s3://bucket/run` and the like.
-        options: same as for `ObjectStore`.
-    """
+    """A run of checkpoints under a prefix, as `s3://bucket/run`; options as for `ObjectStore`."""
 
     def __init__(self, url: str, **options: Any) -> None:
         self._bucket, self._prefix = open_bucket(url, options)

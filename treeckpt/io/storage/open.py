@@ -34,11 +34,7 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
 
 
 def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
-    """Returns the run of a path or URL; a run is returned as it is.
-
-    Raises:
-        StoreError, CheckpointError: as `open_store`.
-    """
+    """Returns the run of a path or URL; a run is returned as it is. Raises as `open_store`."""
     if not isinstance(run, (str, os.PathLike)):
         return run
     text = os.fspath(run)
@@ -46,10 +42,6 @@ def open_run(run: str | os.PathLike[str] | RunStore) -> RunStore:
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Returns the directory of a checkpoint's path or URL.
-
-    Raises:
-        StoreError, CheckpointError: as `open_store`.
-    """
+    """Returns the directory of a checkpoint's path or URL; raises as `open_store`."""
     text = os.fspath(path)
     return ObjectFolder(ObjectStore(text)) if is_url(text) else LocalFolder(local_path(text))

@@ -60,11 +60,7 @@ def read_header(
 
 
 def _header_data(store: Store, name: str, file_size: int | None, wanted: int | None) -> bytearray:
-    """Returns the bytes of a shard's header.
-
-    Args:
-        wanted: its size by the index, in bytes; None without an index.
-    """
+    """Returns the bytes of a shard's header; `wanted` is its size by the index, in bytes, None without an index."""
     label = f"{store.url}/{name}"
     prefix = bytearray(8)
     store.read_into(name, 0, memoryview(prefix))
@@ -212,11 +208,7 @@ def read_range(store: Store, wanted: ByteRange, out: memoryview, *, verify: bool
 
 
 def verify_shard(store: Store, shard: OpenedShard, start: int = 0, stop: int | None = None) -> int:
-    """Compares every checksum of a shard, or those of bytes `start:stop` of its data; returns the bytes that were read.
-
-    Raises:
-        CorruptError: naming the file and the bytes.
-    """
+    """Compares all checksums of a shard, or those of bytes `start:stop` of its data; returns the bytes that it read."""
     nbytes = shard.file.nbytes
     step = STEP // shard.block * shard.block or shard.block
     whole = aligned_range(shard, start, nbytes if stop is None else min(stop, nbytes), verify=True)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ...core.format.seals import check_no_zeros
 from ...errors import CheckpointExists, CorruptError
-from .local_read import LocalReader, ReaderCache, open_regular
+from .local_read import LocalReader, ReaderCache, open_regular, too_short
 from .local_write import LocalWriter, make_directory, sync_directory
 from .process_owner import this_process
 
@@ -89,11 +89,7 @@ class Store(Protocol):
         ...
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Fills several buffers one after the other; returns False, with nothing read, if the bytes are not cached.
-
-        Raises:
-            CorruptError: the file ends before.
-        """
+        """Fills several buffers in order, as `read_into`; returns False, with nothing read, if they are not cached."""
         ...
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
@@ -222,7 +218,7 @@ class LocalStore:
         fd = open_regular(self._directory / name)
         try:
             if offset + nbytes > (size := os.fstat(fd).st_size):
-                raise _too_short(f"{self.url}/{name}", offset, nbytes, max(size - offset, 0))
+                raise too_short(f"{self.url}/{name}", offset, nbytes, max(size - offset, 0))
             low = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             if not nbytes:
                 return memoryview(bytearray())
@@ -275,15 +271,6 @@ def _rename_new(source: Path, target: Path) -> None:
         os.rename(source, target)
 
 
-def _too_short(label: str, offset: int, nbytes: int, found: int) -> CorruptError:
-    return CorruptError(
-        label,
-        expected=f"{nbytes} bytes at {offset}",
-        found=f"{found} before the end of the file",
-        hint="The file was cut short; restore it from a copy",
-    )
-
-
 class MemoryStore:
     """Files in this process's memory, for tests and for trees that need no disk."""
 
@@ -322,7 +309,7 @@ class MemoryStore:
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         data = memoryview(self._get(name))[offset : offset + len(out)]
         if len(data) < len(out):
-            raise _too_short(f"{self.url}/{name}", offset, len(out), len(data))
+            raise too_short(f"{self.url}/{name}", offset, len(out), len(data))
         out[:] = data
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview]) -> bool:
