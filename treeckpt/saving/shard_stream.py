@@ -187,14 +187,13 @@ class _BufferedWriter:
         if not once.acquire(blocking=False):
             return
         try:
-            try:
-                self._hash_and_write(block, nbytes, start)
-            finally:
-                if free is not None:
-                    free.put(block)
+            self._hash_and_write(block, nbytes, start)
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
+        finally:
+            if free is not None:
+                free.put(block)
 
     def _hash_and_write(self, block: memoryview, nbytes: int, start: int) -> None:
         begin = time.perf_counter_ns()

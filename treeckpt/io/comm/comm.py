@@ -63,30 +63,19 @@ class MessageStore(Protocol):
 class Comm(MessageStore, Protocol):
     """One rank's access to the message store that all ranks share."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def timeout(self) -> float:
-        """Seconds without a message after which a rank counts as silent."""
-        ...
-
-    @property
-    def state(self) -> CommState:
-        """What this rank keeps between saves."""
-        ...
+    rank: int
+    size: int
+    timeout: float
+    """Seconds without a message after which a rank counts as silent."""
+    state: CommState
+    """What this rank keeps between saves."""
 
 
 class HierarchicalComm(Comm, Protocol):
     """A comm in which ranks may exchange messages through leaders of groups."""
 
-    @property
-    def group_sizes(self) -> tuple[int, ...]:
-        """Sizes of the nested groups (`fanout`); empty where every rank exchanges messages with rank 0."""
-        ...
+    group_sizes: tuple[int, ...]
+    """Sizes of the nested groups (`fanout`); empty where every rank exchanges messages with rank 0."""
 
     def leader_store(self, leader: int) -> MessageStore:
         """Returns the store that a leader serves for the ranks of its group.
@@ -122,12 +111,8 @@ class PrefixComm:
 
     def __init__(self, comm: Comm, prefix: str) -> None:
         self._comm, self._prefix = comm, prefix
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size, self.timeout = comm.rank, comm.size, comm.timeout
         self.state = comm.state.of_prefix(prefix)
-
-    @property
-    def timeout(self) -> float:
-        return self._comm.timeout
 
     def post(self, key: str, data: bytes) -> None:
         self._comm.post(f"{self._prefix}/{key}", data)

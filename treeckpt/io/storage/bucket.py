@@ -51,20 +51,12 @@ class ObjectBucket(Protocol):
     object.
     """
 
-    @property
-    def url(self) -> str:
-        """The URL of the root, without a slash at the end."""
-        ...
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The options with which it was opened."""
-        ...
-
-    @property
-    def shared(self) -> bool:
-        """Whether another process that opens the same URL sees the same objects."""
-        ...
+    url: str
+    """Of the root, without a slash at the end."""
+    options: dict[str, Any]
+    """With which it was opened."""
+    shared: bool
+    """Whether another process that opens the same URL sees the same objects."""
 
     def list(self, prefix: str) -> ObjectListing:
         """Lists the direct children of a prefix, all pages."""

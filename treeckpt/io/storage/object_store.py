@@ -61,18 +61,20 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, **options: Any) -> None:
-        self._bucket, self._prefix = open_bucket(url, options)
+        self._open(*open_bucket(url, options))
+
+    def _open(self, bucket: ObjectBucket, prefix: str) -> None:
+        self._bucket, self._prefix = bucket, prefix
         self._heads: dict[str, bytes] = {}
         self._lock = threading.Lock()
-
-    _seen = ""
-    """The name of an object that was read."""
+        self._seen = ""
+        """The name of an object that was read."""
 
     @classmethod
     def _within(cls, bucket: ObjectBucket, prefix: str) -> ObjectStore:
         """Returns the store of a prefix in a bucket that is open."""
         store = cls.__new__(cls)
-        store._bucket, store._prefix, store._heads, store._lock = bucket, prefix, {}, threading.Lock()
+        store._open(bucket, prefix)
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,7 +91,7 @@ class ObjectStore:
             return None
         env = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
         try:
-            return pickle.dumps((self.url, dict(self._bucket.options), env))
+            return pickle.dumps((self.url, self._bucket.options, env))
         except Exception:
             return None
 
@@ -237,10 +239,7 @@ class ObjectRun:
 
     def __init__(self, url: str, **options: Any) -> None:
         self._bucket, self._prefix = open_bucket(url, options)
-
-    @property
-    def url(self) -> str:
-        return f"{self._bucket.url}/{self._prefix}".rstrip("/")
+        self.url = f"{self._bucket.url}/{self._prefix}".rstrip("/")
 
     def names(self) -> list[str]:
         found = self._bucket.list(self._prefix).folders

@@ -157,26 +157,21 @@ class LocalStore:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._directory = Path(directory).absolute()
+        self.directory = Path(directory).absolute()
         self._readers = ReaderCache()
-        # undecodable bytes of the path are escaped: messages are text
-        self._url = os.fsencode(self._directory).decode("utf-8", "backslashreplace")
 
     @property
     def url(self) -> str:
-        return self._url
-
-    @property
-    def directory(self) -> Path:
-        return self._directory
+        # undecodable bytes of the path are escaped: messages are text
+        return os.fsencode(self.directory).decode("utf-8", "backslashreplace")
 
     def prepare(self) -> None:
-        make_directory(self._directory)
+        make_directory(self.directory)
 
     def sizes(self) -> dict[str, int]:
         found: dict[str, int] = {}
         try:
-            with os.scandir(self._directory) as entries:
+            with os.scandir(self.directory) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):  # another process may be deleting
                         if entry.is_file(follow_symlinks=False):
@@ -186,7 +181,7 @@ class LocalStore:
         return found
 
     def read(self, name: str, *, limit: int) -> bytes:
-        with open(open_regular(self._directory / name), "rb") as file:
+        with open(open_regular(self.directory / name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
                 raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found=f"{size}")
@@ -212,10 +207,10 @@ class LocalStore:
             yield memory
 
     def _reader(self, name: str) -> AbstractContextManager[LocalReader]:
-        return self._readers.using(name, self._directory / name)
+        return self._readers.using(name, self.directory / name)
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
-        fd = open_regular(self._directory / name)
+        fd = open_regular(self.directory / name)
         try:
             if offset + nbytes > (size := os.fstat(fd).st_size):
                 raise too_short(f"{self.url}/{name}", offset, nbytes, max(size - offset, 0))
@@ -231,19 +226,19 @@ class LocalStore:
         self._readers.close()
 
     def create(self, name: str, nbytes: int) -> Writer:
-        return LocalWriter(self._directory / name, nbytes)
+        return LocalWriter(self.directory / name, nbytes)
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
-        temporary = self._directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
+        temporary = self.directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
         try:
             with open(temporary, "xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             if replace:
-                os.replace(temporary, self._directory / name)
+                os.replace(temporary, self.directory / name)
             else:
-                _rename_new(temporary, self._directory / name)
+                _rename_new(temporary, self.directory / name)
         except FileExistsError as error:
             raise CheckpointExists(
                 f"{self.url}/{name}", expected="no such file", found="one, written meanwhile by another save"
@@ -251,11 +246,11 @@ class LocalStore:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
-        sync_directory(self._directory)
+        sync_directory(self.directory)
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._directory / name)
+            os.unlink(self.directory / name)
 
 
 def _rename_new(source: Path, target: Path) -> None:
@@ -276,27 +271,22 @@ class MemoryStore:
 
     def __init__(self, name: str = "memory") -> None:
         self._name = name
-        self._files: dict[str, bytearray] = {}
+        self.files: dict[str, bytearray] = {}
         self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
         return f"memory://{self._name}"
 
-    @property
-    def files(self) -> dict[str, bytearray]:
-        """The files themselves."""
-        return self._files
-
     def prepare(self) -> None:
         pass
 
     def sizes(self) -> dict[str, int]:
-        return {name: len(data) for name, data in list(self._files.items())}
+        return {name: len(data) for name, data in list(self.files.items())}
 
     def _get(self, name: str) -> bytearray:
         try:
-            return self._files[name]
+            return self.files[name]
         except KeyError:
             raise FileNotFoundError(f"{self.url}/{name}") from None
 
@@ -325,19 +315,19 @@ class MemoryStore:
 
     def create(self, name: str, nbytes: int) -> Writer:
         with self._lock:
-            if name in self._files:
+            if name in self.files:
                 raise FileExistsError(f"{self.url}/{name}")
-            self._files[name] = bytearray(nbytes)
+            self.files[name] = bytearray(nbytes)
         return _MemoryWriter(self, name)
 
     def publish(self, name: str, data: bytes, *, replace: bool) -> None:
         with self._lock:
-            if name in self._files and not replace:
+            if name in self.files and not replace:
                 raise CheckpointExists(f"{self.url}/{name}", expected="no such file", found="one")
-            self._files[name] = bytearray(data)
+            self.files[name] = bytearray(data)
 
     def delete(self, name: str) -> None:
-        self._files.pop(name, None)
+        self.files.pop(name, None)
 
     def close(self) -> None:
         pass
