@@ -33,7 +33,7 @@ from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.shard_header import parse_shard_name
 from treeckpt.io.comm.comm import Comm, SoloComm, members_of, thread_comms
 from treeckpt.saving import background as background_module
-from treeckpt.saving.staging_memory import ArenaPool
+from treeckpt.saving.staging import ArenaPool
 from treeckpt.training.guard import guard
 
 WRITERS = ["process", "thread"]
@@ -425,7 +425,7 @@ def test_waiting_for_an_earlier_save_has_a_limit(tmp_path: Path, comm: Comm) -> 
 
 
 def test_a_time_limit_keeps_the_groups_and_members_of_the_comm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that save with and without one exchange messages through the same leaders, and count DTensor ranks alike."""
+    """Ranks that save with and without one exchange messages through the same leaders, and count ranks alike."""
     seen, real = [], background_module.agree
 
     def agree(store: Any, tree: Any, comm: Any, *rest: Any) -> Any:

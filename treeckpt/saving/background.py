@@ -32,8 +32,7 @@ from .process_channel import WriterGone
 from .save import complete, save_report
 from .session import Session, session_of
 from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
-from .staging import StagedShardSource, cuda_pinning, order_device_copies, stage
-from .staging_memory import Lease, area_offsets
+from .staging import Lease, StagedShardSource, area_offsets, cuda_pinning, order_device_copies, stage
 from .writer_process import ProcessWriter
 from .writer_server import address_of
 

@@ -28,7 +28,7 @@ from .messages import CommitResult, WriteReport
 from .plan_cache import GlobalPlan
 from .process_channel import ProcessChannel, WriterGone
 from .shard_writer import InlineWriter
-from .staging_memory import Arena
+from .staging import Arena
 from .writer_server import (
     ENTRY_POINT,
     Answer,

@@ -27,8 +27,7 @@ from .messages import WriteReport
 from .plan_cache import GlobalPlan, compute_plan
 from .process_channel import ProcessChannel, WriterGone
 from .shard_writer import InlineWriter
-from .staging import StagedShardSource
-from .staging_memory import map_arena
+from .staging import StagedShardSource, map_arena
 
 __all__ = [
     "ENTRY_POINT",

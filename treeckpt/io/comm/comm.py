@@ -103,28 +103,36 @@ class SoloComm:
         pass
 
 
-class PrefixComm:
+class _StoreComm:
+    """A comm over a message store, with a prefix before all keys."""
+
+    def __init__(
+        self, store: MessageStore, rank: int, size: int, timeout: float, state: CommState, prefix: str = ""
+    ) -> None:
+        self.rank, self.size, self.timeout, self.state = rank, size, timeout, state
+        self._store, self._prefix = store, prefix
+
+    def post(self, key: str, data: bytes) -> None:
+        self._store.post(self._prefix + key, data)
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        return self._store.wait([self._prefix + key for key in keys], timeout)
+
+    def drop(self, keys: Sequence[str]) -> None:
+        self._store.drop([self._prefix + key for key in keys])
+
+
+class PrefixComm(_StoreComm):
     """A comm with a prefix before all keys, so that a background save and the manager can use one comm at a time.
 
     Two objects of one comm with the same prefix share messages and state.
     """
 
     def __init__(self, comm: Comm, prefix: str) -> None:
-        self._comm, self._prefix = comm, prefix
-        self.rank, self.size, self.timeout = comm.rank, comm.size, comm.timeout
-        self.state = comm.state.of_prefix(prefix)
-
-    def post(self, key: str, data: bytes) -> None:
-        self._comm.post(f"{self._prefix}/{key}", data)
-
-    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        return self._comm.wait([f"{self._prefix}/{key}" for key in keys], timeout)
-
-    def drop(self, keys: Sequence[str]) -> None:
-        self._comm.drop([f"{self._prefix}/{key}" for key in keys])
+        super().__init__(comm, comm.rank, comm.size, comm.timeout, comm.state.of_prefix(prefix), f"{prefix}/")
 
 
-class ThreadComm:
+class ThreadComm(_StoreComm):
     """The comm of a thread that acts as a rank: for tests, and for programs whose ranks are threads of one process."""
 
     def __init__(
@@ -135,18 +143,8 @@ class ThreadComm:
         timeout: float,
         group_sizes: tuple[int, ...] = (),
     ) -> None:
-        self.rank, self.size, self.timeout, self.group_sizes = rank, size, timeout, group_sizes
-        self.state = CommState()
-        self.stores = stores
-
-    def post(self, key: str, data: bytes) -> None:
-        self.stores[0].post(key, data)
-
-    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        return self.stores[0].wait(keys, timeout)
-
-    def drop(self, keys: Sequence[str]) -> None:
-        self.stores[0].drop(keys)
+        super().__init__(stores[0], rank, size, timeout, CommState())
+        self.stores, self.group_sizes = stores, group_sizes
 
     def leader_store(self, leader: int) -> MessageStore:
         return self.stores[leader]

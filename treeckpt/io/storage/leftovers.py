@@ -24,13 +24,13 @@ from ...core.analysis.deletion import (
     plan_leftovers,
 )
 from ...core.format.file_names import final_name, parse_file_name, writer_tag
-from ...core.format.save_progress import MAX_PROGRESS, Owner, decode_progress, parse_progress_name
+from ...core.format.save_progress import Owner, parse_progress_name
 from ...errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ...reports import Leftover
 from .metadata_files import read_index, read_timings
 from .object_store import ObjectFolder, ObjectStore
 from .process_owner import is_running
-from .progress_file import is_alive
+from .progress_file import is_alive, read_record
 from .reader_leases import LEASE, lease_owner
 from .run_store import DirectoryEntry, Folder, LocalFolder
 from .store import LocalStore, Store
@@ -79,15 +79,13 @@ def file_facts(folder: Folder, now_ns: int, *, committed: str | None) -> tuple[F
 
 def _owner_state(store: Store, name: str, entry: DirectoryEntry, now_ns: int) -> tuple[Owner | None, bool | None]:
     """Returns the owner of a progress record or lease, and whether that process may still run; None if not known."""
-    if (parsed := parse_progress_name(final_name(name))) is None:
+    if parse_progress_name(final_name(name)) is None:
         owner = lease_owner(store, name)
         return owner, is_running(owner) if owner is not None else None
-    with contextlib.suppress(TreeckptError, OSError):
-        record = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
-        if (record.rank, record.save_id) == parsed:
-            renewed = msgspec.structs.replace(record, alive_ns=max(record.alive_ns, entry.modified_ns))
-            return record.owner, is_alive(final_name(name), renewed, now_ns)
-    return None, None
+    if (record := read_record(store, name)) is None:
+        return None, None
+    renewed = msgspec.structs.replace(record, alive_ns=max(record.alive_ns, entry.modified_ns))
+    return record.owner, is_alive(final_name(name), renewed, now_ns)
 
 
 def _timings_without_record(names: Iterable[str], committed: str | None) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from ...core.format.file_names import final_name
 from ...core.format.save_progress import (
     MAX_PROGRESS,
     Progress,
@@ -30,7 +31,7 @@ from .object_store import ObjectStore
 from .process_owner import is_running, this_process
 from .store import LocalStore, MemoryStore, Store
 
-__all__ = ["LAPSE", "ProgressRecorder", "is_alive", "read_progress", "replace_file"]
+__all__ = ["LAPSE", "ProgressRecorder", "is_alive", "read_progress", "read_record", "replace_file"]
 
 PATIENCE = 0.5
 PAUSE = 0.25
@@ -63,16 +64,18 @@ def replace_file(store: Store, name: str, data: bytes) -> None:
 
 def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
     """Reads the progress records among a directory's files, ordered by save and rank; unreadable ones are skipped."""
-    found: list[Progress] = []
-    for name in names:
-        parsed = parse_progress_name(name)
-        if parsed is None:
-            continue
-        with contextlib.suppress(TreeckptError, OSError):  # it may be gone by now
-            progress = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
-            if (progress.rank, progress.save_id) == parsed:
-                found.append(progress)
-    return sorted(found, key=lambda progress: (progress.started_ns, progress.save_id, progress.rank))
+    records = [read_record(store, name) for name in names if parse_progress_name(name) is not None]
+    found = [record for record in records if record is not None]
+    return sorted(found, key=lambda record: (record.started_ns, record.save_id, record.rank))
+
+
+def read_record(store: Store, name: str) -> Progress | None:
+    """Reads one progress record, also a temporary one; None if it cannot be read, or is that of another save."""
+    with contextlib.suppress(TreeckptError, OSError):  # it may be gone by now
+        record = decode_progress(store.read(name, limit=MAX_PROGRESS), name)
+        if (record.rank, record.save_id) == parse_progress_name(final_name(name)):
+            return record
+    return None
 
 
 class ProgressRecorder:
