@@ -312,14 +312,6 @@ class _Agreement:
         info = SaveInfo(
             rank, self.comm.size, self.decision.save_id, self.decision.created_ns, self.options.common, content
         )
-        return AgreedSave(
-            self.store,
-            self.comm,
-            self.recorder,
-            info,
-            self.described.sources,
-            plan,
-            error,
-            self.exchange.round.branch(self.decision.save_id),
-            lineage if rank == 0 else None,
-        )
+        branch, lineage = self.exchange.round.branch(info.save_id), lineage if rank == 0 else None
+        sources = self.described.sources
+        return AgreedSave(self.store, self.comm, self.recorder, info, sources, plan, error, branch, lineage)

@@ -199,7 +199,9 @@ class ReaderCache:
         with self._lock:
             reader = self._open.pop(name, None)
             if reader is None:
-                self._close_idle(MOST - 1)
+                idle = [other for other, opened in self._open.items() if not opened.users]
+                for other in idle[: max(len(self._open) - MOST + 1, 0)]:
+                    self._open.pop(other).close()
                 reader = LocalReader(path)
             self._open[name] = reader  # the newest is the last one
             reader.users += 1
@@ -218,8 +220,3 @@ class ReaderCache:
                 if not reader.users:
                     reader.close()
             self._open.clear()
-
-    def _close_idle(self, most: int) -> None:
-        idle = [name for name, reader in self._open.items() if not reader.users]
-        for name in idle[: max(len(self._open) - most, 0)]:
-            self._open.pop(name).close()

@@ -39,19 +39,13 @@ def read_index_bytes(store: Store) -> bytes:
     try:
         return store.read(INDEX_NAME, limit=MAX_INDEX)
     except (FileNotFoundError, NotADirectoryError) as error:
-        shards = sum(parse_shard_name(name) is not None for name in store.sizes())
-        foreign = None if shards else describe_foreign(store.url)
-        if foreign is not None:
-            expected = f"a checkpoint of treeckpt ({INDEX_NAME})"
-            raise CheckpointNotFound(store.url, expected=expected, found=foreign[0], hint=foreign[1]) from error
-        raise CheckpointNotFound(
-            store.url,
-            expected=f"a checkpoint ({INDEX_NAME})",
-            found=f"{shards} shards of a save that never finished, or lost its index" if shards else "none",
-            hint="Load another step; if the index was lost, treeckpt rebuild-index makes it again"
-            if shards
-            else "Check the path",
-        ) from error
+        expected, found, hint = f"a checkpoint ({INDEX_NAME})", "none", "Check the path"
+        if shards := sum(parse_shard_name(name) is not None for name in store.sizes()):
+            found = f"{shards} shards of a save that never finished, or lost its index"
+            hint = "Load another step; if the index was lost, treeckpt rebuild-index makes it again"
+        elif (foreign := describe_foreign(store.url)) is not None:
+            expected, (found, hint) = f"a checkpoint of treeckpt ({INDEX_NAME})", foreign
+        raise CheckpointNotFound(store.url, expected=expected, found=found, hint=hint) from error
     except OSError as error:
         raise wrap_read_error(error, f"{store.url}/{INDEX_NAME}", kind=CorruptError) from error
 

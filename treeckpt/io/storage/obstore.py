@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -97,8 +96,7 @@ class ObstoreBucket:
             self._store: Any = opened(f"{_SCHEMES.get(scheme, scheme)}://{rest}", client_options=client, **merged)
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise StoreError(url, expected="options that obstore takes", found=_first_line(error)) from error
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(READS, "treeckpt-get")  # its threads start with the first read in parts
 
     # listing -------------------------------------------------------------------------------------------------
 
@@ -172,7 +170,7 @@ class ObstoreBucket:
         parts = range(0, len(out), step)
         if len(parts) < 2:
             return self._read_range(key, start, out)
-        jobs = [self._threads().submit(self._read_range, key, start + at, out[at : at + step]) for at in parts]
+        jobs = [self._pool.submit(self._read_range, key, start + at, out[at : at + step]) for at in parts]
         counts = [job.exception() or job.result() for job in jobs]
         filled = 0
         for count, at in zip(counts, parts, strict=True):
@@ -194,11 +192,6 @@ class ObstoreBucket:
         data = self._retry("read", key, get)
         out[: len(data)] = data
         return len(data)
-
-    def _threads(self) -> ThreadPoolExecutor:
-        with self._lock:
-            self._pool = self._pool or ThreadPoolExecutor(READS, "treeckpt-get")
-            return self._pool
 
     # writing -------------------------------------------------------------------------------------------------
 

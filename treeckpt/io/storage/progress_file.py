@@ -26,7 +26,6 @@ from ...core.format.save_progress import (
     progress_name,
 )
 from ...errors import TreeckptError
-from .counting_store import CountingStore
 from .object_store import ObjectStore
 from .process_owner import is_running, this_process
 from .store import LocalStore, MemoryStore, Store
@@ -129,10 +128,6 @@ class ProgressRecorder:
                 _own_records.add(self._name)
                 record = msgspec.structs.replace(self._record, alive_ns=time.time_ns())
                 replace_file(self._store, self._name, encode_progress(record))
-
-    def counting(self) -> Store:
-        """Returns the store with all bytes that are written to new files counted in this record."""
-        return CountingStore(self._store, self.add)
 
     def add(self, nbytes: int) -> None:
         """Adds written bytes to the record."""
