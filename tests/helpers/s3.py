@@ -114,8 +114,8 @@ def s3_server() -> Iterator[S3]:
     """Starts server and proxy, ends them again."""
     environment = {**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
     with (
-        _started("-c", _MOTO, env=environment, stderr=subprocess.DEVNULL) as port,
-        _started(_PROXY, f"{port}") as proxy,
+        started("-c", _MOTO, env=environment, stderr=subprocess.DEVNULL) as port,
+        started(_PROXY, f"{port}") as proxy,
     ):
         server = S3(port, proxy)
         server.request("PUT", f"/{BUCKET}")
@@ -123,7 +123,7 @@ def s3_server() -> Iterator[S3]:
 
 
 @contextmanager
-def _started(*arguments: str, **options: Any) -> Iterator[int]:
+def started(*arguments: str, **options: Any) -> Iterator[int]:
     """A program that prints the port that it has chosen, and listens there already; ends it again."""
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, **options)
     assert process.stdout is not None
