@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.background import until
-from tests.large import write_many
-from tests.memory_run import MemoryRun
+from tests.helpers.background import until
+from tests.helpers.large import write_many
+from tests.helpers.memory_run import MemoryRun
 from treeckpt.core.format.file_names import PIN_NAME
 from treeckpt.io.storage.run_store import LocalFolder, LocalRun, modified_times
 from treeckpt.runs import catalog
