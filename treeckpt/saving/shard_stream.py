@@ -11,7 +11,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -80,6 +80,15 @@ class RowGatherer(Protocol):
         ...
 
 
+class _Pipeline(msgspec.Struct, frozen=True):
+    """What all files of a save are written through."""
+
+    pool: ThreadPoolExecutor
+    free: queue.Queue[memoryview]
+    """Buffers to fill."""
+    on_written: Callable[[int], None]
+
+
 class _BufferedWriter:
     """Writes one data area through buffers: the caller fills them, threads hash and write them.
 
@@ -87,13 +96,10 @@ class _BufferedWriter:
         writer: None where the data is only hashed.
         base: where the data area starts in the file.
         nbytes: of the data area.
-        free: buffers to fill.
     """
 
-    def __init__(
-        self, writer: Writer | None, base: int, nbytes: int, pool: ThreadPoolExecutor, free: queue.Queue[memoryview]
-    ) -> None:
-        self._writer, self._base, self._pool, self._free = writer, base, pool, free
+    def __init__(self, writer: Writer | None, base: int, nbytes: int, pipeline: _Pipeline) -> None:
+        self._writer, self._base, self._pipeline, self._free = writer, base, pipeline, pipeline.free
         self.hashes = [0] * block_count(nbytes)
         self.hash_ns = 0
         self._pending: list[Future[None]] = []
@@ -166,7 +172,7 @@ class _BufferedWriter:
         done: Future[None] = Future()
         run = partial(self._run_once, threading.Lock(), done, block, nbytes, self._start, free)
         try:
-            self._pool.submit(run)
+            self._pipeline.pool.submit(run)
         except RuntimeError:
             # no thread can be started, as when the interpreter ends: this one does it, unless another one that runs
             # has it already, since the pool keeps what it was given
@@ -204,6 +210,7 @@ class _BufferedWriter:
             self.hash_ns += hash_ns
         if self._writer is not None:
             self._writer.write(self._base + start, block[:nbytes])
+            self._pipeline.on_written(nbytes)
 
     def _reap(self) -> None:
         """Forgets the blocks that are written; raises the error of one that failed."""
@@ -235,24 +242,28 @@ class ShardFile(msgspec.Struct, frozen=True):
 
 
 def write_files(
-    store: Store, files: Sequence[ShardFile], source: ShardSource, recorder: Recorder
+    store: Store,
+    files: Sequence[ShardFile],
+    source: ShardSource,
+    recorder: Recorder,
+    on_written: Callable[[int], None],
 ) -> list[tuple[int, int]]:
-    """Writes a rank's shards, durably; returns (bytes of the header, bytes of the data) of each file."""
+    """Writes a rank's shards, durably; returns (bytes of the header, bytes of the data) of each file.
+
+    Args:
+        on_written: called with the bytes of each block of data that was written.
+    """
     huge = any(file.plan.nbytes >= BUFFER for file in files)
     free: queue.Queue[memoryview] = queue.Queue()
     for _ in range(BUFFER_COUNT):
         free.put(aligned_buffer(BUFFER, huge=huge))
     with ThreadPoolExecutor(WRITE_THREADS, "treeckpt-write") as pool:
-        return [_write_file(store, file, source, recorder, pool, free) for file in files]
+        pipeline = _Pipeline(pool, free, on_written)
+        return [_write_file(store, file, source, recorder, pipeline) for file in files]
 
 
 def _write_file(
-    store: Store,
-    file: ShardFile,
-    source: ShardSource,
-    recorder: Recorder,
-    pool: ThreadPoolExecutor,
-    free: queue.Queue[memoryview],
+    store: Store, file: ShardFile, source: ShardSource, recorder: Recorder, pipeline: _Pipeline
 ) -> tuple[int, int]:
     header, nbytes = encode_header(file.header), file.plan.nbytes
     base = len(header)
@@ -260,14 +271,13 @@ def _write_file(
         writer = store.create(file.name, base + nbytes)
         try:
             ordered = getattr(writer, "ordered", False)
-            hashes = _write_data(
-                _BufferedWriter(None if ordered else writer, base, nbytes, pool, free), file.plan, source, recorder
-            )
+            first = _BufferedWriter(None if ordered else writer, base, nbytes, pipeline)
+            hashes = _write_data(first, file.plan, source, recorder)
             head = aligned_buffer(base)
             head[:] = with_hashes(header, hashes)
             writer.write(0, head)
             if ordered:
-                second = _BufferedWriter(writer, base, nbytes, pool, free)
+                second = _BufferedWriter(writer, base, nbytes, pipeline)
                 if _write_data(second, file.plan, source, recorder) != hashes:
                     raise CheckpointError(
                         f"{store.url}/{file.name}",

@@ -17,7 +17,6 @@ from ..core.format.timings import timings_name
 from ..core.planning.save_plan import FilePlan
 from ..errors import CheckpointExists
 from ..io.comm.failures import silent_faults, to_fault, wrap_os_error
-from ..io.storage.counting_store import CountingStore
 from ..io.storage.leftovers import clear_leftovers
 from ..io.storage.progress_file import ProgressRecorder
 from ..io.storage.store import Store, SupportsCompareAndSwap
@@ -128,7 +127,7 @@ class InlineWriter:
                 ShardFile(entries, name, shard_header(info, plan, file, manifest if file.part == 0 else None))
                 for entries, name, file in zip(source.files, shard_names(info, plan), plan.own.files, strict=True)
             ]
-            sizes = write_files(CountingStore(self._store, self._note.add), files, source, self.recorder)
+            sizes = write_files(self._store, files, source, self.recorder, self._note.add)
             self._note.commit()
             self._written = True
             rows = [
