@@ -20,7 +20,7 @@ from ..core.tree.spec import TableSpec
 from ..core.tree.structure import TABLE_KEYS
 from ..errors import FormatError, MismatchError
 from .transforms.composed_array import Constant
-from .transforms.view import MadeLeaf
+from .transforms.view import ComposedLeaf
 
 if TYPE_CHECKING:
     from .match import Load
@@ -75,8 +75,8 @@ def ids_to_join(giver: Load, leaf: Leaf, path: str, home: Load, ids: Leaf) -> Le
         MismatchError: there are none, or rules moved its rows.
     """
     sources, moved = [leaf], False
-    if isinstance(leaf, MadeLeaf):
-        sources, parts = list(leaf.sources.values()), [p for p in leaf.made.parts if not isinstance(p, Constant)]
+    if isinstance(leaf, ComposedLeaf):
+        sources, parts = list(leaf.sources.values()), [p for p in leaf.array.parts if not isinstance(p, Constant)]
         moved = any(part.axes[:1] != (0,) or part.region.offset[0] != part.box.offset[0] for part in parts)
     names = [giver.index.entries[source.number].path for source in sources]
     found = {leaf.number: leaf for leaf in (_saved_ids(giver, name) for name in names) if leaf is not None}

@@ -54,7 +54,7 @@ def _as_saved(job: Load) -> Callable[[], object]:
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
     joined: dict[str, LeafPlaceholder] = {}
-    if job.index.tables and (job.view.ruled is not None or job.options.joined):
+    if job.index.tables and (job.view.transformed is not None or job.options.joined):
         joined = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
     plain = [leaf for leaf in taken if leaf.path not in joined]
     whole = {leaf.number for leaf in plain}
@@ -71,7 +71,7 @@ def _as_saved(job: Load) -> Callable[[], object]:
             if leaf.number not in made:
                 made[leaf.number] = LeafPlaceholder(_alias(leaf, made, job))
         structure = job.view.structure
-        if job.view.ruled is None and any(leaf.ranks is not None for leaf in order):
+        if job.view.transformed is None and any(leaf.ranks is not None for leaf in order):
             structure = trampoline(_own_structure(structure, job))
         found = {leaf.path: made[leaf.number].leaf for leaf in plain} | {path: s.leaf for path, s in joined.items()}
         leaves = iter([found.get(leaf.path, ...) for leaf in order])
@@ -200,7 +200,7 @@ def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Seq
         is_value=is_value,
         is_saved_value=is_saved_value,
         rank=job.rank,
-        source_rank=job.rank if job.view.ruled is not None else job.source_rank,
+        source_rank=job.rank if job.view.transformed is not None else job.source_rank,
         namespace=job.options.namespace,
     )
 
@@ -250,7 +250,7 @@ def _slot(
         if isinstance(wanted, ArraySpec) or (_is_array_like(wanted) and make(wanted, path) is not None):
             raise MismatchError(path, expected="an array", found=f"the value {value!r:.60} in the checkpoint")
         return LeafPlaceholder(value)
-    if job.view.ruled is not None and job.index.tables:
+    if job.view.transformed is not None and job.index.tables:
         refuse_plain(job, leaf, path, wanted)
     record = leaf.record
     base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number

@@ -28,7 +28,7 @@ from ..reports import LoadReport
 from .read_batch import ReadBatch, ReadOptions, Verify
 from .read_request import LeafPlaceholder
 from .transforms.rules import Rule
-from .transforms.view import MadeLeaf, plain_view, ruled_view
+from .transforms.view import ComposedLeaf, view_of
 
 __all__ = ["MEMORY", "Load", "LoadOptions", "Make", "check_same"]
 
@@ -108,11 +108,9 @@ class Load:
         self.source_rank = comm.rank % self.index.world
         self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
         self.world = comm.size
-        self.view = plain_view(self.index)
-        if options.rules:
-            self.view = ruled_view(
-                self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=options.strict
-            )
+        self.view = view_of(
+            self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=options.strict
+        )
         self.take = None if options.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
@@ -133,7 +131,7 @@ class Load:
             return {}
         found: dict[str, tuple[DamagedLeaf, ...]] = {}
         for leaf in self.view.entries:
-            saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, MadeLeaf) else [leaf.number]
+            saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, ComposedLeaf) else [leaf.number]
             parts = [part for number in saved for part in hurt.get(number, ())]
             if parts:
                 found[leaf.path] = tuple(msgspec.structs.replace(part, path=leaf.path) for part in parts)
@@ -203,7 +201,7 @@ class Load:
 
     def claim(self, path: str, leaf: Leaf) -> None:
         """Counts the bytes of an array once, by the index, before memory is allocated for it."""
-        for source in leaf.sources.values() if isinstance(leaf, MadeLeaf) else (leaf,):
+        for source in leaf.sources.values() if isinstance(leaf, ComposedLeaf) else (leaf,):
             if source.number not in self._claimed:
                 self._claimed.add(source.number)
                 self.batch.claims.take(path, source)
@@ -285,7 +283,7 @@ class Load:
             tuple(self.missing),
             tuple(self.unexpected),
             self.recorder.seconds,
-            self.view.ruled.dropped if self.view.ruled is not None else (),
+            self.view.dropped,
             tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
         )

@@ -15,7 +15,7 @@ from ..core.format.records import AliasRecord, File, Leaf
 from ..core.sharding.region import coalesce
 from ..errors import TreeckptError
 from .read_batch import ReadBatch
-from .transforms.view import MadeLeaf
+from .transforms.view import ComposedLeaf
 
 __all__ = ["add_changed"]
 
@@ -58,5 +58,5 @@ def changed_in(batch: ReadBatch) -> list[str]:
 
 def _numbers(leaf: Leaf) -> list[int]:
     """Returns the numbers of the saved arrays whose bytes a leaf takes."""
-    leaves = leaf.sources.values() if isinstance(leaf, MadeLeaf) else [leaf]
+    leaves = leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf]
     return [one.record.of if isinstance(one.record, AliasRecord) else one.number for one in leaves]

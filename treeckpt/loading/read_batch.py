@@ -31,7 +31,7 @@ from .read_request import BoxDestination, ContiguousMemory, LeafPlaceholder, New
 from .read_tasks import ReadTask, join_contiguous, list_tasks, map_arrays, read_limit, run_tasks
 from .shared_read import SharedRead, SharedRequests, together
 from .transforms.assemble import only_chunk, pieces_of
-from .transforms.view import MadeLeaf
+from .transforms.view import ComposedLeaf
 
 __all__ = ["ReadBatch", "ReadOptions", "Verify", "read_region"]
 
@@ -112,7 +112,7 @@ class ReadBatch:
         record = leaf.record
         if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):
             return record.chunks  # the usual case, without a list
-        if isinstance(leaf, MadeLeaf):
+        if isinstance(leaf, ComposedLeaf):
             return only_chunk(self._index, leaf, self._source_rank)
         chunks = self._index.chunks_of(leaf, rank=self._source_rank)
         return chunks[0] if len(chunks) == 1 else None
@@ -127,7 +127,7 @@ class ReadBatch:
         assert spec is not None, "values are decoded, not read"
         self._targets.append(target.leaf)
         self.targets.append((path, leaf))
-        if isinstance(leaf, MadeLeaf):
+        if isinstance(leaf, ComposedLeaf):
             for wanted in pieces_of(leaf, target):
                 if isinstance(wanted, tuple):
                     self._add_pieces(path, wanted[0], [wanted[1]])

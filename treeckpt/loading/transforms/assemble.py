@@ -22,7 +22,7 @@ from ...core.sharding.dtypes import dtype_of
 from ...core.sharding.region import Region, byte_runs
 from ...core.tree.spec import ArraySpec
 from .composed_array import Constant, SourceBox, parts_in
-from .view import MadeLeaf
+from .view import ComposedLeaf
 
 __all__ = ["only_chunk", "pieces_of"]
 
@@ -56,17 +56,17 @@ def _casts(dtypes: Sequence[str], wanted: str) -> list[tuple[str, str]]:
     return [(a, b) for a, b in itertools.pairwise([*dtypes, wanted]) if a != b]
 
 
-def pieces_of(leaf: MadeLeaf, target: ArrayTarget) -> Iterator[tuple[Leaf, TargetPiece] | Callable[[], None]]:
+def pieces_of(leaf: ComposedLeaf, target: ArrayTarget) -> Iterator[tuple[Leaf, TargetPiece] | Callable[[], None]]:
     """Yields (saved leaf, piece to read) for a target, and functions that fill pieces of one value.
 
     Raises:
         MismatchError: a cast is not possible.
     """
-    for dtypes in {part.dtypes for part in leaf.made.parts}:
+    for dtypes in {part.dtypes for part in leaf.array.parts}:
         for before, after in _casts(dtypes, target.spec.dtype):
             check_cast(msgspec.structs.replace(target.spec, dtype=after), before, leaf.path)
     for piece in target.pieces:
-        for part in parts_in(leaf.made, piece.region):
+        for part in parts_in(leaf.array, piece.region):
             if isinstance(part, Constant):
                 yield _filler(part, piece, target.spec)
             elif part.region.size:
@@ -83,9 +83,9 @@ def _filler(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[],
     return partial(piece.data.write, box, np.broadcast_to(data.reshape(-1)[0], part.region.shape))
 
 
-def only_chunk(index: Index, leaf: MadeLeaf, rank: int) -> Chunk | None:
+def only_chunk(index: Index, leaf: ComposedLeaf, rank: int) -> Chunk | None:
     """Returns the range of a chunk that is a whole composed array; None if its bytes are permuted, joined or cast."""
-    if len(leaf.made.parts) != 1 or not isinstance(part := leaf.made.parts[0], SourceBox):
+    if len(leaf.array.parts) != 1 or not isinstance(part := leaf.array.parts[0], SourceBox):
         return None
     kept = [axis for axis in part.axes if axis >= 0]
     source = leaf.sources[part.source]
@@ -95,5 +95,5 @@ def only_chunk(index: Index, leaf: MadeLeaf, rank: int) -> Chunk | None:
     if len(chunks) != 1 or not part.box.within(chunks[0].region):
         return None
     runs = byte_runs(part.box, chunks[0].region, dtype_of(source.spec.dtype).itemsize)
-    whole = Region.whole(leaf.made.shape)
+    whole = Region.whole(leaf.array.shape)
     return Chunk(whole, chunks[0].rank, chunks[0].start + runs.first) if runs.count == 1 else None
