@@ -52,7 +52,7 @@ def test_a_dealer_deals_each_member_its_bytes_whatever_the_boxes(made, data: st.
     stream, places, outs, start, dealer = made
     cut = sorted({0, len(stream), *data.draw(st.lists(st.integers(0, len(stream)), max_size=4))})
     for low, high in data.draw(st.permutations(list(itertools.pairwise(cut)))):
-        dealer.copy(start + low, start + high, stream[low:high].ctypes.data)
+        dealer.write(start + low, memoryview(stream[low:high]))
     for (first, length), out in zip(places, outs, strict=True):
         assert out.tolist() == stream[first : first + length].tolist()
 
@@ -95,7 +95,7 @@ def test_rows_that_are_one_run_in_both_are_dealt_as_boxes_are_copied(data: st.Da
         stream = np.concatenate([np.zeros(100, np.uint8), np.frombuffer(source.tobytes(), np.uint8)])
         _, start, nbytes = request.byte_range
         run = stream[start : start + nbytes]
-        scatter.Scatter([request]).copy(start, start + nbytes, run.ctypes.data)
+        scatter.Scatter([request]).write(start, memoryview(run))
         assert (target == expected).all()
     elif box == chunk == region:
         raise AssertionError("a whole array is one run")

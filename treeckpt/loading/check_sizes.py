@@ -12,6 +12,7 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError, MismatchError
 from ..io.storage.checkpoint import Checkpoint
+from .transforms.view import ComposedLeaf
 
 __all__ = ["Claims"]
 
@@ -22,7 +23,7 @@ TIMES = 16
 
 
 class Claims:
-    """The bytes and chunks that one load needs.
+    """The bytes and chunks that one load needs, by the index; those of a saved array count once.
 
     Args:
         whole: names a shard that is cut short, even where the wanted bytes of it are there.
@@ -31,6 +32,7 @@ class Claims:
     def __init__(self, checkpoint: Checkpoint, *, whole: bool) -> None:
         self._checkpoint, self._whole = checkpoint, whole
         self._claimed = self._chunks = self._views = 0
+        self._counted: set[int] = set()
 
     @cached_property
     def _present(self) -> int:
@@ -44,12 +46,14 @@ class Claims:
         Raises:
             CorruptError: more than all the shards that are there.
         """
-        spec, record = leaf.spec, leaf.record
-        if spec is None or type(record) is AliasRecord:
-            return
-        self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-        if type(record) is ArrayRecord and type(record.chunks) is not WholeChunk:
-            self._chunks += count_chunks(record.chunks)
+        for source in leaf.sources.values() if isinstance(leaf, ComposedLeaf) else (leaf,):
+            spec, record = source.spec, source.record
+            if source.number in self._counted or spec is None or type(record) is AliasRecord:
+                continue
+            self._counted.add(source.number)
+            self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+            if type(record) is ArrayRecord and type(record.chunks) is not WholeChunk:
+                self._chunks += count_chunks(record.chunks)
         if self._claimed > self._present or (self._chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES > self._present:
             raise self._too_many(path)
 

@@ -146,7 +146,7 @@ def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: Any) -> Non
     assert saved is not None, "arrays only are read"
     if saved.dtype != "int64":
         raise FormatError(path, expected="an array of int64", found=saved.dtype)
-    job.claim(path, leaf)
+    job.claims.take(path, leaf)
     before = job.new_batch()
     before.add_target(path, leaf, ArrayTarget(saved, None, (TargetPiece(region, into),)))
     job.run_now(before)

@@ -15,6 +15,7 @@ fill value, and refused otherwise, because its old rows are not those of the new
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -114,7 +115,7 @@ def column_slot(job: Load, column: Column, path: str, leaf: Leaf | None) -> Leaf
     whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
     slot = _picked(job, leaf, path, whole, rows) if rows.picked is not None else _range(job, leaf, path, whole, rows)
     if column.kind == "ids":
-        job.batch.then(lambda: _check(job, slot, rows, column, path))
+        job.batch.after.append(partial(_check, job, slot, rows, column, path))
     return slot
 
 
@@ -299,8 +300,8 @@ def _joined(
     pieces = [TargetPiece(region, SelectedRowsWriter(piece.data, rows, found.places)) for piece in own.pieces]
     batch = job.batch if giver is job else giver.new_batch()
     job.loaded += 1
-    giver.claim(path, leaf)
+    giver.claims.take(path, leaf)
     slot = batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, pieces))
     if giver is not job:
-        job.batch.then(lambda: job.run_now(batch))
+        job.batch.after.append(partial(job.run_now, batch))
     return slot

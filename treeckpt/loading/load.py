@@ -85,7 +85,7 @@ def _array_as_saved(job: Load, leaf: Leaf, saved: ArraySpec) -> LeafPlaceholder:
     spec = saved if device == "original" else msgspec.structs.replace(saved, device=None) if saved.device else saved
 
     if isinstance(leaf.record, AliasRecord) and leaf.record.view is not None:
-        job.batch.claims.take_view(leaf.path, spec)
+        job.claims.take_view(leaf.path, spec)
     # without torch new_array says so; a view would fail later, and less clearly
     return job.array(leaf.path, leaf, spec, job.new, spec)
 

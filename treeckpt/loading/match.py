@@ -25,6 +25,7 @@ from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.memory import SlabAllocator
 from ..io.timing import Recorder
 from ..reports import LoadReport
+from .check_sizes import Claims
 from .read_batch import ReadBatch, ReadOptions, Verify
 from .read_request import LeafPlaceholder
 from .transforms.rules import Rule
@@ -115,8 +116,8 @@ class Load:
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
         self.batch = ReadBatch(checkpoint, self.source_rank, self.recorder, whole=options.bad is None)
+        self.claims = Claims(checkpoint, whole=options.bad is None)
         self.loaded = 0
-        self._claimed: set[int] = set()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
 
@@ -179,7 +180,7 @@ class Load:
     def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Make, wanted: object) -> LeafPlaceholder:
         """Adds an array to what is read: as a view of it if possible, else in the target that `make` returns."""
         self.loaded += 1
-        self.claim(path, leaf)
+        self.claims.take(path, leaf)
         if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
             if spec is not leaf.spec:
                 self.check(path, leaf, spec)
@@ -198,13 +199,6 @@ class Load:
             )
         self.check(path, leaf, target.spec)
         return self.batch.add_target(path, leaf, target)
-
-    def claim(self, path: str, leaf: Leaf) -> None:
-        """Counts the bytes of an array once, by the index, before memory is allocated for it."""
-        for source in leaf.sources.values() if isinstance(leaf, ComposedLeaf) else (leaf,):
-            if source.number not in self._claimed:
-                self._claimed.add(source.number)
-                self.batch.claims.take(path, source)
 
     def new_batch(self) -> ReadBatch:
         """Returns another batch of reads from the same checkpoint."""

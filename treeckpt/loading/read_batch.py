@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -26,9 +27,8 @@ from ..errors import FormatError
 from ..io.storage.checkpoint import Checkpoint, ShardReader
 from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
-from .check_sizes import Claims
 from .read_request import BoxDestination, ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
-from .read_tasks import ReadTask, join_contiguous, list_tasks, map_arrays, read_limit, run_tasks
+from .read_tasks import ReadTask, join_contiguous, list_tasks, map_arrays, read_limit, requests_to, run_tasks
 from .shared_read import SharedRead, SharedRequests, together
 from .transforms.assemble import only_chunk, pieces_of
 from .transforms.view import ComposedLeaf
@@ -77,11 +77,9 @@ class ReadBatch:
         self.checkpoint, self.whole = checkpoint, whole
         self._index, self._source_rank, self._recorder = checkpoint.index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
-        self.claims = Claims(checkpoint, whole=whole)
-        self._new_arrays: list[ReadRequest[NewArray]] = []
-        self._runs: list[ReadRequest[ContiguousMemory]] = []
-        self._boxes: list[ReadRequest[BoxDestination]] = []
-        self._after: list[Callable[[], None]] = []
+        self._requests: list[ReadRequest[Any]] = []
+        self.after: list[Callable[[], object]] = []
+        """What is called when everything has been read."""
         self._targets: list[object] = []
         self.targets: list[tuple[str, Leaf]] = []
         """The path of each target, and the saved leaf that fills it."""
@@ -103,7 +101,7 @@ class ReadBatch:
         check_library(spec, path)
         placeholder = LeafPlaceholder()
         nbytes = math.prod(spec.shape) * dtype.itemsize
-        self._new_arrays.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), NewArray(placeholder, spec)))
+        self._requests.append(ReadRequest(path, (chunk.rank, chunk.start, nbytes), NewArray(placeholder, spec)))
         self.nbytes += nbytes
         return placeholder
 
@@ -128,11 +126,10 @@ class ReadBatch:
         self._targets.append(target.leaf)
         self.targets.append((path, leaf))
         if isinstance(leaf, ComposedLeaf):
-            for wanted in pieces_of(leaf, target):
-                if isinstance(wanted, tuple):
-                    self._add_pieces(path, wanted[0], [wanted[1]])
-                else:
-                    self._after.append(wanted)
+            pieces, fills = pieces_of(leaf, target)
+            self.after += fills
+            for source, piece in pieces:
+                self._add_pieces(path, source, [piece])
         elif not self._add_whole(path, leaf.record, target, spec):
             pieces = list(target.pieces)
             if target.spec.dtype != spec.dtype:
@@ -150,7 +147,7 @@ class ReadBatch:
         nbytes = math.prod(spec.shape) * memory.itemsize
         self.nbytes += nbytes
         chunk = record.chunks
-        self._runs.append(
+        self._requests.append(
             ReadRequest(path, (chunk.rank, chunk.start, nbytes), ContiguousMemory(memory.address, memory))
         )
         return True
@@ -182,9 +179,7 @@ class ReadBatch:
             )
         for chunk, box in zip(chunks, boxes, strict=True):
             if box is not None and box.size:
-                request = request_for(path, chunk, piece, box, itemsize)
-                kind = self._runs if type(request.destination) is ContiguousMemory else self._boxes
-                kind.append(request)
+                self._requests.append(request_for(path, chunk, piece, box, itemsize))
 
     def _add_view(self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece]) -> None:
         """Adds the whole base of a view, from which the view is copied."""
@@ -194,18 +189,10 @@ class ReadBatch:
         memory = np.empty(base.spec.shape, raw)
         self._add_piece(path, base, TargetPiece(Region.whole(base.spec.shape), HostArray(memory)), raw.itemsize)
         strides = tuple(s * raw.itemsize for s in view.strides)
-
-        def copy_view() -> None:
-            window = np.ndarray(spec.shape, raw, memory, view.offset * raw.itemsize, strides)
-            for piece in pieces:
-                box = tuple(slice(0, n) for n in piece.region.shape)
-                piece.data.write(box, window[piece.region.slices()])
-
-        self._after.append(copy_view)
-
-    def then(self, act: Callable[[], None]) -> None:
-        """Adds a function to call when everything has been read."""
-        self._after.append(act)
+        window = np.ndarray(spec.shape, raw, memory, view.offset * raw.itemsize, strides)
+        for piece in pieces:
+            box = tuple(slice(0, n) for n in piece.region.shape)
+            self.after.append(partial(piece.data.write, box, window[piece.region.slices()]))
 
     def run(self, verify: Verify, options: ReadOptions) -> None:
         """Reads everything, where no target exists before."""
@@ -222,17 +209,17 @@ class ReadBatch:
         """
         reader = ShardReader(self.checkpoint, self._recorder, verify=verify is not False, whole=self.whole)
         if options.mapped:
-            map_arrays(reader, self._new_arrays)
-            self._new_arrays = []
+            map_arrays(reader, requests_to(NewArray, self._requests))
+            self._requests = [one for one in self._requests if type(one.destination) is not NewArray]
         relay, limit = options.relay, read_limit(options.memory)
-        requests: list[ReadRequest[Any]] = [*self._new_arrays, *self._runs, *self._boxes]
+        requests = self._requests
         parts = [SharedRequests((0,), list(range(len(requests))))]
-        if (
-            relay is not None
-        ):  # large ones stay apart until it is known which ranks want the same and can share the read
-            large = [run for run in self._runs if run.byte_range[2] > SMALL]
-            small = [run for run in self._runs if run.byte_range[2] <= SMALL]
-            requests = [*self._new_arrays, *large, *join_contiguous(self._index, small, limit), *self._boxes]
+        if relay is not None:
+            # large ones stay apart until it is known which ranks want the same and can share the read
+            small = [one for one in requests_to(ContiguousMemory, requests) if one.byte_range[2] <= SMALL]
+            joined = set(map(id, small))
+            requests = [one for one in requests if id(one) not in joined]
+            requests += join_contiguous(self._index, small, limit)
             parts = relay.agree(self._index.save_id, [_key(request) for request in requests])
         with together(relay):
             self._work = [(p.members, list_tasks(reader, [requests[i] for i in p.requests], limit)) for p in parts]
@@ -248,15 +235,15 @@ class ReadBatch:
         """
         if in_place:
             mark_written(self._targets)
-        relay, memory, on_write = options.relay, options.memory, self.written.append
+        relay = options.relay
         with together(relay):
             if relay is not None:
-                self.read_nbytes += relay.run(reader, self._work, memory=memory, on_write=on_write)
+                self.read_nbytes += relay.run(reader, self._work, memory=options.memory, written=self.written)
             else:
                 for _, tasks in self._work:
-                    self.read_nbytes += run_tasks(reader, tasks, memory=memory, on_write=on_write)
-            for action in self._after:
-                action()
+                    self.read_nbytes += run_tasks(reader, tasks, memory=options.memory, written=self.written)
+            for act in self.after:
+                act()
 
     def _verify_first(self, reader: ShardReader, options: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
@@ -266,8 +253,8 @@ class ReadBatch:
         with together(relay):
             for members, tasks in self._work:
                 mine = relay.owned(tasks, members) if relay is not None else tasks
-                checks = [ReadTask(task.byte_range, shared=task.shared or stays) for task in mine]
-                run_tasks(reader, checks, memory=options.memory)
+                checks = [ReadTask(task.byte_range, task.start, shared=task.shared or stays) for task in mine]
+                run_tasks(reader, checks, memory=options.memory, written=[])
 
 
 def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int = 0) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Scatters one contiguous range of a rank's stream into the arrays, or parts of arrays, that lie there.
+"""Scatters one range of a rank's stream into the arrays, or boxes of arrays, that lie there.
 
-It takes whatever is contiguous both in the file and in memory: small arrays, large ones that are wanted whole, and rows
-of them. The range is read and verified as one, and then copied to each destination; or read straight into them without
-a copy, where the bytes are in the page cache.
+`Scatter` takes whatever is contiguous both in the file and in memory: small arrays, large ones that are wanted whole,
+and rows of them. The range is read and verified as one, and then copied to each destination; or read straight into them
+without a copy, where the bytes are in the page cache. `Boxes` takes everything else.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import msgspec
+import numpy as np
 
-from .read_request import ContiguousMemory, ReadRequest
+from .read_request import BoxDestination, ContiguousMemory, ReadRequest
 
-__all__ = ["Scatter", "ScatterSlice"]
+__all__ = ["Boxes", "Scatter"]
 
 WRITABLE = 0x200
 """PyBUF_WRITE of CPython's buffers."""
@@ -45,9 +46,10 @@ class Scatter:
             if begin < stop:
                 yield begin, stop, request.destination.address + begin - start
 
-    def copy(self, low: int, high: int, address: int) -> None:
-        """Copies bytes `low:high` of the stream, which start at `address` in memory, to their destinations."""
-        for begin, stop, target in self._between(low, high):
+    def write(self, low: int, data: memoryview) -> None:
+        """Copies bytes of the stream, from `low` on, to their destinations."""
+        address = np.frombuffer(data, np.uint8).ctypes.data
+        for begin, stop, target in self._between(low, low + len(data)):
             ctypes.memmove(target, address + begin - low, stop - begin)
 
     def parts(self, low: int, high: int) -> list[memoryview] | None:
@@ -69,7 +71,17 @@ class Scatter:
         return parts
 
 
-class ScatterSlice(msgspec.Struct, frozen=True):
-    """The destinations of a part of a scattered range."""
+class Boxes(msgspec.Struct, frozen=True):
+    """Boxes of chunks in a range of one rank's stream, all of which is read at once."""
 
-    scatter: Scatter
+    requests: Sequence[ReadRequest[BoxDestination]]
+
+    def write(self, low: int, data: memoryview) -> None:
+        """Copies boxes to their destinations from bytes of the stream, from `low` on."""
+        memory = np.frombuffer(data, np.uint8)
+        for request in self.requests:
+            _, start, nbytes = request.byte_range
+            request.destination.write(memory[start - low : start - low + nbytes])
+
+    def parts(self, low: int, high: int) -> None:
+        """Returns None: boxes are not contiguous in memory."""

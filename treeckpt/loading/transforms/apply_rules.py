@@ -39,7 +39,7 @@ class TransformedLeaves(msgspec.Struct, frozen=True):
         return any(compile_pattern(text).match(path, below=True) is not None for text in self.keeps)
 
     def fill_at(self, path: str, wanted: ArraySpec) -> ComposedArray | None:
-        """Returns the array that a `Fill` puts at a path, with the wanted dtype, and shape unless it has one; else None."""
+        """Returns the array that a `Fill` puts at a path, of the wanted dtype, and shape unless it has one."""
         for fill in self.fills:
             if compile_pattern(fill.target).match(path) is not None:
                 shape = wanted.shape if fill.shape is None else fill.shape

@@ -7,7 +7,7 @@ place and order of its elements. The reader treats them as ordinary target piece
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,8 +56,10 @@ def _casts(dtypes: Sequence[str], wanted: str) -> list[tuple[str, str]]:
     return [(a, b) for a, b in itertools.pairwise([*dtypes, wanted]) if a != b]
 
 
-def pieces_of(leaf: ComposedLeaf, target: ArrayTarget) -> Iterator[tuple[Leaf, TargetPiece] | Callable[[], None]]:
-    """Yields (saved leaf, piece to read) for a target, and functions that fill pieces of one value.
+def pieces_of(
+    leaf: ComposedLeaf, target: ArrayTarget
+) -> tuple[list[tuple[Leaf, TargetPiece]], list[Callable[[], object]]]:
+    """Returns (saved leaf, piece to read) for a target, and functions that fill pieces of one value.
 
     Raises:
         MismatchError: a cast is not possible.
@@ -65,15 +67,19 @@ def pieces_of(leaf: ComposedLeaf, target: ArrayTarget) -> Iterator[tuple[Leaf, T
     for dtypes in {part.dtypes for part in leaf.array.parts}:
         for before, after in _casts(dtypes, target.spec.dtype):
             check_cast(msgspec.structs.replace(target.spec, dtype=after), before, leaf.path)
+    pieces: list[tuple[Leaf, TargetPiece]] = []
+    fills: list[Callable[[], object]] = []
     for piece in target.pieces:
         for part in parts_in(leaf.array, piece.region):
             if isinstance(part, Constant):
-                yield _filler(part, piece, target.spec)
+                fills.append(_fill(part, piece, target.spec))
             elif part.region.size:
-                yield leaf.sources[part.source], TargetPiece(part.box, PermutedWriter(piece, part, target.spec))
+                writer = PermutedWriter(piece, part, target.spec)
+                pieces.append((leaf.sources[part.source], TargetPiece(part.box, writer)))
+    return pieces, fills
 
 
-def _filler(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[], None]:
+def _fill(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[], object]:
     """Returns a function that writes a constant into its part of a target piece."""
     kind = "float64" if isinstance(part.value, float) else "int64"
     data = np.array([part.value], kind).view(raw_dtype(8))
