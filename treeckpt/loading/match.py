@@ -7,13 +7,13 @@ any memory is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from ..arrays.base import ArrayTarget
-from ..arrays.registry import check_cast, decode, new_array
+from ..arrays.registry import abstract_of, check_cast, decode, like_of, target_of
 from ..core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
 from ..core.format.records import Leaf, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import decode_runs
@@ -31,7 +31,7 @@ from .read_request import LeafPlaceholder
 from .transforms.rules import Rule
 from .transforms.view import ComposedLeaf, view_of
 
-__all__ = ["MEMORY", "Load", "LoadOptions", "Make", "check_same"]
+__all__ = ["MEMORY", "Load", "LoadOptions", "check_same"]
 
 MEMORY = 64 << 20
 """Bytes of buffers that a load may take, by default."""
@@ -95,10 +95,6 @@ class LoadOptions(msgspec.Struct, frozen=True):
             check_used("exclude", self.exclude, [*names, *others()])
 
 
-Make = Callable[[Any, str], ArrayTarget | None]
-"""Returns the target of a wanted leaf at a path."""
-
-
 class Load:
     """One load on one rank."""
 
@@ -117,6 +113,8 @@ class Load:
         self.damaged = self._damaged()
         self.batch = ReadBatch(checkpoint, self.source_rank, self.recorder, whole=options.bad is None)
         self.claims = Claims(checkpoint, whole=options.bad is None)
+        self.filled: list[tuple[str, ArrayTarget]] = []
+        """The arrays that are filled in place, by path."""
         self.loaded = 0
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -177,10 +175,16 @@ class Load:
         assert isinstance(record, ValueRecord), "arrays are read, not decoded"
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
-    def array(self, path: str, leaf: Leaf, spec: ArraySpec | None, make: Make, wanted: object) -> LeafPlaceholder:
-        """Adds an array to what is read: as a view of it if possible, else in the target that `make` returns."""
+    def array(self, path: str, leaf: Leaf, wanted: object, *, in_place: bool = False) -> LeafPlaceholder:
+        """Adds an array to what is read.
+
+        Args:
+            wanted: what describes the array, or is filled itself.
+            in_place: fills `wanted`; otherwise a new array is filled, or becomes a view of what is read if possible.
+        """
         self.loaded += 1
         self.claims.take(path, leaf)
+        spec = None if in_place else abstract_of(wanted, path, self.here)
         if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
             if spec is not leaf.spec:
                 self.check(path, leaf, spec)
@@ -188,7 +192,7 @@ class Load:
                 slot = self.batch.add_new_array(path, leaf, spec)
                 if slot is not None:
                     return slot
-        target = make(wanted, path)
+        target = self.target(wanted, path, in_place=in_place)
         if target is None:
             raise MismatchError(
                 path,
@@ -197,8 +201,22 @@ class Load:
                 f"{leaf.spec and leaf.spec.shape}{self._chain(path)}",
                 hint="Put an array, a tc.ArraySpec or `...` there in like",
             )
+        if in_place:
+            self.filled.append((path, target))
         self.check(path, leaf, target.spec)
         return self.batch.add_target(path, leaf, target)
+
+    def target(self, wanted: object, path: str, *, in_place: bool) -> ArrayTarget | None:
+        """Returns an array to fill: the wanted one itself, or a new one; None for a value."""
+        if in_place:
+            return target_of(wanted, path, self.here)
+        return like_of(wanted, path, self.here, self.options.device, allocate=self.take)
+
+    def new(self, spec: ArraySpec, path: str) -> ArrayTarget:
+        """Returns a new array, on the device of the options, or else of the spec."""
+        target = self.target(spec, path, in_place=False)
+        assert target is not None, "a spec describes an array"
+        return target
 
     def new_batch(self) -> ReadBatch:
         """Returns another batch of reads from the same checkpoint."""
@@ -209,10 +227,6 @@ class Load:
         batch.run(self.options.verify is not False, ReadOptions(self.options.memory))
         self.batch.nbytes += batch.nbytes
         self.batch.read_nbytes += batch.read_nbytes
-
-    def new(self, spec: Any, path: str) -> ArrayTarget:
-        """Returns a new array on the device of the options."""
-        return new_array(spec, path, self.options.device, allocate=self.take)
 
     def _on_host(self, spec: ArraySpec) -> bool:
         device = self.options.device

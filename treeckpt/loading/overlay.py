@@ -25,7 +25,7 @@ from ..io.storage.store import Store
 from ..reports import LoadReport
 from .aliasing import tied_to
 from .join_slots import ids_beside, no_plain_rows
-from .load import load_into_from, load_into_tree, load_tree, sequences_of
+from .load import load_into_tree, load_tree, sequences_of
 from .match import Load, LoadOptions, check_same
 from .transforms import Renaming, Transforms, as_rules
 from .transforms.rules import Rule
@@ -285,7 +285,7 @@ def _load_bank_into(bank: Bank, tree: object, comm: Comm, options: LoadOptions) 
     parts = _settled(bank, asked, comm, options)
     missing, unexpected = _check_asked(parts, tree, asked, comm, options, in_place=True)
     _join_tables(parts, asked)
-    reports = load_into_from([(part.job.checkpoint, _options(part)) for part in parts], tree, comm)
+    reports = load_into_tree([(part.job.checkpoint, _options(part)) for part in parts], tree, comm)
     return _joined(reports, missing, unexpected)
 
 
@@ -311,7 +311,8 @@ class CheckpointOverlay(msgspec.Struct, frozen=True):
         """Fills a tree in place; see `treeckpt.load_into`."""
         if isinstance(self.source, Bank):
             return _load_bank_into(self.source, tree, comm, options)
-        return load_into_tree(self.source, tree, comm, options)
+        [report] = load_into_tree([(self.source, options)], tree, comm)
+        return report
 
 
 def _joined(reports: Sequence[LoadReport], missing: Sequence[str], unexpected: Sequence[str]) -> LoadReport:

@@ -192,7 +192,8 @@ class ReadBatch:
         window = np.ndarray(spec.shape, raw, memory, view.offset * raw.itemsize, strides)
         for piece in pieces:
             box = tuple(slice(0, n) for n in piece.region.shape)
-            self.after.append(partial(piece.data.write, box, window[piece.region.slices()]))
+            part = window[(*piece.region.slices(), ...)]  # an array, not a number, also without dimensions
+            self.after.append(partial(piece.data.write, box, part))
 
     def run(self, verify: Verify, options: ReadOptions) -> None:
         """Reads everything, where no target exists before."""

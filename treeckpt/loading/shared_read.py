@@ -18,7 +18,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import xxhash
@@ -303,8 +303,10 @@ def together(relay: SharedRead | None) -> Iterator[None]:
         relay.settle(None)
 
 
-def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint]) -> SharedRead | None:
-    """Returns the shared reads of a world, None if this process is alone. The first call creates a group, on all ranks.
+def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], read: Literal["each", "once"]) -> SharedRead | None:
+    """Returns the shared reads of a world, None for "each" and if this process is alone.
+
+    The first call creates a group, on all ranks.
 
     Args:
         checkpoints: those that the next load reads.
@@ -312,7 +314,7 @@ def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint]) -> SharedRead | No
     Raises:
         CheckpointError: the ranks are not those of torch.distributed's default group.
     """
-    if comm.size == 1:
+    if read == "each" or comm.size == 1:
         return None
     relay = comm.state.get(SharedRead)
     if relay is None:
