@@ -7,55 +7,72 @@ from collections.abc import Iterator
 from ..core.format.damage import BadBytes
 from ..core.format.records import File, Index
 from ..errors import CheckpointError
+from ..io.comm.collective import all_gather
+from ..io.comm.comm import Comm
+from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.memory import aligned_buffer
 from ..io.storage.shard_reader import OpenedShard, matches, open_shard
 from ..io.storage.store import Store
 
-__all__ = ["open_for_survey", "survey_opened", "survey_shard"]
+__all__ = ["survey", "survey_shard"]
 
 STEP = 8 << 20
 """Bytes that are read at a time."""
 
 
-def survey_shard(store: Store, index: Index, file: File, size: int | None) -> list[BadBytes]:
+def survey_shard(
+    store: Store, index: Index, file: File, size: int | None, *, keep: bool = False
+) -> tuple[OpenedShard | None, list[BadBytes]]:
     """Compares every checksum of a shard.
 
     Args:
         size: the file's, in bytes; None where it is missing.
+        keep: as for `open_shard`.
 
     Returns:
-        What is bad, by where it starts; without a header that can be believed, that is all of the file.
+        The shard, and its bad bytes by where they start. Without a header that can be believed there is no shard, and
+        all of the file is bad.
     """
-    opened = open_for_survey(store, index, file, size)
-    return [opened] if isinstance(opened, BadBytes) else survey_opened(store, opened, size or 0)
-
-
-def open_for_survey(
-    store: Store, index: Index, file: File, size: int | None, *, keep: bool = False
-) -> OpenedShard | BadBytes:
-    """A shard, or all of its bytes as bad ones where its header cannot be believed; see `open_shard`."""
     whole = file.header + file.nbytes
     if size is None:
-        return BadBytes(file.name, 0, whole, "the file is missing")
+        return None, [BadBytes(file.name, 0, whole, "the file is missing")]
     try:
-        return open_shard(store, index, file, size, whole=False, keep=keep)
+        opened = open_shard(store, index, file, size, whole=False, keep=keep)
     except CheckpointError as error:
         why = f"no header as it was written: expected {error.expected}, found {error.found}"
+        return None, [BadBytes(file.name, 0, whole, why)]
     except OSError as error:
-        why = f"the header cannot be read: {error}"
-    return BadBytes(file.name, 0, whole, why)
-
-
-def survey_opened(store: Store, opened: OpenedShard, size: int) -> list[BadBytes]:
-    """Returns the damaged bytes of a shard whose header is intact, by where they start."""
-    file = opened.file
-    whole = file.header + file.nbytes
-    found = list(_bad_blocks(store, opened, min(size, whole) - file.header))
+        return None, [BadBytes(file.name, 0, whole, f"the header cannot be read: {error}")]
+    found: list[BadBytes] = []
+    for bad in _bad_blocks(store, opened, min(size, whole) - file.header):
+        if found and found[-1].stop == bad.start and found[-1].why == bad.why:
+            bad = BadBytes(bad.file, found.pop().start, bad.stop, bad.why)
+        found.append(bad)
     if size < whole:
         found.append(BadBytes(file.name, size, whole, f"the file ends at byte {size}"))
     if size > whole:
         found.append(BadBytes(file.name, whole, size, f"the file goes on after byte {whole}"))
-    return _joined(found)
+    return opened, found
+
+
+def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
+    """Returns all bytes of a checkpoint's shards that differ from what was saved. Every rank has to call.
+
+    The ranks divide the shards among them, and exchange what they found.
+
+    Raises:
+        CheckpointNotFound, CorruptError, FormatError: there is no index that can be read.
+        RankError: another rank failed.
+    """
+
+    def own() -> list[BadBytes]:
+        checkpoint.check_against_files()
+        store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
+        files = index.file_list[comm.rank :: comm.size]
+        return [bad for file in files for bad in survey_shard(store, index, file, sizes.get(file.name))[1]]
+
+    found = [bad for part in all_gather(comm, f"load {checkpoint.url}", own, list[BadBytes]) for bad in part]
+    return tuple(sorted(found, key=lambda bad: (bad.file, bad.start)))
 
 
 def _bad_blocks(store: Store, opened: OpenedShard, there: int) -> Iterator[BadBytes]:
@@ -86,15 +103,3 @@ def _error_of(store: Store, opened: OpenedShard, start: int, out: memoryview) ->
     except (CheckpointError, OSError) as error:
         return str(error)
     return ""
-
-
-def _joined(found: list[BadBytes]) -> list[BadBytes]:
-    """Joins neighbours that are damaged for the same reason."""
-    joined: list[BadBytes] = []
-    for bad in found:
-        last = joined[-1] if joined else None
-        if last is not None and last.stop == bad.start and last.why == bad.why:
-            joined[-1] = BadBytes(bad.file, last.start, bad.stop, bad.why)
-        else:
-            joined.append(bad)
-    return joined

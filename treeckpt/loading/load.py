@@ -31,8 +31,7 @@ from ..reports import LoadReport
 from .aliasing import Wanted, check_ties, tied_to
 from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
 from .match import Load, LoadOptions
-from .partial_fill import add_changed
-from .read_batch import ReadOptions
+from .read_batch import ReadOptions, add_changed
 from .read_request import LeafPlaceholder
 from .shared_read import open_relay, together
 

@@ -8,6 +8,7 @@ buffers and copied to its place, or straight into the target where it is contigu
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -16,14 +17,15 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import ArrayTarget, HostArray, HostMemory, TargetPiece, raw_dtype
-from ..arrays.registry import check_library, library_of, mark_written
+from ..arrays.registry import check_library, mark_written
+from ..core.format.byte_map import extents_in_file
 from ..core.format.chunks import BoxChunks, WholeChunk
-from ..core.format.records import AliasRecord, ArrayRecord, Leaf, LeafRecord
+from ..core.format.records import AliasRecord, ArrayRecord, File, Leaf, LeafRecord
 from ..core.planning.load_plan import Chunk
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region, any_overlap, intersect
+from ..core.sharding.region import Region, any_overlap, coalesce, intersect
 from ..core.tree.spec import ArraySpec
-from ..errors import FormatError
+from ..errors import FormatError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint, ShardReader
 from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
@@ -33,13 +35,15 @@ from .shared_read import SharedRead, SharedRequests, together
 from .transforms.assemble import only_chunk, pieces_of
 from .transforms.view import ComposedLeaf
 
-__all__ = ["ReadBatch", "ReadOptions", "Verify", "read_region"]
+__all__ = ["ReadBatch", "ReadOptions", "Verify", "add_changed", "read_region"]
 
 Verify = bool | Literal["first", "stream"]
 SMALL = 64 << 10
 """Bytes up to which each rank reads an array itself, rather than receive it from another rank."""
 
 
+SHOWN = 5
+"""Paths that an error names."""
 REGION_MEMORY = 16 << 20
 """Bytes of buffers for one region."""
 
@@ -53,16 +57,6 @@ class ReadOptions(msgspec.Struct, frozen=True):
     """Maps whole arrays instead of reading them."""
     relay: SharedRead | None = None
     """The ranks that share their reads; None if each rank reads for itself."""
-
-
-class _CastingWriter:
-    """Casts to the dtype of a target what was saved with another one."""
-
-    def __init__(self, inner: Any, spec: ArraySpec, saved: str) -> None:
-        self.inner, self.spec, self.saved = inner, spec, saved
-
-    def write(self, box: tuple[slice, ...], data: np.ndarray) -> None:
-        self.inner.write(box, library_of(self.spec).cast(data, self.saved, self.spec.dtype))
 
 
 class ReadBatch:
@@ -125,16 +119,13 @@ class ReadBatch:
         assert spec is not None, "values are decoded, not read"
         self._targets.append(target.leaf)
         self.targets.append((path, leaf))
-        if isinstance(leaf, ComposedLeaf):
+        if isinstance(leaf, ComposedLeaf) or target.spec.dtype != spec.dtype:
             pieces, fills = pieces_of(leaf, target)
             self.after += fills
             for source, piece in pieces:
                 self._add_pieces(path, source, [piece])
         elif not self._add_whole(path, leaf.record, target, spec):
-            pieces = list(target.pieces)
-            if target.spec.dtype != spec.dtype:
-                pieces = [TargetPiece(p.region, _CastingWriter(p.data, target.spec, spec.dtype)) for p in pieces]
-            self._add_pieces(path, leaf, pieces)
+            self._add_pieces(path, leaf, target.pieces)
         return LeafPlaceholder(target.leaf)
 
     def _add_whole(self, path: str, record: LeafRecord, target: ArrayTarget, spec: ArraySpec) -> bool:
@@ -142,7 +133,7 @@ class ReadBatch:
         if not isinstance(record, ArrayRecord) or not isinstance(record.chunks, WholeChunk) or len(target.pieces) != 1:
             return False
         memory = target.pieces[0].data
-        if not isinstance(memory, HostMemory) or target.spec.dtype != spec.dtype or memory.shape != spec.shape:
+        if not isinstance(memory, HostMemory) or memory.shape != spec.shape:
             return False
         nbytes = math.prod(spec.shape) * memory.itemsize
         self.nbytes += nbytes
@@ -246,6 +237,26 @@ class ReadBatch:
             for act in self.after:
                 act()
 
+    def changed(self) -> list[str]:
+        """Returns the paths of targets that may hold some of what was read, after a failure.
+
+        Those may that have bytes in a range of a shard that was written to its targets.
+        """
+        written: dict[str, tuple[File, list[tuple[int, int]]]] = {}
+        for task in self.written:
+            file = task.byte_range.shard.file
+            found = written.setdefault(file.name, (file, []))[1]
+            found.append((file.header + task.byte_range.start, file.header + task.byte_range.stop))
+        met: set[int] = set()
+        for file, ranges in written.values():
+            starts, stops = np.array(sorted(ranges), np.int64).T
+            starts, stops = coalesce(starts, stops, 0)[0].T.tolist()
+            for extent in extents_in_file(self._index, file):
+                at = bisect_right(stops, extent.start)
+                if at < len(starts) and starts[at] < extent.stop:
+                    met.add(extent.leaf)
+        return [path for path, leaf in self.targets if not met.isdisjoint(_arrays_of(leaf))]
+
     def _verify_first(self, reader: ShardReader, options: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
         total = sum(task.nbytes for _, tasks in self._work for task in tasks)
@@ -277,3 +288,24 @@ def _key(request: ReadRequest[Any]) -> object:
     copy = request.destination
     shape = (copy.box, copy.chunk, copy.itemsize) if isinstance(copy, BoxDestination) else type(copy).__name__
     return request.byte_range, shape
+
+
+def _arrays_of(leaf: Leaf) -> list[int]:
+    """Returns the numbers of the saved arrays whose bytes a leaf takes."""
+    leaves = leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf]
+    return [one.record.of if isinstance(one.record, AliasRecord) else one.number for one in leaves]
+
+
+def add_changed(error: Exception, batches: Sequence[ReadBatch]) -> None:
+    """Adds to the error of a fill which arrays of the target may have changed."""
+    total = sum(len(batch.targets) for batch in batches)
+    changed = [path for batch in batches for path in batch.changed()]
+    text = "The target was not changed"
+    if changed:
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        names = ", ".join(path or "<root>" for path in changed[:SHOWN])
+        text = f"The target is partly filled: {len(changed)} of {total} arrays may have changed: {names}{more}"
+    if isinstance(error, TreeckptError):
+        error.add_hint(text)
+    else:
+        error.add_note(text)

@@ -13,11 +13,10 @@ from ..errors import CheckpointError, CheckpointExists, TreeckptError
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.leftovers import list_leftovers
 from ..io.storage.metadata_files import read_timings, rebuild_from_shards
-from ..io.storage.shard_reader import OpenedShard
 from ..io.storage.store import Store
 from ..io.timing import Recorder
 from ..reports import Problem, VerifyReport
-from .damage_scan import open_for_survey, survey_opened
+from .damage_scan import survey_shard
 
 __all__ = ["publish_rebuilt", "verify_checkpoint"]
 
@@ -33,10 +32,9 @@ def verify_checkpoint(checkpoint: Checkpoint) -> VerifyReport:
     headers: list[tuple[int, ShardHeader]] = []
     nbytes = 0
     for file in index.file_list:
-        opened = open_for_survey(store, index, file, sizes.get(file.name), keep=True)
-        bad = [opened] if isinstance(opened, BadBytes) else survey_opened(store, opened, sizes[file.name])
+        opened, bad = survey_shard(store, index, file, sizes.get(file.name), keep=True)
         problems += [_problem(index, part) for part in bad]
-        if isinstance(opened, OpenedShard) and not bad:
+        if opened is not None and not bad:
             nbytes += file.nbytes
             try:
                 headers.append((file.header, decode_header(opened.header, f"{store.url}/{file.name}")))

@@ -21,7 +21,7 @@ from ...core.planning.load_plan import Chunk
 from ...core.sharding.dtypes import dtype_of
 from ...core.sharding.region import Region, byte_runs
 from ...core.tree.spec import ArraySpec
-from .composed_array import Constant, SourceBox, parts_in
+from .composed_array import Constant, SourceBox, parts_in, saved
 from .view import ComposedLeaf
 
 __all__ = ["only_chunk", "pieces_of"]
@@ -56,26 +56,31 @@ def _casts(dtypes: Sequence[str], wanted: str) -> list[tuple[str, str]]:
     return [(a, b) for a, b in itertools.pairwise([*dtypes, wanted]) if a != b]
 
 
-def pieces_of(
-    leaf: ComposedLeaf, target: ArrayTarget
-) -> tuple[list[tuple[Leaf, TargetPiece]], list[Callable[[], object]]]:
+def pieces_of(leaf: Leaf, target: ArrayTarget) -> tuple[list[tuple[Leaf, TargetPiece]], list[Callable[[], object]]]:
     """Returns (saved leaf, piece to read) for a target, and functions that fill pieces of one value.
+
+    Args:
+        leaf: a composed one, or a saved one that is cast.
 
     Raises:
         MismatchError: a cast is not possible.
     """
-    for dtypes in {part.dtypes for part in leaf.array.parts}:
+    assert leaf.spec is not None, "values are decoded, not read"
+    array, sources = saved(leaf.path, leaf.spec), {leaf.path: leaf}
+    if isinstance(leaf, ComposedLeaf):
+        array, sources = leaf.array, leaf.sources
+    for dtypes in {part.dtypes for part in array.parts}:
         for before, after in _casts(dtypes, target.spec.dtype):
             check_cast(msgspec.structs.replace(target.spec, dtype=after), before, leaf.path)
     pieces: list[tuple[Leaf, TargetPiece]] = []
     fills: list[Callable[[], object]] = []
     for piece in target.pieces:
-        for part in parts_in(leaf.array, piece.region):
+        for part in parts_in(array, piece.region):
             if isinstance(part, Constant):
                 fills.append(_fill(part, piece, target.spec))
             elif part.region.size:
                 writer = PermutedWriter(piece, part, target.spec)
-                pieces.append((leaf.sources[part.source], TargetPiece(part.box, writer)))
+                pieces.append((sources[part.source], TargetPiece(part.box, writer)))
     return pieces, fills
 
 

@@ -95,6 +95,48 @@ class SingleArrayRule(ArrayRule, frozen=True):
         return (self.source,)
 
 
+class SplittingRule(SingleArrayRule, frozen=True):
+    """The base of rules that build several arrays from one."""
+
+    into: str | tuple[str, ...]
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.into,) if isinstance(self.into, str) else self.into
+
+    def names(self, binding: Binding, count: int) -> list[str]:
+        """Returns the new names; a number that only they have is counted from 0.
+
+        Raises:
+            MismatchError: their number differs from that of the arrays.
+        """
+        into = self.targets
+        free = numbers_in(into[0]) - numbers_in(self.source) if len(into) == 1 else set[str]()
+        names = [expand(name, binding) for name in into] if not free else []
+        if len(free) == 1:
+            [name] = free
+            names = [expand(into[0], tuple(sorted((*binding, (name, i))))) for i in range(count)]
+        if len(names) != count:
+            raise _rule_error(f"{count} new names", f"{', '.join(into)}")
+        return names
+
+
+class JoiningRule(ArrayRule, frozen=True):
+    """The base of rules that build one array from several."""
+
+    sources: str | tuple[str, ...]
+    target: str
+    joins: ClassVar[bool] = True
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.sources,) if isinstance(self.sources, str) else self.sources
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,)
+
+
 def _rule_error(expected: str, found: str, hint: str = "") -> MismatchError:
     """Returns an error without a path; the caller that applies the rule adds it."""
     return MismatchError("", expected=expected, found=found, hint=hint)
@@ -120,7 +162,7 @@ def _check_alike(given: Sequence[ComposedArray], axis: int | None) -> None:
             raise _rule_error(f"arrays of one shape{besides}, as {given[0].shape}", f"{array.shape}")
 
 
-class Split(SingleArrayRule, frozen=True, tag="split"):
+class Split(SplittingRule, frozen=True, tag="split"):
     """Splits one array into several along an axis.
 
     Args:
@@ -139,10 +181,6 @@ class Split(SingleArrayRule, frozen=True, tag="split"):
     sizes: tuple[int, ...] | None = None
     groups: int = 1
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return self.into
-
     def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         [array] = given
         axis, shape = _axis(self.axis, array.shape), array.shape
@@ -157,48 +195,20 @@ class Split(SingleArrayRule, frozen=True, tag="split"):
         unit = shape[axis] // self.groups // sum(sizes)
         return arrays.uninterleave(array, axis, [unit * size for size in sizes], self.groups)
 
-    def names(self, binding: Binding, count: int) -> list[str]:
-        return _new_names(self.into, self.source, binding, count)
-
     def undo(self, given: Sequence[tuple[str, ComposedArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
         return None if NOWHERE in new else (Concat(tuple(new), given[0][0], self.axis, self.groups),)
 
 
-def _new_names(into: Sequence[str], source: str, binding: Binding, count: int) -> list[str]:
-    """Returns the new names; a number that only they have is counted from 0.
-
-    Raises:
-        MismatchError: their number differs from that of the arrays.
-    """
-    free = numbers_in(into[0]) - numbers_in(source) if len(into) == 1 else set[str]()
-    names = [expand(name, binding) for name in into] if not free else []
-    if len(free) == 1:
-        [name] = free
-        names = [expand(into[0], tuple(sorted((*binding, (name, i))))) for i in range(count)]
-    if len(names) != count:
-        raise _rule_error(f"{count} new names", f"{', '.join(into)}")
-    return names
-
-
-class Concat(ArrayRule, frozen=True, tag="concat"):
+class Concat(JoiningRule, frozen=True, tag="concat"):
     """Joins several arrays along an axis; with n groups, a 1/n part of each in turn, n times.
 
     A number that only the sources have, as in `Concat(("experts.$E.w",), "experts.w")`, orders them.
     """
 
-    joins: ClassVar[bool] = True
     sources: tuple[str, ...]
     target: str
     axis: int = 0
     groups: int = 1
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return self.sources
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
 
     def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         axis = _axis(self.axis, given[0].shape)
@@ -295,21 +305,10 @@ class Slice(SingleArrayRule, frozen=True, tag="slice"):
         return [arrays.uninterleave(array, axis, lengths)[1]]
 
 
-class Stack(ArrayRule, frozen=True, tag="stack"):
+class Stack(JoiningRule, frozen=True, tag="stack"):
     """Stacks arrays along a new axis, in the order of their numbers: `Stack("layers.$L.w", "layers.w")`."""
 
-    joins: ClassVar[bool] = True
-    sources: str | tuple[str, ...]
-    target: str
     axis: int = 0
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.sources,) if isinstance(self.sources, str) else self.sources
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.target,)
 
     def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         _check_alike(given, None)
@@ -319,23 +318,15 @@ class Stack(ArrayRule, frozen=True, tag="stack"):
         return (Unstack(new[0], tuple(name for name, _ in given), self.axis),)
 
 
-class Unstack(SingleArrayRule, frozen=True, tag="unstack"):
+class Unstack(SplittingRule, frozen=True, tag="unstack"):
     """Unstacks an array into one for each index along an axis: `Unstack("layers.w", "layers.$L.w")`, counted from 0."""
 
-    into: str | tuple[str, ...]
     axis: int = 0
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.into,) if isinstance(self.into, str) else self.into
 
     def make(self, given: Sequence[ComposedArray]) -> list[ComposedArray]:
         [array] = given
         axis = _axis(self.axis, array.shape)
         return [arrays.take(array, axis, i) for i in range(array.shape[axis])]
-
-    def names(self, binding: Binding, count: int) -> list[str]:
-        return _new_names(self.targets, self.source, binding, count)
 
     def undo(self, given: Sequence[tuple[str, ComposedArray]], new: Sequence[str]) -> tuple[Reshape, ...] | None:
         return (Stack(tuple(new), given[0][0], _axis(self.axis, given[0][1].shape)),)
