@@ -158,7 +158,9 @@ def _find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, le
         )
     rows, (start, stop) = leaf.spec.shape[0], owned
     if saved != spec:
-        picked = _scan(job, leaf, path, rows, spec, owned)
+        chosen = _Chosen(rows, spec, owned)
+        read_now(job, leaf, path, Region((0,), (rows,)), chosen)
+        picked = np.flatnonzero(chosen.mask)
         return Rows(spec, rows, 0, len(picked), picked)
     if (start, stop) == (0, saved.buckets):
         return Rows(saved, rows, 0, rows)
@@ -185,13 +187,6 @@ class _Chosen:
     def write(self, box: Box, data: np.ndarray) -> None:
         buckets = buckets_of(np.ascontiguousarray(data).view(np.int64), self._spec)
         self.mask[box[0]] = (buckets >= self._owned[0]) & (buckets < self._owned[1])
-
-
-def _scan(job: Load, leaf: Leaf, path: str, rows: int, spec: TableSpec, owned: tuple[int, int]) -> np.ndarray:
-    """Returns the numbers of the rows of a range of buckets, from all ids."""
-    chosen = _Chosen(rows, spec, owned)
-    read_now(job, leaf, path, Region((0,), (rows,)), chosen)
-    return np.flatnonzero(chosen.mask)
 
 
 def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) -> ArrayTarget:

@@ -7,15 +7,15 @@ communicate, unless they share the reads: each reads the ranges that it wants.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import msgspec
 
 from ..arrays.registry import abstract_of, encode, is_value, library_of, resolve
 from ..core.format.records import AliasRecord, Leaf
 from ..core.sharding.int_runs import encode_runs
+from ..core.sharding.region import c_strides
 from ..core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
 from ..core.tree.in_place import update_in_place
 from ..core.tree.keyed_table import Column
@@ -42,44 +42,30 @@ __all__ = ["load_into_tree", "load_tree", "sequences_of"]
 
 
 class _SavedTree(msgspec.Struct):
-    """The tree as it was saved; unselected leaves are `...`."""
+    """The structure of the tree as it was saved, and a placeholder for each leaf."""
 
     job: Load
-    order: list[Leaf]
-    """Every leaf of this rank."""
-    plain: list[Leaf]
-    """The selected ones, without `joined`."""
-    made: dict[int, LeafPlaceholder]
-    """By number of the saved leaf; without ties before all is read."""
-    joined: dict[str, LeafPlaceholder]
-    """By path, slots whose rows are joined to the ids of another table."""
+    structure: Structure
+    slots: list[LeafPlaceholder]
 
     def build(self) -> object:
         """Returns the tree, once all is read."""
-        job, made = self.job, self.made
-        for leaf in self.plain:
-            if leaf.number not in made:
-                made[leaf.number] = LeafPlaceholder(_alias(leaf, made, job))
-        structure = job.view.structure
-        if job.view.transformed is None and any(leaf.ranks is not None for leaf in self.order):
-            structure = trampoline(_own_structure(structure, job))
-        found = {leaf.path: made[leaf.number].leaf for leaf in self.plain}
-        found |= {path: slot.leaf for path, slot in self.joined.items()}
-        leaves = iter([found.get(leaf.path, ...) for leaf in self.order])
-        return unflatten(structure, leaves, resolve=resolve, rank=job.rank, namespace=job.options.namespace)
+        leaves = iter([slot.leaf for slot in self.slots])
+        options = self.job.options
+        return unflatten(self.structure, leaves, resolve=resolve, rank=self.job.rank, namespace=options.namespace)
 
 
 def _match_saved(job: Load) -> _SavedTree:
-    """Adds the selected leaves of the saved tree to what is read."""
+    """Adds the selected leaves of the saved tree to what is read; all others are `...`."""
     job.view.check_fills()
     job.options.check_used(lambda: job.view.names)
     made: dict[int, LeafPlaceholder] = {}
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
-    joined: dict[str, LeafPlaceholder] = {}
+    found: dict[str, LeafPlaceholder] = {}
     if job.index.tables and (job.view.transformed is not None or job.options.joined):
-        joined = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
-    plain = [leaf for leaf in taken if leaf.path not in joined]
+        found = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
+    plain = [leaf for leaf in taken if leaf.path not in found]
     whole = {leaf.number for leaf in plain}
     for leaf in plain:
         if leaf.number in made:
@@ -93,22 +79,32 @@ def _match_saved(job: Load) -> _SavedTree:
             if isinstance(leaf.record, AliasRecord) and leaf.record.view is not None:
                 job.claims.take_view(leaf.path, spec)
             made[leaf.number] = job.array(leaf.path, leaf, spec)
-    return _SavedTree(job, order, plain, made, joined)
+    for leaf in plain:
+        if leaf.number not in made:
+            made[leaf.number] = slot = LeafPlaceholder()
+            job.batch.after.append(partial(_tie, job, leaf, slot, made))
+        found[leaf.path] = made[leaf.number]
+    structure = job.view.structure
+    if job.view.transformed is None and any(leaf.ranks is not None for leaf in order):
+        structure = trampoline(_own_structure(structure, job))
+    left_out = LeafPlaceholder(...)
+    return _SavedTree(job, structure, [found.get(leaf.path, left_out) for leaf in order])
 
 
-def _alias(leaf: Leaf, made: dict[int, LeafPlaceholder], job: Load) -> Any:
+def _tie(job: Load, leaf: Leaf, slot: LeafPlaceholder, made: Mapping[int, LeafPlaceholder]) -> None:
+    """Puts the array in a slot that a leaf is tied to, or the view of it that the leaf is."""
     record, spec = leaf.record, leaf.spec
     assert isinstance(record, AliasRecord) and spec is not None, "only ties are left"
     base, base_spec = made[record.of].leaf, job.index.entries[record.of].spec
     job.loaded += 1
     same = base_spec is not None and (base_spec.kind, base_spec.requires_grad) == (spec.kind, spec.requires_grad)
     if record.view is None and same:
-        return base
-    strides = tuple(math.prod(spec.shape[d + 1 :]) for d in range(len(spec.shape)))
-    offset = 0
+        slot.leaf = base
+        return
+    offset, strides = 0, c_strides(spec.shape, 1)
     if record.view is not None:
         offset, strides = record.view.offset, record.view.strides
-    return library_of(spec).view(base, spec, offset, strides)
+    slot.leaf = library_of(spec).view(base, spec, offset, strides)
 
 
 def _own_structure(structure: Structure, job: Load) -> Recursive[Structure]:

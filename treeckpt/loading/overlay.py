@@ -24,12 +24,12 @@ from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.store import Store
 from ..reports import LoadReport
 from .aliasing import tied_to
-from .damage_scan import survey
 from .join_slots import ids_beside, no_plain_rows
 from .load import load_into_tree, load_tree, sequences_of
 from .match import Load, LoadOptions, check_same
 from .transforms import Renaming, Transforms, as_rules
 from .transforms.rules import Rule
+from .verify import survey
 
 __all__ = ["Bank", "CheckpointOverlay", "From", "as_bank", "globs_of", "members_of", "refuse_rules"]
 
@@ -269,22 +269,15 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
         CheckpointNotFound: one is missing that is not optional.
         MismatchError: leaves, rules or globs that do not fit.
     """
-    if like is None:
-        parts = _select_parts(bank, (), comm, options)
-        missing, unexpected = list[str](), list[str]()
-        _join_tables(parts, None)
-    else:
-        structure, leaves = flatten(like, rank=comm.rank, namespace=options.namespace)
-        asked = {index_path(path, comm.rank): leaf for path, leaf in leaves}
-        parts = _select_parts(bank, asked, comm, options)
-        taken = [
-            f"{one.path}/" if one.path else ""
-            for part in parts
-            for one in sequences_of(part.job, like, structure).values()
-            if part.wins.issuperset(one.paths)
-        ]
-        missing, unexpected = _check_asked(parts, asked, tuple(taken), comm, options, in_place=in_place)
-        _join_tables(parts, asked)
+    structure, leaves = flatten(like, rank=comm.rank, namespace=options.namespace) if like is not None else (None, [])
+    asked = {index_path(path, comm.rank): leaf for path, leaf in leaves}
+    parts = _select_parts(bank, asked, comm, options)
+    missing, unexpected = list[str](), list[str]()
+    if like is not None:
+        replaced = [(part, one) for part in parts for one in sequences_of(part.job, like, structure).values()]
+        whole = [f"{one.path}/" if one.path else "" for part, one in replaced if part.wins.issuperset(one.paths)]
+        missing, unexpected = _check_asked(parts, asked, tuple(whole), comm, options, in_place=in_place)
+    _join_tables(parts, asked if like is not None else None)
     sources = [
         (part.job.checkpoint, msgspec.structs.replace(part.options, only=frozenset(part.wins), joined=part.joined))
         for part in parts

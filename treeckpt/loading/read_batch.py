@@ -29,9 +29,9 @@ from ..errors import FormatError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint, ShardReader
 from ..io.storage.page_cache import available_memory
 from ..io.timing import Recorder
-from .read_request import BoxDestination, ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
+from .read_request import ContiguousMemory, LeafPlaceholder, NewArray, ReadRequest, request_for
 from .read_tasks import ReadTask, join_contiguous, list_tasks, map_arrays, read_limit, requests_to, run_tasks
-from .shared_read import SharedRead, SharedRequests, together
+from .shared_read import SharedRead, together
 from .transforms.assemble import only_chunk, pieces_of
 from .transforms.view import ComposedLeaf
 
@@ -205,16 +205,16 @@ class ReadBatch:
             self._requests = [one for one in self._requests if type(one.destination) is not NewArray]
         relay, limit = options.relay, read_limit(options.memory)
         requests = self._requests
-        parts = [SharedRequests((0,), list(range(len(requests))))]
+        parts: list[tuple[Sequence[int], list[ReadRequest[Any]]]] = [((0,), requests)]
         if relay is not None:
             # large ones stay apart until it is known which ranks want the same and can share the read
             small = [one for one in requests_to(ContiguousMemory, requests) if one.byte_range[2] <= SMALL]
             joined = set(map(id, small))
             requests = [one for one in requests if id(one) not in joined]
             requests += join_contiguous(self._index, small, limit)
-            parts = relay.agree(self._index.save_id, [_key(request) for request in requests])
+            parts[:] = relay.agree(self._index.save_id, requests)
         with together(relay):
-            self._work = [(p.members, list_tasks(reader, [requests[i] for i in p.requests], limit)) for p in parts]
+            self._work = [(members, list_tasks(reader, part, limit)) for members, part in parts]
         if verify == "first" and in_place:
             self._verify_first(reader, options)
         return reader
@@ -234,7 +234,8 @@ class ReadBatch:
             else:
                 for _, tasks in self._work:
                     self.read_nbytes += run_tasks(reader, tasks, memory=options.memory, written=self.written)
-            for act in self.after:
+            after, self.after = self.after, []  # what they hold is freed with them
+            for act in after:
                 act()
 
     def changed(self) -> list[str]:
@@ -281,13 +282,6 @@ def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int
     batch.add_target(leaf.path, leaf, ArrayTarget(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
     batch.run(True, ReadOptions(memory=REGION_MEMORY))
     return memory
-
-
-def _key(request: ReadRequest[Any]) -> object:
-    """Equal, as text, for requests of several ranks that are read by the same reads."""
-    copy = request.destination
-    shape = (copy.box, copy.chunk, copy.itemsize) if isinstance(copy, BoxDestination) else type(copy).__name__
-    return request.byte_range, shape
 
 
 def _arrays_of(leaf: Leaf) -> list[int]:

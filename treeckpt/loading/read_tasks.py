@@ -29,8 +29,7 @@ from ..core.sharding.region import byte_runs
 from ..io.storage.checkpoint import ShardReader
 from ..io.storage.memory import PAGE, aligned_buffer
 from ..io.storage.shard_reader import ByteRange, aligned_range
-from .read_request import BoxDestination, ContiguousMemory, NewArray, ReadRequest
-from .scatter import Boxes, Scatter
+from .read_request import BoxDestination, Boxes, ContiguousMemory, NewArray, ReadRequest, Scatter
 
 __all__ = [
     "DEVICE_READ",
@@ -232,8 +231,15 @@ class _TaskRunner(msgspec.Struct, frozen=True):
 
     def run(self, task: ReadTask) -> None:
         """Carries out one read: into its destinations, into its own memory, from mapped memory, or through a buffer."""
-        if self._read_parts(task):
-            return
+        if (parts := task.parts()) is not None:
+            done = True
+            try:
+                done = self.reader.read_parts(task.byte_range, parts)
+            finally:
+                if done:  # or it failed midway
+                    self.written.append(task)
+            if done:
+                return
         if task.out is not None:
             self.reader.read(task.byte_range, task.out[: task.nbytes], shared=task.shared)
             return
@@ -247,16 +253,3 @@ class _TaskRunner(msgspec.Struct, frozen=True):
             task.write(buffer[: task.nbytes], self.written)
         finally:
             self.buffers.put(buffer)
-
-    def _read_parts(self, task: ReadTask) -> bool:
-        """Reads straight into the destinations; False, with nothing changed, where that is not possible."""
-        parts = task.parts()
-        if parts is None:
-            return False
-        done = True
-        try:
-            done = self.reader.read_parts(task.byte_range, parts)
-        finally:
-            if done:  # or it failed midway
-                self.written.append(task)
-        return done

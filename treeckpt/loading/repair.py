@@ -47,8 +47,7 @@ from ..io.storage.memory import aligned_buffer
 from ..io.storage.metadata_files import read_index, read_timings, rebuild_from_shards
 from ..io.storage.store import LocalStore, Store
 from ..reports import Repair, VerifyReport
-from .damage_scan import survey_shard
-from .verify import verify_checkpoint
+from .verify import survey_shard, verify_checkpoint
 
 __all__ = ["repair_store"]
 
@@ -178,7 +177,12 @@ def _headers_of(index: Index, file: File) -> list[ShardHeader]:
         )
         if chosen not in found:
             found.append(chosen)
-    return [_header(index, file, chosen) for chosen in found]
+    hashes = (0,) * block_count(file.nbytes)
+    manifest = encode_manifest(index) if file.rank == 0 and file.part == 0 else None
+    return [
+        ShardHeader(index.save_id, file.rank, index.world, file.part, file.stream, chosen, hashes, manifest=manifest)
+        for chosen in found
+    ]
 
 
 def _entries(index: Index, file: File) -> list[ShardEntry]:
@@ -194,19 +198,6 @@ def _entries(index: Index, file: File) -> list[ShardEntry]:
         entries.append((start, nbytes, extent.leaf, entry))
     entries.sort(key=lambda item: item[:3])
     return [entry for *_, entry in entries]
-
-
-def _header(index: Index, file: File, entries: tuple[ShardEntry, ...]) -> ShardHeader:
-    return ShardHeader(
-        index.save_id,
-        file.rank,
-        index.world,
-        file.part,
-        file.stream,
-        entries,
-        (0,) * block_count(file.nbytes),
-        manifest=encode_manifest(index) if file.rank == 0 and file.part == 0 else None,
-    )
 
 
 def _proven_header(header: ShardHeader, old: bytes, computed: Sequence[int]) -> bytes | None:

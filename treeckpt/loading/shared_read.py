@@ -27,21 +27,14 @@ from ..errors import CheckpointError, CheckpointNotFound, RankError
 from ..io.comm.comm import Comm
 from ..io.comm.waiting import log_if_slow
 from ..io.storage.checkpoint import Checkpoint, Replaced, ShardReader
+from .read_request import BoxDestination, ReadRequest
 from .read_tasks import ReadTask, buffers_for, run_tasks
 
-__all__ = ["SharedRead", "SharedRequests", "open_relay", "together"]
+__all__ = ["SharedRead", "open_relay", "together"]
 
 WINDOW = 4
 """Reads that are in flight at once."""
 READERS = 2
-
-
-class SharedRequests(msgspec.Struct, frozen=True):
-    """Requests that the same ranks have in common."""
-
-    members: tuple[int, ...]
-    requests: list[int]
-    """Their numbers on this rank, in the order that all members use."""
 
 
 class SharedRead:
@@ -52,33 +45,35 @@ class SharedRead:
         self.checkpoints: Sequence[Checkpoint] = ()
         """The checkpoints that are being read."""
 
-    def agree(self, save_id: str, wants: Sequence[object]) -> list[SharedRequests]:
-        """Groups what this rank wants by the ranks of the host that want it too.
+    def agree(
+        self, save_id: str, requests: Sequence[ReadRequest[Any]]
+    ) -> list[tuple[tuple[int, ...], list[ReadRequest[Any]]]]:
+        """Groups the requests of this rank by the ranks of the host that have them too, in an order that all use.
 
         Args:
             save_id: of the checkpoint; ranks that have read another version of it share nothing.
-            wants: values whose text (repr) is equal on two ranks if they want the same bytes.
         """
         seen: collections.Counter[str] = collections.Counter()
-        digests: list[int] = []
-        for want in map(repr, wants):
-            digests.append(xxhash.xxh3_64_intdigest(f"{save_id} {want} {seen[want]}".encode()))
+        mine: dict[int, ReadRequest[Any]] = {}
+        for request in requests:
+            copy = request.destination
+            shape = (copy.box, copy.chunk, copy.itemsize) if isinstance(copy, BoxDestination) else type(copy).__name__
+            want = repr((request.byte_range, shape))  # equal on two ranks if the same reads serve both
+            mine[xxhash.xxh3_64_intdigest(f"{save_id} {want} {seen[want]}".encode())] = request
             seen[want] += 1
         with log_if_slow(self.rank, "load with read='once'"):
-            received = self.settle(None, (_host(), digests))
-        here = {rank: mine for rank, (host, mine) in received.items() if host == _host()}
+            received = self.settle(None, (_host(), list(mine)))
+        here = {rank: digests for rank, (host, digests) in sorted(received.items()) if host == _host()}
         holders: dict[int, list[int]] = {}
-        for rank in sorted(here):
-            for digest in here[rank]:
+        for rank, digests in here.items():
+            for digest in digests:
                 holders.setdefault(digest, []).append(rank)
-        parts: dict[tuple[int, ...], list[int]] = {}
-        for number, digest in enumerate(digests):
-            parts.setdefault(tuple(holders[digest]), []).append(number)
-        for members, numbers in parts.items():
-            place = {digest: i for i, digest in enumerate(here[members[0]])}
-            numbers.sort(key=lambda number: place[digests[number]])
+        parts: dict[tuple[int, ...], list[ReadRequest[Any]]] = {}
+        for digest, members in holders.items():  # in the order of the first rank that has them
+            if digest in mine:
+                parts.setdefault(tuple(members), []).append(mine[digest])
         # what is shared comes first: a rank that fails alone then leaves nobody waiting
-        return [SharedRequests(m, parts[m]) for m in sorted(parts, key=lambda m: (len(m) == 1, m))]
+        return sorted(parts.items(), key=lambda part: (len(part[0]) == 1, part[0]))
 
     def settle(self, fault: Exception | None, message: Any = None) -> dict[int, Any]:
         """Waits until all ranks have come to this point; returns the message of each.
