@@ -36,7 +36,7 @@ def show_rules(index: Index, options: argparse.Namespace) -> int:
     view = view_of(index, read_rules(options.rules), source_rank=0, rank=0)
     below = options.leaf.rstrip("/")
     rows = [_row(view, path) for path in view.by_path if not below or path == below or path.startswith(below + "/")]
-    dropped = list(view.dropped)
+    dropped = list(view.transformed.dropped)
     if options.json:
         print_json({"leaves": rows, "dropped": dropped})
         return 0

@@ -106,7 +106,7 @@ def _fill(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetP
         batch = batches.setdefault(job, job.new_batch())
         batch.add_target(path, _leaf(wanted[number]), msgspec.structs.replace(target, pieces=parts))
     for job, batch in batches.items():
-        batch.run(job.options.verify, ReadOptions(job.options.memory))
+        batch.run(ReadOptions(job.options.memory, job.options.verify))
         job.batch.read_nbytes += batch.read_nbytes
 
 

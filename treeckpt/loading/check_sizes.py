@@ -54,8 +54,17 @@ class Claims:
             self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
             if type(record) is ArrayRecord and type(record.chunks) is not WholeChunk:
                 self._chunks += count_chunks(record.chunks)
-        if self._claimed > self._present or (self._chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES > self._present:
-            raise self._too_many(path)
+        if self._claimed <= self._present and (self._chunks - FREE_CHUNKS) * MIN_ENTRY_NBYTES <= self._present:
+            return
+        for file in self._checkpoint.index.file_list:
+            if self._checkpoint.sizes.get(file.name) != file.header + file.nbytes and self._whole:
+                self._checkpoint.shard(file)  # raises an error that says what is wrong with it
+        raise CorruptError(
+            f"{path}: {self._checkpoint.url}",
+            expected=f"shards that hold {self._claimed} bytes of arrays in {self._chunks} chunks, as the index says",
+            found=f"{self._present} bytes in all shards",
+            hint="The index is not that of these shards; try treeckpt verify --repair",
+        )
 
     def take_view(self, path: str, spec: ArraySpec) -> None:
         """Counts a view whose base is not loaded: it takes memory of its own, and may repeat bytes any number of times.
@@ -72,14 +81,3 @@ class Claims:
                 found=f"{self._views} bytes for shape {spec.shape}",
                 hint="Load the array that it is a view of too: then it takes no memory of its own",
             )
-
-    def _too_many(self, path: str) -> CorruptError:
-        for file in self._checkpoint.index.file_list:
-            if self._checkpoint.sizes.get(file.name) != file.header + file.nbytes and self._whole:
-                self._checkpoint.shard(file)  # raises an error that says what is wrong with it
-        return CorruptError(
-            f"{path}: {self._checkpoint.url}",
-            expected=f"shards that hold {self._claimed} bytes of arrays in {self._chunks} chunks, as the index says",
-            found=f"{self._present} bytes in all shards",
-            hint="The index is not that of these shards; try treeckpt verify --repair",
-        )

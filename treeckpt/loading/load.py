@@ -63,7 +63,7 @@ def _match_saved(job: Load) -> _SavedTree:
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
     found: dict[str, LeafPlaceholder] = {}
-    if job.index.tables and (job.view.transformed is not None or job.options.joined):
+    if job.index.tables and (job.options.rules or job.options.joined):
         found = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
     plain = [leaf for leaf in taken if leaf.path not in found]
     whole = {leaf.number for leaf in plain}
@@ -85,7 +85,7 @@ def _match_saved(job: Load) -> _SavedTree:
             job.batch.after.append(partial(_tie, job, leaf, slot, made))
         found[leaf.path] = made[leaf.number]
     structure = job.view.structure
-    if job.view.transformed is None and any(leaf.ranks is not None for leaf in order):
+    if not job.options.rules and any(leaf.ranks is not None for leaf in order):
         structure = trampoline(_own_structure(structure, job))
     left_out = LeafPlaceholder(...)
     return _SavedTree(job, structure, [found.get(leaf.path, left_out) for leaf in order])
@@ -171,8 +171,12 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
                 _check_container(job, wanted, path)
                 job.missing.append(path)
         pairs.append((wanted, path, leaf))
-    tied = _tied(job, pairs, in_place=in_place) if job.missing else {}
-    job.missing = [path for path in job.missing if path not in tied]
+    tied: dict[str, int] = {}
+    if missing := set(job.missing):  # unless it is one array with a leaf that was found
+        there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
+        lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
+        tied = tied_to(lacking, there, job.here, in_place=in_place)
+        job.missing = [path for path in job.missing if path not in tied]
     job.check_keys(asked, [path for wanted, path, _ in pairs if wanted is ...])
     ties: dict[tuple[int, int], LeafPlaceholder] = {}
     slots = [
@@ -205,7 +209,7 @@ def sequences_of(job: Load, like: object, structure: Structure) -> dict[str, Seq
         is_value=is_value,
         is_saved_value=is_saved_value,
         rank=job.rank,
-        source_rank=job.rank if job.view.transformed is not None else job.source_rank,
+        source_rank=job.rank if job.options.rules else job.source_rank,
         namespace=job.options.namespace,
     )
 
@@ -233,14 +237,6 @@ def _check_container(job: Load, wanted: object, path: str) -> None:
         )
 
 
-def _tied(job: Load, pairs: Sequence[tuple[object, str, Leaf | None]], *, in_place: bool) -> dict[str, int]:
-    """Returns the missing leaves that are one array with a found leaf, each with the number of that leaf."""
-    missing = set(job.missing)
-    there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
-    lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
-    return tied_to(lacking, there, job.here, in_place=in_place)
-
-
 def _slot(
     job: Load,
     wanted: object,
@@ -257,7 +253,7 @@ def _slot(
         ):
             raise MismatchError(path, expected="an array", found=f"the value {value!r:.60} in the checkpoint")
         return LeafPlaceholder(value)
-    if job.view.transformed is not None and job.index.tables:
+    if job.options.rules and job.index.tables:
         refuse_plain(job, leaf, path, wanted)
     record = leaf.record
     base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
@@ -274,7 +270,7 @@ def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOpt
     with together(relay):
         job = Load(checkpoint, comm, options)
         found = _match_saved(job) if like is None else _match(job, like, in_place=False)
-    job.batch.run(options.verify, ReadOptions(options.memory, mapped=options.mmap, relay=relay))
+    job.batch.run(ReadOptions(options.memory, options.verify, mapped=options.mmap, relay=relay))
     return found.build(), job.report()
 
 
@@ -291,11 +287,13 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             jobs.append(Load(checkpoint, comm, own))
             new = _prepare_into(jobs[-1], new)
         check_ties([Wanted(job, path, target) for job in jobs for path, target in job.filled])
-    reading, batches = ReadOptions(options.memory, relay=relay), [job.batch for job in jobs]
-    readers = [batch.prepare(options.verify, reading, in_place=True) for batch in batches]
-    for batch, reader in zip(batches, readers, strict=True):
+    reading = ReadOptions(options.memory, options.verify, in_place=True, relay=relay)
+    batches = [job.batch for job in jobs]
+    for batch in batches:
+        batch.prepare(reading)
+    for batch in batches:
         try:
-            batch.put(reader, reading, in_place=True)
+            batch.put(reading)
         except OSError as error:
             failed = wrap_read_error(error, batch.checkpoint.url)
             add_changed(failed, batches)

@@ -185,7 +185,9 @@ class Load:
         self.loaded += 1
         self.claims.take(path, leaf)
         spec = None if in_place else abstract_of(wanted, path, self.here)
-        if spec is not None and not self.options.copy and self._on_host(spec) and spec.regions is None:
+        device = self.options.device
+        on_host = device == "cpu" or (spec is not None and spec.device is None and device in (None, "original"))
+        if spec is not None and on_host and not self.options.copy and spec.regions is None:
             if spec is not leaf.spec:
                 self.check(path, leaf, spec)
             if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
@@ -224,15 +226,9 @@ class Load:
 
     def run_now(self, batch: ReadBatch) -> None:
         """Reads another batch at once, and counts its bytes among those of the load."""
-        batch.run(self.options.verify is not False, ReadOptions(self.options.memory))
+        batch.run(ReadOptions(self.options.memory, self.options.verify))
         self.batch.nbytes += batch.nbytes
         self.batch.read_nbytes += batch.read_nbytes
-
-    def _on_host(self, spec: ArraySpec) -> bool:
-        device = self.options.device
-        if device == "original":
-            return spec.device is None
-        return device == "cpu" or (device is None and spec.device is None)
 
     def check(self, path: str, leaf: Leaf, wanted: ArraySpec) -> None:
         """Compares the wanted shape and dtype with the saved ones.
@@ -291,7 +287,7 @@ class Load:
             tuple(self.missing),
             tuple(self.unexpected),
             self.recorder.seconds,
-            self.view.dropped,
+            self.view.transformed.dropped,
             tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
         )

@@ -40,8 +40,6 @@ __all__ = ["ReadBatch", "ReadOptions", "Verify", "add_changed", "read_region"]
 Verify = bool | Literal["first", "stream"]
 SMALL = 64 << 10
 """Bytes up to which each rank reads an array itself, rather than receive it from another rank."""
-
-
 SHOWN = 5
 """Paths that an error names."""
 REGION_MEMORY = 16 << 20
@@ -53,6 +51,10 @@ class ReadOptions(msgspec.Struct, frozen=True):
 
     memory: int
     """Bytes of buffers, at most."""
+    verify: Verify = True
+    """Compares checksums; "first" all of them before any target in place is written, which reads twice."""
+    in_place: bool = False
+    """Targets exist already; their version counters for autograd rise."""
     mapped: bool = False
     """Maps whole arrays instead of reading them."""
     relay: SharedRead | None = None
@@ -74,9 +76,8 @@ class ReadBatch:
         self._requests: list[ReadRequest[Any]] = []
         self.after: list[Callable[[], object]] = []
         """What is called when everything has been read."""
-        self._targets: list[object] = []
-        self.targets: list[tuple[str, Leaf]] = []
-        """The path of each target, and the saved leaf that fills it."""
+        self.targets: list[tuple[str, Leaf, object]] = []
+        """The path of each target, the saved leaf that fills it, and the array."""
         self.written: list[ReadTask] = []
         """Reads whose bytes have reached their targets, or may have."""
         self._work: list[tuple[Sequence[int], list[ReadTask]]] = []
@@ -87,7 +88,13 @@ class ReadBatch:
         record = leaf.record
         if not math.prod(spec.shape) or (isinstance(record, AliasRecord) and record.view is not None):
             return None
-        chunk = self._only_chunk(leaf)
+        chunk: WholeChunk | Chunk | None = None
+        if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):
+            chunk = record.chunks  # the usual case, without a list
+        elif isinstance(leaf, ComposedLeaf):
+            chunk = only_chunk(self._index, leaf, self._source_rank)
+        elif len(chunks := self._index.chunks_of(leaf, rank=self._source_rank)) == 1:
+            chunk = chunks[0]
         dtype = dtype_of(spec.dtype)
         # what was read may begin at any block, so an element's alignment follows from its place in the stream
         if chunk is None or chunk.start % (dtype.itemsize // dtype.parts):
@@ -99,16 +106,6 @@ class ReadBatch:
         self.nbytes += nbytes
         return placeholder
 
-    def _only_chunk(self, leaf: Leaf) -> WholeChunk | Chunk | None:
-        """The chunk that is all of an array, None if there are several."""
-        record = leaf.record
-        if isinstance(record, ArrayRecord) and isinstance(record.chunks, WholeChunk):
-            return record.chunks  # the usual case, without a list
-        if isinstance(leaf, ComposedLeaf):
-            return only_chunk(self._index, leaf, self._source_rank)
-        chunks = self._index.chunks_of(leaf, rank=self._source_rank)
-        return chunks[0] if len(chunks) == 1 else None
-
     def add_target(self, path: str, leaf: Leaf, target: ArrayTarget) -> LeafPlaceholder:
         """Adds the regions of a target, into which a saved array is copied.
 
@@ -117,13 +114,12 @@ class ReadBatch:
         """
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
-        self._targets.append(target.leaf)
-        self.targets.append((path, leaf))
+        self.targets.append((path, leaf, target.leaf))
         if isinstance(leaf, ComposedLeaf) or target.spec.dtype != spec.dtype:
-            pieces, fills = pieces_of(leaf, target)
+            found, fills = pieces_of(leaf, target)
             self.after += fills
-            for source, piece in pieces:
-                self._add_pieces(path, source, [piece])
+            for source, pieces in found:
+                self._add_pieces(path, source, pieces)
         elif not self._add_whole(path, leaf.record, target, spec):
             self._add_pieces(path, leaf, target.pieces)
         return LeafPlaceholder(target.leaf)
@@ -186,20 +182,19 @@ class ReadBatch:
             part = window[(*piece.region.slices(), ...)]  # an array, not a number, also without dimensions
             self.after.append(partial(piece.data.write, box, part))
 
-    def run(self, verify: Verify, options: ReadOptions) -> None:
-        """Reads everything, where no target exists before."""
-        self.put(self.prepare(verify, options), options)
+    def run(self, options: ReadOptions) -> None:
+        """Reads everything."""
+        self.prepare(options)
+        self.put(options)
 
-    def prepare(self, verify: Verify, options: ReadOptions, *, in_place: bool = False) -> ShardReader:
+    def prepare(self, options: ReadOptions) -> None:
         """Opens the shards that are needed, and lists what is to be read. No target is written.
-
-        Args:
-            in_place: targets exist already: with `verify="first"` all checksums are compared now, which reads twice.
 
         Raises:
             CorruptError: a shard is missing, cut short, or of another save.
         """
-        reader = ShardReader(self.checkpoint, self._recorder, verify=verify is not False, whole=self.whole)
+        verify = options.verify is not False
+        self._reader = reader = ShardReader(self.checkpoint, self._recorder, verify=verify, whole=self.whole)
         if options.mapped:
             map_arrays(reader, requests_to(NewArray, self._requests))
             self._requests = [one for one in self._requests if type(one.destination) is not NewArray]
@@ -215,25 +210,20 @@ class ReadBatch:
             parts[:] = relay.agree(self._index.save_id, requests)
         with together(relay):
             self._work = [(members, list_tasks(reader, part, limit)) for members, part in parts]
-        if verify == "first" and in_place:
-            self._verify_first(reader, options)
-        return reader
+        if options.verify == "first" and options.in_place:
+            self._verify_first(options)
 
-    def put(self, reader: ShardReader, options: ReadOptions, *, in_place: bool = False) -> None:
-        """Reads what was listed and puts it in place; each block is compared with its checksum on the way.
-
-        Args:
-            in_place: targets exist already; their version counters for autograd rise.
-        """
-        if in_place:
-            mark_written(self._targets)
+    def put(self, options: ReadOptions) -> None:
+        """Reads what was listed and puts it in place; each block is compared with its checksum on the way."""
+        if options.in_place:
+            mark_written([target for _, _, target in self.targets])
         relay = options.relay
         with together(relay):
             if relay is not None:
-                self.read_nbytes += relay.run(reader, self._work, memory=options.memory, written=self.written)
+                self.read_nbytes += relay.run(self._reader, self._work, memory=options.memory, written=self.written)
             else:
                 for _, tasks in self._work:
-                    self.read_nbytes += run_tasks(reader, tasks, memory=options.memory, written=self.written)
+                    self.read_nbytes += run_tasks(self._reader, tasks, memory=options.memory, written=self.written)
             after, self.after = self.after, []  # what they hold is freed with them
             for act in after:
                 act()
@@ -256,9 +246,15 @@ class ReadBatch:
                 at = bisect_right(stops, extent.start)
                 if at < len(starts) and starts[at] < extent.stop:
                     met.add(extent.leaf)
-        return [path for path, leaf in self.targets if not met.isdisjoint(_arrays_of(leaf))]
+        changed: list[str] = []
+        for path, leaf, _ in self.targets:
+            sources = leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf]
+            arrays = [one.record.of if isinstance(one.record, AliasRecord) else one.number for one in sources]
+            if not met.isdisjoint(arrays):
+                changed.append(path)
+        return changed
 
-    def _verify_first(self, reader: ShardReader, options: ReadOptions) -> None:
+    def _verify_first(self, options: ReadOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
         total = sum(task.nbytes for _, tasks in self._work for task in tasks)
         stays = total < available_memory() // 2
@@ -267,7 +263,7 @@ class ReadBatch:
             for members, tasks in self._work:
                 mine = relay.owned(tasks, members) if relay is not None else tasks
                 checks = [ReadTask(task.byte_range, task.start, shared=task.shared or stays) for task in mine]
-                run_tasks(reader, checks, memory=options.memory, written=[])
+                run_tasks(self._reader, checks, memory=options.memory, written=[])
 
 
 def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int = 0) -> np.ndarray:
@@ -280,14 +276,8 @@ def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int
     memory = np.empty(region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
     batch = ReadBatch(checkpoint, rank, Recorder(0))
     batch.add_target(leaf.path, leaf, ArrayTarget(leaf.spec, memory, [TargetPiece(region, HostArray(memory))]))
-    batch.run(True, ReadOptions(memory=REGION_MEMORY))
+    batch.run(ReadOptions(memory=REGION_MEMORY))
     return memory
-
-
-def _arrays_of(leaf: Leaf) -> list[int]:
-    """Returns the numbers of the saved arrays whose bytes a leaf takes."""
-    leaves = leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf]
-    return [one.record.of if isinstance(one.record, AliasRecord) else one.number for one in leaves]
 
 
 def add_changed(error: Exception, batches: Sequence[ReadBatch]) -> None:

@@ -39,7 +39,6 @@ from ..core.format.shard_header import (
     with_hashes,
 )
 from ..core.format.timings import timings_name
-from ..core.sharding.dtypes import dtype_of
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError, TreeckptError
 from ..io.storage.checkpoint import Checkpoint
 from ..io.storage.local_write import sync_directory
@@ -167,7 +166,13 @@ def _headers_of(index: Index, file: File) -> list[ShardHeader]:
 
     Mostly there is one; but an array without elements between two files of a rank may be in either.
     """
-    entries = _entries(index, file)
+    entries: list[ShardEntry] = []
+    for extent in sorted(extents_in_file(index, file, empty=True), key=lambda one: (one.start, one.stop, one.leaf)):
+        leaf = index.entries[extent.leaf]
+        assert leaf.spec is not None, "only arrays have extents"
+        path, nbytes = rank_path(leaf.path, file.rank), extent.stop - extent.start
+        start = extent.start - file.header
+        entries.append(ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, extent.region, start, nbytes))
     found: list[tuple[ShardEntry, ...]] = []
     for low, high in ((0, 1), (1, 1), (0, 0), (1, 0)):
         chosen = tuple(
@@ -185,21 +190,6 @@ def _headers_of(index: Index, file: File) -> list[ShardHeader]:
     ]
 
 
-def _entries(index: Index, file: File) -> list[ShardEntry]:
-    """Returns the entries of a shard by offset, those of equal offset by size and leaf number."""
-    entries: list[tuple[int, int, int, ShardEntry]] = []
-    for extent in extents_in_file(index, file, empty=True):
-        leaf = index.entries[extent.leaf]
-        assert leaf.spec is not None, "only arrays have extents"
-        nbytes = extent.region.size * dtype_of(leaf.spec.dtype).itemsize
-        start = extent.start - file.header
-        path = rank_path(leaf.path, file.rank)
-        entry = ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, extent.region, start, nbytes)
-        entries.append((start, nbytes, extent.leaf, entry))
-    entries.sort(key=lambda item: item[:3])
-    return [entry for *_, entry in entries]
-
-
 def _proven_header(header: ShardHeader, old: bytes, computed: Sequence[int]) -> bytes | None:
     """Returns the bytes of the header that was written; None where nothing proves which one that is.
 
@@ -212,24 +202,18 @@ def _proven_header(header: ShardHeader, old: bytes, computed: Sequence[int]) -> 
     if len(bare) != len(old):
         return None
     seal = slice(seal_at(bare), seal_at(bare) + 16)
-    for hashes in (computed, _stored(bare, old, len(computed))):
-        if hashes is None or len(hashes) != len(header.hashes):
+    text = old[hashes_at(bare) :][: len(base64.b64encode(bytes(8 * len(computed))))]
+    choices = [computed]
+    with contextlib.suppress(binascii.Error, ValueError):
+        choices.append(np.frombuffer(base64.b64decode(text, validate=True), "<u8").tolist())
+    for hashes in choices:
+        if len(hashes) != len(header.hashes):
             continue
         new = with_hashes(bare, hashes)
         rest = (new[: seal.start], new[seal.stop :])
         if new[seal] == old[seal] or rest == (old[: seal.start], old[seal.stop :]):
             return new
     return None
-
-
-def _stored(bare: bytes, old: bytes, count: int) -> Sequence[int] | None:
-    """Returns the checksums in the damaged header, None where they are not base64."""
-    at = hashes_at(bare)
-    nbytes = len(base64.b64encode(bytes(8 * count)))
-    try:
-        return np.frombuffer(base64.b64decode(old[at : at + nbytes], validate=True), "<u8").tolist()
-    except (binascii.Error, ValueError):
-        return None
 
 
 # files ----------------------------------------------------------------------------------------------------------------

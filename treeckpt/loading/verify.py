@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ..core.format.damage import BadBytes, damaged_leaves
 from ..core.format.index import INDEX_NAME, encode_index, folded_index, rebuild
@@ -49,7 +49,11 @@ def verify_checkpoint(checkpoint: Checkpoint) -> VerifyReport:
             except TreeckptError as error:
                 problems.append(Problem(file.name, str(error), 0, file.header))
     if not problems:
-        problems += _compare_index(index, headers, store)
+        try:
+            if folded_index(rebuild(headers, store.url)) != folded_index(index):
+                problems.append(Problem(INDEX_NAME, "it is not the index that the shards describe"))
+        except CheckpointError as error:
+            problems.append(Problem(INDEX_NAME, str(error)))
     try:
         read_timings(store, index.save_id)
     except (TreeckptError, OSError) as error:
@@ -63,14 +67,6 @@ def _problem(index: Index, bad: BadBytes) -> Problem:
     more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
     of = f" of {', '.join(path or '<root>' for path in leaves[:SHOWN])}{more}" if leaves else ""
     return Problem(bad.file, f"bytes {bad.start}:{bad.stop}{of}: {bad.why}", bad.start, bad.stop, leaves)
-
-
-def _compare_index(index: Index, headers: Sequence[tuple[int, ShardHeader]], store: Store) -> list[Problem]:
-    try:
-        same = folded_index(rebuild(headers, store.url)) == folded_index(index)
-    except CheckpointError as error:
-        return [Problem(INDEX_NAME, str(error))]
-    return [] if same else [Problem(INDEX_NAME, "it is not the index that the shards describe")]
 
 
 def publish_rebuilt(store: Store, *, replace: bool) -> Index:

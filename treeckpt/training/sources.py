@@ -168,7 +168,7 @@ class CheckpointSource:
         left = [name for name in self.view.by_path if name.startswith("model/") and not options.selects(name)]
         if left:
             self.add(Carried(tuple(Drop(name, optional=True) for name in left)))
-        self.ruled = (self.view.dropped, self.view.renamed) if options.rules else ((), ())
+        self.ruled = (self.view.transformed.dropped, self.view.renamed) if options.rules else ((), ())
 
     def add(self, *rules: Rule) -> None:
         """Sees the checkpoint through further rules."""

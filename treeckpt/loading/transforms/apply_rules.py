@@ -14,8 +14,6 @@ from ...core.tree.spec import ArraySpec
 from ...core.tree.structure import key_text
 from ...errors import MismatchError
 from .apply_rule import LeafState, RuleContext, RuleStep, leaf_states, saved_sources
-from .composed_array import ComposedArray, constant
-from .patterns import compile_pattern
 from .reshape_rules import Cast
 from .rules import Carried, Fill, OneRule, Rule, label_of
 
@@ -25,26 +23,14 @@ __all__ = ["TransformedLeaves", "apply_rules", "inverse"]
 class TransformedLeaves(msgspec.Struct, frozen=True):
     """The leaves after all rules."""
 
-    items: dict[str, LeafState]
+    items: dict[str, LeafState] = {}
     """Leaves by path, in order."""
-    dropped: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
     """Saved leaves that rules dropped, by their names in the checkpoint."""
-    keeps: tuple[str, ...]
+    keeps: tuple[str, ...] = ()
     """Patterns of paths where the target keeps its values."""
-    fills: tuple[Fill, ...]
+    fills: tuple[Fill, ...] = ()
     """Arrays of one value whose shape is that of the target."""
-
-    def is_kept(self, path: str) -> bool:
-        """Whether the target keeps its value at a path."""
-        return any(compile_pattern(text).match(path, below=True) is not None for text in self.keeps)
-
-    def fill_at(self, path: str, wanted: ArraySpec) -> ComposedArray | None:
-        """Returns the array that a `Fill` puts at a path, of the wanted dtype, and shape unless it has one."""
-        for fill in self.fills:
-            if compile_pattern(fill.target).match(path) is not None:
-                shape = wanted.shape if fill.shape is None else fill.shape
-                return constant(msgspec.structs.replace(wanted, shape=shape), fill.value)
-        return None
 
 
 def apply_rules(items: Mapping[str, LeafState], rules: Iterable[Rule], *, strict: bool = True) -> TransformedLeaves:

@@ -56,8 +56,10 @@ def _casts(dtypes: Sequence[str], wanted: str) -> list[tuple[str, str]]:
     return [(a, b) for a, b in itertools.pairwise([*dtypes, wanted]) if a != b]
 
 
-def pieces_of(leaf: Leaf, target: ArrayTarget) -> tuple[list[tuple[Leaf, TargetPiece]], list[Callable[[], object]]]:
-    """Returns (saved leaf, piece to read) for a target, and functions that fill pieces of one value.
+def pieces_of(
+    leaf: Leaf, target: ArrayTarget
+) -> tuple[list[tuple[Leaf, list[TargetPiece]]], list[Callable[[], object]]]:
+    """Returns (saved leaf, pieces to read) for a target, and functions that fill pieces of one value.
 
     Args:
         leaf: a composed one, or a saved one that is cast.
@@ -72,7 +74,7 @@ def pieces_of(leaf: Leaf, target: ArrayTarget) -> tuple[list[tuple[Leaf, TargetP
     for dtypes in {part.dtypes for part in array.parts}:
         for before, after in _casts(dtypes, target.spec.dtype):
             check_cast(msgspec.structs.replace(target.spec, dtype=after), before, leaf.path)
-    pieces: list[tuple[Leaf, TargetPiece]] = []
+    pieces: dict[str, list[TargetPiece]] = {}
     fills: list[Callable[[], object]] = []
     for piece in target.pieces:
         for part in parts_in(array, piece.region):
@@ -80,8 +82,8 @@ def pieces_of(leaf: Leaf, target: ArrayTarget) -> tuple[list[tuple[Leaf, TargetP
                 fills.append(_fill(part, piece, target.spec))
             elif part.region.size:
                 writer = PermutedWriter(piece, part, target.spec)
-                pieces.append((sources[part.source], TargetPiece(part.box, writer)))
-    return pieces, fills
+                pieces.setdefault(part.source, []).append(TargetPiece(part.box, writer))
+    return [(sources[source], found) for source, found in pieces.items()], fills
 
 
 def _fill(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[], object]:

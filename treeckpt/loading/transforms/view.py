@@ -19,7 +19,8 @@ from ...core.tree.structure import Structure, empty_container_paths, paths_of
 from ...errors import MismatchError
 from .apply_rule import LeafState, rule_history
 from .apply_rules import TransformedLeaves, apply_rules
-from .composed_array import ComposedArray, SourceBox, saved
+from .composed_array import ComposedArray, SourceBox, constant, saved
+from .patterns import compile_pattern
 from .restructure import empty_containers, rebuild_structure
 from .rules import Rule
 
@@ -39,8 +40,9 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     index: Index
     by_path: Mapping[str, tuple[Leaf, ...]]
-    transformed: TransformedLeaves | None = None
-    """The leaves after the rules; None without rules."""
+    rules: Sequence[Rule] = ()
+    transformed: TransformedLeaves = TransformedLeaves()
+    """The leaves after the rules."""
     empty: tuple[tuple[str, str], ...] = ()
     """(new path, saved path) of empty containers."""
     source_rank: int = 0
@@ -49,7 +51,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def structure(self) -> Structure:
         """Structure of the tree; that of this rank alone where there are rules."""
-        if self.transformed is None:
+        if not self.rules:
             return self.index.structure
         places = {path: item.place for path, item in self.transformed.items.items()}
         names = [(path, item.of) for path, item in self.transformed.items.items() if path in self.by_path]
@@ -64,7 +66,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def entries(self) -> Sequence[Leaf]:
         """Every leaf, in the order of the structure; without rules also those of other ranks."""
-        if self.transformed is None:
+        if not self.rules:
             return self.index.entries
         return [self.by_path[path][0] for path, _ in paths_of(self.structure)]
 
@@ -75,14 +77,17 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     def is_kept(self, path: str) -> bool:
         """Whether a `Keep` rule leaves the target's value at a path unchanged."""
-        return self.transformed is not None and self.transformed.is_kept(path)
+        return any(compile_pattern(text).match(path, below=True) is not None for text in self.transformed.keeps)
 
     def filled(self, path: str, wanted: ArraySpec | None) -> Leaf | None:
         """Returns the array that a `Fill` rule puts where one is wanted and none was saved; None if no rule does."""
-        if self.transformed is None or wanted is None or (array := self.transformed.fill_at(path, wanted)) is None:
-            return None
-        number = self._filled.setdefault(path, -1 - len(self._filled))
-        return _composed_leaf(number, path, None, array, {})
+        for fill in self.transformed.fills:
+            if wanted is not None and compile_pattern(fill.target).match(path) is not None:
+                shape = wanted.shape if fill.shape is None else fill.shape
+                number = self._filled.setdefault(path, -1 - len(self._filled))
+                array = constant(msgspec.structs.replace(wanted, shape=shape), fill.value)
+                return _composed_leaf(number, path, None, array, {})
+        return None
 
     def check_fills(self) -> None:
         """Checks that no `Fill` rule takes its shape from a `like`, for a load without one.
@@ -90,7 +95,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
         Raises:
             MismatchError: with the name of such a rule.
         """
-        for fill in self.transformed.fills if self.transformed is not None else ():
+        for fill in self.transformed.fills:
             raise MismatchError(
                 fill.target,
                 expected="a shape, to fill an array",
@@ -105,21 +110,16 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     def chain(self, path: str) -> str:
         """Returns the rules that led to a leaf, for errors; empty where no rule changed it."""
-        item = self.transformed.items.get(path) if self.transformed is not None else None
+        item = self.transformed.items.get(path)
         return rule_history(item, path) if item is not None and item.trail else ""
-
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        """Saved leaves that rules dropped, by their names in the checkpoint."""
-        return self.transformed.dropped if self.transformed is not None else ()
 
     @cached_property
     def renamed(self) -> tuple[tuple[str, str], ...]:
         """(saved path, new path) of leaves that only have another name."""
-        if self.transformed is None:
-            return ()
-        leaves = ((path, self.transformed.items[path].of, found[0]) for path, found in self.by_path.items())
-        return tuple((of, path) for path, of, leaf in leaves if path != of and not isinstance(leaf, ComposedLeaf))
+        leaves = ((item.of, path, self.by_path.get(path)) for path, item in self.transformed.items.items())
+        return tuple(
+            (of, path) for of, path, found in leaves if path != of and found and not isinstance(found[0], ComposedLeaf)
+        )
 
 
 def view_of(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int, strict: bool = True) -> View:
@@ -136,7 +136,11 @@ def view_of(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int,
     if not rules:
         return View(index, index.by_path)
     own = {path: _own(found, source_rank) for path, found in index.by_path.items()}
-    items = {path: _item(index, leaf) for path, leaf in own.items()}
+    items: dict[str, LeafState] = {}
+    for path, leaf in own.items():
+        value = leaf.record.value if isinstance(leaf.record, ValueRecord) else None
+        array = saved(_source(index, leaf), leaf.spec) if isinstance(leaf.spec, ArraySpec) else None
+        items[path] = LeafState(leaf.path, (leaf.number,), array, value)
     empty = empty_containers(index.structure)
     # an empty container comes after the leaf before it, and after all that rules build from that leaf
     items.update((path, LeafState(path, (before - 1, 1 << 60, i))) for i, (path, before) in enumerate(empty))
@@ -147,7 +151,7 @@ def view_of(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int,
         if item.of in own or item.array is not None:
             by_path[path] = (_leaf(index, own, path, item, numbers),)
     names = tuple((path, item.of) for path, item in transformed.items.items() if path not in by_path)
-    return View(index, by_path, transformed, names, source_rank, rank)
+    return View(index, by_path, rules, transformed, names, source_rank, rank)
 
 
 def _own(found: Sequence[Leaf], rank: int) -> Leaf:
@@ -161,14 +165,6 @@ def _source(index: Index, leaf: Leaf) -> str:
     """Returns the path of the array of a leaf: that of its target for a tie without a view."""
     record = leaf.record
     return index.entries[record.of].path if isinstance(record, AliasRecord) and record.view is None else leaf.path
-
-
-def _item(index: Index, leaf: Leaf) -> LeafState:
-    value = leaf.record.value if isinstance(leaf.record, ValueRecord) else None
-    spec = leaf.spec
-    if not isinstance(spec, ArraySpec):
-        return LeafState(leaf.path, (leaf.number,), value=value)
-    return LeafState(leaf.path, (leaf.number,), saved(_source(index, leaf), spec))
 
 
 def _leaf(index: Index, own: Mapping[str, Leaf], path: str, item: LeafState, numbers: dict[object, int]) -> Leaf:
