@@ -1,6 +1,6 @@
 """Reads a part of an array by its byte ranges alone, for display.
 
-The region's chunks are planned as a load plans them (`core.planning.load_plan`). Where rounding out to blocks of
+The reads are planned as those of a load (`join_boxes`). Where rounding out to blocks of
 checksums costs at most four times what is shown, or no more than a few blocks, they are compared; only the checksums
 of those blocks are taken from the shard's header. Else the bytes are read as they are.
 
@@ -22,12 +22,13 @@ import numpy as np
 from ..arrays.base import HostArray, TargetPiece, raw_dtype
 from ..core.format.records import AliasRecord, File, Index, Leaf
 from ..core.format.shard_header import BLOCK, MAX_BLOCK, PAGE, VERSION, block_count, hash_block, header_nbytes
-from ..core.planning.load_plan import ReadBlock, WantedRegion, plan_load
+from ..core.planning.load_plan import READ_LIMIT
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region
+from ..core.sharding.region import Region, intersect
 from ..errors import CorruptError, FormatError, LayoutError, MismatchError
 from ..io.storage.store import Store
-from .read_request import BoxDestination
+from .read_request import Boxes, ReadRequest, request_for
+from .read_tasks import join_boxes
 
 __all__ = ["MAX_NBYTES", "PREFIX_NBYTES", "Peek", "decode_hashes", "decode_prefix", "hash_text_range", "peek"]
 
@@ -79,47 +80,48 @@ def peek(store: Store, index: Index, leaf: Leaf, region: Region, *, rank: int | 
     itemsize = dtype_of(leaf.spec.dtype).itemsize
     if (nbytes := region.size * itemsize) > MAX_NBYTES:
         raise LayoutError(leaf.path, expected=f"a region of at most {MAX_NBYTES} bytes", found=f"{nbytes}")
-    chunks = index.chunks_of(leaf, region, rank=rank)
-    blocks = plan_load([WantedRegion(region, itemsize, chunks)], gap=GAP, borders=index.borders).blocks
-    if len(blocks) > MAX_READS:
-        raise LayoutError(leaf.path, expected=f"rows that lie in at most {MAX_READS} places", found=f"{len(blocks)}")
-    copied = sum(copy.box.size for block in blocks for copy in block.copies)
-    if copied != region.size:
-        raise CorruptError(leaf.path, expected=f"chunks with {region.size} elements", found=f"{copied}")
-    return _read(store, index, leaf, region, blocks)
-
-
-def _read(store: Store, index: Index, leaf: Leaf, region: Region, blocks: Sequence[ReadBlock]) -> Peek:
-    assert leaf.spec is not None, "checked before"
-    itemsize = dtype_of(leaf.spec.dtype).itemsize
     data = np.empty(region.shape, raw_dtype(itemsize))
     piece = TargetPiece(region, HostArray(data))
-    places = [(block, *index.locate(block.rank, block.start, block.stop, leaf.path)) for block in blocks]
+    chunks = [(chunk, intersect(chunk.region, region)) for chunk in index.chunks_of(leaf, region, rank=rank)]
+    boxes = [
+        request_for(leaf.path, chunk, piece, box, itemsize) for chunk, box in chunks if box is not None and box.size
+    ]
+    reads = list(join_boxes(index, boxes, READ_LIMIT, gap=GAP))
+    if len(reads) > MAX_READS:
+        raise LayoutError(leaf.path, expected=f"rows that lie in at most {MAX_READS} places", found=f"{len(reads)}")
+    copied = sum(request.destination.box.size for request in boxes)
+    if copied != region.size:
+        raise CorruptError(leaf.path, expected=f"chunks with {region.size} elements", found=f"{copied}")
+    nbytes, verified = _read(store, index, reads, data.nbytes)
+    return Peek(region, data.reshape(-1).view(np.uint8).reshape(-1, itemsize), nbytes, verified)
+
+
+def _read(store: Store, index: Index, reads: Sequence[ReadRequest[Boxes]], shown: int) -> tuple[int, bool]:
+    """Reads boxes to where they belong; returns the bytes that were read, and whether checksums were compared."""
     sizes = store.sizes()
-    files = {file.name: file for _, file, _ in places}
-    fronts = {name: _front(store, index, file, sizes.get(name)) for name, file in files.items()}
-    rounded = [_rounded(file, at, block.stop - block.start, fronts[file.name].block) for block, file, at in places]
-    verify = sum(high - low for low, high in rounded) <= max(ROUNDING * data.nbytes, FEW)
+    fronts: dict[str, HeaderPrefix] = {}
+    places: list[tuple[File, int, int, int]] = []
+    for request in reads:
+        rank, start, nbytes = request.byte_range
+        file, at = index.locate(rank, start, start + nbytes, request.path)
+        if file.name not in fronts:
+            fronts[file.name] = _front(store, index, file, sizes.get(file.name))
+        block, first = fronts[file.name].block, at - file.header
+        high = min(-(-(first + nbytes) // block) * block, file.nbytes)
+        places.append((file, first, first // block * block, high))
+    verify = sum(high - low for _, _, low, high in places) <= max(ROUNDING * shown, FEW)
     read = PREFIX_NBYTES * len(fronts)
-    for (block, file, at), (low, high) in zip(places, rounded, strict=True):
+    for request, (file, first, low, high) in zip(reads, places, strict=True):
+        _, start, nbytes = request.byte_range
         if not verify:
-            low, high = at - file.header, at - file.header + block.stop - block.start
+            low, high = first, first + nbytes
         out = np.empty(high - low, np.uint8)
         store.read_into(file.name, file.header + low, out.data)
         read += len(out)
         if verify:
             read += _compare(store, file, fronts[file.name], low, out)
-        first = at - file.header - low - block.start  # of what was read, in the rank's stream
-        for copy in block.copies:
-            box = BoxDestination(piece, copy.box, copy.chunk, itemsize)
-            box.write(out[first + copy.start : first + copy.stop])
-    return Peek(region, data.reshape(-1).view(np.uint8).reshape(-1, itemsize), read, verify)
-
-
-def _rounded(file: File, at: int, nbytes: int, block: int) -> tuple[int, int]:
-    """Bytes of the data area, out to the borders of checksums."""
-    low = at - file.header
-    return low // block * block, min(-(-(low + nbytes) // block) * block, file.nbytes)
+        request.destination.write(start - (first - low), out.data)
+    return read, verify
 
 
 def _front(store: Store, index: Index, file: File, size: int | None) -> HeaderPrefix:

@@ -35,6 +35,7 @@ __all__ = [
     "DEVICE_READ",
     "ReadTask",
     "buffers_for",
+    "join_boxes",
     "join_contiguous",
     "list_tasks",
     "map_arrays",
@@ -93,18 +94,32 @@ def list_tasks(reader: ShardReader, requests: Sequence[ReadRequest[Any]], limit:
     Raises:
         CorruptError: a shard is missing, cut short, or of another save.
     """
+    index = reader.checkpoint.index
     tasks = _new_array_tasks(reader, requests_to(NewArray, requests))
-    tasks += _box_tasks(reader, requests_to(BoxDestination, requests), limit)
-    joined = join_contiguous(reader.checkpoint.index, requests_to(ContiguousMemory, requests), limit)
+    boxes = join_boxes(index, requests_to(BoxDestination, requests), limit)
+    for request in boxes:
+        wanted = sum(box.destination.nbytes for box in request.destination.requests)
+        shared = wanted < SPARSE * request.byte_range[2]
+        tasks.append(ReadTask(*_located(reader, request), None, request.destination, shared))
+    joined = join_contiguous(index, requests_to(ContiguousMemory, requests), limit)
     for request in [*requests_to(Scatter, requests), *joined]:
-        rank, low, nbytes = request.byte_range
-        tasks.append(ReadTask(*_located(reader, rank, low, low + nbytes, request.path), None, request.destination))
+        tasks.append(ReadTask(*_located(reader, request), None, request.destination))
     return tasks
 
 
 def requests_to(kind: type[D], requests: Sequence[ReadRequest[Any]]) -> list[ReadRequest[D]]:
     """Returns the requests with a kind of destination."""
     return [request for request in requests if type(request.destination) is kind]
+
+
+def _join(
+    index: Index, requests: Sequence[ReadRequest[D]], *, limit: int | None = None, gap: int = READ_GAP
+) -> Iterator[ReadRequest[list[ReadRequest[D]]]]:
+    """Joins requests that lie close together in a file; see `plan_contiguous_reads`."""
+    ranges = [request.byte_range for request in requests]
+    for run in plan_contiguous_reads(ranges, gap=gap, borders=index.borders, limit=limit):
+        inside = [requests[member] for member in run.members]
+        yield ReadRequest(inside[0].path, (run.rank, run.start, run.stop - run.start), inside)
 
 
 def join_contiguous(
@@ -115,75 +130,66 @@ def join_contiguous(
     Args:
         limit: the size in bytes; at most `DEVICE_READ` is taken.
     """
-    for run in plan_contiguous_reads([request.byte_range for request in requests], borders=index.borders):
-        inside = [requests[i] for i in run.members]
-        path, scatter = inside[0].path, Scatter(inside)
-        file, _ = index.locate(run.rank, run.start, run.stop, path)
-        for low, high in split_at_multiples(run.start, run.stop, file.stream, min(limit, DEVICE_READ)):
-            yield ReadRequest(path, (run.rank, low, high - low), scatter)
+    for joined in _join(index, requests):
+        scatter, (rank, start, nbytes) = Scatter(joined.destination), joined.byte_range
+        file, _ = index.locate(rank, start, start + nbytes, joined.path)
+        for low, high in split_at_multiples(start, start + nbytes, file.stream, min(limit, DEVICE_READ)):
+            yield ReadRequest(joined.path, (rank, low, high - low), scatter)
 
 
-def _located(
-    reader: ShardReader, rank: int, start: int, stop: int, path: str, *, verify: bool | None = None
-) -> tuple[ByteRange, int]:
-    """Returns the whole blocks, or pages, that hold a range of a rank's stream, and where they start in the stream."""
-    shard, first = reader.locate(rank, start, stop, path)
-    whole = aligned_range(shard, first, first + stop - start, verify=reader.verify if verify is None else verify)
-    return whole, start - (first - whole.start)
+def join_boxes(
+    index: Index, requests: Sequence[ReadRequest[BoxDestination]], limit: int, *, gap: int = READ_GAP
+) -> Iterator[ReadRequest[Boxes]]:
+    """Cuts boxes into tiles of at most `limit` bytes, and joins tiles that lie at most `gap` bytes apart."""
+    tiles = [tile for request in requests for tile in _tiles(request, limit, gap)]
+    for joined in _join(index, tiles, limit=limit, gap=gap):
+        yield ReadRequest(joined.path, joined.byte_range, Boxes(joined.destination))
 
 
-def _new_array_tasks(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> list[ReadTask]:
-    """Reads of whole arrays into page-aligned memory, where they stay."""
-    tasks: list[ReadTask] = []
-    for run in plan_contiguous_reads([r.byte_range for r in requests], borders=reader.checkpoint.index.borders):
-        inside = [requests[member] for member in run.members]
-        whole, start = _located(reader, run.rank, run.start, run.stop, inside[0].path)
-        memory = aligned_buffer(whole.stop - whole.start, huge=True)
-        step = max(DEVICE_READ // whole.shard.block, 1) * whole.shard.block
-        for at in range(0, len(memory), step):
-            part = memory[at : at + step]
-            first = whole.start + at
-            tasks.append(ReadTask(ByteRange(whole.shard, first, first + len(part)), start + at, part))
-        for request in inside:
-            request.destination.view(memory, request.byte_range[1] - start)
-    return tasks
-
-
-def map_arrays(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> None:
-    """Maps arrays copy-on-write: bytes are read when they are touched, and never compared with checksums."""
-    for run in plan_contiguous_reads([r.byte_range for r in requests], borders=reader.checkpoint.index.borders):
-        inside = [requests[member] for member in run.members]
-        whole, start = _located(reader, run.rank, run.start, run.stop, inside[0].path, verify=False)
-        file = whole.shard.file
-        memory = reader.store.map(file.name, file.header + whole.start, whole.stop - whole.start)
-        for request in inside:
-            request.destination.view(memory, request.byte_range[1] - start)
-
-
-def _box_tasks(reader: ShardReader, requests: Sequence[ReadRequest[BoxDestination]], limit: int) -> list[ReadTask]:
-    """Reads of boxes, cut into tiles of at most `limit` bytes; tiles that lie close together are read at once."""
-    boxes = [tile for request in requests for tile in _tiles(request, limit)]
-    tasks: list[ReadTask] = []
-    for run in plan_contiguous_reads(
-        [b.byte_range for b in boxes], borders=reader.checkpoint.index.borders, limit=limit
-    ):
-        inside = [boxes[member] for member in run.members]
-        shared = sum(box.destination.nbytes for box in inside) < SPARSE * (run.stop - run.start)
-        where = _located(reader, run.rank, run.start, run.stop, inside[0].path)
-        tasks.append(ReadTask(*where, None, Boxes(inside), shared))
-    return tasks
-
-
-def _tiles(request: ReadRequest[BoxDestination], limit: int) -> Iterable[ReadRequest[BoxDestination]]:
+def _tiles(request: ReadRequest[BoxDestination], limit: int, gap: int) -> Iterable[ReadRequest[BoxDestination]]:
     copy, (rank, start, _) = request.destination, request.byte_range
     first = byte_runs(copy.box, copy.chunk, copy.itemsize).first
-    for box in bounded_span_boxes(copy.box, copy.chunk, copy.itemsize, limit=limit, gap=READ_GAP):
+    for box in bounded_span_boxes(copy.box, copy.chunk, copy.itemsize, limit=limit, gap=gap):
         if box == copy.box:
             yield request
             return
         low, high = byte_runs(box, copy.chunk, copy.itemsize).span
         byte_range = (rank, start + low - first, high - low)
         yield ReadRequest(request.path, byte_range, msgspec.structs.replace(copy, box=box))
+
+
+def _located(reader: ShardReader, request: ReadRequest[Any], *, verify: bool | None = None) -> tuple[ByteRange, int]:
+    """Returns the whole blocks, or pages, that hold what is requested, and where they start in the rank's stream."""
+    rank, start, nbytes = request.byte_range
+    shard, first = reader.locate(rank, start, start + nbytes, request.path)
+    whole = aligned_range(shard, first, first + nbytes, verify=reader.verify if verify is None else verify)
+    return whole, start - (first - whole.start)
+
+
+def _new_array_tasks(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> list[ReadTask]:
+    """Reads of whole arrays into page-aligned memory, where they stay."""
+    tasks: list[ReadTask] = []
+    for joined in _join(reader.checkpoint.index, requests):
+        whole, start = _located(reader, joined)
+        memory = aligned_buffer(whole.stop - whole.start, huge=True)
+        step = max(DEVICE_READ // whole.shard.block, 1) * whole.shard.block
+        for at in range(0, len(memory), step):
+            part = memory[at : at + step]
+            first = whole.start + at
+            tasks.append(ReadTask(ByteRange(whole.shard, first, first + len(part)), start + at, part))
+        for request in joined.destination:
+            request.destination.view(memory, request.byte_range[1] - start)
+    return tasks
+
+
+def map_arrays(reader: ShardReader, requests: Sequence[ReadRequest[NewArray]]) -> None:
+    """Maps arrays copy-on-write: bytes are read when they are touched, and never compared with checksums."""
+    for joined in _join(reader.checkpoint.index, requests):
+        whole, start = _located(reader, joined, verify=False)
+        file = whole.shard.file
+        memory = reader.store.map(file.name, file.header + whole.start, whole.stop - whole.start)
+        for request in joined.destination:
+            request.destination.view(memory, request.byte_range[1] - start)
 
 
 def read_limit(memory: int) -> int:
