@@ -11,7 +11,7 @@ keys `~b1`, `~f1.5`, `~n`, `~x00ff` and `~(0~,a~)`. So two leaves of one tree ne
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 import msgspec
@@ -42,6 +42,7 @@ __all__ = [
     "TableNode",
     "TupleNode",
     "check_unicode",
+    "containers_of",
     "empty_container_paths",
     "extra_path_chars",
     "index_path",
@@ -265,13 +266,14 @@ class KeyTextCache:
         self._known: dict[object, list[str]] = {}
 
     def of(self, node: Node, path: str) -> list[str]:
-        """Returns the text of each key of a node.
+        """Returns the text of each key of a node; of a `PerRankNode`, `~rank*` for each child.
 
         Raises:
             TreeError, FormatError: a key of a kind that cannot be stored.
         """
         if type(node) is not DictNode:
-            return [key_text(key, path) for key in keys_of(node, path)]
+            own = isinstance(node, PerRankNode)
+            return ["~rank*" if own else key_text(key, path) for key in keys_of(node, path)]
         # 1, 1.0 and True are one key in a dict but not one text; a str never equals a key of another type
         cached = len(node.keys) <= _MAX_CACHED_KEYS and set(map(type, node.keys)) == {str}
         found = self._known.get(node.keys) if cached else None
@@ -339,47 +341,35 @@ def extra_path_chars(path: str, count: int) -> int:
     return (len(path) - USUAL_PATH_LENGTH) * count if len(path) > USUAL_PATH_LENGTH else 0
 
 
+def containers_of(structure: Structure) -> Iterator[tuple[Node, str, Runs | None]]:
+    """Yields each container of a checked structure before those in it, with its path and ranks as in `paths_of`."""
+    texts = KeyTextCache()
+    waiting: list[tuple[Structure, str, Runs | None]] = [(structure, "", None)]
+    while waiting:
+        node, path, ranks = waiting.pop()
+        if node is None:
+            continue
+        yield node, path, ranks
+        if node.children.count(None) == len(node.children):
+            continue
+        groups = node.ranks if isinstance(node, PerRankNode) else [ranks] * len(node.children)
+        prefix = path + "/" if path else ""
+        below = zip(texts.of(node, path), node.children, groups, strict=True)
+        waiting += reversed([(child, prefix + step, group) for step, child, group in below if child is not None])
+
+
 def empty_container_paths(structure: Structure) -> list[str]:
     """Returns the paths of empty containers, of a structure whose depth was checked."""
-    found: list[str] = []
-    texts = KeyTextCache()
-
-    def walk(node: Structure, path: str, prefix: str) -> Recursive[None]:
-        if node is None:
-            return
-        if not node.children:
-            found.append(path)
-        own = isinstance(node, PerRankNode)
-        steps = ["~rank*"] * len(node.children) if own else texts.of(node, path)
-        for step, child in zip(steps, node.children, strict=True):
-            if child is not None:
-                yield walk(child, prefix + step, prefix + step + "/")
-
-    trampoline(walk(structure, "", ""))
-    return found
+    return [path for node, path, _ in containers_of(structure) if not node.children]
 
 
 def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
     """Returns each table, by the path of its ids and its ranks, both as `paths_of` returns them."""
-    found: dict[tuple[str, Runs | None], TableSpec] = {}
-
-    def walk(node: Node, path: str, ranks: Runs | None) -> Recursive[None]:
-        prefix = path + "/" if path else ""
-        if isinstance(node, TableNode):
-            found[prefix + TABLE_KEYS[0], ranks] = node.table
-        if isinstance(node, PerRankNode):
-            steps = [("~rank*", group) for group in node.ranks]
-        elif all(child is None for child in node.children):
-            return
-        else:
-            steps = [(key_text(key, path), ranks) for key in keys_of(node, path)]
-        for (text, group), child in zip(steps, node.children, strict=True):
-            if child is not None:
-                yield walk(child, prefix + text, group)
-
-    if structure is not None:
-        trampoline(walk(structure, "", None))
-    return found
+    return {
+        (f"{path}/{TABLE_KEYS[0]}" if path else TABLE_KEYS[0], ranks): node.table
+        for node, path, ranks in containers_of(structure)
+        if isinstance(node, TableNode)
+    }
 
 
 def _check_node(node: TableNode | DequeNode, path: str) -> None:
