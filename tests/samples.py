@@ -20,8 +20,7 @@ from treeckpt.core.format.records import FileTable, Index, file_table
 from treeckpt.core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
 from treeckpt.core.format.timings import Span, Timings, encode_timings, timings_name
 from treeckpt.core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
-from treeckpt.core.planning.save_plan import FilePlan, plan_save
-from treeckpt.core.planning.stream_order import assign_offsets
+from treeckpt.core.planning.save_plan import FilePlan, assign_offsets, plan_save
 from treeckpt.core.sharding.dtypes import dtype_of
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import Layout, Mesh, MeshLayout, Replicate, Shard, StridedShard

@@ -13,8 +13,7 @@ from treeckpt.core.format.index import encode_manifest
 from treeckpt.core.format.records import FileTable, Index, file_table
 from treeckpt.core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header
 from treeckpt.core.planning.rank_trees import Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
-from treeckpt.core.planning.save_plan import plan_save
-from treeckpt.core.planning.stream_order import assign_offsets
+from treeckpt.core.planning.save_plan import assign_offsets, plan_save
 from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt.core.sharding.placements import Layout
 from treeckpt.core.sharding.write_assignment import assign_writers

@@ -66,7 +66,7 @@ def peek(store: Store, index: Index, leaf: Leaf, region: Region, *, rank: int | 
     if (nbytes := region.size * itemsize) > MAX_NBYTES:
         raise LayoutError(leaf.path, expected=f"a region of at most {MAX_NBYTES} bytes", found=f"{nbytes}")
     chunks = index.chunks_of(leaf, region, rank=rank)
-    blocks = plan_load([WantedRegion(region, itemsize, chunks)], gap=GAP, borders=index.borders).blocks
+    blocks = plan_load([WantedRegion(region, itemsize, chunks)], gap=GAP, borders=index.borders)
     if len(blocks) > MAX_READS:
         raise LayoutError(leaf.path, expected=f"rows that lie in at most {MAX_READS} places", found=f"{len(blocks)}")
     copied = sum(copy.box.size for block in blocks for copy in block.copies)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from ..planning.rank_trees import GlobalTree, LeafSpec
-from ..planning.stream_order import ChunkOffsets, SingleChunkOffset
+from ..planning.save_plan import ChunkOffsets, SingleChunkOffset
 from ..sharding.int_runs import decode_runs, encode_runs
 from ..sharding.placements import BoxLayout, Layout
 from ..tree.spec import ArraySpec

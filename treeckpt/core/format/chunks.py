@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ..planning.load_plan import Chunk
-from ..planning.stream_order import ChunkOffsets, SingleChunkOffset
+from ..planning.save_plan import ChunkOffsets, SingleChunkOffset
 from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value_at
 from ..sharding.region import Region
 from ..sharding.write_assignment import BoxOwners, GridOwners, grid_of

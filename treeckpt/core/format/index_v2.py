@@ -3,7 +3,7 @@
 Ranks that hold ranges of all arrays concatenated, as ZeRO's do, cut arrays at any element: each array has a few
 irregular chunks, and listing them takes fifty bytes for each chunk. Here all such arrays share columns of the lengths
 of their ranges and of the ranks that wrote them. Boxes follow from these, and starts from the order in which every save
-writes its entries (`core.planning.stream_order`). Equal subtrees, such as those of a model and of its moments, are
+writes its entries (`core.planning.save_plan`). Equal subtrees, such as those of a model and of its moments, are
 stored once.
 
 `pack` returns None where this cannot describe the index exactly, and `unpack` restores exactly the index that was
@@ -21,11 +21,10 @@ import msgspec
 import numpy as np
 
 from ...errors import FormatError, TreeckptError
-from ..planning.flat_ranges import flat_boxes, max_boxes, stream_offsets
-from ..planning.stream_order import order_classes
+from ..planning.save_plan import order_classes, stream_offsets
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import MAX_VALUE, Run, Runs, check_runs, decode_runs, encode_runs, length_of
-from ..sharding.region import MAX_NDIM, c_strides
+from ..sharding.region import MAX_NDIM, c_strides, flat_boxes, max_boxes
 from ..tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees, leaf_count
 from ..tree.spec import ArraySpec
 from ..tree.structure import Structure
