@@ -26,7 +26,7 @@ from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
 from treeckpt.core.sharding.region import Region, flat_boxes, flat_regions, max_boxes
 from treeckpt.core.tree.flatten import PerRank
-from treeckpt.core.tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees, leaf_count
+from treeckpt.core.tree.nesting import expand_shared_subtrees, extract_shared_subtrees, leaf_count
 from treeckpt.core.tree.spec import ArraySpec
 from treeckpt.core.tree.structure import DictNode, ListNode
 from treeckpt.errors import FormatError

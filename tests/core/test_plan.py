@@ -13,8 +13,8 @@ from tests.strategies import array_leaves, box_layouts, flat_layouts, layouts, r
 from treeckpt.core.format.chunks import chunks_in, encode_chunks
 from treeckpt.core.planning.load_plan import Chunk, WantedRegion, bounded_span_boxes, plan_load
 from treeckpt.core.planning.save_plan import SingleChunkOffset, assign_offsets, plan_save
-from treeckpt.core.sharding.int_runs import decode_runs
-from treeckpt.core.sharding.placements import held_by
+from treeckpt.core.sharding.int_runs import decode_runs, encode_runs
+from treeckpt.core.sharding.placements import held_by, replicated_layout
 from treeckpt.core.sharding.region import Region, byte_runs
 from treeckpt.core.sharding.write_assignment import ArrayLeaf, assign_writers
 
@@ -109,9 +109,7 @@ def test_whole_pages_come_first_and_stay_on_pages():
 
 
 def layouts_of_one():
-    from treeckpt.core.sharding.placements import single_rank_layout
-
-    return single_rank_layout(0)
+    return replicated_layout(encode_runs([0]))
 
 
 # save under one layout, load under another ----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ..planning.save_plan import order_classes, stream_offsets
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import MAX_VALUE, Run, Runs, check_runs, decode_runs, encode_runs, length_of
 from ..sharding.region import MAX_NDIM, c_strides, flat_boxes, max_boxes
-from ..tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees, leaf_count
+from ..tree.nesting import expand_shared_subtrees, extract_shared_subtrees, leaf_count
 from ..tree.spec import ArraySpec
 from ..tree.structure import Structure
 from .chunks import BoxChunks, Chunks, GridChunks, WholeChunk, encode_boxes

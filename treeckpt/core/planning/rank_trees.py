@@ -19,7 +19,7 @@ from ...errors import LayoutError, MismatchError, TreeError
 from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import Runs, decode_runs, encode_runs
 from ..sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated_layout
-from ..sharding.region import MAX_NDIM, Region, intersect
+from ..sharding.region import MAX_NDIM, Region, earlier_overlaps
 from ..sharding.write_assignment import ArrayLeaf, overlapping_boxes
 from ..tree.keyed_table import OwnedRows, row_starts
 from ..tree.merge import merge, with_ranks
@@ -352,15 +352,12 @@ def check_disjoint(keys: Sequence[tuple[int, str]]) -> None:
         if (piece := _parse_piece_key(key)) is not None and piece[1].size:
             holders.setdefault(piece[0], {}).setdefault(piece[1], rank)
     for path, pieces in holders.items():
-        active: list[Region] = []
-        for region in sorted(pieces):
-            active = [r for r in active if not r.shape or r.offset[0] + r.shape[0] > region.offset[0]]
-            if (other := next((r for r in active if intersect(r, region) is not None), None)) is not None:
+        for region, others in earlier_overlaps(sorted(pieces)):
+            if others:
                 raise LayoutError(
                     path,
                     expected="pieces that are equal or apart, so that replicas can be compared",
-                    found=f"offset {other.offset}, shape {other.shape} on rank {pieces[other]} and "
+                    found=f"offset {others[0].offset}, shape {others[0].shape} on rank {pieces[others[0]]} and "
                     f"offset {region.offset}, shape {region.shape} on rank {pieces[region]}",
                     hint="Check the offsets",
                 )
-            active.append(region)

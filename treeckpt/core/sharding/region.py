@@ -21,6 +21,7 @@ __all__ = [
     "byte_runs",
     "c_strides",
     "coalesce",
+    "earlier_overlaps",
     "flat_boxes",
     "flat_regions",
     "intersect",
@@ -104,13 +105,21 @@ def any_overlap(regions: Sequence[Region]) -> bool:
     if len(regions) < 2 or not regions[0].shape:
         return len(regions) > 1
     dim = max(range(len(regions[0].shape)), key=lambda d: len({region.offset[d] for region in regions}))
+    ordered = sorted(regions, key=lambda region: region.offset[dim])
+    return any(others for _, others in earlier_overlaps(ordered, dim))
+
+
+def earlier_overlaps(regions: Iterable[Region], dim: int = 0) -> Iterator[tuple[Region, list[Region]]]:
+    """Yields each region with those before it that share an element with it.
+
+    Args:
+        regions: in rising order of their offsets along `dim`.
+    """
     active: list[Region] = []
-    for region in sorted(regions, key=lambda region: region.offset[dim]):
-        active = [other for other in active if other.stop[dim] > region.offset[dim]]
-        if any(intersect(region, other) is not None for other in active):
-            return True
+    for region in regions:
+        active = [other for other in active if not other.shape or other.stop[dim] > region.offset[dim]]
+        yield region, [other for other in active if intersect(region, other) is not None]
         active.append(region)
-    return False
 
 
 def subtract(a: Region, b: Region) -> tuple[Region, ...]:

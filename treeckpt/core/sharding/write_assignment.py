@@ -29,12 +29,13 @@ from .placements import (
     Replicate,
     cells_of,
     check_layout,
-    coordinate_of,
     held_by,
     mesh_ranks,
+    mesh_strides,
+    position_of,
     replica_offsets,
 )
-from .region import Region, intersect, subtract
+from .region import Region, earlier_overlaps, intersect, subtract
 
 __all__ = [
     "ArrayLeaf",
@@ -210,13 +211,10 @@ def _assign_boxes(leaf: ArrayLeaf, layout: BoxLayout, loads: dict[int, int]) -> 
 
 def _disjoint(regions: list[Region]) -> Iterator[tuple[Region, list[Region]]]:
     """Yields each region of a sorted list with the part of it that no earlier one holds."""
-    active: list[Region] = []
-    for region in regions:
-        active = [r for r in active if not r.shape or r.offset[0] + r.shape[0] > region.offset[0]]
+    for region, others in earlier_overlaps(regions):
         rest = [region]
-        for other in active:
+        for other in others:
             rest = [piece for r in rest for piece in subtract(r, other)]
-        active.append(region)
         yield region, rest
 
 
@@ -232,12 +230,10 @@ def overlapping_boxes(shape: tuple[int, ...], layout: BoxLayout) -> list[Region]
     found = {region for region, count in collections.Counter(held).items() if count > 1}
     distinct = sorted(set(held))
     if sum(region.size for region in distinct) > math.prod(shape):
-        active: list[tuple[Region, list[Region]]] = []
-        for region, rest in _disjoint(distinct):
-            active = [(r, own) for r, own in active if not r.shape or r.stop[0] > region.offset[0]]
-            shared = [intersect(region, part) for _, own in active for part in own]
+        own = dict(_disjoint(distinct))
+        for region, others in earlier_overlaps(distinct):
+            shared = [intersect(region, part) for other in others for part in own[other]]
             found.update(box for box in shared if box is not None)
-            active.append((region, rest))
     return sorted(found)
 
 
@@ -297,15 +293,15 @@ def writes_of(leaf: ArrayLeaf, assignment: Assignment, rank: int) -> list[Region
     assert isinstance(layout, MeshLayout)
     if not assignment.cuts and (writer := single_writer(layout, assignment.writers[0])) is not None:
         return [Region.whole(leaf.shape)] if rank == writer else []
-    coordinate = coordinate_of(layout.mesh, rank)
-    if coordinate is None:
+    position = position_of(layout.mesh, rank)
+    if position is None:
         return []
     if not leaf.nbytes:
-        return [Region.whole(leaf.shape)] if not any(coordinate) else []
+        return [] if position else [Region.whole(leaf.shape)]
     replica = 0
-    for c, n, placement in zip(coordinate, layout.mesh.shape, layout.placements, strict=True):
+    for n, stride, placement in zip(layout.mesh.shape, mesh_strides(layout.mesh), layout.placements, strict=True):
         if isinstance(placement, Replicate):
-            replica = replica * n + c
+            replica = replica * n + position // stride % n
     if replica not in assignment.writers:
         return []
     held = [h.region for h in held_by(layout, leaf.shape, rank)]
