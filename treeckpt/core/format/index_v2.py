@@ -87,12 +87,12 @@ class _RangedArray(NamedTuple):
     ranks: np.ndarray
 
 
-class _BoxColumns(NamedTuple):
-    """The boxes of arrays as columns, by array and then in C order."""
+class _ArrayBoxes(NamedTuple):
+    """The boxes of an array in C order, as columns."""
 
-    boxes: list[tuple[np.ndarray, np.ndarray]]
-    """(offsets, shapes) of each array."""
-    ranks: list[np.ndarray]
+    offsets: np.ndarray
+    shapes: np.ndarray
+    ranks: np.ndarray
 
 
 # packing --------------------------------------------------------------------------------------------------------------
@@ -197,19 +197,23 @@ def unpack(body: bytes, name: str) -> Index:
     structure = expand_shared_subtrees(index.structure, packed.shared, name)
     numbers = _numbers(index, ranges, leaf_count(structure), name)
     cuts = _decode_ranges(index, ranges, numbers, name, most)
-    entries = _expand_boxes(cuts)
+    boxes = _expand_boxes(cuts)
     taken = set(numbers)
     rest = iter(index.leaves)
     leaves: list[Any] = [None if n in taken else next(rest) for n in range(len(taken) + len(index.leaves))]
     bare = msgspec.structs.replace(index, structure=structure, leaves=())
     if ranges.start:
-        total = sum(map(len, entries.ranks))
+        total = sum(len(box.ranks) for box in boxes)
         starts = _column(ranges.start, total, name, low=0, high=MAX_NBYTES)
     else:
-        starts = _implied_starts(bare, leaves, cuts, entries, name)
+        starts = _implied_starts(bare, leaves, cuts, boxes, name)
     at = 0
-    for cut, (offsets, shapes), ranks in zip(cuts, entries.boxes, entries.ranks, strict=True):
-        leaves[cut.number] = _record(cut, offsets, shapes, ranks, starts[at : at + len(ranks)])
+    for cut, (offsets, shapes, ranks) in zip(cuts, boxes, strict=True):
+        if len(ranks) == 1:
+            chunks: Chunks = WholeChunk(int(ranks[0]), int(starts[at]))
+        else:
+            chunks = encode_boxes(cut.spec.shape, offsets, shapes, ranks, starts[at : at + len(ranks)])
+        leaves[cut.number] = ArrayRecord(cut.record.spec, cut.record.layout, chunks)
         at += len(ranks)
     return msgspec.structs.replace(bare, leaves=tuple(leaves))
 
@@ -269,18 +273,17 @@ def _last_length(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
     return left
 
 
-def _expand_boxes(cuts: Sequence[_RangedArray]) -> _BoxColumns:
-    """Expands all ranges to boxes, arrays of equal shape together."""
+def _expand_boxes(cuts: Sequence[_RangedArray]) -> list[_ArrayBoxes]:
+    """Expands the ranges of each array to boxes, arrays of equal shape together."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, cut in enumerate(cuts):
         alike.setdefault(cut.spec.shape, []).append(i)
     boxes: list[Any] = [None] * len(cuts)
-    ranks: list[Any] = [None] * len(cuts)
     for shape, members in alike.items():
         several = [i for i in members if len(cuts[i].ranks) > 1]
         for i in members:
-            boxes[i] = np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64).reshape(1, -1)
-            ranks[i] = cuts[i].ranks
+            whole = np.array([shape], np.int64).reshape(1, -1)
+            boxes[i] = _ArrayBoxes(np.zeros_like(whole), whole, cuts[i].ranks)
         if not several:
             continue
         stops = [np.cumsum(cuts[i].lengths) for i in several]
@@ -289,12 +292,12 @@ def _expand_boxes(cuts: Sequence[_RangedArray]) -> _BoxColumns:
         writers = np.concatenate([cuts[i].ranks for i in several])[which]
         borders = np.searchsorted(which, np.cumsum([len(cuts[i].ranks) for i in several])[:-1])
         for i, o, s, r in zip(several, *(np.split(c, borders) for c in (offsets, shapes, writers)), strict=True):
-            boxes[i], ranks[i] = (o, s), r
-    return _BoxColumns(boxes, ranks)
+            boxes[i] = _ArrayBoxes(o, s, r)
+    return boxes
 
 
 def _implied_starts(
-    index: Index, leaves: list[Any], cuts: Sequence[_RangedArray], entries: _BoxColumns, name: str
+    index: Index, leaves: list[Any], cuts: Sequence[_RangedArray], boxes: Sequence[_ArrayBoxes], name: str
 ) -> np.ndarray:
     """Computes the starts of the boxes of all ranges from the order in which saves write entries."""
     by_number = {cut.number: i for i, cut in enumerate(cuts)}
@@ -304,8 +307,8 @@ def _implied_starts(
     for number, (_, group) in enumerate(index.paths):
         i, record = by_number.get(number), leaves[number]
         if i is not None:
-            ranks, spec = entries.ranks[i], cuts[i].spec
-            sizes = entries.boxes[i][1].prod(1)
+            ranks, spec = boxes[i].ranks, cuts[i].spec
+            sizes = boxes[i].shapes.prod(1)
         elif isinstance(record, PerRankArrays) and group is not None and 0 <= record.spec < len(index.specs):
             own += length_of(group)
             ranks, spec = _group(group, own, index.world, name), index.specs[record.spec]
@@ -336,13 +339,3 @@ def _group(group: Runs, own: int, world: int, name: str) -> np.ndarray:
             name, expected=f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_PER_RANK} in all", found=f"{own}"
         )
     return decode_runs(group)
-
-
-def _record(
-    cut: _RangedArray, offsets: np.ndarray, shapes: np.ndarray, ranks: np.ndarray, starts: np.ndarray
-) -> ArrayRecord:
-    if len(ranks) == 1:
-        chunks: Chunks = WholeChunk(int(ranks[0]), int(starts[0]))
-    else:
-        chunks = encode_boxes(cut.spec.shape, offsets, shapes, ranks, starts)
-    return ArrayRecord(cut.record.spec, cut.record.layout, chunks)

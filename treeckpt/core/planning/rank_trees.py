@@ -9,7 +9,6 @@ that a step counter does not change its digest; they are compared separately.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -274,21 +273,14 @@ def _describe(leaf: LeafSpec) -> str:
     return f"{leaf.spec.dtype} of shape {leaf.spec.shape}{placed}"
 
 
-@lru_cache(maxsize=64)
-def _highest_rank(mesh: Mesh) -> int:
-    return int(mesh_ranks(mesh).max())
-
-
 def _check_ranks(leaf: LeafSpec, world: int) -> None:
-    if isinstance(leaf.layout, MeshLayout):
-        highest = _highest_rank(leaf.layout.mesh)
-        if highest >= world:
-            raise LayoutError(
-                leaf.path,
-                expected=f"a mesh of the {world} ranks that save",
-                found=f"one that holds rank {highest}",
-                hint="Call save on every rank of the mesh, with a comm that spans them all",
-            )
+    if isinstance(leaf.layout, MeshLayout) and (highest := int(mesh_ranks(leaf.layout.mesh).max())) >= world:
+        raise LayoutError(
+            leaf.path,
+            expected=f"a mesh of the {world} ranks that save",
+            found=f"one that holds rank {highest}",
+            hint="Call save on every rank of the mesh, with a comm that spans them all",
+        )
 
 
 def array_leaves(tree: GlobalTree) -> list[tuple[int, ArrayLeaf]]:
