@@ -62,22 +62,16 @@ def find_repeated_blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> list
     row: list[_NumberedBlock] = []
     for block in (*_blocks(keys, kinds), None):
         last = row[-1] if row else None
-        if block is not None and last is not None and _follows(last, block):
-            row.append(block)
-            continue
+        if block is not None and last is not None:
+            follows = (last.start + len(last.content), last.head, last.number + 1)
+            if follows == (block.start, block.head, block.number) and last.content == block.content:
+                row.append(block)
+                continue
         if last is not None and len(row) > 1 and len(row) * len(last.content) >= MIN_CHILDREN:
             stop = last.start + len(last.content)
             found.append(RepeatedBlocks(row[0].start, stop, len(row), row[0].head, row[0].number))
         row = [] if block is None else [block]
     return found
-
-
-def _follows(last: _NumberedBlock, block: _NumberedBlock) -> bool:
-    together = last.start + len(last.content) == block.start and (last.head, last.number + 1) == (
-        block.head,
-        block.number,
-    )
-    return together and last.content == block.content
 
 
 def _blocks(keys: Sequence[str], kinds: Sequence[Hashable]) -> Iterator[_NumberedBlock]:

@@ -322,14 +322,6 @@ def piece_key(path: str, region: Region) -> str:
     return f"{path}{_SEPARATOR}{','.join(map(str, region.offset))}{_SEPARATOR}{','.join(map(str, region.shape))}"
 
 
-def _parse_piece_key(key: str) -> tuple[str, Region] | None:
-    path, *numbers = key.rsplit(_SEPARATOR, 2)
-    if len(numbers) != 2:
-        return None
-    offset, shape = (tuple(int(n) for n in text.split(",") if n) for text in numbers)
-    return path, Region(offset, shape)
-
-
 def check_disjoint(keys: Sequence[tuple[int, str]]) -> None:
     """Checks that pieces of one array are equal or disjoint: others cannot be compared as replicas.
 
@@ -341,8 +333,11 @@ def check_disjoint(keys: Sequence[tuple[int, str]]) -> None:
     """
     holders: dict[str, dict[Region, int]] = {}
     for rank, key in keys:
-        if (piece := _parse_piece_key(key)) is not None and piece[1].size:
-            holders.setdefault(piece[0], {}).setdefault(piece[1], rank)
+        path, *numbers = key.rsplit(_SEPARATOR, 2)
+        if len(numbers) == 2:
+            region = Region(*(tuple(int(n) for n in text.split(",") if n) for text in numbers))
+            if region.size:
+                holders.setdefault(path, {}).setdefault(region, rank)
     for path, pieces in holders.items():
         for region, others in earlier_overlaps(sorted(pieces)):
             if others:

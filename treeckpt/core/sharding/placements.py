@@ -249,14 +249,13 @@ def _mesh_fault(mesh: Mesh) -> str | None:
     return None
 
 
-def _held_intervals(layout: MeshLayout, size: int, dim: int, position: int) -> tuple[tuple[int, int], ...]:
-    """Returns the intervals (start, length) of one dimension that one mesh position holds."""
-    sharders = _sharding_dims(layout, dim)
-    return _own_intervals(size, sharders, position) if sharders else ((0, size),)
-
-
 @lru_cache(maxsize=65536)
-def _own_intervals(size: int, sharders: tuple[tuple[int, int, int], ...], position: int) -> tuple[tuple[int, int], ...]:
+def _held_intervals(
+    size: int, sharders: tuple[tuple[int, int, int], ...], position: int
+) -> tuple[tuple[int, int], ...]:
+    """Returns the intervals (start, length) of one dimension that one mesh position holds."""
+    if not sharders:
+        return ((0, size),)
     starts, lengths, _ = _intervals(size, sharders, position)
     return tuple((a, n) for a, n in zip(starts[0].tolist(), lengths[0].tolist(), strict=True) if n)
 
@@ -276,7 +275,7 @@ def held_by(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[LocalReg
     for dim, size in enumerate(shape):
         at = 0
         pieces: list[tuple[int, int, int]] = []
-        for start, length in _held_intervals(layout, size, dim, position):
+        for start, length in _held_intervals(size, _sharding_dims(layout, dim), position):
             pieces.append((start, length, at))
             at += length
         if not pieces and size == 0:
@@ -294,7 +293,8 @@ def local_shape(layout: MeshLayout, shape: Sequence[int], rank: int) -> tuple[in
     if position is None:
         return None
     return tuple(
-        sum(length for _, length in _held_intervals(layout, size, dim, position)) for dim, size in enumerate(shape)
+        sum(length for _, length in _held_intervals(size, _sharding_dims(layout, dim), position))
+        for dim, size in enumerate(shape)
     )
 
 

@@ -117,7 +117,7 @@ def assign_writers(leaves: Sequence[ArrayLeaf]) -> list[Assignment]:
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.layout, BoxLayout):
             assignments[i] = _assign_boxes(leaf, leaf.layout, loads)
-        elif leaf.per_rank is None and single_holder(leaf.layout) is None:
+        elif leaf.per_rank is None and len(mesh_ranks(leaf.layout.mesh)) > 1:
             check_layout(leaf.layout, leaf.shape, leaf.path)
             if len(replica_offsets(leaf.layout)) > 1 and leaf.nbytes:
                 streams.setdefault(_stream_key(leaf.layout), []).append(i)
@@ -197,7 +197,9 @@ def _assign_boxes(leaf: ArrayLeaf, layout: BoxLayout, loads: dict[int, int]) -> 
         return BoxOwners(((layout.pieces[0][0], whole),))
     regions = sorted(r for r in holders if r.size)
     # the usual pieces form a grid: they are disjoint and complete without comparing all pairs
-    regular = _is_grid(leaf.shape, regions)
+    offsets = np.array([region.offset for region in regions], np.int64)
+    ends = np.array([region.stop for region in regions], np.int64)
+    regular = bool(leaf.shape and regions) and grid_of(leaf.shape, offsets, ends) is not None
     owned: list[tuple[int, Region]] = []
     for region, rest in ((r, [r]) for r in regions) if regular else _disjoint(regions):
         rank = min(holders[region], key=lambda r: (loads.get(r, 0), r))
@@ -235,13 +237,6 @@ def overlapping_boxes(shape: tuple[int, ...], layout: BoxLayout) -> list[Region]
             shared = [intersect(region, part) for other in others for part in own[other]]
             found.update(box for box in shared if box is not None)
     return sorted(found)
-
-
-def _is_grid(shape: tuple[int, ...], regions: Sequence[Region]) -> bool:
-    if not shape or not regions:
-        return False
-    offsets = np.array([region.offset for region in regions], np.int64)
-    return grid_of(shape, offsets, offsets + np.array([region.shape for region in regions], np.int64)) is not None
 
 
 def grid_of(
@@ -356,12 +351,6 @@ def single_writer(layout: Layout, replica: int) -> int | None:
     if isinstance(layout, BoxLayout) or not all(isinstance(p, Replicate) for p in layout.placements):
         return None
     return int(mesh_ranks(layout.mesh)[replica_offsets(layout)[replica]])
-
-
-@lru_cache(maxsize=4096)
-def single_holder(layout: MeshLayout) -> int | None:
-    """Returns the only rank that holds an array, None if others hold it or parts of it too."""
-    return int(mesh_ranks(layout.mesh)[0]) if len(mesh_ranks(layout.mesh)) == 1 else None
 
 
 def _cut_cells(
