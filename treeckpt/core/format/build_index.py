@@ -71,7 +71,7 @@ def build_index(
         step=step,
         created_ns=created_ns,
         world=tree.world,
-        structure=tree.whole,
+        structure=tree.structure.whole(),
         specs=tuple(specs),
         layouts=tuple(layouts),
         leaves=tuple(records),

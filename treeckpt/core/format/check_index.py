@@ -66,7 +66,6 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     # only groups of ranks under `PerRank` have paths of equal text; then the pairs of path and ranks are compared
     if len({path for path, _ in paths}) != len(paths) and len(set(paths)) != len(paths):
         raise FormatError(name, expected="a path of its own for each leaf", found="two leaves that share one")
-    groups = [ranks for _, ranks in paths]
     ties = _AliasGroups()
     fits: set[tuple[int, int]] = set()  # most leaves repeat a few pairs of spec and layout
     grids: dict[object, int] = {}  # and a few grids
@@ -81,7 +80,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
         elif type(record) is not ValueRecord or ranks is not None:
             _check_record(index, path, ranks, record, manifest)
             if isinstance(record, AliasRecord):
-                _check_alias(index, path, groups, ranks, record, ties)
+                _check_alias(index, path, ranks, record, ties)
 
 
 def needs_file_sizes(index: Index, nbytes: int) -> bool:
@@ -253,13 +252,11 @@ def _check_boxes(index: Index, path: str, boxes: BoxChunks, shape: tuple[int, ..
     check_runs(boxes.start, length=rows, path=path, low=0, high=MAX_NBYTES)
 
 
-def _check_alias(
-    index: Index, path: str, groups: list[Runs | None], ranks: Runs | None, record: AliasRecord, ties: _AliasGroups
-) -> None:
+def _check_alias(index: Index, path: str, ranks: Runs | None, record: AliasRecord, ties: _AliasGroups) -> None:
     base = index.leaves[record.of] if 0 <= record.of < len(index.leaves) else None
     if not isinstance(base, (ArrayRecord, PerRankArrays)) or not 0 <= base.spec < len(index.specs):
         raise FormatError(path, expected="an alias of an array", found=f"of leaf {record.of}")
-    if isinstance(base, PerRankArrays) and not ties.within(ranks, groups[record.of]):
+    if isinstance(base, PerRankArrays) and not ties.within(ranks, index.paths[record.of][1]):
         raise FormatError(path, expected="an alias among the same ranks", found=f"of leaf {record.of}")
     spec, other = index.specs[record.spec], index.specs[base.spec]
     fits = spec.dtype == other.dtype and (spec.kind == "numpy") == (other.kind == "numpy")

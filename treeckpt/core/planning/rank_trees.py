@@ -61,15 +61,8 @@ class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
     """One rank's tree without its data."""
 
-    structure: Structure
+    structure: SplitStructure
     leaves: tuple[LeafSpec, ...]
-    below: tuple[Structure, ...] = ()
-    """Deep parts of the structure, see `core.tree.nesting`."""
-
-    @property
-    def whole(self) -> Structure:
-        """The structure with its deep parts in their places."""
-        return SplitStructure(self.structure, self.below).whole()
 
 
 class RankClass(msgspec.Struct, frozen=True, array_like=True):
@@ -83,15 +76,8 @@ class GlobalTree(msgspec.Struct, frozen=True, array_like=True):
     """The tree of all ranks: every leaf once, in the order of the structure, each array with its layout."""
 
     world: int
-    structure: Structure
+    structure: SplitStructure
     leaves: tuple[LeafSpec, ...]
-    below: tuple[Structure, ...] = ()
-    """Deep parts of the structure, see `core.tree.nesting`."""
-
-    @property
-    def whole(self) -> Structure:
-        """The structure with its deep parts in their places."""
-        return SplitStructure(self.structure, self.below).whole()
 
 
 def digest_of(inventory: Inventory) -> bytes:
@@ -109,21 +95,20 @@ def merge_rank_trees(classes: Sequence[RankClass], world: int) -> GlobalTree:
     classes = _split_tables_by_row(classes)
     if len(classes) == 1:
         only = classes[0].inventory
-        structure = with_ranks(only.whole, classes[0].ranks)
+        structure = with_ranks(only.structure.whole(), classes[0].ranks)
         leaves = [_leaf_with_ranks(leaf, classes[0].ranks) for leaf in only.leaves]
     else:
         groups = _per_rank_groups(classes)
-        structure = with_ranks(classes[0].inventory.whole, groups[0])
+        structure = with_ranks(classes[0].inventory.structure.whole(), groups[0])
         for group, ranks in zip(classes[1:], groups[1:], strict=True):
-            structure = merge(structure, with_ranks(group.inventory.whole, ranks))
+            structure = merge(structure, with_ranks(group.inventory.structure.whole(), ranks))
         leaves = _merge_leaves(structure, classes, groups)
     checked: set[int] = set()
     for leaf in leaves:
         if id(leaf.layout) not in checked:  # most leaves share the very object
             checked.add(id(leaf.layout))
             _check_ranks(leaf, world)
-    folded = split_structure(structure)
-    return GlobalTree(world, folded.top, tuple(leaves), folded.below)
+    return GlobalTree(world, split_structure(structure), tuple(leaves))
 
 
 def _split_tables_by_row(classes: Sequence[RankClass]) -> Sequence[RankClass]:
