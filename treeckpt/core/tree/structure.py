@@ -18,7 +18,6 @@ import msgspec
 
 from ...errors import FormatError, TreeError
 from ..sharding.int_runs import Runs, check_runs
-from .recursion import Recursive, trampoline
 from .spec import TableSpec
 from .value_codec import Typed, Value, check_hash_collisions, decode_value, type_name
 
@@ -292,47 +291,33 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
     """
     found: list[tuple[str, Runs | None]] = []
     texts, nchars = KeyTextCache(), 0
-
-    def enter(node: Node, path: str, ranks: Runs | None, depth: int) -> Sequence[str] | None:
-        """Returns the steps to a node's children; None if they are all leaves, which it adds to `found`."""
-        nonlocal nchars
-        if depth == MAX_DEPTH:
-            raise FormatError(path[:200], expected=f"at most {MAX_DEPTH} levels", found="a deeper structure")
-        children = node.children
-        nchars += extra_path_chars(path, len(children))
-        if nchars > MAX_EXTRA_PATH_CHARS:
-            raise FormatError(path[:200], expected="names of a usual length", found=f"paths of {nchars} characters")
-        if isinstance(node, PerRankNode):
-            if len(node.ranks) != len(children):
-                raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
-            for group in node.ranks:
-                check_runs(group, path=path, low=0)
-            return ["~rank*"] * len(children)
-        steps = texts.of(node, path)
-        if isinstance(node, (TableNode, DequeNode)):
-            _check_node(node, path)
-        if len(steps) != len(children):
-            raise FormatError(path, expected=f"{len(steps)} children", found=f"{len(children)}")
-        if children.count(None) != len(children):
-            return steps
-        prefix = path + "/" if depth else ""
-        found.extend([(prefix + step, ranks) for step in steps])
-        return None
-
-    def walk(node: Node, steps: Sequence[str], path: str, ranks: Runs | None, depth: int) -> Recursive[None]:
-        prefix = path + "/" if depth else ""
-        groups = node.ranks if isinstance(node, PerRankNode) else repeat(ranks)
-        for step, child, group in zip(steps, node.children, groups, strict=False):
-            below = prefix + step
-            if child is None:
-                found.append((below, group))
-            elif (inner := enter(child, below, group, depth + 1)) is not None:
-                yield walk(child, inner, below, group, depth + 1)
-
-    if structure is None:
-        found.append(("", None))
-    elif (steps := enter(structure, "", None, 0)) is not None:
-        trampoline(walk(structure, steps, "", None, 0))
+    opened: list[Iterator[tuple[str, Structure, Runs | None]]] = [iter([("", structure, None)])]
+    while opened:
+        for path, node, ranks in opened[-1]:
+            if node is None:
+                found.append((path, ranks))
+                continue
+            children = node.children
+            nchars += extra_path_chars(path, len(children))
+            if len(opened) > MAX_DEPTH:
+                raise FormatError(path[:200], expected=f"at most {MAX_DEPTH} levels", found="a deeper structure")
+            if nchars > MAX_EXTRA_PATH_CHARS:
+                raise FormatError(path[:200], expected="names of a usual length", found=f"paths of {nchars} characters")
+            if type(node) is not DictNode:
+                _check_node(node, path)
+            steps = texts.of(node, path)
+            if len(steps) != len(children):
+                raise FormatError(path, expected=f"{len(steps)} children", found=f"{len(children)}")
+            below = [f"{path}/{step}" for step in steps] if path else steps
+            if isinstance(node, PerRankNode):
+                opened.append(zip(below, children, node.ranks, strict=True))
+                break
+            if children.count(None) != len(children):
+                opened.append(zip(below, children, repeat(ranks)))
+                break
+            found.extend([(leaf, ranks) for leaf in below])
+        else:
+            opened.pop()
     return found
 
 
@@ -372,12 +357,17 @@ def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
     }
 
 
-def _check_node(node: TableNode | DequeNode, path: str) -> None:
-    if isinstance(node, DequeNode):
+def _check_node(node: Node, path: str) -> None:
+    if isinstance(node, PerRankNode):
+        if len(node.ranks) != len(node.children):
+            raise FormatError(path, expected="ranks for each subtree", found=f"{len(node.ranks)}")
+        for group in node.ranks:
+            check_runs(group, path=path, low=0)
+    elif isinstance(node, DequeNode):
         if node.maxlen is not None and not len(node.children) <= node.maxlen < 1 << 63:
             raise FormatError(path, expected=f"a deque of {len(node.children)} or more", found=f"maxlen {node.maxlen}")
-        return
-    legal = [child if child is None else type(child) for child in node.children] == [None, None, DictNode, DictNode]
-    if not legal or not 0 < node.table.buckets < 1 << 32:
-        kinds = ", ".join("a leaf" if child is None else type(child).__name__ for child in node.children[:8])
-        raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=kinds or "nothing")
+    elif isinstance(node, TableNode):
+        kinds = [child if child is None else type(child) for child in node.children]
+        if kinds != [None, None, DictNode, DictNode] or not 0 < node.table.buckets < 1 << 32:
+            names = ", ".join("a leaf" if kind is None else kind.__name__ for kind in kinds[:8])
+            raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=names or "nothing")
