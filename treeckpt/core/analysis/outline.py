@@ -17,7 +17,6 @@ from functools import cached_property
 from itertools import accumulate
 
 import msgspec
-import numpy as np
 
 from ...errors import FormatError, MismatchError
 from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays
@@ -59,7 +58,7 @@ class _NodeChildren(msgspec.Struct, frozen=True):
     """A node's keys as text, and the first leaf of each child relative to the node's own first leaf."""
 
     keys: list[str]
-    starts: np.ndarray
+    starts: list[int]
 
 
 def leaf_nbytes(leaf: Leaf) -> int:
@@ -136,10 +135,8 @@ class Outline:
     def _open(self, node: Node, path: str) -> _NodeChildren:
         found = self._opened.get(id(node))
         if found is None:
-            counts = np.fromiter(map(self.count, node.children), np.int64, len(node.children))
-            keys = self._texts.of(node, path)
-            found = _NodeChildren(keys, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]))
-            self._opened[id(node)] = found
+            starts = [0, *accumulate(map(self.count, node.children))]
+            found = self._opened[id(node)] = _NodeChildren(self._texts.of(node, path), starts)
         return found
 
     def _row(self, node: Structure, name: str, key: str, path: str, first: int) -> OutlineRow:
@@ -161,7 +158,7 @@ class Outline:
         key = opened.keys[at]
         name = f"{row.node}.{at}" if row.node else str(at)
         path = f"{row.path}/{key}" if row.node else key
-        return node.children[at], self._row(node.children[at], name, key, path, row.first + int(opened.starts[at]))
+        return node.children[at], self._row(node.children[at], name, key, path, row.first + opened.starts[at])
 
     def _find(self, name: str) -> tuple[Structure, OutlineRow]:
         node, row = self.index.structure, self._row(self.index.structure, "", "", "", 0)

@@ -273,14 +273,9 @@ def held_by(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[LocalReg
         return ()
     dims: list[list[tuple[int, int, int]]] = []
     for dim, size in enumerate(shape):
-        at = 0
-        pieces: list[tuple[int, int, int]] = []
-        for start, length in _held_intervals(size, _sharding_dims(layout, dim), position):
-            pieces.append((start, length, at))
-            at += length
-        if not pieces and size == 0:
-            pieces.append((0, 0, 0))
-        dims.append(pieces)
+        held = _held_intervals(size, _sharding_dims(layout, dim), position) or (((0, 0),) if size == 0 else ())
+        local = itertools.accumulate((length for _, length in held), initial=0)
+        dims.append([(start, length, at) for (start, length), at in zip(held, local, strict=False)])
     return tuple(
         LocalRegion(Region(tuple(p[0] for p in box), tuple(p[1] for p in box)), tuple(p[2] for p in box))
         for box in itertools.product(*dims)
