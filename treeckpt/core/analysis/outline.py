@@ -19,12 +19,12 @@ from itertools import accumulate
 import msgspec
 
 from ...errors import FormatError, MismatchError
-from ..format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays
+from ..format.records import ArrayRecord, Index, Leaf, PerRankArrays
 from ..sharding.int_runs import length_of
 from ..sharding.placements import Layout, MeshLayout, Replicate
 from ..tree.structure import KeyTextCache, Node, Structure, containers_of
 
-__all__ = ["NodeRecord", "Outline", "OutlineRow", "held_nbytes", "leaf_nbytes", "node_records"]
+__all__ = ["NodeRecord", "Outline", "OutlineRow", "held_nbytes", "node_records"]
 
 MAX_NBYTES = 1 << 63
 """Bytes of all leaves of a table are below this, because they are stored as a signed integer of 64 bits."""
@@ -59,13 +59,6 @@ class _NodeChildren(msgspec.Struct, frozen=True):
 
     keys: list[str]
     starts: list[int]
-
-
-def leaf_nbytes(leaf: Leaf) -> int:
-    """Returns the stored bytes of one leaf: 0 for values and aliases."""
-    if leaf.spec is None or isinstance(leaf.record, AliasRecord):
-        return 0
-    return leaf.spec.nbytes * (length_of(leaf.ranks or ()) if isinstance(leaf.record, PerRankArrays) else 1)
 
 
 def held_nbytes(index: Index) -> int:
@@ -106,7 +99,7 @@ class Outline:
         index = self.index
         whole = [spec.nbytes for spec in index.specs]
         return [
-            whole[record.spec] if type(record) is ArrayRecord else leaf_nbytes(index.entries[number])
+            whole[record.spec] if type(record) is ArrayRecord else index.entries[number].nbytes
             for number, record in enumerate(index.leaves)
         ]
 

@@ -120,6 +120,13 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     spec: ArraySpec | None
     """None for values."""
 
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes, under `PerRank` of all ranks' arrays; 0 for values and aliases."""
+        if self.spec is None or isinstance(self.record, AliasRecord):
+            return 0
+        return self.spec.nbytes * (length_of(self.ranks or ()) if isinstance(self.record, PerRankArrays) else 1)
+
 
 class IndexCounts(msgspec.Struct, frozen=True):
     """Numbers of entries of an index, counted without expanding it: a run of a few bytes can stand for millions."""
