@@ -58,7 +58,9 @@ def treemap_of(outline: Outline, by: TreemapKey, *, node: str = "", count: int =
     """
     if by == "tree":
         return _by_tree(outline, outline.row(node), count)
-    names, group, leaf, nbytes = _by_writer(outline.index, by) if by in ("rank", "file") else _by_kind(outline, by)
+    names, group, leaf, nbytes = (
+        _by_writer(outline.index, by) if by in ("rank", "file") else _by_kind(outline.index, by)
+    )
     return _by_group(outline.index, names, group, leaf, nbytes, count)
 
 
@@ -95,11 +97,13 @@ def state_part(path: str) -> str:
     return steps[0] if len(steps) < 3 else f"{steps[0]} … {steps[-1]}"
 
 
-def _by_kind(outline: Outline, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+def _by_kind(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
     """Returns the names of groups, and for each share of a leaf in a group: number of the group, of the leaf, bytes."""
     numbers: dict[str, int] = {}
     rows: list[tuple[int, int, int]] = []
-    for leaf, nbytes in zip(outline.index.entries, outline.sizes, strict=True):
+    whole = [spec.nbytes for spec in index.specs]
+    for leaf in index.entries:
+        nbytes = whole[leaf.record.spec] if type(leaf.record) is ArrayRecord else leaf.nbytes
         if nbytes and leaf.spec is not None:
             name = leaf.spec.dtype if by == "dtype" else state_part(leaf.path)
             rows.append((numbers.setdefault(name, len(numbers)), leaf.number, nbytes))

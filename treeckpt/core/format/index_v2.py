@@ -258,19 +258,13 @@ def _decode_ranges(index: Index, ranges: RangeColumns, numbers: list[int], name:
     for i, (number, spec, layout, shape) in enumerate(zip(numbers, specs, layouts, shapes, strict=True)):
         first, stop = int(opens[i]), int(opens[i] + counts[i])
         mine = lengths[first - i : stop - i - 1]
-        left = _last_length(shape, mine, name)
+        size = math.prod(shape) if min(shape, default=1) >= 0 else 0
+        left = size - sum(mine.tolist())  # in the last range
+        if size >= MAX_NBYTES or (len(mine) and left < 1):
+            raise FormatError(name, expected=f"ranges inside shape {shape!r:.80}", found=f"{-left} elements too many")
         record = ArrayRecord(spec, layout, WholeChunk(0, 0))
         cuts.append(_RangedArray(number, record, index.specs[spec], np.append(mine, left), ranks[first:stop]))
     return cuts
-
-
-def _last_length(shape: tuple[int, ...], lengths: np.ndarray, name: str) -> int:
-    """Computes the elements of an array's last range."""
-    size = math.prod(shape) if min(shape, default=1) >= 0 else 0
-    left = size - sum(lengths.tolist())
-    if size >= MAX_NBYTES or (len(lengths) and left < 1):
-        raise FormatError(name, expected=f"ranges inside shape {shape!r:.80}", found=f"{-left} elements too many")
-    return left
 
 
 def _expand_boxes(cuts: Sequence[_RangedArray]) -> list[_ArrayBoxes]:
@@ -310,8 +304,12 @@ def _implied_starts(
             ranks, spec = boxes[i].ranks, cuts[i].spec
             sizes = boxes[i].shapes.prod(1)
         elif isinstance(record, PerRankArrays) and group is not None and 0 <= record.spec < len(index.specs):
+            check_runs(group, path=name, low=0, high=index.world)
             own += length_of(group)
-            ranks, spec = _group(group, own, index.world, name), index.specs[record.spec]
+            if length_of(group) > MAX_NUMBERS or own > MAX_PER_RANK:
+                expected = f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_PER_RANK} in all"
+                raise FormatError(name, expected=expected, found=f"{own}")
+            ranks, spec = decode_runs(group), index.specs[record.spec]
             sizes = np.full(len(ranks), math.prod(spec.shape))
         elif isinstance(record, (ArrayRecord, PerRankArrays)):
             raise FormatError(name, expected="where each range starts, beside arrays that are listed", found="nothing")
@@ -325,17 +323,3 @@ def _implied_starts(
         return np.empty(0, np.int64)
     ranks, classes, nbytes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     return stream_offsets(ranks, classes, nbytes)[np.concatenate(listed)]
-
-
-def _group(group: Runs, own: int, world: int, name: str) -> np.ndarray:
-    """Decodes the ranks of a leaf under `PerRank`.
-
-    Args:
-        own: ranks of this leaf and those before together.
-    """
-    check_runs(group, path=name, low=0, high=world)
-    if length_of(group) > MAX_NUMBERS or own > MAX_PER_RANK:
-        raise FormatError(
-            name, expected=f"leaves of at most {MAX_NUMBERS} ranks each, {MAX_PER_RANK} in all", found=f"{own}"
-        )
-    return decode_runs(group)

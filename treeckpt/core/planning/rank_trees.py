@@ -107,7 +107,13 @@ def merge_rank_trees(classes: Sequence[RankClass], world: int) -> GlobalTree:
     for leaf in leaves:
         if id(leaf.layout) not in checked:  # most leaves share the very object
             checked.add(id(leaf.layout))
-            _check_ranks(leaf, world)
+            if isinstance(leaf.layout, MeshLayout) and (highest := int(mesh_ranks(leaf.layout.mesh).max())) >= world:
+                raise LayoutError(
+                    leaf.path,
+                    expected=f"a mesh of the {world} ranks that save",
+                    found=f"one that holds rank {highest}",
+                    hint="Call save on every rank of the mesh, with a comm that spans them all",
+                )
     return GlobalTree(world, split_structure(structure), tuple(leaves))
 
 
@@ -256,16 +262,6 @@ def _describe(leaf: LeafSpec) -> str:
     layout = leaf.layout
     placed = f" under {layout.placements} on mesh {layout.mesh.shape}" if isinstance(layout, MeshLayout) else ""
     return f"{leaf.spec.dtype} of shape {leaf.spec.shape}{placed}"
-
-
-def _check_ranks(leaf: LeafSpec, world: int) -> None:
-    if isinstance(leaf.layout, MeshLayout) and (highest := int(mesh_ranks(leaf.layout.mesh).max())) >= world:
-        raise LayoutError(
-            leaf.path,
-            expected=f"a mesh of the {world} ranks that save",
-            found=f"one that holds rank {highest}",
-            hint="Call save on every rank of the mesh, with a comm that spans them all",
-        )
 
 
 def array_leaves(tree: GlobalTree) -> list[tuple[int, ArrayLeaf]]:

@@ -120,16 +120,13 @@ def assign_writers(leaves: Sequence[ArrayLeaf]) -> list[Assignment]:
         elif leaf.per_rank is None and len(mesh_ranks(leaf.layout.mesh)) > 1:
             check_layout(leaf.layout, leaf.shape, leaf.path)
             if len(replica_offsets(leaf.layout)) > 1 and leaf.nbytes:
-                streams.setdefault(_stream_key(leaf.layout), []).append(i)
+                # replicas are on the same ranks where the mesh and its replicated dimensions are equal
+                replicated = tuple(isinstance(p, Replicate) for p in leaf.layout.placements)
+                key = msgspec.json.encode((leaf.layout.mesh.shape, leaf.layout.mesh.ranks, replicated))
+                streams.setdefault(key, []).append(i)
     for members in streams.values():
         _assign_stream(leaves, members, assignments)
     return assignments
-
-
-def _stream_key(layout: MeshLayout) -> bytes:
-    """Returns a key that is equal for layouts with replicas on the same ranks: equal mesh and replicated dimensions."""
-    replicated = tuple(isinstance(p, Replicate) for p in layout.placements)
-    return msgspec.json.encode((layout.mesh.shape, layout.mesh.ranks, replicated))
 
 
 def _first_holding(leaf: ArrayLeaf) -> tuple[int, tuple[int, ...]]:
