@@ -18,8 +18,7 @@ from ..core.format.records import FileTable, Index, file_table
 from ..core.format.save_progress import parse_progress_name
 from ..core.format.shard_header import ShardEntry, ShardHeader, block_count, parse_shard_name, shard_name
 from ..core.format.timings import Host, Timings, encode_timings, timings_name
-from ..core.planning.save_plan import FilePlan
-from ..core.planning.stream_order import ChunkOffsets, SingleChunkOffset, assign_offsets
+from ..core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset, assign_offsets
 from ..core.sharding.int_runs import encode_runs
 from ..core.tree.value_codec import Value
 from ..errors import CheckpointError, CheckpointNotFound

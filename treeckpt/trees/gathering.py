@@ -199,7 +199,9 @@ class _Gather:
         leaves = iter(built.values())
         if self.alike:
             return replace_leaves(self.tree, leaves, namespace=self.namespace)
-        return unflatten(merged.whole, leaves, resolve=resolve, rank=self.transport.rank, namespace=self.namespace)
+        return unflatten(
+            merged.structure.whole(), leaves, resolve=resolve, rank=self.transport.rank, namespace=self.namespace
+        )
 
     def _leaf(self, leaf: LeafSpec, built: dict[str, Any]) -> Any:
         if leaf.spec is None:
