@@ -27,8 +27,8 @@ from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.core.sharding.placements import BoxLayout, Layout, MeshLayout, held_by, replica_offsets
 from treeckpt.core.sharding.region import Region, coalesce
 from treeckpt.core.tree.flatten import flatten
-from treeckpt.io.comm.collective import decode_each
 from treeckpt.core.tree.nesting import split_structure
+from treeckpt.io.comm.collective import decode_each
 from treeckpt.io.comm.fanout import GROUP_SIZES, group_sizes_for
 from treeckpt.io.storage.store import MemoryStore
 from treeckpt.io.timing import Recorder
