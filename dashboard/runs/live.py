@@ -15,7 +15,7 @@ from treeckpt.io.storage.progress_file import read_progress
 from treeckpt.runs.active_saves import STALLED, SaveUnderWay
 from treeckpt.runs.catalog import CheckpointInfo
 
-from ..pages.checkpoints import PAGE
+from ..pages.checkpoints import PAGE, next_start
 from ..store.library import Library, Run
 
 __all__ = ["LivePage", "SaveRates", "live_page"]
@@ -110,7 +110,7 @@ def live_page(library: Library, rates: SaveRates, start: int, *, now_ns: int) ->
     ]
     found.sort(key=lambda one: -one[3].started_ns)
     rows = [_save_row(*one, rates, now_ns) for one in found[start : start + PAGE]]
-    return LivePage(rows, start, start + PAGE if start + PAGE < len(found) else None)
+    return LivePage(rows, start, next_start(start, len(found)))
 
 
 def _save_row(

@@ -15,7 +15,7 @@ from treeckpt.runs.catalog import CheckpointInfo
 from treeckpt.runs.disk_growth import days_until, growth_of
 from treeckpt.runs.run import CleanReport, RunDirectory
 
-from ..pages.checkpoints import PAGE, status_of
+from ..pages.checkpoints import PAGE, next_start, status_of
 from ..store.library import Library, Run
 from .model import policies_of, reasons_of
 from .policy_text import keep_text
@@ -129,7 +129,7 @@ def _usage_row(
         freed=freed,
         removals=len(removed),
         rows=[_removal_row(one) for one in removed[start : start + PAGE]],
-        next=start + PAGE if start + PAGE < len(removed) else None,
+        next=next_start(start, len(removed)),
         left=[_removal_row(one) for one in (report.left if report else ())[:PAGE]],
         disk_free=free,
         disk_total=disk,

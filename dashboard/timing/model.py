@@ -20,7 +20,7 @@ from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
 from treeckpt.runs.catalog import CheckpointInfo
 
-from ..pages.checkpoints import CheckpointRow, checkpoint_row
+from ..pages.checkpoints import CheckpointRow, checkpoint_row, next_start
 from ..store.library import Library
 
 __all__ = ["TimingPage", "group_rows", "groupings", "timing_page"]
@@ -194,7 +194,7 @@ def _timing_page(
         slowdown=profile.slowdown,
         world=len(profile.ranks),
         start=start,
-        next=start + RANKS if start + RANKS < len(profile.ranks) else None,
+        next=next_start(start, len(profile.ranks), RANKS),
         phases=[_phase_row(phase) for phase in profile.phases],
         ranks=[_rank_row(rank, profile.median_ns, origin) for rank in picked],
         spans=_span_rows(study, start, start + len(picked)),
