@@ -66,7 +66,7 @@ function draw(item, number) {
   return line;
 }
 
-/** The height of a row, of the scrolled element and of the view, the pixels per pixel of scroll, and the top in view. */
+/** Heights of a row, of the scrolled element and of the view; pixels per pixel of scroll; and the top in view. */
 function viewport() {
   const height = rowHeight();
   const all = root.total * height;
