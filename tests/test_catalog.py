@@ -19,6 +19,7 @@ from treeckpt.core.tree.flatten import PerRank
 from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
 from treeckpt.io.storage.run_store import DirectoryEntry
 from treeckpt.runs import catalog
+from treeckpt.runs.stat_cache import LruStatCache
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,7 @@ def test_the_cache_reads_again_only_what_changed(tmp_path):
         reads.append(path.read_text())
         return reads[-1]
 
-    cache = catalog.LruStatCache()
+    cache = LruStatCache()
     assert [cached(cache, file, read), cached(cache, file, read)] == ["one", "one"]
     file.write_text("two!")
     assert cached(cache, file, read) == "two!"
@@ -170,7 +171,7 @@ def test_the_cache_keeps_errors_and_forgets_the_oldest(tmp_path):
 
     for name in "ab":
         (tmp_path / name).touch()
-    cache = catalog.LruStatCache(1)
+    cache = LruStatCache(1)
     for name in ("a", "a", "b", "a"):
         with pytest.raises(TreeckptError):
             cached(cache, tmp_path / name, read)
@@ -178,7 +179,7 @@ def test_the_cache_keeps_errors_and_forgets_the_oldest(tmp_path):
 
 
 def test_scans_agree_from_many_threads(run):
-    cache, found = catalog.LruStatCache(), []
+    cache, found = LruStatCache(), []
     threads = [threading.Thread(target=lambda: found.append(catalog.scan(run, cache=cache))) for _ in range(4)]
     for thread in threads:
         thread.start()

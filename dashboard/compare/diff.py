@@ -24,7 +24,7 @@ from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.checkpoint import Checkpoint
 from treeckpt.io.storage.open import open_store
 from treeckpt.loading.compare import delta_of, verdict_of
-from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row
 from ..store.library import Library, NotFound
@@ -230,8 +230,7 @@ def diff_page(
     comparison = comparisons.compare(*infos)
     delta, problem = None, None
     with comparison.reading():
-        reader = _DeltaReader(comparison) if read else None
-        found, following = _page(comparison, show, q.casefold().split(), start, reader)
+        found, following = _page(comparison, show, q.casefold().split(), start, MAX_READ if read else 0)
         if pair is not None:
             try:
                 delta = _delta_row(comparison, pair)
@@ -255,24 +254,6 @@ def diff_page(
     )
 
 
-class _DeltaReader:
-    """Compares the elements of a page's arrays until MAX_READ bytes are read."""
-
-    def __init__(self, comparison: Comparison) -> None:
-        self._comparison, self._left = comparison, MAX_READ
-
-    def delta(self, pair: int) -> DeltaRow | None:
-        """Returns None if the arrays are too large for the bytes that are left, or cannot be read."""
-        nbytes = 2 * leaf_nbytes(self._comparison.pairs[pair][0])
-        if nbytes > self._left:
-            return None
-        self._left -= nbytes
-        try:
-            return _delta_row(self._comparison, pair)
-        except (TreeckptError, OSError):
-            return None
-
-
 def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
     """Reads the arrays of a pair and compares their elements.
 
@@ -290,9 +271,13 @@ def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
 
 
 def _page(
-    comparison: Comparison, show: Show, words: list[str], start: int, reader: _DeltaReader | None
+    comparison: Comparison, show: Show, words: list[str], start: int, readable: int
 ) -> tuple[list[DiffRow], int | None]:
-    """Returns a page of rows and the next position. Changes of the indexes come first, then pairs of arrays."""
+    """Returns a page of rows and the next position. Changes of the indexes come first, then pairs of arrays.
+
+    Args:
+        readable: bytes that may be read to compare elements.
+    """
     changes, pairs = comparison.found.changes, comparison.pairs
     rows: list[DiffRow] = []
     compared = 0
@@ -309,7 +294,11 @@ def _page(
                 continue
             compared += 1
             verdict = comparison.verdict(number)
-            delta = reader.delta(number) if reader and verdict in ("changed", "unknown") else None
+            delta, nbytes = None, 2 * leaf_nbytes(pairs[number][0])
+            if verdict in ("changed", "unknown") and nbytes <= readable:
+                readable -= nbytes
+                with contextlib.suppress(TreeckptError, OSError):
+                    delta = _delta_row(comparison, number)
             if delta is not None and (delta.changed or delta.compared == delta.elements):
                 verdict = "changed" if delta.changed else "equal"
             wanted = {"equal": verdict == "equal", "all": True}.get(show, verdict != "equal")

@@ -13,7 +13,7 @@ import msgspec
 
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.text import visible
-from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound, Run, UnreadInfo

@@ -13,7 +13,7 @@ from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.progress_file import read_progress
 from treeckpt.runs.active_saves import STALLED, SaveUnderWay
-from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo
 
 from ..pages.checkpoints import PAGE, next_start
 from ..store.library import Library, Run

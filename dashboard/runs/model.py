@@ -14,13 +14,13 @@ import msgspec
 from treeckpt.core.analysis.retention_policy import Policy, kept
 from treeckpt.core.format.file_names import step_name, step_of
 from treeckpt.core.text import visible
-from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.policy_text import keep_text, parse_keep
 from treeckpt.runs.run import step_info
 
 from ..pages.checkpoints import PAGE, CheckpointRow, checkpoint_row, next_start, status_of
 from ..store.library import Library, Run
 from ..store.watch import ScanProgress
-from .policy_text import keep_text, parse_keep
 
 __all__ = [
     "CursorError",
@@ -166,8 +166,8 @@ class _ByIdentity(Generic[T]):
 
 
 @lru_cache(64)
-def _summarize(held: _ByIdentity[CheckpointInfo], policies: tuple[Policy, ...]) -> _RunSummary:
-    infos = held.rows
+def _summarize(items: _ByIdentity[CheckpointInfo], policies: tuple[Policy, ...]) -> _RunSummary:
+    infos = items.rows
     statuses = Counter(map(status_of, infos))
     reasons = reasons_of(infos, policies)
     decided = (info for info in infos if policies and _retention_step(info) is not None)
@@ -270,14 +270,14 @@ def _row(checkpoint_id: str, run: Run, info: CheckpointInfo, summary: _RunSummar
 
 
 @lru_cache(64)
-def _select(held: _ByIdentity[tuple[str, CheckpointInfo]], status: Status, q: str, sort: Sort) -> Listed:
+def _select(items: _ByIdentity[tuple[str, CheckpointInfo]], status: Status, q: str, sort: Sort) -> Listed:
     """Returns the checkpoints that pass a filter, sorted. The cache serves the next pages of the same query."""
     words = q.casefold().split()
     if not words and not status:
-        return _sorted(held.rows, sort)
+        return _sorted(items.rows, sort)
     found = [
         (checkpoint_id, info)
-        for checkpoint_id, info in held.rows
+        for checkpoint_id, info in items.rows
         if status in ("", status_of(info)) and (not words or all(word in _searched_text(info) for word in words))
     ]
     return _sorted(found, sort)

@@ -11,13 +11,13 @@ from treeckpt.core.analysis.deletion import Removal, RetainedDirectory
 from treeckpt.core.analysis.retention_policy import All, Policy
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
-from treeckpt.runs.catalog import CheckpointInfo
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.policy_text import keep_text
 from treeckpt.runs.run import CleanReport, RunDirectory
 
 from ..pages.checkpoints import PAGE, next_start, status_of
 from ..store.library import Library, Run
 from .model import policies_of, reasons_of
-from .policy_text import keep_text
 
 __all__ = ["Growth", "UsagePage", "days_until", "disk_of", "growth_of", "sum_nbytes", "usage_page"]
 

@@ -27,7 +27,8 @@ from treeckpt.errors import CheckpointNotFound
 from treeckpt.io.storage.open import open_run
 from treeckpt.io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore
 from treeckpt.runs import catalog
-from treeckpt.runs.catalog import CheckpointInfo, LruStatCache
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+from treeckpt.runs.stat_cache import LruStatCache, StatCache
 
 from .cache import Cache
 from .index_reader import IndexReader, StillReading, is_large
@@ -238,7 +239,7 @@ class Library:
         """Whether it is a run, and not a checkpoint that was given by itself."""
         return not isinstance(run.store, _SingleCheckpoint)
 
-    def summary_cache(self, run: Run) -> catalog.StatCache:
+    def summary_cache(self, run: Run) -> StatCache:
         """Returns the cache with which `catalog` inspects directories of a run."""
         return _SummaryCache(self.cache, self._reader, run)
 

@@ -7,9 +7,14 @@ from typing import Annotated, Any
 from fastapi import Query, Request
 from fastapi.responses import Response
 
+from treeckpt.core.analysis.perfetto import encode_trace
+from treeckpt.core.analysis.timing_report import TimingReport
+from treeckpt.runs.checkpoint_info import CheckpointInfo
+
 from ..pages.answers import PageRouter, Start, library_of
-from .charts import HeatData, WaterfallData, heat_data, trace_of, waterfall_data
-from .model import TimingPage, timing_page
+from ..store.library import NotFound
+from .charts import HeatData, WaterfallData, heat_data, waterfall_data
+from .model import TimingPage, groupings, timing_page
 from .trends import TrendsPage, trends_page
 
 __all__ = ["router"]
@@ -17,6 +22,19 @@ __all__ = ["router"]
 By = Annotated[str, Query(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name")]
 
 router = PageRouter()
+
+
+def _timings_of(request: Request, checkpoint_id: str) -> tuple[CheckpointInfo, TimingReport]:
+    """Returns a checkpoint and its timings.
+
+    Raises:
+        NotFound: there is no such checkpoint.
+        CheckpointError: it has no timings.
+    """
+    _, info = library_of(request).checkpoint(checkpoint_id)
+    if info.status == "foreign":
+        raise NotFound("This is no checkpoint.")
+    return info, library_of(request).study(info)
 
 
 @router.get("/checkpoints/{checkpoint_id}/timing", "timing.html")
@@ -28,21 +46,22 @@ def get_timing(request: Request, checkpoint_id: str, start: Start = 0, by: By = 
 @router.get("/checkpoints/{checkpoint_id}/timing/waterfall")
 def get_waterfall(request: Request, checkpoint_id: str) -> WaterfallData:
     """Every span of a save, in columns."""
-    return waterfall_data(library_of(request), checkpoint_id)
+    return waterfall_data(_timings_of(request, checkpoint_id)[1])
 
 
 @router.get("/checkpoints/{checkpoint_id}/timing/heat")
 def get_heat(request: Request, checkpoint_id: str, by: By = "rank") -> HeatData:
     """The time of every rank, or group of ranks, in every phase, in columns."""
-    return heat_data(library_of(request), checkpoint_id, by)
+    info, study = _timings_of(request, checkpoint_id)
+    return heat_data(study, groupings(library_of(request), info, study), by)
 
 
 @router.get("/checkpoints/{checkpoint_id}/trace.json", result_type=dict[str, Any])
 def get_trace(request: Request, checkpoint_id: str) -> Response:
     """The save in the Trace Event Format, for Perfetto."""
-    name, data = trace_of(library_of(request), checkpoint_id)
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return Response(data, media_type="application/json", headers=headers)
+    timings = _timings_of(request, checkpoint_id)[1].timings
+    headers = {"Content-Disposition": f'attachment; filename="trace.{timings.save_id}.json"'}
+    return Response(encode_trace(timings), media_type="application/json", headers=headers)
 
 
 @router.get("/runs/{run_id}/trends", "trends.html")

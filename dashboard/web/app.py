@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from treeckpt.core.analysis.retention_policy import Policy
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.bucket import check_path
+from treeckpt.runs.policy_text import KeepError
 
 from ..checkpoint import routes as checkpoint_routes
 from ..compare import routes as compare_routes
@@ -28,7 +29,6 @@ from ..pages.render import render, templates
 from ..runs import routes as runs_routes
 from ..runs.live import SaveRates
 from ..runs.model import CursorError
-from ..runs.policy_text import KeepError
 from ..runs.routes import NotModified
 from ..store.cache import Cache, default_directory
 from ..store.index_reader import StillReading

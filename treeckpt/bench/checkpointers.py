@@ -35,7 +35,7 @@ class SyncCheckpointer:
     """Of "save", "load", "fill", "first" and "rows": what is measured; "save" always."""
 
     def prepare(self, state: State) -> Any:
-        """Returns what `save` gets, in the arrays that the library knows; before the clock starts."""
+        """Returns what `save` gets, in the arrays of the library; before the clock starts."""
         return state
 
     def save(self, directory: Path, prepared: Any) -> None:
@@ -187,8 +187,8 @@ class SyncOrbax(SyncCheckpointer):
             for name, leaf in like.items()
         }
         with self._ocp.StandardCheckpointer() as checkpointer:
-            made = self._jax.block_until_ready(checkpointer.restore(directory.absolute() / "step", target))
-        return {name: torch.from_dlpack(array) for name, array in made.items()}
+            loaded = self._jax.block_until_ready(checkpointer.restore(directory.absolute() / "step", target))
+        return {name: torch.from_dlpack(array) for name, array in loaded.items()}
 
 
 class SyncTorchCheckpointing(SyncCheckpointer):
@@ -211,9 +211,9 @@ class SyncTorchCheckpointing(SyncCheckpointer):
 
     def load_into(self, directory: Path, state: State) -> None:
         """Fills a state; what comes back in other tensors is copied."""
-        for name, made in self._load(directory, state).items():
-            if made.data_ptr() != state[name].data_ptr():
-                state[name].copy_(made)
+        for name, loaded in self._load(directory, state).items():
+            if loaded.data_ptr() != state[name].data_ptr():
+                state[name].copy_(loaded)
 
 
 def torch_checkpointing_manager(config: str = "") -> Any:

@@ -79,7 +79,7 @@ class Measurement:
         """Saves, loads and fills.
 
         Args:
-            target: what is filled; a new state is made like it.
+            target: what is filled; a new state has its shapes and layouts.
             difference: compares what comes back; None does not compare.
         """
         self.begin()
@@ -134,10 +134,10 @@ class Measurement:
         if needed := nbytes * (phase.startswith("load") + phase.endswith("cold")):
             pretouch_memory(needed // self.group.size)
             self.group.gather(None)
-        usage, summed, made = _measure(work)
-        if made is not None and difference is not None and (name := difference(made)):
+        usage, summed, loaded = _measure(work)
+        if loaded is not None and difference is not None and (name := difference(loaded)):
             raise BenchError(f"{contender}: {self.scenario.name}: {name} came back changed")
-        del made
+        del loaded
         usages: list[Usage] = self.group.gather(usage)
         sums: list[float] = self.group.gather(summed)
         if self.group.rank:
@@ -172,15 +172,15 @@ def _limits_beside(contender: str, phase: Phase) -> list[Limit]:
 def _measure(work: Callable[[], State | None]) -> tuple[Usage, float, State | None]:
     """Returns what an operation took, its time when every byte was added up, and its result."""
     with Meter() as meter:
-        made = work()
-        if made is not None:
-            touch(made)
+        loaded = work()
+        if loaded is not None:
+            touch(loaded)
         usage = meter.lap()
     start = time.perf_counter()
-    if made is None:
+    if loaded is None:
         return usage, usage.seconds, None
-    sum_bytes(made)
-    return usage, usage.seconds + time.perf_counter() - start, made
+    sum_bytes(loaded)
+    return usage, usage.seconds + time.perf_counter() - start, loaded
 
 
 def run_alone(task: BenchTask, contenders: Sequence[SyncCheckpointer]) -> Iterator[list[Trial]]:

@@ -77,8 +77,8 @@ def _measure_ranks(task: BenchTask) -> Iterator[list[Trial]]:
     make_target = partial(make_state, task.shapes, mesh, 1)
     state, target = make_state(task.shapes, mesh, 0), make_target()
 
-    def difference(made: State) -> str | None:
-        return different_leaf(made, make_target())
+    def difference(loaded: State) -> str | None:
+        return different_leaf(loaded, make_target())
 
     measurement = Measurement(task, shapes_bytes(task.shapes), group)
     contenders = [c for c in sync_checkpointers(group.size) if task.selects(c.name)]

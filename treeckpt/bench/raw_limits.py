@@ -1,7 +1,7 @@
 """Measures the limits of this machine that every trial is compared with, in bytes per second.
 
 W: durable O_DIRECT write (8 MiB blocks, file preallocated, fsync), R: O_DIRECT read into touched memory, R_fresh: the
-same into new memory for which huge pages are asked, each the better of one and two threads; C: copy into touched shared
+same into new memory in huge pages, each the better of one and two threads; C: copy into touched shared
 memory; plain, plain_fresh: one thread's buffered read of a file in the page cache, into touched and into new memory.
 W_huge, R_huge: W and R with two blocks in huge pages that are used again and again: the device gets fewer requests.
 Where the file system refuses O_DIRECT, buffered calls with fsync, and reads after dropping the pages, take its place.

@@ -60,7 +60,7 @@ class Trial(msgspec.Struct, frozen=True):
     summed: float
     """Of a load: until the processor has also added up every byte. Of a save: the same as `seconds`."""
     nbytes: int
-    """Unique bytes of what was saved, or asked for by all ranks together."""
+    """Unique bytes of what was saved, or requested by all ranks together."""
     limits: dict[Limit, float]
     """Raw rates in bytes a second, measured right before."""
     extra_rss: int

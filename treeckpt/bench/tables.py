@@ -73,7 +73,7 @@ def run_table(task: BenchTask) -> Iterator[list[Trial]]:
         yield measurement.turn(contender, repetition, state, {}, difference)
 
 
-def _different_column(contender: DenseCheckpoint, state: State, made: State) -> str | None:
+def _different_column(contender: DenseCheckpoint, state: State, loaded: State) -> str | None:
     order = contender.order()
     columns = {"ids": contender.ids, **state}
-    return next((name for name, leaf in columns.items() if not torch.equal(made[name], leaf[order])), None)
+    return next((name for name, leaf in columns.items() if not torch.equal(loaded[name], leaf[order])), None)

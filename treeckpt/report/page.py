@@ -18,7 +18,7 @@ from ..core.text import bytes_text, layout_text, rate_text, region_text, seconds
 from ..core.tree.recursion import Recursive, trampoline
 from ..errors import CheckpointNotFound, TreeckptError
 from ..runs import catalog
-from ..runs.catalog import CheckpointInfo
+from ..runs.checkpoint_info import CheckpointInfo
 from ..runs.notebook import COLUMNS, checkpoint_rows
 from .page_assets import POLICY, SCRIPT, STYLE
 from .pictures import RegionBox, line_chart, shard_map, treemap, waterfall

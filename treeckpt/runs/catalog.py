@@ -36,17 +36,12 @@ from ..io.storage.bucket import is_url, local_path
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.run_store import DirectoryEntry, Folder, LocalFolder, RunStore, SupportsBulkListing, all_folders
 from .active_saves import saves_under_way
-from .checkpoint_info import CheckpointInfo, Status, in_listing_order
+from .checkpoint_info import CheckpointInfo, in_listing_order
 from .stat_cache import LruStatCache, StatCache
 
 __all__ = [
-    "CheckpointInfo",
-    "LruStatCache",
     "SaveDuration",
-    "StatCache",
-    "Status",
     "Summary",
-    "in_listing_order",
     "is_checkpoint",
     "read_info",
     "read_info_or_corrupt",
@@ -55,7 +50,6 @@ __all__ = [
     "read_timings",
     "run_exists",
     "scan",
-    "step_of",
     "summarize_index",
 ]
 

@@ -31,7 +31,9 @@ from ..io.storage.leftovers import GRACE, committed_save_id, deletion_times, fil
 from ..io.storage.open import open_folder, open_run
 from ..io.storage.reader_leases import has_readers
 from ..io.storage.run_store import Folder, RunStore
-from .catalog import CheckpointInfo, LruStatCache, StatCache, in_listing_order, read_info, read_infos, read_marks
+from .catalog import read_info, read_infos, read_marks
+from .checkpoint_info import CheckpointInfo, in_listing_order
+from .stat_cache import LruStatCache, StatCache
 
 __all__ = ["GRACE", "CleanReport", "RunDirectory", "clean_checkpoint", "steady_clock", "step_info"]
 
