@@ -18,7 +18,7 @@ import msgspec
 from treeckpt.core.analysis.diff import Added, Change, Changed, Moved, Removed, comparable, diff
 from treeckpt.core.analysis.outline import leaf_nbytes
 from treeckpt.core.format.byte_map import chunk_count
-from treeckpt.core.format.records import Index, Leaf
+from treeckpt.core.format.records import Index
 from treeckpt.core.text import visible
 from treeckpt.errors import TreeckptError
 from treeckpt.io.storage.checkpoint import Checkpoint
@@ -118,17 +118,17 @@ class Comparison:
 
     def verdict(self, number: int) -> str:
         """Returns equal, changed, unknown or unreadable for a pair of arrays."""
-        if number not in self._verdicts:
-            self._verdicts[number] = self._compare(*self.pairs[number])
-        return self._verdicts[number]
-
-    def _compare(self, x: Leaf, y: Leaf) -> str:
-        if max(chunk_count(x), chunk_count(y)) > MAX_CHUNKS:
-            return "unknown"
-        try:
-            return verdict_of(self.a, x, self.b, y)
-        except (TreeckptError, OSError):
-            return "unreadable"
+        if number in self._verdicts:
+            return self._verdicts[number]
+        x, y = self.pairs[number]
+        verdict = "unknown"
+        if max(chunk_count(x), chunk_count(y)) <= MAX_CHUNKS:
+            try:
+                verdict = verdict_of(self.a, x, self.b, y)
+            except (TreeckptError, OSError):
+                verdict = "unreadable"
+        self._verdicts[number] = verdict
+        return verdict
 
     @property
     def known(self) -> dict[str, int]:
@@ -302,7 +302,10 @@ def _page(
             if delta is not None and (delta.changed or delta.compared == delta.elements):
                 verdict = "changed" if delta.changed else "equal"
             wanted = {"equal": verdict == "equal", "all": True}.get(show, verdict != "equal")
-            row = _content_row(comparison, number, verdict, delta) if wanted else None
+            row = None
+            if wanted:
+                x, y = pairs[number]
+                row = DiffRow("content", x.path, "", "", verdict, number, x.number, y.number, leaf_nbytes(x), delta)
         if row is not None and _contains(row.path, words):
             rows.append(row)
     return rows, None
@@ -332,8 +335,3 @@ def _change_row(comparison: Comparison, change: Change) -> DiffRow:
     y = None if isinstance(change, Removed) else after.get(other)
     leaf = comparison.a.index.entries[x] if x is not None else comparison.b.index.entries[y] if y is not None else None
     return DiffRow(_kind_of(change), path, *texts, "", None, x, y, leaf_nbytes(leaf) if leaf is not None else 0, None)
-
-
-def _content_row(comparison: Comparison, number: int, verdict: str, delta: DeltaRow | None) -> DiffRow:
-    x, y = comparison.pairs[number]
-    return DiffRow("content", x.path, "", "", verdict, number, x.number, y.number, leaf_nbytes(x), delta)

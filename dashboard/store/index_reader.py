@@ -118,7 +118,10 @@ class _ReadProcess:
                     with contextlib.suppress(msgspec.MsgspecError):
                         message = _MESSAGE.decode(line)
                         if isinstance(message, _Failure):
-                            failure = _error_of(message)
+                            kind = getattr(errors, message.kind, CorruptError)
+                            failure = kind(
+                                message.path, expected=message.expected, found=message.found, hint=message.hint
+                            )
                         else:
                             self._progress = message
                 code = process.wait()
@@ -142,11 +145,6 @@ class _ReadProcess:
 
 def _unreadable(name: str, found: str) -> TreeckptError:
     return CorruptError(name, expected="an index that can be read here", found=found)
-
-
-def _error_of(failure: _Failure) -> TreeckptError:
-    kind = getattr(errors, failure.kind, CorruptError)
-    return kind(failure.path, expected=failure.expected, found=failure.found, hint=failure.hint)
 
 
 class IndexReader:

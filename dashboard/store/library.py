@@ -166,8 +166,9 @@ class Library:
             NotFound: there is none.
             StillReading: its index is being read for the first time.
         """
-        if checkpoint_id not in self._directories:
-            self._find_directory(checkpoint_id)
+        if checkpoint_id not in self._directories:  # a link may be older than this server
+            names = ((run, name) for run in self.runs for name in run.store.names())
+            self._directories.update({_id(str(run.path), name): (run, name) for run, name in names})
         if checkpoint_id not in self._directories:
             raise NotFound("There is no such checkpoint here; it may have been removed.")
         run, name = self._directories[checkpoint_id]
@@ -179,14 +180,6 @@ class Library:
         if listed.save_id == info.save_id:  # its place among the others is known from the list only
             info = msgspec.structs.replace(info, sequence=listed.sequence, abandoned=listed.abandoned)
         return run, info
-
-    def _find_directory(self, checkpoint_id: str) -> None:
-        """Searches an id among directories that were not inspected yet: a link may be older than this server."""
-        for run in self.runs:
-            for name in run.store.names():
-                found = _id(str(run.path), name)
-                if found == checkpoint_id:
-                    self._directories[found] = (run, name)
 
     def unread(self, url: str) -> tuple[str, Run, CheckpointInfo]:
         """Returns the checkpoint in a folder whose index is still being read, with what is known without the index.
