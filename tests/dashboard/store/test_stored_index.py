@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.large import large_index
-from tests.samples import gpt_state, write_checkpoint
+from tests.helpers.large import large_index
+from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt.api import inspect as read_index
 from treeckpt.core.analysis.node_table import node_records
 from treeckpt.core.analysis.outline import Outline
