@@ -1,4 +1,4 @@
-"""One contender's turn: save, then load and fill, cold and warm, each beside the raw limits of that moment.
+"""Measures a contender's turn: save, then load and fill, cold and warm, each beside the raw limits of that moment.
 
 All ranks go through a turn together; rank 0 measures the limits, drops and fills the page cache, and keeps the trials.
 """
@@ -24,7 +24,7 @@ Difference = Callable[[State], str | None]
 
 
 class BenchError(Exception):
-    """A contender gave back something else than was saved, or there is no room."""
+    """A contender returned other bytes than were saved, or the processes of a scenario failed."""
 
 
 class RankGroup:
@@ -38,7 +38,7 @@ class RankGroup:
 
 
 class Measurement:
-    """What stays the same over the turns of a scenario.
+    """Measures the turns of a scenario in one directory.
 
     Args:
         nbytes: unique bytes of the whole state.

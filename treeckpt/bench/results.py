@@ -42,7 +42,7 @@ LIMITS: dict[Phase, Limit] = {
     "first cold": "R",
     "first warm": "plain",
 }
-"""What each phase is measured against."""
+"""The limit that each phase is compared with."""
 HUGE: dict[Limit, Limit] = {"W": "W_huge", "R": "R_huge"}
 """What the device takes or gives where huge pages are used; reported beside a limit."""
 

@@ -1,4 +1,4 @@
-"""The states that are saved: names and shapes, and leaves of random numbers that any rank can make again.
+"""The states that are saved: names and shapes, and leaves of random numbers that are the same on every rank.
 
 A state is a flat dict of tensors, which every contender takes as it is. `scale` shortens the first dimension of every
 leaf (or the number of leaves, where each has one element), so that a small run has the same make-up.
@@ -92,7 +92,7 @@ def table(scale: float) -> Shapes:
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """What is measured under one name."""
+    """A state, and how it is saved and loaded."""
 
     name: str
     text: str
@@ -163,18 +163,18 @@ class BenchTask(msgspec.Struct, frozen=True):
 
 
 def make_leaf(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Random numbers between 0 and 1, the same for the same seed."""
+    """Returns random numbers between 0 and 1, the same for the same seed."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_state(shapes: Shapes, mesh: DeviceMesh | None = None, dim: int = 0) -> State:
-    """Leaves of random numbers; on a mesh, DTensors of the same numbers that are cut along `dim`."""
+    """Returns leaves of random numbers; on a mesh, DTensors of the same numbers that are cut along `dim`."""
     leaves = ((name, make_leaf(shape, seed)) for seed, (name, shape) in enumerate(shapes.items()))
     return {name: leaf if mesh is None else _cut(leaf, mesh, dim) for name, leaf in leaves}
 
 
 def _cut(full: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """A DTensor cut along `dim`, or along its last dimension, with the piece of this rank; a scalar is on all ranks."""
+    """Returns a DTensor cut along `dim`, or its last dimension, with the piece of this rank; a scalar is replicated."""
     if not full.ndim:
         return DTensor.from_local(full, mesh, [Replicate()], run_check=False)
     dim = min(dim, full.ndim - 1)
@@ -204,7 +204,7 @@ def _words(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def touch(state: State) -> int:
-    """Looks at a byte of every page, so that nothing is left to be read later; gives their sum."""
+    """Reads a byte of every page, so that nothing is left to be read later; returns their sum."""
     return sum(int(data.numpy()[::PAGE].sum()) for data in _words(_locals(state)))
 
 
@@ -221,7 +221,7 @@ def sum_bytes(state: State) -> int:
 
 
 def different_leaf(a: State, b: State) -> str | None:
-    """The name of a leaf that is not the same in both, byte for byte; None if there is none."""
+    """Returns the name of a leaf that is not the same in both, byte for byte; None if there is none."""
     for name in a.keys() ^ b.keys():
         return name
     for name, x, y in zip(a, _locals(a), _locals({name: b[name] for name in a}), strict=True):
@@ -235,5 +235,5 @@ def _bits(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def shapes_bytes(shapes: Shapes) -> int:
-    """Of whole leaves."""
+    """Returns the bytes of whole leaves."""
     return sum(4 * math.prod(shape) for shape in shapes.values())
