@@ -6,6 +6,7 @@ import math
 import os
 from pathlib import Path
 
+from .. import api
 from ..core.analysis.diff import leaf_text
 from ..core.analysis.outline import Outline, OutlineRow
 from ..core.analysis.timing_report import TimingReport
@@ -17,7 +18,7 @@ from ..core.text import bytes_text, layout_text, rate_text, region_text, seconds
 from ..core.tree.recursion import Recursive, trampoline
 from ..errors import CheckpointNotFound, TreeckptError
 from ..runs import catalog
-from ..runs.catalog import CheckpointInfo
+from ..runs.checkpoint_info import CheckpointInfo
 from ..runs.notebook import COLUMNS, checkpoint_rows
 from .page_assets import POLICY, SCRIPT, STYLE
 from .pictures import RegionBox, line_chart, shard_map, treemap, waterfall
@@ -114,7 +115,7 @@ def _checkpoint(path: str | os.PathLike[str], info: CheckpointInfo) -> list[Html
     state = el("p", info.status if not info.error else f"{info.status}: {info.error}", class_="dim")
     parts = [state, *_timing(path)]
     try:
-        index = catalog.read_index(path)
+        index = api.inspect(path)
     except TreeckptError as error:
         return [state, el("p", f"{error}", class_="bad"), *parts[1:]]
     outline = Outline(index)
