@@ -13,8 +13,8 @@ from ..arrays.registry import library_of
 from ..core.sharding.dtypes import dtype_of, normalize_dtype
 from ..core.sharding.region import Region
 from ..errors import MismatchError
+from .checksums import ArchiveStorages
 from .contents import Contents, map_leaves
-from .files import AddressSpace
 
 __all__ = ["FLOATS", "cast_floats"]
 
@@ -26,7 +26,7 @@ _LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """Of dtypes that hold fewer magnitudes than float32."""
 
 
-def cast_floats(contents: Contents, dtype: Any, addresses: AddressSpace) -> Contents:
+def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Contents:
     """The contents with all arrays of floating point in one dtype. Ties stay, views become arrays of their own.
 
     Raises:
@@ -44,7 +44,7 @@ def cast_floats(contents: Contents, dtype: Any, addresses: AddressSpace) -> Cont
         if storage is not None:
             key = (storage.address, storage.strides, leaf.spec.shape, leaf.spec.dtype)
             nbytes = Region.whole(leaf.spec.shape).size * dtype_of(name).itemsize
-            storage = Storage(moved.setdefault(key, 0) or addresses.take(nbytes), nbytes, None)
+            storage = Storage(moved.setdefault(key, 0) or storages.take(nbytes), nbytes, None)
             moved[key] = storage.address
         return _cast(leaf, name, path, storage)
 

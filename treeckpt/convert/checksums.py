@@ -21,10 +21,12 @@ from ..arrays.lazy import LazyArray
 from ..errors import CorruptError
 from ..io.comm.collective import all_gather
 from ..io.comm.comm import Comm
-from .files import AddressSpace, FileRange
+from .files import FileRange
 
 __all__ = ["ArchiveStorages", "EntryChecksum", "combine_crcs"]
 
+ADDRESSES = 1 << 60
+"""Where addresses begin that stand for bytes in files: no memory is there."""
 BLOCK = 1 << 20
 """Bytes that are read at a time where an entry is read through."""
 _ONE, _POLYNOMIAL = 1 << 31, 0xEDB88320
@@ -171,21 +173,29 @@ class EntryChecksum:
         self._sound = True
 
 
-class ArchiveStorages(AddressSpace):
-    """The storages that one conversion meets: their addresses, and the sums of those that are entries of archives.
+class ArchiveStorages:
+    """The storages of one conversion: their addresses, and the checksums of those that are entries of archives.
+
+    Addresses make ties and views of one storage recognizable.
 
     Args:
         alone: whether this process reads all that is converted.
     """
 
     def __init__(self, *, alone: bool = True) -> None:
-        super().__init__()
         self.alone = alone
+        self._next = ADDRESSES
         self._sums: dict[tuple[str, int], EntryChecksum] = {}
         self._lock = threading.Lock()
         self._starts: list[int] = []
         """Addresses of entries, which grow."""
         self._entries: list[EntryChecksum] = []
+
+    def take(self, nbytes: int) -> int:
+        """The first address of a stretch that is no other's."""
+        start = self._next
+        self._next += max(nbytes, 1) + 4096
+        return start
 
     def sum_of(self, window: FileRange, crc: int, name: str) -> EntryChecksum:
         """The sum of an entry: the same, however often its archive is opened."""

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from ..arrays.base import Storage, raw_dtype
 from ..arrays.lazy import LazyArray
 from ..arrays.numpy import dtype_name
 from ..core.sharding.dtypes import dtype_of
-from ..core.sharding.region import Region
+from ..core.sharding.region import Region, c_strides, flat_regions
 from ..core.tree.spec import ArraySpec
 from ..errors import CheckpointNotFound, CorruptError
 from ..io.storage.local_read import LocalReader
@@ -28,11 +29,10 @@ from ..io.storage.open import open_store
 from ..io.storage.store import LocalStore, Store
 
 __all__ = [
-    "AddressSpace",
     "FileRange",
     "FlatReader",
     "ReadableRange",
-    "c_strides",
+    "elements_of",
     "file_window",
     "flat_array",
     "flat_of",
@@ -45,11 +45,9 @@ __all__ = [
 
 NARROW = 4096
 """Bytes that cost no more to read than a part of them."""
-ADDRESSES = 1 << 60
-"""Where addresses begin that stand for bytes in files: no memory is there."""
 
 FlatReader = Callable[[int, int], np.ndarray]
-"""Gives `count` elements from number `start` on, of raw dtype, in one dimension."""
+"""Returns `count` elements from number `start` on, of raw dtype, in one dimension."""
 
 
 class FileRange(msgspec.Struct, frozen=True):
@@ -150,19 +148,6 @@ class ReadableRange(Protocol):
         ...
 
 
-class AddressSpace:
-    """Gives stretches of an address space to the storages of a conversion, so that ties and views are found in it."""
-
-    def __init__(self) -> None:
-        self._next = ADDRESSES
-
-    def take(self, nbytes: int) -> int:
-        """The first address of a stretch that is no other's."""
-        start = self._next
-        self._next += max(nbytes, 1) + 4096
-        return start
-
-
 def read_strided(flat: FlatReader, itemsize: int, offset: int, strides: tuple[int, ...], box: Region) -> np.ndarray:
     """A box of a strided array over a flat stretch of elements.
 
@@ -183,17 +168,10 @@ def read_strided(flat: FlatReader, itemsize: int, offset: int, strides: tuple[in
     dim = max(range(len(spans)), key=lambda d: strides[d] if box.shape[d] > 1 else -1)
     out = np.empty(box.shape, raw)
     half = box.shape[dim] // 2
-    for low, high in ((0, half), (half, box.shape[dim])):
-        where = tuple(slice(low, high) if d == dim else slice(None) for d in range(len(spans)))
-        corner = tuple(o + low if d == dim else o for d, o in enumerate(box.offset))
-        shape = tuple(high - low if d == dim else n for d, n in enumerate(box.shape))
-        out[where] = read_strided(flat, itemsize, offset, strides, Region(corner, shape))
+    for low, count in ((0, half), (half, box.shape[dim] - half)):
+        part = box.replace_dim(dim, box.offset[dim] + low, count)
+        out[part.relative_to(box).slices()] = read_strided(flat, itemsize, offset, strides, part)
     return out
-
-
-def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of an array in C order."""
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def strided_array(
@@ -206,17 +184,14 @@ def strided_array(
         address: of the stretch; None where it is not to be compared with others.
     """
     itemsize = dtype_of(spec.dtype).itemsize
-    steps = c_strides(spec.shape) if strides is None else strides
-    plain = all(s == c or n == 1 for n, s, c in zip(spec.shape, steps, c_strides(spec.shape), strict=True))
-
-    def read(region: Region) -> np.ndarray:
-        return read_strided(flat, itemsize, offset, steps, region)
-
+    usual = c_strides(spec.shape, 1)
+    steps = usual if strides is None else strides
     storage = None
     if address is not None and math.prod(spec.shape):
         span = 1 + sum((n - 1) * s for n, s in zip(spec.shape, steps, strict=True))
+        plain = all(s == c or n == 1 for n, s, c in zip(spec.shape, steps, usual, strict=True))
         storage = Storage(address + offset * itemsize, span * itemsize, None if plain else steps)
-    return LazyArray(spec, read, storage)
+    return LazyArray(spec, partial(read_strided, flat, itemsize, offset, steps), storage)
 
 
 def flat_array(spec: ArraySpec, window: FileRange, address: int | None = None) -> LazyArray:
@@ -234,6 +209,20 @@ def flat_of(window: ReadableRange, itemsize: int) -> FlatReader:
     """The elements of a stretch of a file."""
     raw = raw_dtype(itemsize)
     return lambda start, count: window.read(start * itemsize, count * itemsize).view(raw)
+
+
+def elements_of(array: LazyArray) -> FlatReader:
+    """The elements of an array, in C order."""
+
+    def flat(start: int, count: int) -> np.ndarray:
+        out = np.empty(count, raw_dtype(dtype_of(array.spec.dtype).itemsize))
+        at = 0
+        for part in flat_regions(array.spec.shape, start, start + count):
+            out[at : at + part.size] = array.read(part).reshape(-1)
+            at += part.size
+        return out
+
+    return flat
 
 
 def memory_array(array: np.ndarray) -> LazyArray:

@@ -13,12 +13,12 @@ from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region, any_overlap, intersect
 from ..core.tree.spec import ArraySpec
 from ..errors import CorruptError
-from .files import FlatReader, strided_array
+from .files import elements_of, strided_array
 
-__all__ = ["from_boxes", "from_ranges"]
+__all__ = ["Open", "from_boxes", "from_ranges"]
 
 Open = Callable[[], LazyArray]
-"""Gives a piece when it is first wanted."""
+"""Returns a piece when it is first read."""
 
 
 def from_boxes(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: str) -> LazyArray:
@@ -65,13 +65,14 @@ def _opened(piece: tuple[Region, Open], spec: ArraySpec, label: str) -> LazyArra
     return lazy
 
 
-def from_ranges(spec: ArraySpec, parts: Sequence[tuple[int, FlatReader]], label: str) -> LazyArray:
-    """One array of flat stretches of its elements in C order: (elements, reader) of each.
+def from_ranges(spec: ArraySpec, parts: Sequence[LazyArray], label: str) -> LazyArray:
+    """One array of arrays that are, one after the other, its elements in C order.
 
     Raises:
-        CorruptError: they are not as many as the array has.
+        CorruptError: they have another number of elements.
     """
-    total = sum(size for size, _ in parts)
+    sizes = [math.prod(part.spec.shape) for part in parts]
+    total = sum(sizes)
     if total != math.prod(spec.shape):
         raise CorruptError(
             label,
@@ -83,10 +84,10 @@ def from_ranges(spec: ArraySpec, parts: Sequence[tuple[int, FlatReader]], label:
     def flat(start: int, count: int) -> np.ndarray:
         out = np.empty(count, raw)
         at = 0
-        for size, part in parts:
+        for size, part in zip(sizes, parts, strict=True):
             low, high = max(start, at), min(start + count, at + size)
             if low < high:
-                out[low - start : high - start] = part(low - at, high - low)
+                out[low - start : high - start] = elements_of(part)(low - at, high - low)
             at += size
         return out
 
