@@ -142,22 +142,11 @@ class EntryChecksum:
 
     def _claim(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The parts of a stretch that nobody has taken, now taken."""
-        gaps: list[tuple[int, int]] = []
-        low = start
-        for first, last in self._taken:
-            if low < first and low < stop:
-                gaps.append((low, min(first, stop)))
-            low = max(low, last)
-        if low < stop:
-            gaps.append((low, stop))
-        merged: list[tuple[int, int]] = []
-        for first, last in sorted([*self._taken, *gaps]):
-            if merged and merged[-1][1] == first:
-                merged[-1] = merged[-1][0], last
-            else:
-                merged.append((first, last))
-        self._taken = merged
-        return gaps
+        touching = [taken for taken in self._taken if taken[0] <= stop and taken[1] >= start]
+        edges = [start, *(edge for taken in touching for edge in taken), stop]
+        apart = [taken for taken in self._taken if taken not in touching]
+        self._taken = sorted([*apart, (min(edges), max(edges))])
+        return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
 
     def _compare(self, crc: int) -> None:
         if crc != self.crc:
