@@ -106,10 +106,14 @@ def follow(lines: Iterable[str], on_step: OnStep) -> str:
 
 @contextlib.contextmanager
 def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own, so that Ctrl-C reaches it only through us; ended at the end."""
-    with (
-        ending_by_exception(),
-        subprocess.Popen(
+    """A process in a session of its own, so that Ctrl-C reaches it only through us; ended at the end.
+
+    Meanwhile SIGTERM raises SystemExit here, so that every `finally` runs.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only there signals can be handled
+    before = signal.signal(signal.SIGTERM, _exit) if in_main_thread else None
+    try:
+        with subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -118,12 +122,18 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
             text=True,
             errors="replace",
             start_new_session=True,
-        ) as process,
-    ):
-        try:
-            yield process
-        finally:
-            end(process)
+        ) as process:
+            try:
+                yield process
+            finally:
+                end(process)
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -137,20 +147,3 @@ def end(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-@contextlib.contextmanager
-def ending_by_exception() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that a `finally` can clean up. Only the main thread may set that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
