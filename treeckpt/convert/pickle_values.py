@@ -22,8 +22,9 @@ from ..core.sharding.dtypes import dtype_of, numpy_dtype
 from ..core.tree.containers import DEFAULT_FACTORIES
 from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import MAX_DEPTH, key_text
+from ..core.tree.structure import MAX_DEPTH
 from ..errors import CorruptError, FormatError, TreeckptError, TreeError
+from .contents import below
 from .files import flat_array
 from .pickle_reader import Constructors, DeferredValue, FileBytes, Symbol, UnbuiltObject, Unpickled, brief
 
@@ -62,36 +63,27 @@ class _NumpyDtype(DeferredValue, eq=False):
 
 
 class _NumpyArray(DeferredValue, eq=False):
-    """numpy's array as it is pickled: empty, then a state with all there is."""
-
-    def make(self) -> np.ndarray | LazyArray:
-        _, shape, dtype, fortran, data = self.state
-        return _array(data, dtype, shape, "F" if fortran else "C")
-
-
-def _array(data: Any, dtype: Any, shape: Any, order: str = "C") -> np.ndarray | LazyArray:
-    element = dtype.make()
-    if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape) or order not in "CF":
-        raise ValueError(f"an array of shape {brief(shape)}")
-    if isinstance(data, FileBytes):
-        plain = element.newbyteorder("<") == element or element.itemsize == 1
-        if not plain or (order == "F" and sum(n != 1 for n in shape) > 1):
-            data = data.bytes()
-        else:
-            return flat_array(ArraySpec(shape, dtype_name(element, ""), kind="numpy"), data.window)
-    if not isinstance(data, (bytes, bytearray)) or len(data) != math.prod(shape) * element.itemsize:
-        raise ValueError("an array whose bytes do not make up its shape")
-    return np.frombuffer(bytearray(data), element).reshape(shape, order=order)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-
-class _NumpyBuffer(DeferredValue, eq=False):
-    """numpy's array as protocol 5 has it."""
+    """numpy's array as it is pickled: by protocol 5 with all there is, by others empty, then a state with it."""
 
     args: tuple[Any, ...] = ()
 
     def make(self) -> np.ndarray | LazyArray:
-        data, dtype, shape, order = self.args
-        return _array(data, dtype, shape, order)
+        if self.args:
+            data, dtype, shape, order = self.args
+        else:
+            _, shape, dtype, fortran, data = self.state
+            order = "F" if fortran else "C"
+        element = dtype.make()
+        if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape) or order not in "CF":
+            raise ValueError(f"an array of shape {brief(shape)}")
+        if isinstance(data, FileBytes):
+            plain = element.newbyteorder("<") == element or element.itemsize == 1
+            if plain and (order == "C" or sum(n != 1 for n in shape) <= 1):
+                return flat_array(ArraySpec(shape, dtype_name(element, ""), kind="numpy"), data.window)
+            data = data.bytes()
+        if not isinstance(data, (bytes, bytearray)) or len(data) != math.prod(shape) * element.itemsize:
+            raise ValueError("an array whose bytes do not make up its shape")
+        return np.frombuffer(bytearray(data), element).reshape(shape, order=order)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 class _NumpyScalar(DeferredValue, eq=False):
@@ -175,7 +167,7 @@ PLAIN: Constructors = {
     "numpy dtype": lambda code, *_: _NumpyDtype(code=code),
     **_numpy("multiarray _reconstruct", lambda *_: _NumpyArray()),
     **_numpy("multiarray scalar", lambda dtype, data: _NumpyScalar(dtype=dtype, data=data)),
-    **_numpy("numeric _frombuffer", lambda *args: _NumpyBuffer(args=args)),
+    **_numpy("numeric _frombuffer", lambda *args: _NumpyArray(args=args)),
 }
 """Constructors by name. None of them runs what it is given, and none makes more than the pickle holds."""
 
@@ -239,43 +231,38 @@ class _TreeBuilder:
             return (yield self._mapping(node, path, depth))
         if kind in (list, collections.deque):
             for i, child in enumerate(node):
-                node[i] = yield self.build(child, self._below(path, i), depth + 1)
+                node[i] = yield self.build(child, below(path, i), depth + 1)
             return node
         if kind in (tuple, set, frozenset):
             items: list[Any] = []
             for i, child in enumerate(node):
-                items.append((yield self.build(child, self._below(path, i) if kind is tuple else path, depth + 1)))
+                items.append((yield self.build(child, below(path, i) if kind is tuple else path, depth + 1)))
             return kind(items)
         if isinstance(node, (Symbol, UnbuiltObject, FileBytes, DeferredValue)):
-            return self._once(node, path)
-        return node if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) else self._value_of_type(node, path)
+            if id(node) not in self.made:  # the same value where it is met again, so that ties stay
+                self.made[id(node)] = node, self._value(node, path)
+            return self.made[id(node)][1]
+        if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) or encodable(node):
+            return node
+        return self._refuse(path, brief(node), _HELD)
 
     def _mapping(self, node: Any, path: str, depth: int) -> Recursive[Any]:
         try:
-            steps = [(key, self._below(path, key)) for key in node]
+            paths = [below(path, key) for key in node]
         except TreeError as error:
             return self._refuse(path, f"a {type(node).__name__} with {error.found}", _HELD)
-        for key, below in steps:
-            node[key] = yield self.build(node[key], below, depth + 1)
+        for key, child_path in zip(list(node), paths, strict=True):
+            node[key] = yield self.build(node[key], child_path, depth + 1)
         return node
-
-    def _below(self, path: str, key: object) -> str:
-        return f"{path}/{key_text(key, path)}" if path else key_text(key, path)
-
-    def _value_of_type(self, node: Any, path: str) -> Any:
-        return node if encodable(node) else self._refuse(path, brief(node), _HELD)
-
-    def _once(self, node: Any, path: str) -> Any:
-        """The value of what stands for one; the same where it is met again, so that ties stay."""
-        if id(node) not in self.made:
-            self.made[id(node)] = node, self._value(node, path)
-        return self.made[id(node)][1]
 
     def _value(self, node: Any, path: str) -> Any:
         if isinstance(node, FileBytes):
             return node.bytes()
         if isinstance(node, Symbol):
-            return self._named(node, path)
+            module, _, name = node.text.partition(" ")
+            found = _torch_constant(name) if module == "torch" else None
+            named = node.text.replace(" ", ".")
+            return self._refuse(path, f"the class or function {named}") if found is None else found
         if isinstance(node, UnbuiltObject):
             what = f"an object made by {node.symbol.replace(' ', '.')}"
             return self._refuse(path, f"{what} ({node.why})", _HELD) if node.why else self._refuse(path, what)
@@ -291,21 +278,19 @@ class _TreeBuilder:
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
             return self._refuse(path, f"{error}"[:200], _HELD)
 
-    def _named(self, node: Symbol, path: str) -> Any:
-        module, _, name = node.text.partition(" ")
-        if module == "torch":
-            import torch
-
-            found = vars(torch).get(name)
-            if isinstance(found, (torch.dtype, torch.layout)):
-                return found
-        return self._refuse(path, f"the class or function {node.text.replace(' ', '.')}")
-
     def _refuse(self, path: str, what: str, why: str = _CODE) -> Any:
         if self.refused is None:
             raise refusal(RefusedLeaf(path, what, why), self.label)
         self.refused.append(RefusedLeaf(path, what, why))
         return ...
+
+
+def _torch_constant(name: str) -> Any:
+    """The dtype or layout of torch of that name."""
+    import torch
+
+    found = vars(torch).get(name)
+    return found if isinstance(found, (torch.dtype, torch.layout)) else None
 
 
 def refusal(found: RefusedLeaf, label: str) -> TreeError:
