@@ -18,10 +18,9 @@ from ..errors import CorruptError, FormatError
 from ..io.storage.foreign_formats import DCP_METADATA
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
-from .files import FileRange, store_window
+from .files import FileRange, Open, from_boxes, store_window
 from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, RefusedLeaf, dtype_named
-from .piecewise import Open, from_boxes
 from .torch_read import read_torch
 
 __all__ = ["METADATA", "nest", "read_dcp", "sizes_of"]

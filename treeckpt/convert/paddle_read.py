@@ -23,10 +23,9 @@ from ..io.storage.foreign_formats import PADDLE_METADATA
 from ..io.storage.store import Store
 from .checksums import ArchiveStorages
 from .dcp_read import nest, sizes_of
-from .files import elements_of, memory_array, store_window, strided_array
+from .files import Open, elements_of, from_boxes, memory_array, store_window, strided_array
 from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, build_tree
-from .piecewise import Open, from_boxes
 from .safetensors_read import read_safetensors
 
 __all__ = ["METADATA", "read_paddle"]

@@ -95,13 +95,11 @@ def brief(value: Any) -> str:
 
 
 class Unpickled(msgspec.Struct, frozen=True):
-    """What came of a pickle."""
+    """The result of reading a pickle."""
 
     value: Any
-    stop: int
-    """Bytes of the stream that it took."""
     steps: int
-    """How many instructions it had: no honest tree has many more nodes."""
+    """Number of its instructions: no valid tree has many more nodes."""
 
 
 class _PickleStream:
@@ -124,19 +122,16 @@ class _PickleStream:
         if self._read > MAX_PICKLE:
             raise ValueError(f"a pickle of more than {MAX_PICKLE} bytes")
         if not self._first <= self._at <= self._at + count <= self._first + len(self._buffer):
-            self._fill(count)
+            size = min(max(count, BUFFER), self._window.size - self._at)
+            if count > size:  # before memory is allocated for what is not there
+                raise ValueError(f"{count} bytes are announced, {size} are left")
+            self._buffer, self._first = self._window.read(self._at, size).tobytes(), self._at
         start = self._at - self._first
         data = self._buffer[start : start + count]
         self._at += len(data)
         if count == 1:
             self._opcode = data
         return data
-
-    def _fill(self, count: int) -> None:
-        size = min(max(count, BUFFER), self._window.size - self._at)
-        if count > size:  # before room is made for what is not there
-            raise ValueError(f"{count} bytes are announced, {size} are left")
-        self._buffer, self._first = self._window.read(self._at, size).tobytes(), self._at
 
     def readline(self) -> bytes:
         line = bytearray()
@@ -161,12 +156,12 @@ def read_pickle(
         CorruptError: it is cut short.
     """
     machine = _PickleMachine(constructors, persistent)
-    stream = _PickleStream(window)
+    stream: Any = _PickleStream(window)
     steps = 0
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of odd escapes in the texts of the oldest protocol
-            for opcode, argument, _ in pickletools.genops(stream):  # pyright: ignore[reportArgumentType] (it only reads)
+            for opcode, argument, _ in pickletools.genops(stream):
                 steps += 1
                 machine.step(opcode.name, argument)
         [value] = machine.stack
@@ -181,7 +176,7 @@ def read_pickle(
             found=f"{type(error).__name__}: {error}"[:200],
             hint="The file is damaged, or not what its name says",
         ) from error
-    return Unpickled(value, stream.tell(), steps)
+    return Unpickled(value, steps)
 
 
 _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RuntimeError)
