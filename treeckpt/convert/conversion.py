@@ -206,7 +206,7 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertR
             names, written = _write(output, options, comm)
         else:
             names, written = ((), 0) if dry_run else _save(contents, options, comm)
-        assert dry_run or not storages.owing(), "all bytes of a source are read"
+        assert dry_run or storages.all_read(), "all bytes of a source are read"
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
     losses = tuple(finding for finding in contents.findings if finding.lost)
     return ConvertReport(
