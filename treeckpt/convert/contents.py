@@ -1,7 +1,7 @@
 """The tree of a conversion, as structure and leaves, with arrays that are still in their files.
 
-Pure operations on it: taking a subtree, leaving parts out, casting, and putting plain containers in the place of those
-that a format lacks. Each says what it changes (`Finding`), so that all of it can be told before anything is written.
+Pure operations on it: selection, and plain containers in the place of those that a format lacks. Each lists its
+changes (`Finding`), so that they can be reported before anything is written.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Contents(msgspec.Struct, frozen=True):
     leaves: tuple[ContentsLeaf, ...]
     """In the structure's order, with their paths."""
     label: str
-    """Where they come from, for errors."""
+    """Of the source, for errors."""
     step: int | None = None
     metadata: dict[str, Any] = {}
     findings: tuple[Finding, ...] = ()

@@ -1,7 +1,6 @@
-"""Reading stretches of files that others wrote: within bounds, and any box of a strided array with few bytes more.
+"""Byte ranges of foreign files, and arrays in them: strided, flat, or in several pieces.
 
-Nothing here believes what a file says of itself: a stretch that does not lie in its file is an error before memory is
-allocated for it.
+Sizes in a file are not trusted: a range that is not within its file is an error before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ FlatReader = Callable[[int, int], np.ndarray]
 
 
 class FileRange(msgspec.Struct, frozen=True):
-    """A stretch of a file."""
+    """A byte range of a file."""
 
     store: Store
     name: str
@@ -70,10 +69,10 @@ class FileRange(msgspec.Struct, frozen=True):
         return f"{self.store.url}/{self.name}"
 
     def within(self, start: int, size: int) -> FileRange:
-        """A stretch of this one.
+        """Returns a part of this range.
 
         Raises:
-            CorruptError: it does not lie inside.
+            CorruptError: it is not inside.
         """
         if start < 0 or size < 0 or start + size > self.size:
             raise CorruptError(
@@ -85,7 +84,7 @@ class FileRange(msgspec.Struct, frozen=True):
         return FileRange(self.store, self.name, self.start + start, size)
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Bytes of it, as uint8[size]."""
+        """Returns bytes of it, as uint8[size]."""
         inner = self.within(start, size)
         data = np.empty(size, np.uint8)
         inner.read_into(0, data)
@@ -99,7 +98,7 @@ class FileRange(msgspec.Struct, frozen=True):
 
 
 def file_window(path: str | os.PathLike[str]) -> FileRange:
-    """A whole local file.
+    """Returns a whole local file.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -109,7 +108,7 @@ def file_window(path: str | os.PathLike[str]) -> FileRange:
 
 
 class ForeignStore(LocalStore):
-    """A directory that others wrote, to be read: links are followed, as the cache of Hugging Face is made of them."""
+    """A directory of another program; links are followed, because the cache of Hugging Face consists of them."""
 
     def sizes(self) -> dict[str, int]:
         try:
@@ -128,13 +127,13 @@ class ForeignStore(LocalStore):
 
 
 def open_foreign(path: str | os.PathLike[str] | Store) -> Store:
-    """The store of a directory that others wrote."""
+    """Returns the store of a directory of another program."""
     store = open_store(path)
     return ForeignStore(store.directory) if type(store) is LocalStore else store
 
 
 def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -> FileRange:
-    """A whole file of a store.
+    """Returns a whole file of a store.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -146,18 +145,18 @@ def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -
 
 
 class ReadableRange(Protocol):
-    """A stretch of a file, or what stands for one."""
+    """A byte range that can be read."""
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Bytes of it, as uint8[size]."""
+        """Returns bytes of it, as uint8[size]."""
         ...
 
 
 def read_strided(flat: FlatReader, itemsize: int, offset: int, strides: tuple[int, ...], box: Region) -> np.ndarray:
-    """A box of a strided array over a flat stretch of elements.
+    """Reads a box of a strided array over flat elements.
 
-    What is read is cut until it is hardly more than what is wanted, so a box of a transposed array costs many small
-    reads, and never a large one.
+    The box is cut until little more than its elements is read, so a box of a transposed array costs many small reads,
+    and never a large one.
 
     Args:
         offset, strides: of the array, in elements; none is negative.
@@ -182,11 +181,11 @@ def read_strided(flat: FlatReader, itemsize: int, offset: int, strides: tuple[in
 def strided_array(
     spec: ArraySpec, flat: FlatReader, offset: int, strides: tuple[int, ...] | None, address: int | None
 ) -> LazyArray:
-    """A lazy array over a flat stretch of elements.
+    """Returns a lazy array over flat elements.
 
     Args:
-        offset, strides: where it stands in the stretch, in elements; None for C order.
-        address: of the stretch; None where it is not to be compared with others.
+        offset, strides: of the array, in elements; None for C order.
+        address: of the flat elements; None if ties and views of them are not of interest.
     """
     itemsize = dtype_of(spec.dtype).itemsize
     usual = c_strides(spec.shape, 1)
@@ -200,10 +199,10 @@ def strided_array(
 
 
 def flat_array(spec: ArraySpec, window: FileRange, address: int | None = None) -> LazyArray:
-    """A lazy array that is all of a stretch of a file, in C order.
+    """Returns a lazy array that is all of a byte range, in C order.
 
     Raises:
-        CorruptError: the stretch is of another size.
+        CorruptError: the range is too short.
     """
     itemsize = dtype_of(spec.dtype).itemsize
     window = window.within(0, math.prod(spec.shape) * itemsize)
@@ -211,13 +210,13 @@ def flat_array(spec: ArraySpec, window: FileRange, address: int | None = None) -
 
 
 def flat_of(window: ReadableRange, itemsize: int) -> FlatReader:
-    """The elements of a stretch of a file."""
+    """Returns a reader of the elements of a byte range."""
     raw = raw_dtype(itemsize)
     return lambda start, count: window.read(start * itemsize, count * itemsize).view(raw)
 
 
 def elements_of(array: LazyArray) -> FlatReader:
-    """The elements of an array, in C order."""
+    """Returns a reader of the elements of an array, in C order."""
 
     def flat(start: int, count: int) -> np.ndarray:
         out = np.empty(count, raw_dtype(dtype_of(array.spec.dtype).itemsize))
@@ -231,7 +230,7 @@ def elements_of(array: LazyArray) -> FlatReader:
 
 
 def memory_array(array: np.ndarray) -> LazyArray:
-    """An array of numpy that is in memory, as the others are."""
+    """Returns an array in memory as a lazy array."""
     array = array if array.dtype.byteorder != ">" else array.astype(array.dtype.newbyteorder("<"))
     raw = np.ascontiguousarray(array).reshape(-1).view(raw_dtype(array.itemsize)).reshape(array.shape)
     return LazyArray(
@@ -240,10 +239,10 @@ def memory_array(array: np.ndarray) -> LazyArray:
 
 
 def from_boxes(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: str) -> LazyArray:
-    """One array of boxes of it.
+    """Returns an array that consists of boxes.
 
     Raises:
-        CorruptError: boxes that are missing, stand outside, or overlap.
+        CorruptError: boxes are missing, outside, or overlap.
     """
     whole, regions = Region.whole(spec.shape), [region for region, _ in pieces]
     misplaced = any(len(r.shape) != len(spec.shape) or not r.within(whole) for r in regions)
@@ -284,7 +283,7 @@ def _opened(piece: tuple[Region, Open], spec: ArraySpec, label: str) -> LazyArra
 
 
 def from_ranges(spec: ArraySpec, parts: Sequence[LazyArray], label: str) -> LazyArray:
-    """One array of arrays that are, one after the other, its elements in C order.
+    """Returns an array whose elements in C order are those of other arrays, one after the other.
 
     Raises:
         CorruptError: they have another number of elements.

@@ -34,7 +34,7 @@ class _NativeReader:
         self._bases: dict[tuple[int, int | None], LazyArray] = {}
 
     def leaf(self, number: int, rank: int | None) -> Any:
-        """A leaf, as of a rank where each has its own; `...` for a value that cannot be made."""
+        """Returns a leaf, that of a rank under `PerRank`; `...` for a value that cannot be decoded."""
         leaf = self.checkpoint.index.entries[number]
         record = leaf.record
         if isinstance(record, AliasRecord):
@@ -71,13 +71,13 @@ class _NativeReader:
 
 
 def _plain_spec(leaf: Leaf) -> ArraySpec:
-    """The spec of an array, without where it was when it was saved."""
+    """Returns the spec of an array without its regions and device."""
     assert leaf.spec is not None, "an array has a spec"
     return msgspec.structs.replace(leaf.spec, regions=None, device=None)
 
 
 def read_native(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> Contents:
-    """A checkpoint of ours; state that each rank has of its own comes as a dict by rank.
+    """Returns the contents of a checkpoint of ours, with a dict by rank for state that each rank has of its own.
 
     Args:
         refused: receives values that are pickled, or whose classes are not in this program.

@@ -1,8 +1,8 @@
-"""Writing files of a known layout: by one process or by several that share the bytes, under a temporary name.
+"""Writes files of a known layout, by one process or by several that share the bytes, under a temporary name.
 
-The layout says where every byte goes: literal bytes (headers, directories), and parts, each an array or a stretch of
-one that is read box by box and written where it belongs. All ranks plan the same, which is compared; each writes its
-share of the parts; rank 0 writes the rest, and gives the files their names when everything is durable.
+The layout has the place of every byte: literal bytes (headers, directories), and parts, each a region of an array that
+is read box by box. All ranks have the same layout, which is compared; each writes its share of the parts; rank 0
+writes the literals, and renames the files when everything is durable.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from ..io.storage.local_write import sync_directory
 __all__ = ["Output", "OutputFile", "OutputPart", "check_free", "run_output"]
 
 WORKERS = 2
-"""Threads that read and write; each holds a tile, and what casting makes of it."""
+"""Threads that read and write; each has the memory of a tile before and after a cast."""
 TILE = 8 << 20
 WIDEST = 8
 """Bytes that an element may have had before it was cast."""
 
 
 class OutputFile(msgspec.Struct, frozen=True):
-    """A file to be written, but for its parts."""
+    """A file to be written, without its parts."""
 
     name: str
     nbytes: int
     literals: tuple[tuple[int, bytes], ...]
-    """Bytes that are known, and where they go."""
+    """Offsets and known bytes."""
 
 
 class OutputPart(msgspec.Struct, frozen=True):
-    """A region of an array, and where in which file it goes, in C order."""
+    """A region of an array in C order, and its place: the number of a file and an offset."""
 
     file: int
     start: int
@@ -60,7 +60,7 @@ class OutputPart(msgspec.Struct, frozen=True):
     lazy: LazyArray
     region: Region
     crcs: tuple[int, ...] = ()
-    """Where its CRC-32 goes."""
+    """Offsets in the file at which its CRC-32 is written."""
 
     @property
     def itemsize(self) -> int:
@@ -245,7 +245,7 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _shares(parts: Sequence[OutputPart], world: int) -> list[list[OutputPart]]:
-    """The parts of each rank: the largest first, each to whom has the fewest bytes."""
+    """Returns the parts of each rank: the largest first, each to the rank with the fewest bytes."""
     found: list[list[OutputPart]] = [[] for _ in range(world)]
     loads = [0] * world
     for part in sorted(parts, key=lambda part: -part.nbytes) if world > 1 else parts:

@@ -32,13 +32,13 @@ __all__ = [
 ]
 
 MAX_PICKLE = 1 << 30
-"""Bytes of a pickle, blobs not counted: beyond that it is no description of a checkpoint."""
+"""The largest pickle of a checkpoint in bytes, without the byte strings that stay in the file."""
 LONG = 4 << 10
 """Bytes from which a byte string stays in the file."""
 BUFFER = 1 << 20
 
 Constructors = Mapping[str, Callable[..., Any]]
-"""By `module name`, what makes a value of the arguments that a pickle gives."""
+"""By `module name`, the function that builds a value from the arguments in a pickle."""
 
 
 class Symbol(msgspec.Struct, frozen=True):
@@ -49,15 +49,15 @@ class Symbol(msgspec.Struct, frozen=True):
 
 
 class UnbuiltObject(msgspec.Struct, eq=False):
-    """An object that the pickle builds by a call: the call, and the state and items set afterwards."""
+    """A call in a pickle that was not made: its arguments, and the state and items set on its result."""
 
     symbol: str
     args: tuple[Any, ...]
     state: Any = None
     items: list[Any] = []
-    """What is appended or set on it."""
+    """Elements or (key, value) pairs."""
     why: str = ""
-    """Why the constructor of that name refused; empty where there is none."""
+    """The error of the constructor of that name; empty if there is none."""
 
     def __repr__(self) -> str:
         return f"<{self.symbol.replace(' ', '.')[:200]}>"
@@ -69,12 +69,12 @@ class DeferredValue(msgspec.Struct, eq=False):
     state: Any = None
 
     def make(self) -> Any:
-        """The value."""
+        """Builds the value."""
         raise NotImplementedError
 
 
 class FileBytes(msgspec.Struct, frozen=True, eq=False):
-    """A long byte string that is still in the file."""
+    """A long byte string that stays in the file."""
 
     window: FileRange
 
@@ -87,7 +87,7 @@ class FileBytes(msgspec.Struct, frozen=True, eq=False):
 
 
 def brief(value: Any) -> str:
-    """A value from a file in few characters, however large it is: containers may hold each other over and over."""
+    """Formats a value from a file in at most 80 characters, even if containers contain each other repeatedly."""
     try:
         return reprlib.repr(value)[:80]
     except (ValueError, RecursionError) as error:
@@ -103,7 +103,7 @@ class Unpickled(msgspec.Struct, frozen=True):
 
 
 class _PickleStream:
-    """A window as pickletools reads it; it is told of long byte strings without their bytes."""
+    """A file for pickletools; `read` returns `FileBytes` for long byte strings."""
 
     def __init__(self, window: FileRange) -> None:
         self._window, self._at, self._read = window, 0, 0
@@ -145,15 +145,15 @@ class _PickleStream:
 def read_pickle(
     window: FileRange, constructors: Constructors, *, persistent: Callable[[Any], Any] | None = None
 ) -> Unpickled:
-    """The value of the pickle at the beginning of a stretch of a file.
+    """Reads the pickle at the beginning of a byte range.
 
     Args:
-        constructors: what may be made; any other call becomes an `UnbuiltObject`.
+        constructors: all other calls become `UnbuiltObject`s.
         persistent: resolves a persistent id.
 
     Raises:
-        FormatError: no pickle, or one that asks for what no checkpoint needs.
-        CorruptError: it is cut short.
+        FormatError: not a pickle, or one with instructions that no checkpoint needs.
+        CorruptError: it is truncated.
     """
     machine = _PickleMachine(constructors, persistent)
     stream: Any = _PickleStream(window)
@@ -180,7 +180,7 @@ def read_pickle(
 
 
 _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RuntimeError)
-"""What constructors raise of arguments that they do not take: of one value that is odd, not of a damaged file."""
+"""Errors of constructors for arguments that they do not accept: they concern one value, not the whole file."""
 
 
 class _PickleMachine:
@@ -196,13 +196,13 @@ class _PickleMachine:
         """Executes one instruction.
 
         Raises:
-            KeyError: it is none that checkpoints need.
+            KeyError: checkpoints do not need it.
         """
         if name in _PUSHED:
             self.stack.append(argument)
         elif name in _BUILT:
             count, build = _BUILT[name]
-            value = build(self.take(count))  # it may put another stack in place
+            value = build(self.take(count))  # replaces the stack if it is marked
             self.stack.append(value)
         elif name in _APPLIED:
             count, apply = _APPLIED[name]
@@ -211,7 +211,7 @@ class _PickleMachine:
             self._move(name, argument)
 
     def take(self, count: int | None) -> list[Any]:
-        """Removes the last objects from the stack; None for those since the last mark."""
+        """Pops objects from the stack; `None` pops those since the last mark."""
         if count is None:
             items, self.stack = self.stack, self.marks.pop()
             return items
@@ -219,7 +219,7 @@ class _PickleMachine:
         return items[::-1]
 
     def _move(self, name: str, argument: Any) -> None:
-        """Executes an instruction that only moves what is there."""
+        """Executes an instruction of the stack, the marks or the memo."""
         match name:
             case "MEMOIZE":
                 self.memo[len(self.memo)] = self.stack[-1]
@@ -230,7 +230,7 @@ class _PickleMachine:
             case "MARK":
                 self.marks.append(self.stack)
                 self.stack = []
-            case "POP":  # of a mark, where nothing lies on it
+            case "POP":  # pops a mark if nothing is above it
                 self.take(1 if self.stack else None)
             case "DUP":
                 self.stack.append(self.stack[-1])
@@ -334,7 +334,7 @@ _BUILT: dict[str, tuple[int | None, Callable[[list[Any]], Any]]] = {
     "DICT": (None, _dict),
     "FROZENSET": (None, frozenset),
 }
-"""Instructions that make a value of so many operands; None for all since the last mark."""
+"""Instructions that build a value from operands, with their number; None for all since the last mark."""
 _APPLIED: dict[str, tuple[int | None, Callable[[_PickleMachine, list[Any]], None]]] = {
     "APPEND": (1, _PickleMachine.append),
     "APPENDS": (None, _PickleMachine.append),
@@ -349,4 +349,4 @@ _APPLIED: dict[str, tuple[int | None, Callable[[_PickleMachine, list[Any]], None
     "BINPERSID": (1, _PickleMachine.persist),
     "POP_MARK": (None, _PickleMachine.drop),
 }
-"""Instructions that change what is below so many operands."""
+"""Other instructions with operands."""

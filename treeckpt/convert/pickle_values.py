@@ -33,7 +33,7 @@ __all__ = ["PLAIN", "RefusedLeaf", "build_tree", "dtype_named"]
 _CODE, _HELD = "Making it would run its code", "It is none of what checkpoints hold"
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 NODES = 100_000
-"""Nodes that a tree may have in any case; more only where the pickle is as long."""
+"""The largest number of nodes of a tree from a pickle with few instructions."""
 
 
 class _NumpyDtype(DeferredValue, eq=False):
@@ -54,7 +54,7 @@ class _NumpyDtype(DeferredValue, eq=False):
         return dtype if order == "|" else dtype.newbyteorder(order)
 
     def _unit(self, rest: Sequence[Any]) -> str:
-        """Of a time, `[25us]` say: the last part of the state has it, as (name, how many, ...)."""
+        """Returns the unit of a time, such as `[25us]`; the last part of the state is (name, count, ...)."""
         if self.code[:1] not in ("M", "m") or len(rest) < 5:
             return ""
         name, count, *_ = rest[4][1]
@@ -98,7 +98,7 @@ class _NumpyScalar(DeferredValue, eq=False):
 
 
 def _encode(text: Any, codec: Any) -> bytes:
-    """How protocol 2 writes bytes."""
+    """Decodes bytes as protocol 2 writes them."""
     if not isinstance(text, str) or codec not in ("latin1", "latin-1"):
         raise ValueError(f"text in {brief(codec)}")
     return text.encode("latin-1")
@@ -121,7 +121,7 @@ def _layout(name: Any) -> Symbol:
 
 
 _PYTHON_2 = {"long": "int", "unicode": "str"}
-"""What Python 2, whose names protocol 2 has, called builtins."""
+"""Names of builtins in Python 2, which protocol 2 uses."""
 
 
 def _default(*args: Any) -> Any:
@@ -137,12 +137,12 @@ def _default(*args: Any) -> Any:
 
 
 def _both(name: str, make: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """A builtin, as Python 2 and 3 call its module."""
+    """Returns a builtin under the names of its module in Python 2 and 3."""
     return {f"__builtin__ {name}": make, f"builtins {name}": make}
 
 
 def _numpy(name: str, make: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """A function of numpy's, as its versions call its module."""
+    """Returns a function of numpy under the names of its module in numpy 1 and 2."""
     module, name = name.split(" ")
     return {f"numpy.{core}.{module} {name}": make for core in ("core", "_core")}
 
@@ -169,21 +169,21 @@ PLAIN: Constructors = {
     **_numpy("multiarray scalar", lambda dtype, data: _NumpyScalar(dtype=dtype, data=data)),
     **_numpy("numeric _frombuffer", lambda *args: _NumpyArray(args=args)),
 }
-"""Constructors by name. None of them runs what it is given, and none makes more than the pickle holds."""
+"""Constructors by name. None of them calls an argument, and none builds more than the pickle holds."""
 
 
 def _held(items: Any) -> Any:
-    """What a container is to be made of, if the pickle holds it: of a number or a range, much would be made."""
+    """Returns the elements of a new container if they are in the pickle; a number or a range could be huge."""
     if not isinstance(items, (list, tuple, dict, set, frozenset, bytes, bytearray)):
         raise ValueError(f"a container of a {type(items).__name__}")
     return items
 
 
 def dtype_named(symbol: Any) -> str:
-    """Our name of the torch dtype that a symbol names.
+    """Returns the name of the torch dtype that a symbol is.
 
     Raises:
-        FormatError: it names none.
+        FormatError: it is none.
     """
     module, _, name = symbol.text.partition(" ") if isinstance(symbol, Symbol) else ("", "", "")
     if module != "torch":
@@ -192,7 +192,7 @@ def dtype_named(symbol: Any) -> str:
 
 
 class RefusedLeaf(msgspec.Struct, frozen=True):
-    """What could not be made."""
+    """A leaf that could not be built."""
 
     path: str
     what: str
@@ -200,14 +200,14 @@ class RefusedLeaf(msgspec.Struct, frozen=True):
 
 
 def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = None) -> Any:
-    """The tree that a pickle describes.
+    """Builds the tree that a pickle describes.
 
     Args:
-        refused: takes note of what cannot be made, which `...` stands for; without it, it is an error.
+        refused: receives leaves that cannot be built, which become `...`; without it they are errors.
 
     Raises:
-        TreeError: naming the path of what cannot be made.
-        FormatError: more nodes than the pickle has parts: containers that hold one another over and over.
+        TreeError: a leaf cannot be built.
+        FormatError: more nodes than instructions: containers contain one another repeatedly.
     """
     return trampoline(_TreeBuilder(label, max(NODES, 2 * read.steps), refused).build(read.value, "", 0))
 
@@ -239,7 +239,7 @@ class _TreeBuilder:
                 items.append((yield self.build(child, below(path, i) if kind is tuple else path, depth + 1)))
             return kind(items)
         if isinstance(node, (Symbol, UnbuiltObject, FileBytes, DeferredValue)):
-            if id(node) not in self.made:  # the same value where it is met again, so that ties stay
+            if id(node) not in self.made:  # built once, so that ties stay
                 self.made[id(node)] = node, self._value(node, path)
             return self.made[id(node)][1]
         if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) or encodable(node):
@@ -286,7 +286,7 @@ class _TreeBuilder:
 
 
 def _torch_constant(name: str) -> Any:
-    """The dtype or layout of torch of that name."""
+    """Returns the dtype or layout of torch of that name."""
     import torch
 
     found = vars(torch).get(name)
@@ -294,7 +294,7 @@ def _torch_constant(name: str) -> Any:
 
 
 def refusal(found: RefusedLeaf, label: str) -> TreeError:
-    """The error for what cannot be made."""
+    """Returns the error for a leaf that cannot be built."""
     leave = f"Leave it out (exclude={found.path!r}, --exclude {found.path!r}), or have" if found.path else "Have"
     return TreeError(
         f"{found.path}: {label}",

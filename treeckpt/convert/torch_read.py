@@ -34,7 +34,7 @@ STORAGES = {
 
 
 class TorchFileStorage(msgspec.Struct, frozen=True):
-    """An entry of the archive with a storage's bytes. `dtype` is empty where the tensor tells it."""
+    """An entry of the archive with a storage's bytes. `dtype` is empty where the tensor has it."""
 
     entry: EntryChecksum
     dtype: str
@@ -47,7 +47,7 @@ class TorchFileStorage(msgspec.Struct, frozen=True):
 
 
 class _TorchArchive:
-    """What the pickle of one file refers to."""
+    """The entries and storages of one file."""
 
     def __init__(self, window: FileRange, storages: ArchiveStorages) -> None:
         self.storages = storages
@@ -75,7 +75,7 @@ class _TorchArchive:
             )
 
     def storage(self, identity: Any) -> TorchFileStorage | UnbuiltObject:
-        """What a persistent id stands for; a record of its class where that is none of dense arrays."""
+        """Resolves a persistent id; a storage of a class without a dense dtype is an `UnbuiltObject`."""
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
             raise ValueError(f"a persistent id {brief(identity)}")
         _, kind, key, _, size = identity
@@ -115,7 +115,7 @@ def _tensor(
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if 0 not in shape and offset + reach > size:
         raise _misplaced(storage, f"a tensor of {reach} elements from {offset} on in a storage of {size}")
-    # few bytes over and over would be written out in full; an honest tensor is `expand`ed, from a row to a batch say
+    # an expanded tensor is written out in full: more than a row expanded to a batch is refused
     if float(np.prod([float(n) for n in shape])) > 1024 * max(reach, 1 << 20):
         raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
     made = strided_array(spec, flat_of(storage.entry, itemsize), offset, tuple(strides), storage.address)
@@ -139,7 +139,7 @@ def _misplaced(storage: TorchFileStorage, found: str) -> CorruptError:
 
 
 def _resolved(made: LazyArray, metadata: Any) -> LazyArray:
-    """A conjugate or negative view: its bytes say something else than its elements."""
+    """Returns a conjugate or negative view with its elements computed."""
     if not isinstance(metadata, dict) or set(metadata) - {"conj", "neg"}:
         raise ValueError(f"a tensor with {brief(metadata)}")
     element = numpy_dtype(made.spec.dtype)
@@ -175,7 +175,7 @@ _CLASSES = ("torch Tensor", "torch.nn.parameter Parameter", "torch.nn.parameter 
 
 
 def _of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """A tensor with attributes, as buffers are; only those that a tree has are kept."""
+    """Returns a tensor with attributes, such as a buffer; all but the kind are dropped."""
     make = _REBUILD.get(function.text) if isinstance(function, Symbol) else None
     named = kind.text if isinstance(kind, Symbol) else ""
     if make is None or named not in _CLASSES:

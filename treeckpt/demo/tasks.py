@@ -18,7 +18,7 @@ Layout = Literal["hsdp", "tp", "plain"]
 RANKS: dict[Layout, int] = {"hsdp": 4, "tp": 2, "plain": 1}
 
 LAYOUTS: dict[Layout, str] = {"hsdp": "FSDP2, 2x2 mesh", "tp": "tensor parallel", "plain": "plain"}
-"""What a reader is told about each."""
+"""Descriptions, for the table."""
 
 
 class Train(msgspec.Struct, frozen=True, tag="train"):
