@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -35,7 +36,7 @@ def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Co
     name = normalize_dtype(dtype)
     if name not in FLOATS:
         raise MismatchError("dtype", expected=f"one of {', '.join(FLOATS)}", found=f"{dtype!s:.60}")
-    moved: dict[Any, int] = {}
+    moved: dict[Any, Storage] = {}
 
     def change(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, LazyArray) or leaf.spec.dtype not in _FLOATING or leaf.spec.dtype == name:
@@ -43,9 +44,10 @@ def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Co
         storage = leaf.storage
         if storage is not None:
             key = (storage.address, storage.strides, leaf.spec.shape, leaf.spec.dtype)
-            nbytes = Region.whole(leaf.spec.shape).size * dtype_of(name).itemsize
-            storage = Storage(moved.setdefault(key, 0) or storages.take(nbytes), nbytes, None)
-            moved[key] = storage.address
+            if key not in moved:
+                nbytes = math.prod(leaf.spec.shape) * dtype_of(name).itemsize
+                moved[key] = Storage(storages.take(nbytes), nbytes, None)
+            storage = moved[key]
         return _cast(leaf, name, path, storage)
 
     return map_leaves(contents, change)
