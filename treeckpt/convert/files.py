@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 NARROW = 4096
-"""Bytes that cost no more to read than a part of them."""
+"""Bytes of a file that cost no more to read than a part of them."""
 
 Open = Callable[[], LazyArray]
 """Returns a piece when it is first read."""
@@ -152,7 +152,9 @@ class ReadableRange(Protocol):
         ...
 
 
-def read_strided(flat: FlatReader, itemsize: int, offset: int, strides: tuple[int, ...], box: Region) -> np.ndarray:
+def read_strided(
+    flat: FlatReader, itemsize: int, offset: int, strides: tuple[int, ...], box: Region, *, narrow: int = NARROW
+) -> np.ndarray:
     """Reads a box of a strided array over flat elements.
 
     The box is cut until little more than its elements is read, so a box of a transposed array costs many small reads,
@@ -160,6 +162,7 @@ def read_strided(flat: FlatReader, itemsize: int, offset: int, strides: tuple[in
 
     Args:
         offset, strides: of the array, in elements; none is negative.
+        narrow: bytes that cost no more to read than a part of them.
     """
     raw = raw_dtype(itemsize)
     if not box.size:
@@ -167,19 +170,26 @@ def read_strided(flat: FlatReader, itemsize: int, offset: int, strides: tuple[in
     start = offset + sum(o * s for o, s in zip(box.offset, strides, strict=True))
     spans = [(n - 1) * s for n, s in zip(box.shape, strides, strict=True)]
     span = sum(spans) + 1
-    if span * itemsize <= max(NARROW, 2 * box.size * itemsize):
+    if span * itemsize <= max(narrow, 2 * box.size * itemsize):
         return np.ndarray(box.shape, raw, flat(start, span), strides=tuple(s * itemsize for s in strides))
     dim = max(range(len(spans)), key=lambda d: strides[d] if box.shape[d] > 1 else -1)
     out = np.empty(box.shape, raw)
     half = box.shape[dim] // 2
     for low, count in ((0, half), (half, box.shape[dim] - half)):
         part = box.replace_dim(dim, box.offset[dim] + low, count)
-        out[part.relative_to(box).slices()] = read_strided(flat, itemsize, offset, strides, part)
+        read = read_strided(flat, itemsize, offset, strides, part, narrow=narrow)
+        out[part.relative_to(box).slices()] = read
     return out
 
 
 def strided_array(
-    spec: ArraySpec, flat: FlatReader, offset: int, strides: tuple[int, ...] | None, address: int | None
+    spec: ArraySpec,
+    flat: FlatReader,
+    offset: int,
+    strides: tuple[int, ...] | None,
+    address: int | None,
+    *,
+    narrow: int = NARROW,
 ) -> LazyArray:
     """Returns a lazy array over flat elements.
 
@@ -195,7 +205,7 @@ def strided_array(
         span = 1 + sum((n - 1) * s for n, s in zip(spec.shape, steps, strict=True))
         plain = all(s == c or n == 1 for n, s, c in zip(spec.shape, steps, usual, strict=True))
         storage = Storage(address + offset * itemsize, span * itemsize, None if plain else steps)
-    return LazyArray(spec, partial(read_strided, flat, itemsize, offset, steps), storage)
+    return LazyArray(spec, partial(read_strided, flat, itemsize, offset, steps, narrow=narrow), storage)
 
 
 def flat_array(spec: ArraySpec, window: FileRange, address: int | None = None) -> LazyArray:
