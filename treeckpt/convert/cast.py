@@ -28,7 +28,7 @@ _LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Contents:
-    """The contents with all arrays of floating point in one dtype. Ties stay, views become arrays of their own.
+    """Casts all arrays of floating point to one dtype. Ties stay, views become arrays of their own.
 
     Raises:
         MismatchError: no such dtype to cast to.

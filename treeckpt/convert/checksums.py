@@ -200,7 +200,7 @@ class ArchiveStorages:
         return entry
 
     def all_read(self) -> bool:
-        """Whether all entries that this process was to read as a whole are read and compared."""
+        """Returns whether all entries that this process was to read as a whole are read and compared."""
         return all(entry.sound for _, entry in self._entries if entry.read_whole)
 
     def check(self, leaves: Sequence[tuple[str, Any]], comm: Comm, topic: str) -> None:

@@ -86,24 +86,24 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 def contents_of(tree: Any, label: str, **more: Any) -> Contents:
-    """The contents that are a tree."""
+    """Returns the contents of a tree."""
     structure, leaves = flatten(tree)
     return Contents(structure, tuple(leaves), label, **more)
 
 
 def tree_of(contents: Contents) -> Any:
-    """The tree itself."""
+    """Returns the tree of some contents."""
     return unflatten(contents.structure, iter([leaf for _, leaf in contents.leaves]), resolve=resolve)
 
 
 def below(path: str, key: object) -> str:
-    """The path of a child."""
+    """Returns the path of a child."""
     text = key_text(key, path)
     return f"{path}/{text}" if path else text
 
 
 def subtree(contents: Contents, at: str) -> Contents:
-    """What is below a path, as a tree of its own.
+    """Returns the subtree at a path, with paths from there.
 
     Raises:
         MismatchError: there is no such path.
@@ -131,7 +131,7 @@ def subtree(contents: Contents, at: str) -> Contents:
 
 
 def select(contents: Contents, globs: Sequence[str]) -> Contents:
-    """Only what globs over paths name; a path under a named one counts.
+    """Keeps only the leaves that globs match, and those below paths that they name.
 
     Raises:
         MismatchError: a glob names nothing.
@@ -145,7 +145,7 @@ def select(contents: Contents, globs: Sequence[str]) -> Contents:
 
 
 def exclude(contents: Contents, globs: Sequence[str]) -> Contents:
-    """All but what globs over paths name; None where that is an element of a sequence and cannot be read."""
+    """Removes the leaves that globs match; an element of a sequence that cannot be read becomes None."""
     left_out = Globs(globs)
     kept = _kept(contents, lambda path: not left_out.match(path))
     unread = [path for path, leaf in kept.leaves if leaf is ...]
@@ -170,7 +170,7 @@ _MAPPINGS = (DictNode, OrderedDictNode, DefaultDictNode)
 
 
 def _pruned(node: Structure, marks: Iterator[bool]) -> Recursive[tuple[Structure, list[bool]]]:
-    """A structure without the leaves that are not marked, and which are kept after all.
+    """Returns a structure without unmarked leaves, and for each leaf whether it is kept.
 
     Entries of mappings go; other containers keep all their elements or go as a whole.
     """
@@ -196,7 +196,7 @@ def _pruned(node: Structure, marks: Iterator[bool]) -> Recursive[tuple[Structure
 
 
 def map_leaves(contents: Contents, change: Callable[[str, Any], Any]) -> Contents:
-    """The same contents with other leaves."""
+    """Replaces each leaf."""
     return msgspec.structs.replace(contents, leaves=tuple((path, change(path, leaf)) for path, leaf in contents.leaves))
 
 
@@ -222,7 +222,7 @@ _WITH_CLASSES = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode)
 
 
 def _is_known(node: Node) -> bool:
-    """Whether the class that a node names is in this program."""
+    """Returns whether the class that a node names is in this program."""
     if not isinstance(node, _WITH_CLASSES):
         return True
     try:
@@ -233,7 +233,7 @@ def _is_known(node: Node) -> bool:
 
 
 def lower_containers(contents: Contents, holds: frozenset[type]) -> Contents:
-    """The contents with plain containers in the place of those that a format does not hold."""
+    """Replaces containers that a format does not hold by plain ones."""
     findings: list[Finding] = []
     plain = ", ".join(name for kind, name in _PLAIN.items() if kind in holds)
 
@@ -266,7 +266,7 @@ def _lowered(node: Node, children: tuple[Structure, ...]) -> Node:
 def spread_ranks(
     structure: Structure, leaf: Callable[[int, int | None], Any]
 ) -> tuple[Structure, tuple[ContentsLeaf, ...], tuple[Finding, ...]]:
-    """A structure with a dict by rank in the place of each `PerRank`, and its leaves.
+    """Replaces each `PerRank` by a dict by rank; returns the structure, its leaves, and the changes.
 
     Args:
         leaf: returns leaf number i, as of a rank where it is under a `PerRank`.
@@ -300,6 +300,6 @@ def spread_ranks(
 
 
 def _with_rank(path: str, above: str, rank: int) -> str:
-    """A path below `above`, with a rank between."""
+    """Inserts a rank into a path, below `above`."""
     rest = path[len(above) :].removeprefix("/")
     return "/".join(part for part in (above, str(rank), rest) if part)

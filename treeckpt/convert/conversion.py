@@ -227,7 +227,7 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertR
 
 
 def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
-    """The names of the files of a format that is not ours, and the bytes that this rank wrote."""
+    """Writes another format; returns the names of the files, and the bytes that this rank wrote."""
     place, written = _local(options.destination), 0
     if options.dry_run:
         check_free(place, output, overwrite=options.overwrite)
@@ -237,7 +237,7 @@ def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ..
 
 
 def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
-    """The names of the files of a checkpoint of ours, and the bytes that this rank wrote."""
+    """Saves a checkpoint of ours; returns the names of its files, and the bytes that this rank wrote."""
     step = step_of(options.destination.rstrip("/").rpartition("/")[2]) if options.step is None else options.step
     report = api.save(
         options.destination,
@@ -252,7 +252,7 @@ def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str,
 
 
 def _format(destination: str, to: str | None) -> tuple[str, bool]:
-    """The format to write, and whether it is a directory."""
+    """Returns the format to write, and whether it is a directory."""
     suffix = Path(destination).suffix
     kind = to or _SUFFIXES.get(suffix, "treeckpt")
     if kind not in FORMATS:
@@ -261,7 +261,7 @@ def _format(destination: str, to: str | None) -> tuple[str, bool]:
 
 
 def _sizes(to: str, directory: bool, memory: int | str, max_shard_size: int | str | None) -> tuple[int, int | None]:
-    """Bytes of buffers, and of a file."""
+    """Returns the bytes of buffers, and of a file."""
     budget = _bytes(memory, "memory")
     least = SAVING if to == "treeckpt" else LEAST
     if budget < least:
@@ -283,7 +283,7 @@ def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _bytes(size: int | str, name: str) -> int:
-    """A number of bytes, which may be given with a unit: "5GB", "64MiB"."""
+    """Parses a number of bytes, with or without a unit: "5GB", "64MiB"."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or not (number := int(float(match[1]) * unit)):
@@ -317,7 +317,7 @@ def _chosen(contents: Contents, options: _Options) -> Contents:
 
 
 def _read_of(chosen: Contents, held: Contents, options: _Options) -> list[choosing.ContentsLeaf]:
-    """What will be read: the leaves that are not lost, by their paths in the source."""
+    """Returns the leaves that are not lost, with their paths in the source."""
     lost = {finding.path for finding in held.findings if finding.lost}
     above = f"{options.subtree}/" if options.subtree else ""
     return [(above + path, leaf) for path, leaf in chosen.leaves if path not in lost]
@@ -327,7 +327,7 @@ _FITS = {"torch": fit_torch, "dcp": fit_dcp, "safetensors": fit_safetensors, "tr
 
 
 def _lay_out(held: FittedContents, options: _Options) -> Output | None:
-    """The files to write; None for a checkpoint of ours, which a save writes."""
+    """Returns the files to write; None for a checkpoint of ours, which a save writes."""
     limit = options.max_shard_size or SHARD
     if options.to == "torch":
         from .torch_write import lay_out_torch

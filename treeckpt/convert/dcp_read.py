@@ -33,7 +33,7 @@ KEPT = 4096
 
 
 def _state_of(node: Any, symbol: str, kind: type, label: str) -> Any:
-    """The state of an object of one class of the metadata.
+    """Returns the state of an object of one class of the metadata.
 
     Raises:
         FormatError: it is of another class, or its state of another kind.
@@ -47,7 +47,7 @@ def _state_of(node: Any, symbol: str, kind: type, label: str) -> Any:
 
 
 def sizes_of(node: Any, label: str, expected: str = "a torch.Size") -> tuple[int, ...]:
-    """A shape or an offset.
+    """Returns a shape or an offset.
 
     Raises:
         FormatError: it is none.
@@ -82,7 +82,7 @@ class DcpDirectory:
         return [state.get(field) for field in names]
 
     def window(self, name: str, offset: tuple[int, ...] | None) -> FileRange:
-        """Where an entry lies."""
+        """Returns the bytes of an entry."""
         if (name, offset) not in self.places:
             raise CorruptError(self.label, expected=f"the place of {name[:80]} at {offset}", found="none")
         place = _state_of(self.places[name, offset], _INFO, dict, self.label)
@@ -107,7 +107,7 @@ class DcpDirectory:
         return found
 
     def leaf(self, name: str, node: Any) -> Any:
-        """A tensor, left in its files, or a value."""
+        """Returns a tensor, left in its files, or a value."""
         if isinstance(node, UnbuiltObject) and node.symbol == f"{_MODULE} BytesStorageMetadata":
             return read_torch(self.window(name, None), self.storages, self.refused)
         properties, size, chunks = self._fields(node, "TensorStorageMetadata", "properties", "size", "chunks")
@@ -127,7 +127,7 @@ class DcpDirectory:
 
 
 def read_dcp(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> dict[Any, Any]:
-    """The state dict in a DCP directory, nested as it was, with its tensors left in the files.
+    """Returns the state dict in a DCP directory, nested as it was, with its tensors left in the files.
 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: it is none, or damaged.
@@ -142,7 +142,7 @@ class _Node(dict[Any, Any]):
 
 
 def nest(leaves: dict[Any, Any], paths: Any, label: str) -> dict[Any, Any]:
-    """The tree of some leaves.
+    """Returns the tree of some leaves.
 
     Args:
         paths: of each leaf by its name; without any, names are the keys.

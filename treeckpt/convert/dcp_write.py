@@ -35,7 +35,7 @@ Item = tuple[dcp.MetadataIndex, TorchArchive]
 
 
 def lay_out_dcp(held: FittedContents, *, max_shard_size: int) -> Output:
-    """The files of a DCP directory.
+    """Returns the files of a DCP directory.
 
     Raises:
         TreeError: DCP would give two leaves one name.
@@ -81,13 +81,13 @@ def _tensor(name: str, path: str, lazy: LazyArray) -> tuple[Any, list[Item]]:
 
 
 def _slice_of(lazy: LazyArray, box: Region) -> LazyArray:
-    """A box of an array, as an array."""
+    """Returns a box of an array as an array."""
     spec = msgspec.structs.replace(lazy.spec, shape=box.shape)
     return LazyArray(spec, lambda region: lazy.read(region.shifted(box.offset)))
 
 
 def _value(name: str, value: Any, arrays: dict[int, tuple[str, LazyArray]]) -> TorchArchive:
-    """A value, and what tensors it holds: a tuple is one entry."""
+    """Returns the archive of a value, which may hold tensors: a tuple is one entry."""
     leaves = [arrays.get(id(leaf), (f"{name}/{below}", leaf)) for below, leaf in flatten(value)[1]]
     return build_archive(value, leaves, {})
 

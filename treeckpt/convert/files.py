@@ -65,7 +65,7 @@ class FileRange(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The file, for errors."""
+        """The URL of the file, for errors."""
         return f"{self.store.url}/{self.name}"
 
     def within(self, start: int, size: int) -> FileRange:

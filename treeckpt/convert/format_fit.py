@@ -80,7 +80,7 @@ class _LeafFit:
         self.changed.setdefault((found, becomes), []).append(path)
 
     def with_findings(self, contents: Contents, *more: Finding) -> Contents:
-        """The contents with what was found."""
+        """Returns the contents with the findings."""
         notes: list[Finding] = []
         for (found, becomes), paths in self.changed.items():
             others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
@@ -89,7 +89,7 @@ class _LeafFit:
         return msgspec.structs.replace(contents, findings=findings)
 
     def leaf(self, path: str, leaf: Any) -> Any:
-        """A leaf as torch holds it; None if it cannot."""
+        """Returns a leaf as torch holds it; None if it cannot."""
         if isinstance(leaf, LazyArray):
             return self.array(path, leaf)
         numpy_scalar = isinstance(leaf, (np.bool_, np.integer, np.floating, np.complexfloating))
@@ -102,7 +102,7 @@ class _LeafFit:
         return leaf
 
     def array(self, path: str, lazy: LazyArray) -> LazyArray | None:
-        """An array as a tensor, the same where it is met again; None if it cannot be one."""
+        """Returns an array as a tensor, the same for the same array; None if it cannot be one."""
         spec = lazy.spec
         if spec.kind == "numpy":
             import torch
@@ -122,7 +122,7 @@ class _LeafFit:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether torch.load takes a value with weights_only=True."""
+    """Returns whether torch.load takes a value with weights_only=True."""
     if type(value) in (set, bytearray):
         return type(value) is bytearray or all(type(item) in _SCALARS for item in value)
     if type(value) is collections.Counter:
@@ -141,7 +141,7 @@ class Tie(msgspec.Struct, frozen=True):
 
 
 def _ties_of(contents: Contents) -> dict[str, Tie]:
-    """By path, the leaves that share an array with one that stands elsewhere in the tree, as a save finds them."""
+    """Returns by path the leaves that share an array with another leaf, as a save finds them."""
     arrays = map_leaves(contents, lambda _, leaf: leaf if isinstance(leaf, LazyArray) else None)
     described: Any = describe_tree(tree_of(arrays), rank=0)
     specs: list[LeafSpec] = [spec for spec in described.inventory.leaves if isinstance(spec, LeafSpec)]
@@ -149,12 +149,12 @@ def _ties_of(contents: Contents) -> dict[str, Tie]:
 
 
 def fit_treeckpt(contents: Contents) -> FittedContents:
-    """For a checkpoint of ours."""
+    """Fits contents to a checkpoint of ours."""
     return FittedContents(lower_containers(contents, NODES), {})
 
 
 def fit_torch(contents: Contents) -> FittedContents:
-    """For a file of torch.save that opens with weights_only=True."""
+    """Fits contents to a file of torch.save that opens with weights_only=True."""
     contents = lower_containers(contents, frozenset((DictNode, OrderedDictNode, ListNode, TupleNode)))
     fit = _LeafFit(f"{_WRITTEN}, {_TREE}", kinds=True)
     contents = fit.with_findings(map_leaves(contents, fit.leaf))
@@ -162,7 +162,7 @@ def fit_torch(contents: Contents) -> FittedContents:
 
 
 def fit_dcp(contents: Contents) -> FittedContents:
-    """For a DCP directory: a dict at the root, keys as text, each tensor by itself.
+    """Fits contents to a DCP directory: a dict at the root, keys as text, each tensor by itself.
 
     Raises:
         TreeError: the root is no dict, or two leaves would have one name.
@@ -197,7 +197,7 @@ def _check_keys(node: Structure, path: str, fit: _LeafFit) -> Recursive[None]:
 
 
 def _names(contents: Contents) -> dict[str, str]:
-    """By path, dotted names.
+    """Returns the dotted names of leaves by path.
 
     Raises:
         TreeError: two leaves have the same.
@@ -207,7 +207,7 @@ def _names(contents: Contents) -> dict[str, str]:
 
 
 def fit_safetensors(contents: Contents) -> FittedContents:
-    """For safetensors: arrays by name.
+    """Fits contents to safetensors: arrays by name.
 
     Raises:
         TreeError: two leaves would have one name, or there are no arrays.
@@ -278,14 +278,14 @@ def check_growth(source: Contents, nbytes: int) -> None:
 
 
 def own_nbytes(contents: Contents) -> int:
-    """Bytes of the arrays that are no ties or views of others among them."""
+    """Returns the bytes of the arrays, without ties and views of others."""
     sizes = {path: leaf.nbytes for path, leaf in contents.leaves if isinstance(leaf, LazyArray)}
     total = sum(sizes.values())
     return total - sum(sizes[path] for path in _ties_of(contents)) if total > FREE else total
 
 
 def _held(arrays: list[tuple[str, LazyArray]]) -> int:
-    """Bytes that the arrays show, each once."""
+    """Returns the bytes of the source that the arrays contain, each counted once."""
     total = reach = 0
     for start, nbytes in sorted((a.storage.address, a.storage.nbytes) for _, a in arrays if a.storage is not None):
         total += max(0, start + nbytes - max(start, reach))

@@ -68,7 +68,7 @@ class HfaiParts:
                     raise FormatError(label, expected="pairs of whole and large tensors", found=f"{key}")
 
     def _large(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, LazyArray]:
-        """The tensors that are split over all parts, put together."""
+        """Assembles the tensors that are split over all parts."""
         found: dict[Any, list[tuple[Any, Any]]] = {}
         for _, large in pairs:
             if not isinstance(large, dict) or any(not isinstance(v, tuple) or len(v) != 2 for v in large.values()):
@@ -93,7 +93,7 @@ class HfaiParts:
         return whole | large
 
     def model(self, number: int) -> dict[Any, Any]:
-        """The state dict of model number `number`."""
+        """Returns the state dict of model number `number`."""
         pairs = [state["model"][number] for state in self.states]
         found: dict[Any, Any] = {}
         for params, _ in pairs:
@@ -101,7 +101,7 @@ class HfaiParts:
         return self._united(found, self._large(pairs))
 
     def optimizer(self, number: int) -> dict[Any, Any]:
-        """The state dict of optimizer number `number`, as torch's own; param groups are in every part."""
+        """Returns the state dict of optimizer number `number` as torch has it; param groups are in every part."""
         pairs = [state["optimizer"][number] for state in self.states]
         first = pairs[0][0]
         state: dict[Any, Any] = {}
@@ -121,7 +121,7 @@ def _order(key: Any) -> tuple[bool, Any]:
 
 
 def read_hfai(store: Store, storages: ArchiveStorages, refused: list[RefusedLeaf]) -> dict[str, Any]:
-    """The state in a directory of hfai.checkpoint.save, with its tensors left in the files.
+    """Returns the state in a directory of hfai.checkpoint.save, with its tensors left in the files.
 
     Raises:
         CheckpointNotFound, FormatError, CorruptError: there is none, or its parts do not fit together.

@@ -212,7 +212,7 @@ class _NewFiles:
         return b""
 
     def publish(self, _: list[bytes]) -> bytes:
-        """On rank 0: gives the files their names, now that every rank has written its share."""
+        """On rank 0: renames the files, after every rank has written its share."""
         with self._wrapped_errors():
             if self.output.directory:
                 sync_directory(self.place)

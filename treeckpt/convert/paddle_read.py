@@ -35,7 +35,7 @@ _MODULES = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distribut
 
 
 def _fields(node: Any, name: str, label: str) -> dict[str, Any]:
-    """The fields of an object of one class of the metadata.
+    """Returns the fields of an object of one class of the metadata.
 
     Raises:
         FormatError: it is of another one.
@@ -117,7 +117,7 @@ class PaddleDirectory:
         )
 
     def _data(self, name: str, piece: PaddlePiece) -> LazyArray:
-        """The bytes of a piece, as one flat array."""
+        """Returns the array of a piece as its file has it."""
         file = self.places.get((name, *piece.key))
         if not isinstance(file, str) or file not in self.files:
             raise CorruptError(self.label, expected=f"the file of {name[:80]} at {piece.box.offset}", found=f"{file}")
@@ -134,7 +134,7 @@ class PaddleDirectory:
         return found
 
     def tensor(self, name: str, nodes: Any) -> LazyArray:
-        """A tensor, put together from its pieces."""
+        """Assembles a tensor from its pieces."""
         if not isinstance(nodes, list) or not nodes:
             raise FormatError(self.label, expected=f"the pieces of {name[:80]}", found=brief(nodes))
         pieces = list({piece.key: piece for piece in map(self._piece, nodes)}.values())
@@ -144,7 +144,7 @@ class PaddleDirectory:
         return from_boxes(spec, boxes, f"{name[:80]}: {self.label}")
 
     def _boxes(self, name: str, dtype: str, piece: PaddlePiece) -> list[tuple[Region, Open]]:
-        """A piece as boxes of the tensor: a flat range is cut into several."""
+        """Returns a piece as boxes of the tensor: a flat range becomes several."""
         size = piece.box.size
         low, high = piece.flat or (0, size)
         if not 0 <= low <= high <= size:
@@ -158,12 +158,12 @@ class PaddleDirectory:
         return found
 
     def _box(self, name: str, piece: PaddlePiece, spec: ArraySpec, start: int) -> LazyArray:
-        """The elements of a piece from number `start` on, as an array."""
+        """Returns elements of a piece, from number `start` on, as an array."""
         return strided_array(spec, elements_of(self._data(name, piece)), start, None, None)
 
 
 def read_paddle(store: Store, storages: ArchiveStorages, name: str | None = None) -> dict[Any, Any]:
-    """The state dict in a Paddle directory, nested as it was, with its tensors left in the files.
+    """Returns the state dict in a Paddle directory, nested as it was, with its tensors left in the files.
 
     Args:
         name: of the metadata file, where there are several.

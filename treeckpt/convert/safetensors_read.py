@@ -39,7 +39,7 @@ class _SafetensorsEntry(msgspec.Struct, gc=False):
 
 
 def _header(window: FileRange) -> tuple[dict[str, msgspec.Raw], FileRange]:
-    """The entries of a file, and its data area."""
+    """Returns the entries of a file, and its data area."""
     length = int.from_bytes(window.read(0, 8).tobytes(), "little")
     if length > MAX_HEADER:
         raise CorruptError(
@@ -53,7 +53,7 @@ def _header(window: FileRange) -> tuple[dict[str, msgspec.Raw], FileRange]:
 
 
 def read_safetensors(window: FileRange, storages: ArchiveStorages) -> tuple[dict[str, LazyArray], dict[str, str]]:
-    """The tensors of one file, by name, and its metadata.
+    """Returns the tensors of one file by name, and its metadata.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
@@ -91,7 +91,7 @@ class _SafetensorsIndex(msgspec.Struct):
 
 
 def read_sharded(store: Store, storages: ArchiveStorages) -> tuple[dict[str, LazyArray], dict[str, str]]:
-    """The tensors of a directory: those that its index names, or of all its files.
+    """Returns the tensors and the metadata of a directory, of the files in its index or of all.
 
     Raises:
         FormatError, CorruptError: files or tensors are missing, or named twice.

@@ -27,7 +27,7 @@ Named = tuple[str, str, LazyArray]
 
 
 def lay_out_safetensors(held: FittedContents, *, directory: bool, max_shard_size: int) -> Output:
-    """One safetensors file, or a directory as Hugging Face has it.
+    """Lays out one safetensors file, or a directory as Hugging Face has it.
 
     Raises:
         TreeError: there is no array.
@@ -76,7 +76,7 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _cut(part: OutputPart) -> Iterable[OutputPart]:
-    """A part in pieces that ranks can share."""
+    """Cuts a part into pieces that ranks can share."""
     at = part.start
     for region in tiles(part.region, max(1, SHARE // part.itemsize)):
         yield msgspec.structs.replace(part, start=at, region=region)
@@ -84,7 +84,7 @@ def _cut(part: OutputPart) -> Iterable[OutputPart]:
 
 
 def _encode_header(specs: Sequence[tuple[str, ArraySpec]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """The bytes before the data of a new file, and where each tensor starts in the file."""
+    """Returns the bytes before the data of a new file, and the offset of each tensor in the file."""
     tags = {dtype: tag for tag, dtype in TAGS.items()}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     starts: list[int] = []

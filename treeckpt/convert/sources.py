@@ -39,7 +39,7 @@ _HINT = f"Known formats are {', '.join(SOURCES)}"
 
 
 def detect(path: str | os.PathLike[str] | Store) -> str:
-    """The format of the checkpoint at a path, by its files' names and first bytes: one of `SOURCES`.
+    """Returns the format of the checkpoint at a path, by its files' names and first bytes: one of `SOURCES`.
 
     Raises:
         CheckpointNotFound: there is nothing.
@@ -80,7 +80,7 @@ def _of_file(path: Path) -> str:
 def open_source(
     path: str | os.PathLike[str] | Store, kind: str, storages: ArchiveStorages, exclude: Sequence[str]
 ) -> Iterator[Contents]:
-    """The contents of a checkpoint, with its arrays left in the files, which are closed at the end.
+    """Yields the contents of a checkpoint, with its arrays left in the files, which are closed at the end.
 
     Args:
         exclude: globs over paths that will be left out: objects there that cannot be read are no error.
@@ -124,7 +124,7 @@ def _read(
 
 
 def _with_lazy_arrays(contents: Contents) -> Contents:
-    """The same with arrays that are in memory as those are that are not.
+    """Replaces arrays in memory by lazy arrays.
 
     Raises:
         FormatError: an array has more dimensions, or bytes, than any library takes.

@@ -103,7 +103,7 @@ def _tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, hooks: Any = None,
     metadata: Any = None, *, dtype: str = "",
 ) -> LazyArray:  # fmt: skip
-    """A tensor over a storage; `dtype` for one of bytes."""
+    """Returns a tensor over a storage; `dtype` for one of bytes."""
     if not isinstance(storage, TorchFileStorage) or not (dtype or storage.dtype):
         raise ValueError(f"a tensor over {storage!r:.80}")
     numbers = (offset, *shape, *strides)
@@ -189,7 +189,7 @@ _CONSTRUCTORS: Constructors = {**PLAIN, **_REBUILD, "torch._tensor _rebuild_from
 
 
 def read_torch(window: FileRange, storages: ArchiveStorages, refused: list[RefusedLeaf] | None = None) -> Any:
-    """The tree in a file of torch.save, with its tensors left in the file.
+    """Returns the tree in a file of torch.save, with its tensors left in the file.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.

@@ -59,7 +59,7 @@ class TorchArchive(msgspec.Struct, frozen=True):
     parts: tuple[OutputPart, ...]
 
     def moved(self, file: int, at: int) -> TorchArchive:
-        """The same archive at byte `at` of file number `file`."""
+        """Returns the same archive at byte `at` of file number `file`."""
         literals = tuple((at + start, data) for start, data in self.literals)
         parts: list[OutputPart] = []
         for part in self.parts:
@@ -103,13 +103,13 @@ class _PickledCall:
 
 
 def lay_out_torch(held: FittedContents) -> Output:
-    """One file of torch.save."""
+    """Lays out one file of torch.save."""
     archive = build_archive(tree_of(held.contents), held.contents.leaves, held.ties)
     return Output((OutputFile("", archive.nbytes, archive.literals),), archive.parts, False)
 
 
 def build_archive(tree: Any, leaves: Sequence[tuple[str, Any]], ties: Mapping[str, Tie]) -> TorchArchive:
-    """The archive of a tree, for the beginning of the first file.
+    """Returns the archive of a tree, at the beginning of the first file.
 
     Args:
         leaves: of the tree, with their paths; the tree holds the lazy arrays among them by identity.
@@ -143,7 +143,7 @@ def build_archive(tree: Any, leaves: Sequence[tuple[str, Any]], ties: Mapping[st
 
 
 def _ordered(leaf: Any) -> Any:
-    """A value whose pickle is the same in every process: the order of a set is not."""
+    """Returns a value with the same pickle in every process: the order of a set differs."""
     return _PickledCall(set, (sorted(leaf, key=repr),)) if type(leaf) is set else leaf
 
 

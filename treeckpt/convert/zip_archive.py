@@ -59,7 +59,7 @@ class ZipEntry(msgspec.Struct, frozen=True):
 
 
 def find_entries(window: FileRange) -> dict[str, ZipEntry]:
-    """Where the contents of a zip archive's entries lie, by name.
+    """Finds the contents of a zip archive's entries, by name.
 
     Raises:
         FormatError: no zip archive, or one with compressed or encrypted entries.
@@ -105,7 +105,7 @@ class ZipLayout(msgspec.Struct, frozen=True):
 
 
 def lay_out(entries: Mapping[str, bytes | int]) -> ZipLayout:
-    """The archive of some entries, in their order.
+    """Lays out the archive of some entries, in their order.
 
     Args:
         entries: by name the contents, or the number of bytes that are written later.
@@ -140,7 +140,7 @@ def lay_out(entries: Mapping[str, bytes | int]) -> ZipLayout:
 
 
 def _common(name: bytes, crc: int, extra: bytes) -> bytes:
-    """What an entry's head and its record in the directory share; sizes stand in the extra field, with 64 bits."""
+    """Returns the common fields of an entry's header and its directory record; sizes are in the extra field."""
     sizes = struct.pack("<III", crc, 0xFFFFFFFF, 0xFFFFFFFF)
     return struct.pack("<HHHHHH", 45, 45, 0, 0, *_DATE) + sizes + struct.pack("<HH", len(name), len(extra))
 

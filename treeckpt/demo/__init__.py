@@ -74,7 +74,7 @@ def _steps(text: str) -> int:
 
 
 def prepare_run(asked: Path | None) -> Path:
-    """The directory to work in, made if need be.
+    """Returns the directory to work in, and creates it where it is missing.
 
     Raises:
         OSError: it cannot be made, or it holds something.

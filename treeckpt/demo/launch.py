@@ -61,7 +61,7 @@ def run_job(task: Task, on_step: OnStep, *, environment: Mapping[str, str], pati
 
 
 def command_of(task: Task) -> list[str]:
-    """The command line of a task."""
+    """Returns the command line of a task."""
     worker = ["-m", "treeckpt.demo.train", msgspec.json.encode(task).decode()]
     ranks = RANKS[task.layout]
     if ranks == 1:
@@ -71,7 +71,7 @@ def command_of(task: Task) -> list[str]:
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The workers' environment: one thread each, the loopback interface, and no trace of a torchrun above us."""
+    """Returns the workers' environment: one thread, the loopback interface, no variables of an outer torchrun."""
     ours = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     clean = {k: v for k, v in environment.items() if k not in ours and not k.startswith("TORCHELASTIC_")}
     clean |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -106,7 +106,7 @@ def follow(lines: Iterable[str], on_step: OnStep) -> str:
 
 @contextlib.contextmanager
 def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own, so that Ctrl-C reaches it only through us; ended at the end.
+    """Runs a process in a session of its own, so that Ctrl-C does not reach it; ends it at the end.
 
     Meanwhile SIGTERM raises SystemExit here, so that every `finally` runs.
     """

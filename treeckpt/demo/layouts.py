@@ -48,7 +48,7 @@ def place(model: GPT, layout: Layout, rows: int) -> range:
 
 
 def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Tensor and sequence parallelism over a mesh of one dimension."""
+    """Applies tensor and sequence parallelism over a mesh of one dimension."""
     rows, whole = Shard(1), Replicate()  # activations are (batch, time, width): between layers, time is split
     ends: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=whole, output_layouts=rows),

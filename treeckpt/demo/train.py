@@ -61,7 +61,7 @@ class Trainer:
         self.losses = torch.full((task.stop,), torch.nan, dtype=torch.float64)
 
     def tree(self) -> dict[str, Any]:
-        """The state as a tree; its tensors are the live ones."""
+        """Returns the state as a tree; its tensors are the live ones."""
         extra = {
             "step": self.step,
             "losses": self.losses,
@@ -81,7 +81,7 @@ class Trainer:
         return report
 
     def advance(self) -> None:
-        """One step of training; the loss is that of the whole global batch, on every rank."""
+        """Trains one step; the loss is that of the whole global batch, on every rank."""
         self.step += 1
         found = batch(self.text, self.step, seed=self.seed, rows=self.rows, length=self.config.length)
         tokens = torch.from_numpy(found)
@@ -111,7 +111,7 @@ def run_train(task: Train) -> Trained:
 
 
 def save(trainer: Trainer, run: str) -> Saved:
-    """Saves, and notes what torch itself says was in memory."""
+    """Saves, and digests the state in memory with torch alone."""
     tree = trainer.tree()
     report = tc.save(checkpoint_path(run, trainer.step), tree, step=trainer.step)
     found = from_all(digests(tree))
@@ -136,7 +136,7 @@ def run_resume(task: Resume) -> Resumed:
 
 
 def from_all(value: T) -> list[T]:
-    """Every rank's value, in the order of ranks."""
+    """Returns every rank's value, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
     gathered: list[T] = [value] * dist.get_world_size()
@@ -145,7 +145,7 @@ def from_all(value: T) -> list[T]:
 
 
 def digests(tree: object) -> Digests:
-    """SHA-256 of every leaf, by path. Every rank must call it, with the same paths.
+    """Returns the SHA-256 of every leaf, by path. Every rank must call it, with the same paths.
 
     Distributed tensors are gathered with torch's own `full_tensor`: this shares no code with the checkpoint.
     """
