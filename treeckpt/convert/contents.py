@@ -131,11 +131,13 @@ def subtree(contents: Contents, at: str) -> Contents:
 
 
 def select(contents: Contents, globs: Sequence[str]) -> Contents:
-    """Keeps only the leaves that globs match, and those below paths that they name.
+    """Keeps only the leaves that globs match, and those below paths that they name; all without globs.
 
     Raises:
         MismatchError: a glob names nothing.
     """
+    if not globs:
+        return contents
     chosen = Globs(globs)
     for glob in chosen.unused([path for path, _ in contents.leaves]):
         raise MismatchError(

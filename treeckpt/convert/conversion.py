@@ -192,7 +192,8 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm) -> ConvertR
     begin = time.perf_counter()
     kind, storages, dry_run = detect(source), ArchiveStorages(alone=comm.size == 1), options.dry_run
     with open_source(source, kind, storages, options.exclude) as found:
-        chosen = _chosen(found, options)
+        kept = choosing.exclude(found, options.exclude)
+        chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
         cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
         held = _FITS[options.to](cast)
         contents = held.contents
@@ -306,14 +307,6 @@ def _local(destination: str) -> Path:
             "destination", expected="a path that is text", found=f"{destination!r:.200}", hint="Rename it"
         )
     return Path(rest if separator else destination).absolute()
-
-
-def _chosen(contents: Contents, options: _Options) -> Contents:
-    if options.exclude:
-        contents = choosing.exclude(contents, options.exclude)
-    if options.select:
-        contents = choosing.select(contents, options.select)
-    return choosing.subtree(contents, options.subtree)
 
 
 def _read_of(chosen: Contents, held: Contents, options: _Options) -> list[choosing.ContentsLeaf]:

@@ -266,7 +266,11 @@ def check_growth(source: Contents, nbytes: int) -> None:
     if nbytes <= FREE:
         return
     arrays = [(path, leaf) for path, leaf in source.leaves if isinstance(leaf, LazyArray)]
-    held = _held(arrays)
+    held = sum(leaf.nbytes for _, leaf in arrays if leaf.storage is None)
+    reach = 0
+    for start, size in sorted((a.storage.address, a.storage.nbytes) for _, a in arrays if a.storage is not None):
+        held += max(0, start + size - max(start, reach))
+        reach = max(reach, start + size)
     if nbytes > FREE + TIMES * held:
         path, largest = max(arrays, key=lambda pair: pair[1].nbytes)
         raise FormatError(
@@ -282,12 +286,3 @@ def own_nbytes(contents: Contents) -> int:
     sizes = {path: leaf.nbytes for path, leaf in contents.leaves if isinstance(leaf, LazyArray)}
     total = sum(sizes.values())
     return total - sum(sizes[path] for path in _ties_of(contents)) if total > FREE else total
-
-
-def _held(arrays: list[tuple[str, LazyArray]]) -> int:
-    """Returns the bytes of the source that the arrays contain, each counted once."""
-    total = reach = 0
-    for start, nbytes in sorted((a.storage.address, a.storage.nbytes) for _, a in arrays if a.storage is not None):
-        total += max(0, start + nbytes - max(start, reach))
-        reach = max(reach, start + nbytes)
-    return total + sum(leaf.nbytes for _, leaf in arrays if leaf.storage is None)
