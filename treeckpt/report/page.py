@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ..core.analysis.diff import leaf_text
-from ..core.analysis.outline import Outline, OutlineRow, leaf_nbytes
+from ..core.analysis.outline import IndexOutline, Outline, OutlineRow, leaf_nbytes
 from ..core.analysis.timing_report import TimingReport
 from ..core.format.byte_map import chunk_count, layout_of, locate_chunks
 from ..core.format.records import AliasRecord, ArrayRecord, Index, Leaf
@@ -117,7 +117,7 @@ def _checkpoint(path: str | os.PathLike[str], info: CheckpointInfo) -> list[Html
         index = catalog.read_index(path)
     except TreeckptError as error:
         return [state, el("p", f"{error}", class_="bad"), *parts[1:]]
-    outline = Outline(index)
+    outline = IndexOutline(index)
     return [state, _facts(index), _sizes(outline), *parts[1:], *_maps(index), _tree(outline), _files(index)]
 
 

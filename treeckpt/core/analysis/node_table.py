@@ -13,7 +13,7 @@ from itertools import accumulate
 from ...errors import FormatError
 from ..format.records import Index
 from ..tree.structure import KeyTextCache, Node, PerRankNode
-from .outline import Outline
+from .outline import IndexOutline
 
 __all__ = ["NodeRecord", "node_records"]
 
@@ -31,7 +31,7 @@ def node_records(index: Index) -> Iterator[NodeRecord]:
     Raises:
         FormatError: the bytes of all leaves are more than fit 64 bits.
     """
-    outline = Outline(index)
+    outline = IndexOutline(index)
     sizes = outline.sizes
     sums = [0, *accumulate(sizes)]
     if sums[-1] >= MAX_NBYTES:

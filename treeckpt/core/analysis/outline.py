@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ from ..sharding.placements import Layout, MeshLayout, Replicate
 from ..tree.recursion import Recursive, trampoline
 from ..tree.structure import Node, PerRankNode, Structure, key_text, keys_of
 
-__all__ = ["Outline", "OutlineRow", "held_nbytes", "leaf_nbytes"]
+__all__ = ["IndexOutline", "Outline", "OutlineRow", "held_nbytes", "leaf_nbytes"]
 
 
 class OutlineRow(msgspec.Struct, frozen=True):
@@ -85,8 +86,42 @@ def _copies(layout: Layout) -> int:
     return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
 
 
-class Outline:
-    """The browsable tree of an index. It caches what it computes; threads may share it."""
+class Outline(Protocol):
+    """The browsable tree of an index, in memory or in a file; threads may share it."""
+
+    index: Index
+
+    def row(self, name: str = "") -> OutlineRow:
+        """Returns one node.
+
+        Raises:
+            MismatchError: there is no such node.
+        """
+        ...
+
+    def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[OutlineRow]:
+        """Returns the node's children from position `start` on, at most `count`.
+
+        Raises:
+            MismatchError: there is no such node.
+        """
+        ...
+
+    def node_at(self, path: str) -> OutlineRow | None:
+        """Returns the node with this path, None if there is none."""
+        ...
+
+    def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
+        """Finds leaves from number `start` on whose path contains every word of `text`.
+
+        Returns:
+            At most `count` leaves, and the number at which to continue, None at the end.
+        """
+        ...
+
+
+class IndexOutline:
+    """The outline of an index in memory. It caches what it computes."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -171,26 +206,15 @@ class Outline:
         return node, row
 
     def row(self, name: str = "") -> OutlineRow:
-        """Returns one node.
-
-        Raises:
-            MismatchError: there is no such node.
-        """
         return self._find(name)[1]
 
     def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[OutlineRow]:
-        """Returns the node's children from position `start` on, at most `count`.
-
-        Raises:
-            MismatchError: there is no such node.
-        """
         node, row = self._find(name)
         if node is None:
             return []
         return [self._child(node, row, at)[1] for at in range(start, min(start + count, len(node.children)))]
 
     def node_at(self, path: str) -> OutlineRow | None:
-        """Returns the node with this path, None if there is none."""
         node, row = self._find("")
         for step in path.split("/") if path else ():
             if node is None:
@@ -203,11 +227,6 @@ class Outline:
         return row
 
     def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
-        """Finds leaves from number `start` on whose path contains every word of `text`.
-
-        Returns:
-            At most `count` leaves, and the number at which to continue, None at the end.
-        """
         words = text.casefold().split()
         found: list[Leaf] = []
         for number in range(start, len(self._folded)):
