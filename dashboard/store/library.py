@@ -209,8 +209,7 @@ class Library:
         entry = folder.entries().get(INDEX_NAME)
         if entry is None:
             raise CheckpointNotFound(visible(folder.url), expected=f"a checkpoint ({INDEX_NAME})", found="none")
-        found: Any = self._reader.outline(run.url if run else "", folder, entry)
-        return found
+        return self._reader.outline(run.url if run else "", folder, entry)
 
     def study(self, info: CheckpointInfo) -> TimingReport:
         """Returns the timings of a checkpoint, with what is computed from them.

@@ -148,7 +148,7 @@ class StoredIndex(Index, frozen=True, dict=True):
 
 
 class StoredOutline:
-    """The tree of an index in a file, with the methods of `core.analysis.outline.Outline`.
+    """The `Outline` of an index in a file.
 
     Raises:
         sqlite3.Error: the file was not written by `index_table`.
@@ -190,19 +190,9 @@ class StoredOutline:
         return _row(node, at, path), node[3]
 
     def row(self, name: str = "") -> OutlineRow:
-        """Returns one node.
-
-        Raises:
-            MismatchError: there is no such node.
-        """
         return self._find(name)[0]
 
     def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[OutlineRow]:
-        """Returns the children of a node from position `start` on, at most `count`.
-
-        Raises:
-            MismatchError: there is no such node.
-        """
         node, child = self._find(name)
         start, stop = min(start, node.children), min(start + count, node.children)
         found = self._nodes(child + start, child + stop)
@@ -215,7 +205,6 @@ class StoredOutline:
         return rows
 
     def node_at(self, path: str) -> OutlineRow | None:
-        """Returns the node with this path, None if there is none."""
         names: list[str] = []
         [node] = self._nodes(0, 1)
         for step in path.split("/") if path else ():
@@ -239,7 +228,6 @@ class StoredOutline:
         return None
 
     def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
-        """Returns leaves from number `start` on whose path contains every word of `text` and the next start, if any."""
         words = sorted(text.casefold().split(), key=len, reverse=True)
         found: list[Leaf] = []
         for number in self._matches(words, start):

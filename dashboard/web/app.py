@@ -36,7 +36,10 @@ from ..store.library import Library, NotFound
 from ..timing import routes as timing_routes
 from .security import LOOPBACK_HOSTS, RequestGuard
 
-__all__ = ["create_app"]
+__all__ = ["ROOMS", "create_app"]
+
+ROOMS = tuple(room.router for room in (runs_routes, checkpoint_routes, compare_routes, timing_routes))
+"""The addresses of all rooms."""
 
 
 def create_app(
@@ -71,11 +74,10 @@ def create_app(
     app.state.boot = secrets.token_hex(8)
     app.state.save_rates = SaveRates()
     app.state.templates = templates()
-    rooms = (runs_routes, checkpoint_routes, compare_routes, timing_routes)
-    for room in rooms:
-        app.include_router(room.router.api)
-        app.include_router(room.router.pages)
-    describe_responses(app, [room.router for room in rooms])
+    for room in ROOMS:
+        app.include_router(room.api)
+        app.include_router(room.pages)
+    describe_responses(app, ROOMS)
     app.mount("/static", StaticFiles(packages=[("treeckpt_dashboard", "static")]), name="static")
     app.add_exception_handler(StillReading, _on_still_reading)
     app.add_exception_handler(NotModified, _on_not_modified)

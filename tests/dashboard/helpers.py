@@ -5,7 +5,17 @@ import time
 from starlette.testclient import TestClient
 
 from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name
-from treeckpt_dashboard.web.app import create_app
+from treeckpt_dashboard.web.app import ROOMS, create_app
+
+PAGES = [route.path for room in ROOMS for route in room.pages.routes]
+"""The path of every page, with the names of its parameters."""
+
+
+def checkpoint_pages(*numbers):
+    """Returns what follows a checkpoint's path in those of its pages; of one leaf or shard, for each of the numbers."""
+    at = "/checkpoints/{checkpoint_id}"
+    rests = [path.removeprefix(at) for path in PAGES if path.startswith(at)]
+    return list(dict.fromkeys(rest.format(number=number) for rest in rests for number in numbers))
 
 
 def number_of(client, newest, path):

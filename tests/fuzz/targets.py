@@ -30,7 +30,7 @@ from treeckpt.arrays.registry import decode
 from treeckpt.convert.files import file_window
 from treeckpt.convert.pickle_reader import read_pickle
 from treeckpt.convert.pickle_values import PLAIN, build_tree
-from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.outline import IndexOutline
 from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
 from treeckpt.core.format.index import INDEX_NAME, decode_index
 from treeckpt.core.format.save_progress import Progress, decode_progress, encode_progress
@@ -174,7 +174,7 @@ def indexes(data: st.DataObject) -> None:
     with only_ours():
         index = decode_index(encoded)
         with contextlib.suppress(tc.TreeckptError):
-            Outline(index).children("", count=20)
+            IndexOutline(index).children("", count=20)
         for leaf in index.entries[:20]:
             with contextlib.suppress(tc.TreeckptError):
                 locate_chunks(index, leaf)

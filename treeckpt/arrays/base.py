@@ -357,7 +357,7 @@ class Adapter(Protocol):
         ...
 
     def wrap(self, spec: ArraySpec, memory: memoryview, offset: int) -> Any:
-        """Returns an array that uses `memory` from byte `offset` on, without a copy."""
+        """Returns an array that uses `memory` from byte `offset` on, without a copy: the memory may be filled later."""
         ...
 
     def view(self, base: Any, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> Any:

@@ -42,6 +42,11 @@ __all__ = [
 ]
 
 _ADAPTERS = {"torch": "torch", "numpy": "numpy"}
+"""The adapter's module in this package, by the top-level module of a library's classes.
+
+The name of the adapter is also `ArraySpec.kind` of its arrays, and what the kinds of its stored values begin with; the
+kinds of arrays without an adapter of their name are torch's.
+"""
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
 
 
@@ -121,7 +126,11 @@ def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
 
 def library_of(spec: ArraySpec) -> Adapter:
     """Returns the adapter that creates arrays of the spec's kind."""
-    return _load("numpy" if spec.kind == "numpy" else "torch")
+    return _load(_name_of(spec))
+
+
+def _name_of(spec: ArraySpec) -> str:
+    return spec.kind if spec.kind in _ADAPTERS.values() else "torch"
 
 
 def target_of(leaf: object, path: str, rank: int) -> ArrayTarget | None:
@@ -209,7 +218,7 @@ def check_cast(spec: ArraySpec, saved: str, path: str) -> None:
     Raises:
         MismatchError: neither the library nor ml_dtypes can cast them.
     """
-    error = _cast_error("numpy" if spec.kind == "numpy" else "tensor", saved, spec.dtype)
+    error = _cast_error(_name_of(spec), saved, spec.dtype)
     if error is not None:
         raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
 
@@ -220,10 +229,16 @@ def check_library(spec: ArraySpec, path: str) -> Adapter:
     Raises:
         MismatchError: the library is not installed, or lacks the dtype.
     """
-    if spec.kind == "numpy":
-        adapter = _load("numpy")
-    else:
-        adapter = _torch(path)
+    try:
+        adapter = library_of(spec)
+    except ImportError as error:
+        name = _name_of(spec)
+        raise MismatchError(
+            path,
+            expected=f"{name}, to load a {spec.kind}",
+            found=f"no {name} in this environment",
+            hint=f"Install treeckpt[{name}], or pass like= with numpy arrays",
+        ) from error
     try:
         adapter.known_dtype(spec.dtype)
     except MismatchError as error:
@@ -238,18 +253,6 @@ def new_array(spec: ArraySpec, path: str, device: str | None, *, allocate: Alloc
         MismatchError: the library is not installed.
     """
     return check_library(spec, path).empty(spec, path, device, allocate=allocate)
-
-
-def _torch(path: str) -> Adapter:
-    try:
-        return _load("torch")
-    except ImportError as error:
-        raise MismatchError(
-            path,
-            expected="torch, to load a tensor",
-            found="no torch in this environment",
-            hint="Install treeckpt[torch], or pass like= with numpy arrays",
-        ) from error
 
 
 def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
@@ -290,9 +293,10 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
     def extra(typed: Typed) -> object:
         if typed.kind == "pickle":
             return _unpickle(typed, path, allow_pickle)
-        if not typed.kind.startswith("torch."):
+        name = typed.kind.partition(".")[0]
+        if name not in _ADAPTERS.values():
             raise LookupError(typed.kind)
-        return _load("torch").decode(typed)
+        return _load(name).decode(typed)
 
     return decode_value(value, path, resolve=resolve, extra=extra)
 

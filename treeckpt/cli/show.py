@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import api
 from ..core.analysis.diff import leaf_text
-from ..core.analysis.outline import Outline, OutlineRow
+from ..core.analysis.outline import IndexOutline, Outline, OutlineRow
 from ..core.format.byte_map import layout_of, locate_chunks
 from ..core.format.records import AliasRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
 from ..core.sharding.int_runs import length_of
@@ -44,7 +44,7 @@ def _show(options: argparse.Namespace) -> int:
     index = api.inspect(options.checkpoint)
     if options.rules:
         return _show_rules(index, options)
-    outline = Outline(index)
+    outline = IndexOutline(index)
     row = outline.node_at(options.leaf)
     if row is None:
         fail(f"treeckpt: {options.leaf}: no such path in {options.checkpoint}")

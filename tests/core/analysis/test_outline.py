@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.samples import write_checkpoint
-from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.outline import IndexOutline
 from treeckpt.core.analysis.profile import profile_of, span_lanes
 from treeckpt.core.format.byte_map import extents_in_file, locate_chunks
 from treeckpt.core.format.timings import Span, Timings
@@ -21,7 +21,7 @@ def index(tmp_path_factory):
 
 
 def test_every_nodes_bytes_are_the_sum_of_its_childrens(index):
-    outline, todo, leaves = Outline(index), [""], 0
+    outline, todo, leaves = IndexOutline(index), [""], 0
     while todo:
         row = outline.row(todo.pop())
         children = outline.children(row.node, count=1 << 20)
@@ -35,7 +35,7 @@ def test_every_nodes_bytes_are_the_sum_of_its_childrens(index):
 
 
 def test_nodes_that_are_not_there(index):
-    outline = Outline(index)
+    outline = IndexOutline(index)
     for name in ("9", "0.9999", "x", "0..1", "-1", "0.0.0"):
         with pytest.raises(MismatchError):
             outline.row(name)

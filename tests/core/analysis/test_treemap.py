@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.samples import gpt_state, write_checkpoint
-from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.outline import IndexOutline
 from treeckpt.core.analysis.treemap import state_part, treemap_of
 from treeckpt.core.format.byte_map import extents_in_file
 
@@ -13,7 +13,7 @@ WAYS = ["tree", "part", "rank", "file", "dtype"]
 @pytest.fixture(scope="module")
 def outline(tmp_path_factory):
     path = tmp_path_factory.mktemp("treemap") / "c"
-    return Outline(write_checkpoint(path, gpt_state(layers=3), max_shard_bytes=200_000))
+    return IndexOutline(write_checkpoint(path, gpt_state(layers=3), max_shard_bytes=200_000))
 
 
 def groups(boxes):
@@ -64,5 +64,5 @@ def test_dtypes(outline):
 
 @pytest.mark.parametrize("by", WAYS)
 def test_a_tree_without_arrays_is_one_empty_box(tmp_path, by):
-    [box, *rest] = treemap_of(Outline(write_checkpoint(tmp_path / "c", {"a": 1})), by)
+    [box, *rest] = treemap_of(IndexOutline(write_checkpoint(tmp_path / "c", {"a": 1})), by)
     assert box.nbytes == 0 and not rest

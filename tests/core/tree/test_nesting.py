@@ -20,7 +20,7 @@ import treeckpt as tc
 from tests.helpers.world import on_ranks, reseal
 from treeckpt import training
 from treeckpt.convert import convert
-from treeckpt.core.analysis.outline import Outline
+from treeckpt.core.analysis.outline import IndexOutline
 from treeckpt.core.analysis.treemap import treemap_of
 from treeckpt.core.tree.structure import MAX_DEPTH
 from treeckpt.report import report
@@ -231,7 +231,7 @@ def test_reports_and_pages_of_deep_trees(tmp_path: Path) -> None:
     report(tmp_path / "run" / "step_00000001", tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size > 1000
     index = tc.inspect(tmp_path / "run" / "step_00000001")
-    outline = Outline(index)
+    outline = IndexOutline(index)
     row = outline.row(".".join(["0"] * MAX_DEPTH))
     assert row.kind == "leaf" and outline.node_at("/".join(["k"] * MAX_DEPTH)) == row
     assert len(treemap_of(outline, "tree", count=50)) > 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.helpers.large import large_index
 from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt.api import inspect as read_index
-from treeckpt.core.analysis.outline import Outline, node_records
+from treeckpt.core.analysis.outline import IndexOutline, node_records
 from treeckpt.core.format.byte_map import extents_in_file, layout_of, locate_chunks
 from treeckpt.core.format.records import AliasRecord, ValueRecord
 from treeckpt.core.tree.flatten import PerRank
@@ -33,7 +33,7 @@ def both(tmp_path_factory):
     index = read_index(folder / "c")
     summary = build_table(index, folder / "c.sqlite")
     assert summary == summarize_index(index)
-    return Outline(index), StoredOutline(folder / "c.sqlite")
+    return IndexOutline(index), StoredOutline(folder / "c.sqlite")
 
 
 def names(outline):
@@ -106,7 +106,7 @@ def test_a_tree_that_is_one_leaf(tmp_path):
     index = read_index(tmp_path / "c")
     build_table(index, tmp_path / "t")
     stored = StoredOutline(tmp_path / "t")
-    assert stored.row() == Outline(index).row() and stored.children() == [] and stored.node_at("") == stored.row()
+    assert stored.row() == IndexOutline(index).row() and stored.children() == [] and stored.node_at("") == stored.row()
 
 
 def test_more_bytes_than_64_bits_hold_are_refused_and_leave_nothing(tmp_path):
@@ -145,7 +145,7 @@ def test_any_tree_is_numbered_so_that_children_stand_side_by_side(shape):
 
     count = sum(1 for _ in _leaves(shape))
     index = msgspec.structs.replace(large_index(4), structure=build(shape), leaves=(ValueRecord(1),) * count)
-    nodes, outline = list(node_records(index)), Outline(index)
+    nodes, outline = list(node_records(index)), IndexOutline(index)
 
     def walk(number, name):
         key, kind, cls, child, children, first, leaves, nbytes = nodes[number]

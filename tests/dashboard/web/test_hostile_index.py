@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import treeckpt_dashboard
+from tests.dashboard.helpers import checkpoint_pages
 from tests.helpers.samples import write_checkpoint
 from treeckpt.core.format.index import INDEX_NAME, encode_index
 from treeckpt.core.format.records import AliasRecord, ValueRecord
@@ -20,7 +21,7 @@ from treeckpt_dashboard.web import security
 from treeckpt_dashboard.web.app import create_app
 
 replace = msgspec.structs.replace
-PAGES = ("", "?q=a", "/files", "/files/0", "/timing", "/leaves/0", "/leaves/1")
+PAGES = ("?q=a", *checkpoint_pages(0, 1))
 
 
 def nested(depth):

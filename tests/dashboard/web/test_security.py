@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from tests.dashboard.helpers import checkpoint_pages
 from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt_dashboard.web.security import HEADERS, host_name
 from treeckpt_dashboard.web.server import ServeError, is_loopback
@@ -17,7 +18,7 @@ def pages_of(client):
     [run] = client.get("/api/v1/runs").json()["runs"]
     for checkpoint in run["checkpoints"]:
         at = f"/checkpoints/{checkpoint['id']}"
-        for rest in ("", "?q=a", "/files", "/files/0", "/reshard", "/timing", *(f"/leaves/{n}" for n in range(4))):
+        for rest in ("?q=a", *checkpoint_pages(*range(4))):
             yield at + rest
             if "?" not in rest:
                 yield f"/api/v1{at}{rest}"

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
+from typing import Protocol
 
 import msgspec
 
@@ -24,7 +25,7 @@ from ..sharding.int_runs import length_of
 from ..sharding.placements import Layout, MeshLayout, Replicate
 from ..tree.structure import KeyTextCache, Node, Structure, containers_of
 
-__all__ = ["NodeRecord", "Outline", "OutlineRow", "held_nbytes", "node_records"]
+__all__ = ["IndexOutline", "NodeRecord", "Outline", "OutlineRow", "held_nbytes", "node_records"]
 
 MAX_NBYTES = 1 << 63
 """Bytes of all leaves of a table are below this, because they are stored as a signed integer of 64 bits."""
@@ -85,8 +86,42 @@ def _copies(layout: Layout) -> int:
     return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
 
 
-class Outline:
-    """The browsable tree of an index. It caches what it computes; threads may share it."""
+class Outline(Protocol):
+    """The browsable tree of an index, in memory or in a file; threads may share it."""
+
+    index: Index
+
+    def row(self, name: str = "") -> OutlineRow:
+        """Returns one node.
+
+        Raises:
+            MismatchError: there is no such node.
+        """
+        ...
+
+    def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[OutlineRow]:
+        """Returns the node's children from position `start` on, at most `count`.
+
+        Raises:
+            MismatchError: there is no such node.
+        """
+        ...
+
+    def node_at(self, path: str) -> OutlineRow | None:
+        """Returns the node with this path, None if there is none."""
+        ...
+
+    def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
+        """Finds leaves from number `start` on whose path contains every word of `text`.
+
+        Returns:
+            At most `count` leaves, and the number at which to continue, None at the end.
+        """
+        ...
+
+
+class IndexOutline:
+    """The outline of an index in memory. It caches what it computes."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -164,26 +199,15 @@ class Outline:
         return node, row
 
     def row(self, name: str = "") -> OutlineRow:
-        """Returns one node.
-
-        Raises:
-            MismatchError: there is no such node.
-        """
         return self._find(name)[1]
 
     def children(self, name: str = "", *, start: int = 0, count: int = 100) -> list[OutlineRow]:
-        """Returns the node's children from position `start` on, at most `count`.
-
-        Raises:
-            MismatchError: there is no such node.
-        """
         node, row = self._find(name)
         if node is None:
             return []
         return [self._child(node, row, at)[1] for at in range(start, min(start + count, len(node.children)))]
 
     def node_at(self, path: str) -> OutlineRow | None:
-        """Returns the node with this path, None if there is none."""
         node, row = self._find("")
         for step in path.split("/") if path else ():
             if node is None:
@@ -195,11 +219,6 @@ class Outline:
         return row
 
     def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
-        """Finds leaves from number `start` on whose path contains every word of `text`.
-
-        Returns:
-            At most `count` leaves, and the number at which to continue, None at the end.
-        """
         words = text.casefold().split()
         found: list[Leaf] = []
         for number in range(start, len(self._folded)):
@@ -220,7 +239,7 @@ def node_records(index: Index) -> Iterator[NodeRecord]:
     Raises:
         FormatError: the bytes of all leaves are more than fit 64 bits.
     """
-    outline = Outline(index)
+    outline = IndexOutline(index)
     sizes, sums = outline.sizes, outline.sums
     if sums[-1] >= MAX_NBYTES:
         raise FormatError("", expected="fewer than 2**63 bytes in all", found=f"{sums[-1]}")
