@@ -221,11 +221,7 @@ def _content(job: Load, one: SequenceReplacement) -> object:
 
 
 def _check_container(job: Load, wanted: object, path: str) -> None:
-    """Refuses a container of a class that cannot be filled, where the checkpoint has leaves for it.
-
-    Raises:
-        MismatchError: naming its class.
-    """
+    """Refuses a container of a class that cannot be filled, where the checkpoint has leaves for it."""
     if not isinstance(wanted, (Mapping, Sequence)) or isinstance(wanted, (str, bytes, bytearray, range)):
         return
     if any(other.startswith(f"{path}/" if path else "") for other in job.view.by_path):

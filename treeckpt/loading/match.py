@@ -231,11 +231,7 @@ class Load:
         self.batch.read_nbytes += batch.read_nbytes
 
     def check(self, path: str, leaf: Leaf, wanted: ArraySpec) -> None:
-        """Compares the wanted shape and dtype with the saved ones.
-
-        Raises:
-            MismatchError: of shape or dtype.
-        """
+        """Refuses a wanted shape or dtype that is not the saved one, by a MismatchError."""
         saved = leaf.spec
         assert saved is not None, "values are decoded, not read"
         if wanted.shape != saved.shape:
@@ -294,11 +290,7 @@ class Load:
 
 
 def check_same(missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Refuses leaves that are only wanted, or only saved.
-
-    Raises:
-        MismatchError: naming some of them.
-    """
+    """Refuses leaves that are only wanted, or only saved, by a MismatchError that names some of them."""
     if not missing and not unexpected:
         return
     texts = [_some("missing in the checkpoint", missing), _some("not asked for", unexpected)]
