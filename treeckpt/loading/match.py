@@ -113,8 +113,6 @@ class Load:
         self.damaged = self._damaged()
         self.batch = ReadBatch(checkpoint, self.source_rank, self.recorder, whole=options.bad is None)
         self.claims = Claims(checkpoint, whole=options.bad is None)
-        self.filled: list[tuple[str, ArrayTarget]] = []
-        """The arrays that are filled in place, by path."""
         self.loaded = 0
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -203,8 +201,6 @@ class Load:
                 f"{leaf.spec and leaf.spec.shape}{self._chain(path)}",
                 hint="Put an array, a tc.ArraySpec or `...` there in like",
             )
-        if in_place:
-            self.filled.append((path, target))
         self.check(path, leaf, target.spec)
         return self.batch.add_target(path, leaf, target)
 
