@@ -109,7 +109,7 @@ def _built(plan: _BroadcastTree, targets: dict[str, ArrayTarget], rank: int, nam
         elif leaf.alias_of is not None:
             leaves[leaf.path] = rebuild_alias(leaf, leaves[leaf.alias_of], targets[leaf.alias_of].spec)
     ordered = [leaves[leaf.path] for leaf in plan.inventory.leaves]
-    return unflatten(plan.inventory.whole, iter(ordered), resolve=resolve, rank=rank, namespace=namespace)
+    return unflatten(plan.inventory.structure.whole(), iter(ordered), resolve=resolve, rank=rank, namespace=namespace)
 
 
 # distribute -----------------------------------------------------------------------------------------------------------
