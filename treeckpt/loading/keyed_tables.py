@@ -14,7 +14,6 @@ fill value, and refused otherwise, because its old rows are not those of the new
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +21,9 @@ import msgspec
 import numpy as np
 
 from ..arrays.base import ArrayTarget, Box, HostArray, TargetPiece, raw_dtype
-from ..arrays.registry import abstract_of, library_of, source_of
+from ..arrays.registry import abstract_of, source_of
 from ..arrays.table_columns import SelectedRowsWriter, check_order, read_ids
 from ..core.format.records import Leaf
-from ..core.sharding.dtypes import dtype_of
 from ..core.sharding.region import Region
 from ..core.tree.keyed_table import Column
 from ..core.tree.row_order import buckets_of
@@ -44,6 +42,8 @@ from .join_slots import (
     read_now,
 )
 from .read_request import LeafPlaceholder
+from .transforms.assemble import constant_write
+from .transforms.composed_array import Constant
 
 if TYPE_CHECKING:
     from .match import Load
@@ -193,12 +193,8 @@ def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) ->
     """Returns a new slot that is filled with one number."""
     spec = msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:]))
     target = job.new(spec, path)
-    number = np.array([fill], np.float64).view(raw_dtype(8))
-    cast: Callable[..., np.ndarray] = library_of(spec).cast
-    element = cast(number, "float64", spec.dtype).view(raw_dtype(dtype_of(spec.dtype).itemsize))
     for piece in target.pieces:
-        box = tuple(slice(0, n) for n in piece.region.shape)
-        piece.data.write(box, np.broadcast_to(element, piece.region.shape))
+        constant_write(Constant(piece.region, float(fill), ()), piece, spec)()
     return target
 
 
@@ -237,11 +233,7 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
 
 
 def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
-    """Refuses to load a slot beside the ids of another table into plain arrays.
-
-    Raises:
-        MismatchError: the slot has ids of its own.
-    """
+    """Refuses, by a MismatchError, to load a slot beside the ids of another table into plain arrays."""
     ids_path = ids_beside(path)
     ids = job.find(ids_path) if ids_path is not None and job.selected(ids_path) else None
     if ids is not None and ids.number in job.index.tables and ids_to_join(job, leaf, path, job, ids) is not None:

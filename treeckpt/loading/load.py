@@ -221,11 +221,7 @@ def _content(job: Load, one: SequenceReplacement) -> object:
 
 
 def _check_container(job: Load, wanted: object, path: str) -> None:
-    """Refuses a container of a class that cannot be filled, where the checkpoint has leaves for it.
-
-    Raises:
-        MismatchError: naming its class.
-    """
+    """Refuses a container of a class that cannot be filled, where the checkpoint has leaves for it."""
     if not isinstance(wanted, (Mapping, Sequence)) or isinstance(wanted, (str, bytes, bytearray, range)):
         return
     if any(other.startswith(f"{path}/" if path else "") for other in job.view.by_path):
@@ -286,7 +282,7 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
         for checkpoint, own in sources:
             jobs.append(Load(checkpoint, comm, own))
             new = _prepare_into(jobs[-1], new)
-        check_ties([Wanted(job, path, target) for job in jobs for path, target in job.filled])
+        check_ties([Wanted(job, one.path, one.target) for job in jobs for one in job.batch.filled])
     reading = ReadOptions(options.memory, options.verify, in_place=True, relay=relay)
     batches = [job.batch for job in jobs]
     for batch in batches:

@@ -113,8 +113,6 @@ class Load:
         self.damaged = self._damaged()
         self.batch = ReadBatch(checkpoint, self.source_rank, self.recorder, whole=options.bad is None)
         self.claims = Claims(checkpoint, whole=options.bad is None)
-        self.filled: list[tuple[str, ArrayTarget]] = []
-        """The arrays that are filled in place, by path."""
         self.loaded = 0
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -203,8 +201,6 @@ class Load:
                 f"{leaf.spec and leaf.spec.shape}{self._chain(path)}",
                 hint="Put an array, a tc.ArraySpec or `...` there in like",
             )
-        if in_place:
-            self.filled.append((path, target))
         self.check(path, leaf, target.spec)
         return self.batch.add_target(path, leaf, target)
 
@@ -231,11 +227,7 @@ class Load:
         self.batch.read_nbytes += batch.read_nbytes
 
     def check(self, path: str, leaf: Leaf, wanted: ArraySpec) -> None:
-        """Compares the wanted shape and dtype with the saved ones.
-
-        Raises:
-            MismatchError: of shape or dtype.
-        """
+        """Refuses a wanted shape or dtype that is not the saved one, by a MismatchError."""
         saved = leaf.spec
         assert saved is not None, "values are decoded, not read"
         if wanted.shape != saved.shape:
@@ -294,11 +286,7 @@ class Load:
 
 
 def check_same(missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Refuses leaves that are only wanted, or only saved.
-
-    Raises:
-        MismatchError: naming some of them.
-    """
+    """Refuses leaves that are only wanted, or only saved, by a MismatchError that names some of them."""
     if not missing and not unexpected:
         return
     texts = [_some("missing in the checkpoint", missing), _some("not asked for", unexpected)]

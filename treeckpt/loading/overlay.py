@@ -173,15 +173,12 @@ def _check_asked(
     *,
     in_place: bool,
 ) -> tuple[list[str], list[str]]:
-    """Returns the wanted paths that no checkpoint provides, and the provided paths that are not wanted.
+    """Returns the wanted paths that no checkpoint provides, and the provided ones not wanted; refused under `strict`.
 
     Args:
         wanted: the leaves of like, by path.
         given_whole: what the paths in sequences begin with that are replaced as a whole.
         in_place: a leaf that is one array with a filled leaf is filled too.
-
-    Raises:
-        MismatchError: there are such paths, under `strict`.
     """
     here = global_rank(comm)
     given = set[str]().union(*(part.wins for part in parts))
@@ -217,10 +214,8 @@ def _check_asked(
 def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> None:
     """Joins slots to ids that another checkpoint provides, id by id.
 
-    With `like` the checkpoint that provides the ids of a table loads all of it; without, each loads its own slots.
-
-    Raises:
-        MismatchError: `like` wants plain arrays, which have no ids.
+    With `like` the checkpoint that provides the ids of a table loads all of it, and plain arrays, which have no ids,
+    are refused; without, each loads its own slots.
     """
     givers = {path: part for part in parts for path in part.wins}
     for path, giver in givers.items():

@@ -61,6 +61,14 @@ class ReadOptions(msgspec.Struct, frozen=True):
     """The ranks that share their reads; None if each rank reads for itself."""
 
 
+class FilledArray(msgspec.Struct, frozen=True, gc=False):
+    """An array that is filled, and the saved leaf whose elements it takes."""
+
+    path: str
+    leaf: Leaf
+    target: ArrayTarget
+
+
 class ReadBatch:
     """What one load reads from one checkpoint.
 
@@ -76,8 +84,7 @@ class ReadBatch:
         self._requests: list[ReadRequest[Any]] = []
         self.after: list[Callable[[], object]] = []
         """What is called when everything has been read."""
-        self.targets: list[tuple[str, Leaf, object]] = []
-        """The path of each target, the saved leaf that fills it, and the array."""
+        self.filled: list[FilledArray] = []
         self.written: list[ReadTask] = []
         """Reads whose bytes have reached their targets, or may have."""
         self._work: list[tuple[Sequence[int], list[ReadTask]]] = []
@@ -114,7 +121,7 @@ class ReadBatch:
         """
         spec = leaf.spec
         assert spec is not None, "values are decoded, not read"
-        self.targets.append((path, leaf, target.leaf))
+        self.filled.append(FilledArray(path, leaf, target))
         if isinstance(leaf, ComposedLeaf) or target.spec.dtype != spec.dtype:
             found, fills = pieces_of(leaf, target)
             self.after += fills
@@ -216,7 +223,7 @@ class ReadBatch:
     def put(self, options: ReadOptions) -> None:
         """Reads what was listed and puts it in place; each block is compared with its checksum on the way."""
         if options.in_place:
-            mark_written([target for _, _, target in self.targets])
+            mark_written([one.target.leaf for one in self.filled])
         relay = options.relay
         with together(relay):
             if relay is not None:
@@ -247,11 +254,11 @@ class ReadBatch:
                 if at < len(starts) and starts[at] < extent.stop:
                     met.add(extent.leaf)
         changed: list[str] = []
-        for path, leaf, _ in self.targets:
-            sources = leaf.sources.values() if isinstance(leaf, ComposedLeaf) else [leaf]
+        for filled in self.filled:
+            sources = filled.leaf.sources.values() if isinstance(filled.leaf, ComposedLeaf) else [filled.leaf]
             arrays = [one.record.of if isinstance(one.record, AliasRecord) else one.number for one in sources]
             if not met.isdisjoint(arrays):
-                changed.append(path)
+                changed.append(filled.path)
         return changed
 
     def _verify_first(self, options: ReadOptions) -> None:
@@ -282,7 +289,7 @@ def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int
 
 def add_changed(error: Exception, batches: Sequence[ReadBatch]) -> None:
     """Adds to the error of a fill which arrays of the target may have changed."""
-    total = sum(len(batch.targets) for batch in batches)
+    total = sum(len(batch.filled) for batch in batches)
     changed = [path for batch in batches for path in batch.changed()]
     text = "The target was not changed"
     if changed:

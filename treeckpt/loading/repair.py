@@ -3,9 +3,9 @@
 The index is rebuilt from the headers of the shards. A shard's header is rebuilt from the index, which holds all of it
 but the checksums; these are computed again from the data, or taken from the damaged header. The rebuilt header is the
 right one only if it has the seal that was written. Bytes after the end of a shard are cut off where all before them are
-intact. Timings cannot be rebuilt: they are a
-record beside the checkpoint. Each file that is replaced or removed is kept as `<name>.<id>.damaged`; the new file takes
-its name in one step (in a store without renames it is written again, from the copy that was kept).
+intact. Timings cannot be rebuilt: they are a record beside the checkpoint. Each file that is replaced or removed is
+kept as `<name>.<id>.damaged`; the new file takes its name in one step (in a store without renames it is written again,
+from the copy that was kept).
 """
 
 from __future__ import annotations

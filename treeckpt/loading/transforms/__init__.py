@@ -166,11 +166,7 @@ def decode(data: bytes | str) -> tuple[Rule, ...]:
 
 
 def _pairs(rename: Any) -> tuple[tuple[str, str], ...]:
-    """Returns (pattern, new name) pairs from a mapping or an iterable of pairs.
-
-    Raises:
-        TreeckptError: `rename` is neither.
-    """
+    """Returns (pattern, new name) pairs from a mapping or an iterable of pairs; refuses all else."""
     invalid = TreeckptError(
         "rename",
         expected='patterns and new names, as {"h.$L.*": "layers.$L.*"}, or pairs of these',

@@ -290,11 +290,7 @@ def _group_leaves(state: RuleContext, rule: ArrayRule) -> list[tuple[Binding, li
 def _in_order(
     state: RuleContext, shared: Binding, found: list[dict[Binding, str]], patterns: Sequence[Pattern]
 ) -> list[str]:
-    """Returns the paths of one group: by number, and for each number by pattern.
-
-    Raises:
-        MismatchError: a leaf is missing.
-    """
+    """Returns the paths of one group, of which none may be missing: by number, and for each number by pattern."""
     own = [bound_numbers(pattern) - {name for name, _ in shared} for pattern in patterns]
     alike = all(names == own[0] for names in own)
     rests = sorted({rest for by_rest in found for rest in by_rest}) if alike else []

@@ -24,7 +24,7 @@ from ...core.tree.spec import ArraySpec
 from .composed_array import Constant, SourceBox, parts_in, saved
 from .view import ComposedLeaf
 
-__all__ = ["only_chunk", "pieces_of"]
+__all__ = ["constant_write", "only_chunk", "pieces_of"]
 
 
 class PermutedWriter:
@@ -79,14 +79,14 @@ def pieces_of(
     for piece in target.pieces:
         for part in parts_in(array, piece.region):
             if isinstance(part, Constant):
-                fills.append(_fill(part, piece, target.spec))
+                fills.append(constant_write(part, piece, target.spec))
             elif part.region.size:
                 writer = PermutedWriter(piece, part, target.spec)
                 pieces.setdefault(part.source, []).append(TargetPiece(part.box, writer))
     return [(sources[source], found) for source, found in pieces.items()], fills
 
 
-def _fill(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[], object]:
+def constant_write(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[], object]:
     """Returns a function that writes a constant into its part of a target piece."""
     kind = "float64" if isinstance(part.value, float) else "int64"
     data = np.array([part.value], kind).view(raw_dtype(8))
