@@ -36,7 +36,7 @@ from ..core.planning.rank_trees import (
 )
 from ..core.sharding.int_runs import decode_runs, encode_runs
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
-from ..core.sharding.region import Region, c_strides
+from ..core.sharding.region import c_strides
 from ..core.sharding.write_assignment import ArrayLeaf, assign_writers, writes_of
 from ..core.tree.flatten import replace_leaves, unflatten
 from ..core.tree.spec import ArraySpec
@@ -116,7 +116,9 @@ class _Gather:
             merged = self._merge([one.inventory for one in digests], trees)
         boxes = [(path, box) for path, box, nbytes in overlapping_pieces(merged) if nbytes <= SMALL_LEAF_NBYTES]
         if boxes:
-            found = gather_results(transport, "gather", partial(self._box_digests, boxes), BoxDigests, hint=_HINT)
+            found = gather_results(
+                transport, "gather", partial(box_digests, self.described, boxes), BoxDigests, hint=_HINT
+            )
             compare_boxes(boxes, dict(enumerate(found)))
         return merged
 
@@ -130,9 +132,6 @@ class _Gather:
         self.piece_groups = piece_digests(self.described, world=transport.size, every=False)
         contents = json_digest(sorted(self.contents.items()))
         return _RankDigests(digest_of(self.described.inventory), contents, digest_groups(self.piece_groups))
-
-    def _box_digests(self, boxes: Sequence[tuple[str, Region]]) -> BoxDigests:
-        return BoxDigests(None, box_digests(self.described, boxes))
 
     def _merge(self, digests: Sequence[bytes], trees: Sequence[RankTree]) -> GlobalTree:
         self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}

@@ -28,6 +28,7 @@ from treeckpt.core.sharding.placements import BoxLayout, Layout, MeshLayout, hel
 from treeckpt.core.sharding.region import Region, coalesce
 from treeckpt.core.tree.flatten import flatten
 from treeckpt.core.tree.nesting import split_structure
+from treeckpt.io.comm.collective import decode_each
 from treeckpt.io.comm.fanout import GROUP_SIZES, group_sizes_for
 from treeckpt.io.storage.store import MemoryStore
 from treeckpt.io.timing import Recorder
@@ -40,7 +41,6 @@ from treeckpt.saving.messages import (
     RankTree,
     WriteReport,
     check_arguments,
-    decode_each,
     merge_inventories,
     plan_key,
     representatives,
@@ -189,7 +189,7 @@ class _World:
         options = CommonOptions(step=100)
         messages: list[bytes] = []
         for inventory, ranks in self.kinds:
-            hello = RankProposal(None, "run/step_00000100", options, digest_of(inventory), bytes(16), remembered)
+            hello = RankProposal("run/step_00000100", options, digest_of(inventory), bytes(16), remembered)
             messages += [_encode(hello)] * len(ranks)
         return messages
 
@@ -206,13 +206,13 @@ class _World:
         told = {rank: _encode(RankTree(inventory_of[rank], {}, {})) for rank in tellers}
         figures.told_nbytes = sum(map(len, told.values()))
         figures.messages = 2 * self.size + len(told)
-        terms = Decision((), save_id="0" * 16, created_ns=1 << 60, key=key, representatives=tellers)
+        terms = Decision(save_id="0" * 16, created_ns=1 << 60, key=key, representatives=tellers)
         self._share(_encode(terms), last=not told)
 
         def joined() -> bytes:
             tales = {rank: _decode(message, type=RankTree) for rank, message in told.items()}
             digests = {rank: each.inventory for rank, each in decode_each(hellos, RankProposal).items()}
-            return _encode(MergedTree((), merge_inventories(digests, tales, self.size)))
+            return _encode(MergedTree(merge_inventories(digests, tales, self.size)))
 
         joining, word = _timed(joined) if told else (0.0, b"")
         if told:
