@@ -72,7 +72,8 @@ def chunks_in(
         rank: keeps only the chunks that this rank wrote; used without `region`.
     """
     if isinstance(chunks, WholeChunk):
-        return [Chunk(Region.whole(shape), chunks.rank, chunks.start)] if rank in (None, chunks.rank) else []
+        wanted = rank is None or rank == chunks.rank
+        return [Chunk(Region.whole(shape), chunks.rank, chunks.start)] if wanted else []
     if isinstance(chunks, NoChunks):
         return []
     written = None if rank is None else np.flatnonzero(decode_runs(chunks.rank) == rank)
