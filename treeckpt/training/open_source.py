@@ -10,9 +10,10 @@ from ..core.tree.structure import keys_of
 from ..errors import MismatchError
 from ..io.comm.comm import Comm
 from ..io.storage.checkpoint import Checkpoint
+from ..loading.match import LoadOptions
 from ..loading.overlay import as_bank
 from .overlay_source import OverlaySource
-from .sources import CheckpointSource, RestoreSource, SourceOptions, TreeSource, children_of
+from .sources import CheckpointSource, RestoreSource, TreeSource, children_of
 
 __all__ = ["is_stored", "open_source"]
 
@@ -22,7 +23,7 @@ def is_stored(given: Any) -> bool:
     return isinstance(given, (str, os.PathLike, Checkpoint)) or hasattr(given, "sizes") or as_bank(given) is not None
 
 
-def open_source(given: Any, comm: Comm, options: SourceOptions) -> RestoreSource:
+def open_source(given: Any, comm: Comm, options: LoadOptions) -> RestoreSource:
     """Opens a path or store, several of them, or a tree.
 
     Raises:

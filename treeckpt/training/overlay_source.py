@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from .. import api
 from ..core.tree.merge import merge
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import Structure
@@ -24,8 +23,9 @@ from ..loading.match import LoadOptions
 from ..loading.overlay import Bank, From, globs_of, members_of, refuse_rules
 from ..loading.transforms import as_rules, carried
 from ..loading.transforms.rules import Drop
+from ..reports import LoadReport
 from ..trees.per_rank_state import Policy
-from .sources import CheckpointSource, FillResult, SourceOptions, fill_from, wanted_of
+from .sources import CheckpointSource, fill_from, load_part, wanted_of
 
 __all__ = ["OverlaySource"]
 
@@ -35,7 +35,7 @@ OWN = "/~rank*"
 class OverlaySource:
     """Several checkpoints, of which later ones win."""
 
-    def __init__(self, bank: Bank, comm: Comm, options: SourceOptions) -> None:
+    def __init__(self, bank: Bank, comm: Comm, options: LoadOptions) -> None:
         refuse_rules(options.rules)
         self.comm, self.options = comm, options
         members = members_of(bank, self._look)
@@ -103,15 +103,14 @@ class OverlaySource:
         return self._provider[path].value(path)
 
     def part(self, name: str) -> Any:
-        tree = api.load(self._bank, select=name, comm=self.comm, per_rank="take", **self.options.reading)
-        return tree[name]
+        return load_part(self._bank, name, self.comm, self.options)
 
     def own(self, name: str, policy: Policy) -> Any:
         provider = self._provider_of(name)
         assert provider is not None, "only parts of the structure are requested"
         return provider.own(name, policy)
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
+    def fill(self, target: dict[str, Any], *, take: bool) -> LoadReport:
         return fill_from(self._bank, target, self.comm, self.options, take=take)
 
 

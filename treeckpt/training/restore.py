@@ -24,6 +24,7 @@ from ..errors import MismatchError
 from ..io.comm.comm import Comm, as_comm
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.consistent_reads import on_versions
+from ..loading.match import LoadOptions
 from ..loading.overlay import Bank, CheckpointOverlay, globs_of
 from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
@@ -50,7 +51,7 @@ from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .report import RestoreReport
 from .rng import check_rng, set_rng
 from .schedules import from_groups
-from .sources import RestoreSource, SourceOptions, children_of, descend
+from .sources import RestoreSource, children_of, descend
 from .user_state import compare_extra, loader_actions
 
 __all__ = ["restore"]
@@ -107,7 +108,16 @@ def restore(
     """
     comm, rules = as_comm(comm, sends_messages=False), as_rules(rename, transforms)
     rules = (carried(*rules),) if rules else ()
-    options = SourceOptions(cast, verify, allow_pickle, read, rules, globs_of(select), globs_of(exclude), strict)
+    options = LoadOptions(
+        select=globs_of(select),
+        exclude=globs_of(exclude),
+        strict=strict,
+        cast=cast,
+        verify=verify,
+        allow_pickle=allow_pickle,
+        read=read,
+        rules=rules,
+    )
     targets = RestoreTargets(
         model, optimizer, scheduler, loader, rng, extra, partial, tuple(keep), world_changed, device
     )
@@ -130,14 +140,14 @@ class RestoreTargets(msgspec.Struct, frozen=True):
     device: str | torch.device | None
 
 
-def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: SourceOptions) -> RestoreReport:
+def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
     with together(open_relay(comm, opened) if options.read == "once" else None):
         source = open_source(given, comm, options)
         job = _Restore(source, comm, targets, options)
         paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
-        options.chosen.check_used(lambda: [*source.names, *paths])
+        options.check_used(lambda: [*source.names, *paths])
         job.plan_model()
         job.plan_optimizer()
         job.plan_schedulers()
@@ -149,7 +159,7 @@ def _restore(given: Any, *, comm: Comm, targets: RestoreTargets, options: Source
 class _Restore:
     """One restore on one rank."""
 
-    def __init__(self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: SourceOptions) -> None:
+    def __init__(self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> None:
         self.began = time.perf_counter()
         self.source, self.comm, self.targets, self.options = source, comm, targets, options
         self.entries: list[StateDictEntry] = collect_entries(targets.model)

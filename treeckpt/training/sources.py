@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -27,9 +27,9 @@ from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
 from ..loading.aliasing import are_equal, identity_of
 from ..loading.match import Load, LoadOptions
-from ..loading.read_batch import Verify
 from ..loading.transforms.rules import Carried, Drop, Rule
 from ..loading.transforms.view import MadeLeaf, View, plain_view, ruled_view
+from ..reports import LoadReport
 from ..trees import moving
 from ..trees.matching import match_leaves
 from ..trees.per_rank_state import Policy, load_own
@@ -37,54 +37,14 @@ from .hyperparameters import is_same
 
 __all__ = [
     "CheckpointSource",
-    "FillResult",
     "RestoreSource",
-    "SourceOptions",
     "TreeSource",
     "children_of",
     "descend",
     "fill_from",
+    "load_part",
     "wanted_of",
 ]
-
-
-class SourceOptions(msgspec.Struct, frozen=True, dict=True):
-    """The options for reading a source."""
-
-    cast: bool = False
-    verify: Verify = True
-    allow_pickle: bool = False
-    read: Literal["each", "once"] = "each"
-    rules: tuple[Rule, ...] = ()
-    select: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] | None = None
-    strict: bool = True
-
-    @property
-    def reading(self) -> dict[str, Any]:
-        """For loads of what is small."""
-        return {"verify": self.verify is not False, "allow_pickle": self.allow_pickle}
-
-    @cached_property
-    def chosen(self) -> LoadOptions:
-        """The selection of paths of the model.
-
-        Raises:
-            MismatchError: an option has an unknown value.
-        """
-        return LoadOptions(self.select, self.strict, verify=self.verify, read=self.read, exclude=self.exclude)
-
-    def selects(self, path: str) -> bool:
-        """Whether a path of the model is selected."""
-        return self.chosen.selects(path)
-
-
-class FillResult(msgspec.Struct, frozen=True):
-    """Number of filled leaves, and the bytes that this rank read."""
-
-    loaded: int
-    nbytes: int
-    read_nbytes: int
 
 
 class RestoreSource(Protocol):
@@ -136,7 +96,7 @@ class RestoreSource(Protocol):
         """Returns this rank's state of a per-rank part."""
         ...
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
+    def fill(self, target: dict[str, Any], *, take: bool) -> LoadReport:
         """Fills what `target` has, in place; `take`: per-rank leaves of another world are taken modulo."""
         ...
 
@@ -158,7 +118,7 @@ def descend(node: Structure, keys: Sequence[Any]) -> Structure:
 class CheckpointSource:
     """A checkpoint on a store."""
 
-    def __init__(self, checkpoint: Checkpoint, comm: Comm, options: SourceOptions) -> None:
+    def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions) -> None:
         self.checkpoint, self.comm, self.options = checkpoint, comm, options
         self.index, self.url = checkpoint.index, checkpoint.url
         self.world, self.step = self.index.world, self.index.step
@@ -232,25 +192,38 @@ class CheckpointSource:
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
     def part(self, name: str) -> Any:
-        tree = api.load(self.checkpoint, select=name, comm=self.comm, per_rank="take", **self._reading)
-        return tree[name]
+        return load_part(self.checkpoint, name, self.comm, self.options, self.rules)
 
     def own(self, name: str, policy: Policy) -> Any:
-        return load_own(self.checkpoint, name, policy, self.comm, saved_world=self.world, **self._reading)
+        return load_own(
+            self.checkpoint,
+            name,
+            policy,
+            self.comm,
+            saved_world=self.world,
+            verify=self.options.verify is not False,
+            allow_pickle=self.options.allow_pickle,
+            transforms=self.rules,
+        )
 
-    @property
-    def _reading(self) -> dict[str, Any]:
-        return {**self.options.reading, "transforms": self.rules}
-
-    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
+    def fill(self, target: dict[str, Any], *, take: bool) -> LoadReport:
         return fill_from(self.checkpoint, target, self.comm, self.options, take=take, rules=self.rules)
 
 
+def load_part(source: Any, name: str, comm: Comm, options: LoadOptions, rules: Sequence[Rule] = ()) -> Any:
+    """Loads a part at the root of a checkpoint, or of a bank of several, as it was saved."""
+    verify, allow_pickle = options.verify is not False, options.allow_pickle
+    tree = api.load(
+        source, select=name, comm=comm, per_rank="take", verify=verify, allow_pickle=allow_pickle, transforms=rules
+    )
+    return tree[name]
+
+
 def fill_from(
-    path: Any, target: dict[str, Any], comm: Comm, options: SourceOptions, *, take: bool, rules: Sequence[Rule] = ()
-) -> FillResult:
+    path: Any, target: dict[str, Any], comm: Comm, options: LoadOptions, *, take: bool, rules: Sequence[Rule] = ()
+) -> LoadReport:
     """Fills what `target` has from a checkpoint, or a bank of several."""
-    report = api.load_into(
+    return api.load_into(
         path,
         target,
         transforms=rules,
@@ -262,7 +235,6 @@ def fill_from(
         read=options.read,
         comm=comm,
     )
-    return FillResult(report.loaded, report.nbytes, report.read_nbytes)
 
 
 def wanted_of(tensor: Any, path: str, comm: Comm) -> ArraySpec:
@@ -282,7 +254,7 @@ def _is_spread(layout: Layout) -> bool:
 class TreeSource:
     """A tree in memory, as `state` or `treeckpt.load` gives one."""
 
-    def __init__(self, tree: Any, comm: Comm, options: SourceOptions) -> None:
+    def __init__(self, tree: Any, comm: Comm, options: LoadOptions) -> None:
         self.tree = state_tree(tree, rank=comm.rank)
         self.comm, self.options = comm, options
         self.url, self.world, self.step, self.ruled = "tree", comm.size, None, ((), ())
@@ -324,7 +296,7 @@ class TreeSource:
     def value(self, path: str) -> Any:
         return self._leaves[path]
 
-    def fill(self, target: dict[str, Any], *, take: bool) -> FillResult:
+    def fill(self, target: dict[str, Any], *, take: bool) -> LoadReport:
         """Copies array by array; every check comes before the first."""
         found = expand_states(target, rank=self.comm.rank, mappings=True)
         if found is None:
@@ -332,10 +304,10 @@ class TreeSource:
         filled, more = found.restore(lambda path: self.tree, self._fill)
         return msgspec.structs.replace(filled, loaded=filled.loaded + more)
 
-    def _fill(self, target: Any) -> FillResult:
+    def _fill(self, target: Any) -> LoadReport:
         rank = self.comm.rank
         found = match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, rank=rank)
         nbytes = moving.put_leaves(
             target, found, lambda old, new, _: old if is_same(old, new) else new, rank=rank, cast=self.options.cast
         )
-        return FillResult(len(found.given), nbytes, 0)
+        return LoadReport(self.url, nbytes, 0, len(found.given), (), (), 0.0)
