@@ -34,6 +34,7 @@ from ..core.tree.in_place import update_in_place
 from ..core.tree.spec import ArraySpec
 from ..core.tree.structure import index_path
 from ..errors import LayoutError, MismatchError
+from ..io.comm.comm import default_comm, global_rank
 from .matching import MatchedLeaves, match_leaves
 
 __all__ = [
@@ -68,8 +69,9 @@ def _is_same(old: object, new: object, path: str) -> bool:
     return stored[0] == stored[1]
 
 
-def distribute_local(tree: Any, like: Any, *, rank: int, device: str | None, namespace: str) -> Any:
+def distribute_local(tree: Any, like: Any, *, device: str | None, namespace: str) -> Any:
     """Does `treeckpt.trees.distribute` where every rank has the tree."""
+    rank = global_rank(default_comm())
     tree, like = (state_tree(one, rank=rank, namespace=namespace) for one in (tree, like))
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     made: dict[tuple[int, int], object] = {}
@@ -103,8 +105,14 @@ def _distributed_leaf(leaf: object, given: object, path: str, rank: int, device:
     return target.leaf
 
 
-def empty_like(tree: Any, *, rank: int, device: str | None, namespace: str) -> Any:
-    """Does `treeckpt.trees.empty_like` for one rank."""
+def empty_like(tree: Any, *, device: str | None = None, namespace: str = "") -> Any:
+    """Returns a tree of new, uninitialised arrays of the same shapes, dtypes, kinds and layouts; copies values.
+
+    Args:
+        device: of the new arrays; by default that of the tree's. For an array on the meta device, or an `ArraySpec`,
+            the host; for such a DTensor its mesh's device.
+    """
+    rank = global_rank(default_comm())
     tree = state_tree(tree, rank=rank, namespace=namespace)
     made: dict[int, Any] = {}
 
@@ -182,8 +190,22 @@ class _ArrayCopy(msgspec.Struct, frozen=True):
         fill(pieces, self.source.pieces)
 
 
-def copy_into(tree: Any, into: Any, *, rank: int, cast: bool, namespace: str) -> None:
-    """Does `treeckpt.trees.copy_into` for one rank."""
+def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") -> None:
+    """Copies the arrays of `tree` into those of `into`, in place; replaces values where their containers are mutable.
+
+    Each array is filled from what this rank holds of the source, whatever the two layouts: whole arrays fill the local
+    part of a DTensor. The trees may share memory. Every check is made before the first byte is written.
+
+    Args:
+        cast: converts dtypes instead of refusing them.
+
+    Raises:
+        MismatchError: other leaves, shapes or dtypes; two arrays with different bytes for one place in memory; a value
+            in a tuple that would have to change; a target on the meta device, or with less memory than elements.
+        TreeError: a source on the meta device.
+        LayoutError: this rank does not hold all elements that a target needs.
+    """
+    rank = global_rank(default_comm())
     tree = state_tree(tree, rank=rank, namespace=namespace)
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
     given = {index_path(path, rank): leaf for path, leaf in leaves}

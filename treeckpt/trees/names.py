@@ -21,13 +21,13 @@ __all__ = ["flatten_names", "unflatten_names"]
 
 
 def flatten_names(tree: Any, *, separator: str = ".", namespace: str = "") -> dict[str, Any]:
-    """Returns the leaves of a tree by dotted name, in order; the same objects, not copies.
+    """Returns the leaves by dotted name, as in a state dict; the same objects, not copies.
 
     A key that is no string is converted to text: 3 to `3`. Each leaf under `PerRank` is wrapped in `PerRank`. The name
     of a tree that is a leaf itself is "".
 
     Raises:
-        TreeError: two leaves would have the same name.
+        TreeError: two leaves would have the same name, as `a.b` beside {"a": {"b"}}; it names both.
     """
     return {name: leaf for name, _, leaf in _named(tree, separator, namespace)}
 
@@ -68,23 +68,23 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
     return found
 
 
-def unflatten_names(names: Mapping[str, Any], like: Any = None, *, separator: str = ".", namespace: str = "") -> Any:
-    """Returns a tree of named leaves: the inverse of `flatten_names`.
+def unflatten_names(named: Mapping[str, Any], like: Any = None, *, separator: str = ".", namespace: str = "") -> Any:
+    """Returns a tree of named leaves: the inverse of `flatten_names`; the leaves are the same objects.
 
     Args:
-        like: a tree with the wanted containers and keys; its leaves are ignored. Without it the result is nested dicts
-            with string keys.
+        like: a tree with the wanted containers and keys, which names do not contain. Without it the result is nested
+            dicts with string keys.
 
     Raises:
-        MismatchError: with like, a missing or unexpected name.
-        TreeError: without like, a name that is a leaf and a container: `a` beside `a.b`.
+        MismatchError: with like, missing or unexpected names.
+        TreeError: without like, a name that is a leaf and a container.
     """
     if like is None:
-        return _nested(names, separator)
+        return _nested(named, separator)
     like = state_tree(like, namespace=namespace)
     wanted = _named(like, separator, namespace)
-    _check_names([name for name, _, _ in wanted], names)
-    leaves = (_bare(names[name], leaf) for name, _, leaf in wanted)
+    _check_names([name for name, _, _ in wanted], named)
+    leaves = (_bare(named[name], leaf) for name, _, leaf in wanted)
     return replace_leaves(like, leaves, namespace=namespace)
 
 

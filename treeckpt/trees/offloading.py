@@ -19,6 +19,7 @@ from ..core.tree.flatten import flatten, replace_leaves
 from ..core.tree.keyed_table import Column
 from ..core.tree.spec import ArraySpec
 from ..errors import TreeError
+from ..io.comm.comm import default_comm, global_rank
 from .moving import copied_value
 
 __all__ = ["Memory", "offload"]
@@ -29,11 +30,22 @@ ALIGN = 64
 """Each array starts at a multiple of this many bytes in the block."""
 
 
-def offload(tree: Any, *, rank: int, memory: Memory, namespace: str) -> Any:
-    """Does `treeckpt.trees.offload` for one rank."""
+def offload(tree: Any, *, memory: Memory = "plain", namespace: str = "") -> Any:
+    """Returns a copy of the tree in host memory, also of arrays on the host. Distributed arrays keep their layout.
+
+    Args:
+        memory: "plain"; "pinned", for fast copies to and from an accelerator (plain where there is none); "shared", so
+            that other processes can map it. The last two use one block for all arrays.
+
+    Arrays on the meta device stay there. Views that overlap in part become separate arrays.
+
+    Raises:
+        TreeError, LayoutError: a leaf that cannot be copied.
+    """
     if memory not in get_args(Memory):
         choices = ", ".join(map(repr, get_args(Memory)))
         raise TreeError("memory", expected=f"one of {choices}", found=f"{memory!r:.60}")
+    rank = global_rank(default_comm())
     tree = state_tree(tree, rank=rank, namespace=namespace)
     _, found = flatten(tree, rank=rank, namespace=namespace)
     # of a table the arrays are copied; the first row of each bucket is computed anew
