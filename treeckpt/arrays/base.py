@@ -20,7 +20,6 @@ import numpy as np
 from ..core.sharding.placements import Layout
 from ..core.sharding.region import Region, c_strides
 from ..core.tree.spec import ArraySpec
-from ..core.tree.value_codec import Typed
 
 __all__ = [
     "Adapter",
@@ -332,23 +331,23 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class Adapter(Protocol):
-    """The functions of a library's module; each returns None for a leaf of another library."""
+    """The functions of a library's module, for the arrays of this library."""
 
-    def source(self, leaf: Any, path: str, rank: int) -> ArraySource | None:
+    def source(self, leaf: Any, path: str, rank: int) -> ArraySource:
         """Describes an array to save."""
         ...
 
-    def abstract(self, leaf: Any, path: str, rank: int) -> ArraySpec | None:
+    def abstract(self, leaf: Any, path: str, rank: int) -> ArraySpec:
         """Returns the spec of an array."""
         ...
 
-    def target(self, leaf: Any, path: str, rank: int) -> ArrayTarget | None:
+    def target(self, leaf: Any, path: str, rank: int) -> ArrayTarget:
         """Describes an array to fill in place."""
         ...
 
     def like(
         self, leaf: Any, path: str, rank: int, device: str | None, *, allocate: Allocate | None = None
-    ) -> ArrayTarget | None:
+    ) -> ArrayTarget:
         """Creates an array of the leaf's shape, dtype, device and layout; on the host in memory from `allocate`."""
         ...
 
@@ -378,16 +377,4 @@ class Adapter(Protocol):
 
     def cast(self, data: np.ndarray, saved: str, wanted: str) -> np.ndarray:
         """Converts elements of raw dtype from one dtype to another."""
-        ...
-
-    def encode(self, value: Any) -> Typed | None:
-        """Returns the stored form of a value of the library (a dtype, a device ...)."""
-        ...
-
-    def decode(self, value: Typed) -> Any:
-        """Returns the value of a stored form.
-
-        Raises:
-            LookupError: the kind is not of this library.
-        """
         ...

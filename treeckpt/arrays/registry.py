@@ -41,24 +41,31 @@ __all__ = [
     "target_of",
 ]
 
-_ADAPTERS = {"torch": "torch", "numpy": "numpy"}
-_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
+_ADAPTERS = {
+    "numpy.ndarray": "numpy",
+    "torch.Tensor": "torch",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "sharded_tensor",
+}
+"""Classes of arrays, and the module that is their adapter."""
 
 
 @lru_cache(maxsize=8)
-def _load(name: str) -> Adapter:
-    return cast(Adapter, importlib.import_module(f"{__package__}.{name}"))
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 @lru_cache(maxsize=1024)
 def _adapter(kind: type) -> Adapter | None:
-    for base in kind.__mro__:
-        name = base.__module__.partition(".")[0]
-        if base.__module__.startswith(_SHARDED_TENSOR):
-            return _load("sharded_tensor")
-        if name in _ADAPTERS:
-            return _load(_ADAPTERS[name])
-    return None
+    """Returns the adapter of a class of arrays; None for other classes."""
+    names = (_ADAPTERS.get(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__)
+    name = next(filter(None, names), None)
+    return None if name is None else cast(Adapter, _module(name))
+
+
+@lru_cache(maxsize=1024)
+def _libraries(kind: type) -> frozenset[str]:
+    """Returns which of numpy and torch define a class or its base classes."""
+    return frozenset(base.__module__.partition(".")[0] for base in kind.__mro__) & {"numpy", "torch"}
 
 
 _PLAIN_VALUES = frozenset((int, float, bool, str, type(None), bytes, complex))
@@ -94,7 +101,7 @@ def source_of(leaf: object, path: str, rank: int) -> ArraySource | None:
 
 
 def _inner(leaf: Sharded, path: str) -> Adapter:
-    adapters = [_adapter(type(local)) for local in leaf.locals] or [_load("numpy")]
+    adapters = [_adapter(type(local)) for local in leaf.locals] or [cast(Adapter, _module("numpy"))]
     adapter = adapters[0]
     if adapter is None or any(other is not adapter for other in adapters):
         raise TreeError(
@@ -121,7 +128,7 @@ def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
 
 def library_of(spec: ArraySpec) -> Adapter:
     """Returns the adapter that creates arrays of the spec's kind."""
-    return _load("numpy" if spec.kind == "numpy" else "torch")
+    return cast(Adapter, _module("numpy" if spec.kind == "numpy" else "torch"))
 
 
 def target_of(leaf: object, path: str, rank: int) -> ArrayTarget | None:
@@ -155,9 +162,8 @@ def like_of(
         return new_array(leaf, path, device or leaf.device, allocate=allocate)
     if isinstance(leaf, Sharded):
         return sharded_like(leaf, path, rank, device, _inner(leaf, path), allocate=allocate)
-    adapter = _adapter(type(leaf))
-    if adapter is not None and (target := adapter.like(leaf, path, rank, device, allocate=allocate)) is not None:
-        return target
+    if (adapter := _adapter(type(leaf))) is not None:
+        return adapter.like(leaf, path, rank, device, allocate=allocate)
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None or encodable(leaf):
         return None
@@ -220,12 +226,16 @@ def check_library(spec: ArraySpec, path: str) -> Adapter:
     Raises:
         MismatchError: the library is not installed, or lacks the dtype.
     """
-    if spec.kind == "numpy":
-        adapter = _load("numpy")
-    else:
-        adapter = _torch(path)
     try:
+        adapter = library_of(spec)
         adapter.known_dtype(spec.dtype)
+    except ImportError as error:
+        raise MismatchError(
+            path,
+            expected="torch, to load a tensor",
+            found="no torch in this environment",
+            hint="Install treeckpt[torch], or pass like= with numpy arrays",
+        ) from error
     except MismatchError as error:
         raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
     return adapter
@@ -240,29 +250,16 @@ def new_array(spec: ArraySpec, path: str, device: str | None, *, allocate: Alloc
     return check_library(spec, path).empty(spec, path, device, allocate=allocate)
 
 
-def _torch(path: str) -> Adapter:
-    try:
-        return _load("torch")
-    except ImportError as error:
-        raise MismatchError(
-            path,
-            expected="torch, to load a tensor",
-            found="no torch in this environment",
-            hint="Install treeckpt[torch], or pass like= with numpy arrays",
-        ) from error
-
-
 def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
     """Returns the stored form of a value, of any known library.
 
     Raises:
         TreeError: a value of an unknown kind; with `allow_pickle` only if it cannot be pickled.
     """
-    adapter = _adapter(type(value))
     try:
-        return encode_value(value, path, _extra)
+        return encode_value(value, path, _encode_of_torch)
     except TreeError:
-        if not allow_pickle or adapter is not None:
+        if not allow_pickle or _libraries(type(value)):
             raise
     import base64
     import pickle
@@ -273,9 +270,8 @@ def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
         raise TreeError(path, expected="a value that pickle takes", found=f"{value!r:.60} ({error})") from error
 
 
-def _extra(value: object) -> Typed | None:
-    adapter = _adapter(type(value))
-    return adapter.encode(value) if adapter is not None else None
+def _encode_of_torch(value: object) -> Typed | None:
+    return _module("torch").encode(value) if "torch" in _libraries(type(value)) else None
 
 
 def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
@@ -292,7 +288,7 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
             return _unpickle(typed, path, allow_pickle)
         if not typed.kind.startswith("torch."):
             raise LookupError(typed.kind)
-        return _load("torch").decode(typed)
+        return _module("torch").decode(typed)
 
     return decode_value(value, path, resolve=resolve, extra=extra)
 

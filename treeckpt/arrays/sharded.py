@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -23,7 +23,6 @@ from .base import Adapter, Allocate, ArraySource, ArrayTarget, FlatRangeArray, S
 __all__ = ["Sharded", "sharded_abstract", "sharded_like", "sharded_source", "sharded_target", "with_locals"]
 
 Offset = int | tuple[int, ...]
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -125,8 +124,8 @@ def _regions(leaf: Sharded, offset: Offset, local: Sequence[int], path: str) -> 
     )
 
 
-def _each(leaf: Sharded, path: str, describe: Callable[[Any], _T | None]) -> list[_T] | None:
-    """Returns the result of `describe` for each piece; None if one of them is not of the adapter's library."""
+def _locals(leaf: Sharded, path: str) -> tuple[Any, ...]:
+    """Returns the pieces' arrays, after a check that each has an offset."""
     if not leaf.locals or len(leaf.locals) != len(leaf.offsets):
         raise LayoutError(
             path,
@@ -134,9 +133,7 @@ def _each(leaf: Sharded, path: str, describe: Callable[[Any], _T | None]) -> lis
             found=f"{len(leaf.locals)} pieces, {len(leaf.offsets)} offsets",
             hint="Pass tc.Sharded lists of equal length, or one array and one offset",
         )
-    found = [describe(local) for local in leaf.locals]
-    described = [one for one in found if one is not None]
-    return described if len(described) == len(found) else None
+    return leaf.locals
 
 
 def _spec(leaf: Sharded, specs: Sequence[ArraySpec], path: str) -> ArraySpec:
@@ -165,8 +162,8 @@ def sharded_source(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> Arr
     Raises:
         LayoutError: a piece does not lie inside the global shape, or is distributed itself.
     """
-    inner = _each(leaf, path, lambda local: adapter.source(local, path, rank))
-    if inner is None or any(source.layout is not None for source in inner):
+    inner = [adapter.source(local, path, rank) for local in _locals(leaf, path)]
+    if any(source.layout is not None for source in inner):
         raise _no_array(leaf, path)
     spec = _spec(leaf, [source.spec for source in inner], path)
     pieces = [
@@ -181,18 +178,14 @@ def _no_array(leaf: Sharded, path: str) -> LayoutError:
     return LayoutError(path, expected="a plain array in Sharded", found=kinds)
 
 
-def sharded_abstract(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArraySpec | None:
+def sharded_abstract(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArraySpec:
     """Returns the spec of the whole array, with the regions of the pieces."""
-    inner = _each(leaf, path, lambda local: adapter.abstract(local, path, rank))
-    if inner is None:
-        return None
+    inner = [adapter.abstract(local, path, rank) for local in _locals(leaf, path)]
     regions = [_regions(leaf, offset, spec.shape, path) for offset, spec in zip(leaf.offsets, inner, strict=True)]
     return msgspec.structs.replace(_spec(leaf, inner, path), regions=tuple(r for part in regions for r in part))
 
 
-def _as_target(leaf: Sharded, inner: list[ArrayTarget] | None, path: str) -> ArrayTarget | None:
-    if inner is None:
-        return None
+def _as_target(leaf: Sharded, inner: list[ArrayTarget], path: str) -> ArrayTarget:
     if any(len(target.pieces) != 1 or target.pieces[0].region.shape != target.spec.shape for target in inner):
         raise _no_array(leaf, path)
     spec = _spec(leaf, [target.spec for target in inner], path)
@@ -201,14 +194,14 @@ def _as_target(leaf: Sharded, inner: list[ArrayTarget] | None, path: str) -> Arr
     return ArrayTarget(spec, made, [TargetPiece(*part) for part in _regions_of_pieces(leaf, parts, path)])
 
 
-def sharded_target(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArrayTarget | None:
+def sharded_target(leaf: Sharded, path: str, rank: int, adapter: Adapter) -> ArrayTarget:
     """Describes pieces to fill in place."""
-    return _as_target(leaf, _each(leaf, path, lambda local: adapter.target(local, path, rank)), path)
+    return _as_target(leaf, [adapter.target(local, path, rank) for local in _locals(leaf, path)], path)
 
 
 def sharded_like(
     leaf: Sharded, path: str, rank: int, device: str | None, adapter: Adapter, *, allocate: Allocate | None = None
-) -> ArrayTarget | None:
+) -> ArrayTarget:
     """Creates pieces of the same shapes and offsets."""
-    made = _each(leaf, path, lambda local: adapter.like(local, path, rank, device, allocate=allocate))
+    made = [adapter.like(local, path, rank, device, allocate=allocate) for local in _locals(leaf, path)]
     return _as_target(leaf, made, path)
