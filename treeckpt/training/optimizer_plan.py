@@ -165,7 +165,7 @@ class _Matcher:
             if (label := self.empty.get(self.position + here)) is not None:
                 of[empty_label(here)] = [label]
         self.position += len(live.groups)
-        values = match_groups(live.groups, of, self.values, path=self.path, same=is_same, keep=keep)
+        values = match_groups(live.groups, of, self.values, path=self.path, keep=keep)
         for position, (group, found) in enumerate(zip(live.groups, values, strict=True)):
             if saved_labels(group, position, of):
                 self._compare_values(group, found, keep)
@@ -184,8 +184,8 @@ class _Matcher:
         named = dict.fromkeys(label for labels in of.values() for label in labels if label in self.forms)
         labels = list(named or self.forms)
         path = f"{self.path}/{STATE_DICT_KEY}"
-        found = [self.forms[label] for label in labels] or [standard_form(self.shared)]
-        form = common_value([(label,) for label in labels] or [("",)], found, path, is_same)
+        found = [((label,), self.forms[label]) for label in labels] or [(("",), standard_form(self.shared))]
+        form = common_value(found, path)
         if not isinstance(form, dict) or not isinstance(live.form, dict | None):
             return form
         if live.form is None:
@@ -348,7 +348,7 @@ def _hand_over(plan: OptimizerPlan) -> None:
         if values is None:
             return ours
         path = key_path(("param_groups", *plan.prefix))
-        found = match_groups(live.groups, plan.of, values, path=path, same=is_same, keep=plan.keep)
+        found = match_groups(live.groups, plan.of, values, path=path, keep=plan.keep)
         return [{**group.values, **mine} for group, mine in zip(live.groups, found, strict=True)]
 
     before = [dict(group) for group in live.stateful.param_groups]

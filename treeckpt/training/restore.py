@@ -32,7 +32,6 @@ from ..loading.transforms import Renaming, Transforms, as_rules, carried
 from ..trees.per_rank_state import Policy, policy_of
 from .capture import optimizer_of, ties_of
 from .check_model import check_entry, resolve_ties, without_ties
-from .hyperparameters import is_same
 from .modules import (
     Modules,
     StateDictEntry,
@@ -310,7 +309,7 @@ class _Restore:
         optimizer = optimizer_of(scheduler, self.optimizers)
         if optimizer is not None:
             of = next((plan.of for plan in reversed(self.plans) if plan.prefix == optimizer.prefix), {})
-            state = from_groups(state, optimizer.groups, of, path=path, same=is_same)
+            state = from_groups(state, optimizer.groups, of, path=path)
         self.last.append(functools.partial(scheduler.load_state_dict, state))
 
     def check_keys(self) -> None:
