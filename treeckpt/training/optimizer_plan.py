@@ -15,8 +15,7 @@ from torch import Tensor
 from ..arrays.plain_tensor import dtype_name
 from ..arrays.stateful import load_exact_state
 from ..core.tree.flatten import flatten
-from ..core.tree.recursion import Recursive, trampoline
-from ..core.tree.structure import DictNode, Structure, key_text, paths_of
+from ..core.tree.structure import DictNode, Structure, key_text
 from ..errors import MismatchError
 from .groups import (
     Labels,
@@ -32,7 +31,7 @@ from .hyperparameters import assign_value, is_same
 from .moments import MomentPlacement, build_state, expected_moments
 from .names import Key, get_in, key_path, parse_key
 from .optimizers import NamedOptimizer, groups_of, is_lbfgs, optimizer_names
-from .sources import RestoreSource, children_of, descend
+from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .state_dicts import BY_GROUP, STATE_DICT_KEY, join, shared_of, split, standard_form
 
 __all__ = ["Differences", "OptimizerPlan", "apply_optimizers", "plan_optimizers"]
@@ -151,7 +150,8 @@ class _Matcher:
         self.position = 0
         """Of the next live group among those of all parts."""
         self.path = key_path(("param_groups", *prefix))
-        self.saved_keys = _keys_in(descend(source.structure, ("optimizer", *prefix)), self.saved_of)
+        found = nodes_by_name(descend(source.structure, ("optimizer", *prefix)), self.saved_of)
+        self.saved_keys = {name: node for name, node in found.items() if node is not None}
         self.used: set[str] = set()
         """Saved leaves that are wanted, or known to be of no use."""
 
@@ -227,7 +227,7 @@ class _Matcher:
         structure = self.saved_keys[name]
         if plan.live.form is None:  # what another kind of optimizer kept has no place here
             structure = _without(structure, STATE_DICT_KEY)
-        self.used.update(_leaves_below(path, structure))
+        self.used.update(leaves_below(path, structure))
         plan.saved[key] = (path, structure)
         plan.places[key] = self._place_of(f"model/{name}", parameter)
         saved = set(children_of(structure))
@@ -266,7 +266,7 @@ class _Matcher:
         known = {name for group in groups for member in group.members for name in self.tied[member]}
         for name in sorted(self.saved_of):
             path, structure = self._state_path(name), self.saved_keys.get(name)
-            below = set(_leaves_below(path, structure))
+            below = set(leaves_below(path, structure) if structure is not None else ())
             if name in known:  # its state may be another rank's
                 self.used |= below
             elif name in frozen:
@@ -282,26 +282,6 @@ def _without(node: Structure, key: str) -> Structure:
         return node
     kept = [number for number, name in enumerate(children_of(node)) if name != key]
     return DictNode(tuple(node.keys[n] for n in kept), tuple(node.children[n] for n in kept))
-
-
-def _leaves_below(path: str, structure: Structure) -> list[str]:
-    return [f"{path}/{below}" if below else path for below, _ in paths_of(structure)] if structure is not None else []
-
-
-def _keys_in(node: Structure, names: Labels) -> dict[str, Structure]:
-    """The saved state of each parameter, by the path of its name."""
-    found: dict[str, Structure] = {}
-
-    def walk(node: Structure, prefix: Key) -> Recursive[None]:
-        for key, child in children_of(node).items():
-            here = (*prefix, str(key))
-            if key_path(here) in names:
-                found[key_path(here)] = child
-            else:
-                yield walk(child, here)
-
-    trampoline(walk(node, ()))
-    return found
 
 
 def apply_optimizers(plans: Sequence[OptimizerPlan]) -> list[str]:

@@ -50,7 +50,7 @@ from .optimizers import NamedOptimizer, Optimizers, name_optimizers
 from .report import RestoreReport
 from .rng import check_rng, set_rng
 from .schedules import from_groups
-from .sources import RestoreSource, children_of, descend
+from .sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 from .user_state import compare_extra, loader_actions
 
 __all__ = ["restore"]
@@ -173,6 +173,8 @@ class _Restore:
         self.ignored: list[str] = []
         self.left: set[str] = set()
         """Names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
+        self.own_buffers: set[str] = set()
+        """Names of buffers of which every rank has saved its own."""
         self.wanted: list[StateDictEntry] = []
         """Entries of the model that are filled in place."""
         self.last: list[Callable[[], None]] = []
@@ -186,24 +188,27 @@ class _Restore:
     def plan_model(self) -> None:
         """Compares the model with the source, and chooses the entries to fill."""
         leaves, asked = self.source.leaves, set[str]()
+        names = {key_path(entry.key) for entry in self.entries}
+        saved = nodes_by_name(descend(self.source.structure, ("model",)), names)
         saved_extra: Any = None
         paths: dict[int, str] = {}
         for entry in self.entries:
-            path = f"model/{key_path(entry.key)}"
-            node = descend(self.source.structure, ("model", *entry.key))
+            name = key_path(entry.key)
+            path = f"model/{name}"
             if self.source.is_left(path):
-                self.left.add(key_path(entry.key))
+                self.left.add(name)
                 continue
             if entry.kind == "extra":
-                if entry.key[-1] not in children_of(descend(self.source.structure, ("model", *entry.key[:-1]))):
+                if name not in saved:
                     self.missing.append(path)
                     continue
                 saved_extra = self.source.part("model") if saved_extra is None else saved_extra
-                asked.update(p for p in leaves if p == path or p.startswith(path + "/"))
+                asked.update(leaves_below(path, saved[name]))
                 state = functools.reduce(operator.getitem, entry.key, saved_extra)
                 self.last.append(functools.partial(entry.module.set_extra_state, state))
                 continue
-            if isinstance(node, PerRankNode):
+            if isinstance(saved.get(name), PerRankNode):
+                self.own_buffers.add(name)
                 self._refuse_changed_world("buffers", path)
                 path += "/~rank*"
             asked.add(path)
@@ -377,8 +382,8 @@ class _Restore:
         target: dict[str, Any] = dict.fromkeys(self.parts, ...)
         tensors: dict[str, Any] = {}
         for entry in self.wanted:
-            node = descend(self.source.structure, ("model", *entry.key))
-            put_in(tensors, entry.key, PerRank(entry.value) if isinstance(node, PerRankNode) else entry.value)
+            own = key_path(entry.key) in self.own_buffers
+            put_in(tensors, entry.key, PerRank(entry.value) if own else entry.value)
         target["model"] = tensors
         if self.plans:
             target["optimizer"] = {}

@@ -7,7 +7,7 @@ provides only the part of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -20,8 +20,9 @@ from ..arrays.stateful import expand_states, state_tree
 from ..core.format.records import AliasRecord, ArrayRecord, ValueRecord
 from ..core.sharding.placements import Layout, MeshLayout, Replicate
 from ..core.tree.flatten import PerRank, flatten
+from ..core.tree.recursion import Recursive, trampoline
 from ..core.tree.spec import ArraySpec
-from ..core.tree.structure import TABLE_KEYS, PerRankNode, Structure, index_path, keys_of
+from ..core.tree.structure import TABLE_KEYS, PerRankNode, Structure, index_path, keys_of, paths_of
 from ..errors import MismatchError
 from ..io.comm.comm import Comm, global_rank
 from ..io.storage.checkpoint import Checkpoint
@@ -34,6 +35,7 @@ from ..trees import moving
 from ..trees.matching import match_leaves
 from ..trees.per_rank_state import Policy, load_own
 from .hyperparameters import is_same
+from .names import Key, key_path
 
 __all__ = [
     "CheckpointSource",
@@ -42,7 +44,9 @@ __all__ = [
     "children_of",
     "descend",
     "fill_from",
+    "leaves_below",
     "load_part",
+    "nodes_by_name",
     "wanted_of",
 ]
 
@@ -113,6 +117,27 @@ def descend(node: Structure, keys: Sequence[Any]) -> Structure:
     for key in keys:
         node = children_of(node).get(key)
     return node
+
+
+def nodes_by_name(node: Structure, names: Container[str]) -> dict[str, Structure]:
+    """The structures below a node whose path is one of the names, in one walk."""
+    found: dict[str, Structure] = {}
+
+    def walk(node: Structure, prefix: Key) -> Recursive[None]:
+        for key, child in children_of(node).items():
+            here = (*prefix, str(key))
+            if key_path(here) in names:
+                found[key_path(here)] = child
+            else:
+                yield walk(child, here)
+
+    trampoline(walk(node, ()))
+    return found
+
+
+def leaves_below(path: str, structure: Structure) -> list[str]:
+    """The paths of the leaves of a structure that is at a path."""
+    return [f"{path}/{below}" if below else path for below, _ in paths_of(structure)]
 
 
 class CheckpointSource:
