@@ -254,6 +254,11 @@ class Storage(msgspec.Struct, frozen=True, gc=False):
     strides: tuple[int, ...] | None
     """In elements; None for C order."""
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """Addresses of the first byte, and of the byte after the last."""
+        return self.address, self.address + self.nbytes
+
 
 class ArraySource(msgspec.Struct, frozen=True, gc=False):
     """An array to save, as one rank holds it."""

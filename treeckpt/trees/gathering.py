@@ -9,7 +9,6 @@ receivers. What every receiver holds whole already is only copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,7 +35,7 @@ from ..core.planning.rank_trees import (
 )
 from ..core.sharding.int_runs import decode_runs, encode_runs
 from ..core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
-from ..core.sharding.region import Region, c_strides
+from ..core.sharding.region import c_strides
 from ..core.sharding.write_assignment import ArrayLeaf, assign_writers, writes_of
 from ..core.tree.flatten import replace_leaves, unflatten
 from ..core.tree.spec import ArraySpec
@@ -54,7 +53,7 @@ from ..saving.messages import (
     merge_inventories,
 )
 from .moving import fill
-from .packing import MessageBucket, PackedRegion, empty_bytes, pack, pack_regions, unpack
+from .packing import PackedRegion, send_regions
 from .transport import Transport
 
 __all__ = ["gather", "rebuild_alias"]
@@ -113,10 +112,17 @@ class _Gather:
                 self.contents.update(group)
             own = RankTree(self.described.inventory, self.contents, self.described.values)
             trees = gather_results(transport, "gather", lambda: own, RankTree, hint=_HINT)
-            merged = self._merge([one.inventory for one in digests], trees)
+            self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}
+            by_rank, inventories = dict(enumerate(trees)), {rank: one.inventory for rank, one in enumerate(digests)}
+            merged = merge_inventories(inventories, by_rank, transport.size)  # shapes before contents
+            compare_contents({rank: tree.contents for rank, tree in by_rank.items()})
         boxes = [(path, box) for path, box, nbytes in overlapping_pieces(merged) if nbytes <= SMALL_LEAF_NBYTES]
         if boxes:
-            found = gather_results(transport, "gather", partial(self._box_digests, boxes), BoxDigests, hint=_HINT)
+
+            def own_boxes() -> BoxDigests:
+                return BoxDigests(None, box_digests(self.described, boxes))
+
+            found = gather_results(transport, "gather", own_boxes, BoxDigests, hint=_HINT)
             compare_boxes(boxes, dict(enumerate(found)))
         return merged
 
@@ -130,16 +136,6 @@ class _Gather:
         self.piece_groups = piece_digests(self.described, world=transport.size, every=False)
         contents = json_digest(sorted(self.contents.items()))
         return _RankDigests(digest_of(self.described.inventory), contents, digest_groups(self.piece_groups))
-
-    def _box_digests(self, boxes: Sequence[tuple[str, Region]]) -> BoxDigests:
-        return BoxDigests(None, box_digests(self.described, boxes))
-
-    def _merge(self, digests: Sequence[bytes], trees: Sequence[RankTree]) -> GlobalTree:
-        self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}
-        by_rank = dict(enumerate(trees))
-        merged = merge_inventories(dict(enumerate(digests)), by_rank, self.transport.size)  # shapes before contents
-        compare_contents({rank: tree.contents for rank, tree in by_rank.items()})
-        return merged
 
     def move(self, merged: GlobalTree, limit: int) -> None:
         """Creates the arrays on the receivers and copies every element there."""
@@ -159,37 +155,27 @@ class _Gather:
                     fill(self.targets[spec.path].pieces, self.described.sources[spec.path].pieces)
             else:
                 moving.append((leaf, share))
-        leaves = [leaf for leaf, _ in moving]
         for sender in range(self.transport.size):
             entries = [
-                PackedRegion(number, region, leaf.itemsize)
-                for number, (leaf, share) in enumerate(moving)
+                PackedRegion(leaf.path, region, leaf.itemsize)
+                for leaf, share in moving
                 for region in writes_of(leaf, share, sender)
             ]
-            for bucket in pack_regions(entries, limit):
-                self._send(sender, bucket, leaves)
+            send_regions(
+                entries,
+                limit,
+                self.transport,
+                sender=sender,
+                receivers=self.receivers,
+                sources=self.described.sources,
+                targets=self.targets,
+            )
 
     def _is_everywhere(self, layout: Layout) -> bool:
         """Returns whether each receiver holds all of an array already."""
         if not isinstance(layout, MeshLayout) or not all(isinstance(p, Replicate) for p in layout.placements):
             return False
         return set(self.receivers) <= set(mesh_ranks(layout.mesh).tolist())
-
-    def _send(self, sender: int, bucket: MessageBucket, leaves: Sequence[ArrayLeaf]) -> None:
-        """Sends one message from a rank to the receivers."""
-        transport, mine = self.transport, sender == self.transport.rank
-        others = [rank for rank in self.receivers if rank != sender]
-        if not (mine or self.receives) and len(self.receivers) < transport.size:
-            return
-        data = pack(bucket, lambda n: self.described.sources[leaves[n].path].pieces) if mine else empty_bytes(bucket)
-        if len(self.receivers) == transport.size:
-            transport.broadcast(data, sender)
-        elif mine:
-            transport.exchange([(rank, data) for rank in others], [])
-        else:
-            transport.exchange([], [(sender, data)])
-        if self.receives:
-            unpack(data, bucket, lambda entry: self.targets[leaves[entry.number].path].pieces)
 
     def result(self, merged: GlobalTree) -> Any:
         """Returns the tree: with arrays where this rank receives, with their specs elsewhere."""

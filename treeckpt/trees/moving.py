@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, TargetPiece
-from ..arrays.overlaps import first_difference, in_same_memory, is_equal, overlapping_pairs, overlaps_of
+from ..arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, Storage, TargetPiece
+from ..arrays.overlaps import conflicting_pair, in_same_memory, is_equal
 from ..arrays.registry import (
     abstract_of,
     decode,
@@ -174,8 +175,8 @@ class _ArrayCopy(msgspec.Struct, frozen=True):
     target: ArrayTarget
     """The pieces to write to."""
     source: ArraySource
-    range: tuple[int, int] | None
-    """Addresses of the target's memory, start and stop; None where they are not known."""
+    storage: Storage | None = None
+    """The target's memory; None where it is not known."""
 
     @property
     def nbytes(self) -> int:
@@ -268,12 +269,12 @@ def put_leaves(
             new.append(value(leaf, given[path], path))
             continue
         new.append(leaf)
-        storage = getattr(source_of(leaf, path, rank), "storage", None)
-        place = None if storage is None else (storage.address, storage.address + storage.nbytes)
+        present = source_of(leaf, path, rank)
+        storage = present.storage if present is not None else None
         check_held(target, source, path)
         if not cast:
             check_dtype(target.spec.dtype, source.spec.dtype, path)
-        copies.append(_ArrayCopy(path, target, source, place))
+        copies.append(_ArrayCopy(path, target, source, storage))
     _check_ties(copies)
     copies = list({id(copy.target.leaf): copy for copy in copies}.values())
     _put(into, found, new, copies, namespace)
@@ -313,20 +314,12 @@ def _check_paths(found: MatchedLeaves, given: Mapping[str, object], rank: int) -
 def _check_ties(copies: Sequence[_ArrayCopy]) -> None:
     """Refuses different bytes for one place in memory, where the last write would win."""
 
-    def one(first: _ArrayCopy, second: _ArrayCopy) -> bool:
-        return (
-            first.source.storage is not None
-            and first.source.storage == second.source.storage
-            and in_same_memory(first.target, second.target)
-        )
+    def is_one(first: int, second: int) -> bool:
+        memory = copies[first].source.storage
+        alike = memory is not None and memory == copies[second].source.storage
+        return alike and in_same_memory(copies[first].target, copies[second].target)
 
-    def read(wanted: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
-        for number, pieces in wanted:
-            copies[number].put(pieces)
-
-    targets = [copy.target for copy in copies]
-    pairs = (pair for pair in overlapping_pairs(targets) if not one(copies[pair[0]], copies[pair[1]]))
-    found = first_difference((part for pair in pairs for part in overlaps_of(targets, pair, BLOCK)), read, BLOCK)
+    found = conflicting_pair([copy.target for copy in copies], is_one, partial(_put_all, copies), BLOCK)
     if found is not None:
         first, second = (copies[number].path for number in found)
         raise MismatchError(
@@ -348,13 +341,15 @@ def are_equal(first: object, second: object, wanted: object, path: str, rank: in
         if (source := source_of(leaf, path, rank)) is None:
             return False
         check_held(target, source, path)
-        copies.append(_ArrayCopy(path, target, source, None))
+        copies.append(_ArrayCopy(path, target, source))
 
-    def read(parts: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
-        for number, pieces in parts:
-            copies[number].put(pieces)
+    return first is second or is_equal(spec, partial(_put_all, copies), BLOCK)
 
-    return first is second or is_equal(spec, read, BLOCK)
+
+def _put_all(copies: Sequence[_ArrayCopy], wanted: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
+    """Fills other pieces of numbered copies."""
+    for number, pieces in wanted:
+        copies[number].put(pieces)
 
 
 def check_dtype(wanted: str, given: str, path: str) -> None:
@@ -369,14 +364,14 @@ def check_dtype(wanted: str, given: str, path: str) -> None:
 
 def _without_overlaps(copies: list[_ArrayCopy]) -> list[_ArrayCopy]:
     """Returns the copies, with sources that a copy would overwrite duplicated: trees may share memory, as in a swap."""
-    ranges = sorted(copy.range for copy in copies if copy.range is not None)
+    ranges = sorted(copy.storage.range for copy in copies if copy.storage is not None)
     starts = [low for low, _ in ranges]
     longest = max((high - low for low, high in ranges), default=0)
 
     def overlaps_of(source: ArraySource) -> bool:
         if source.storage is None:
             return False
-        low, high = source.storage.address, source.storage.address + source.storage.nbytes
+        low, high = source.storage.range
         near = ranges[bisect_left(starts, low - longest) : bisect_left(starts, high)]
         return any(a < high and low < b for a, b in near)
 
