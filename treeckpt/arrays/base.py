@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -32,7 +32,6 @@ __all__ = [
     "FlatRangeArray",
     "HostArray",
     "HostMemory",
-    "ScatteredBytes",
     "SourcePiece",
     "Storage",
     "StridedMemory",
@@ -63,17 +62,6 @@ class ArrayWriter(Protocol):
     """Writes a host array of raw dtype to a box; the caller may reuse the array's memory when `write` returns."""
 
     def write(self, box: Box, data: np.ndarray) -> None: ...
-
-
-@runtime_checkable
-class ScatteredBytes(Protocol):
-    """A range of bytes that is written to several places in memory."""
-
-    def write(self, box: Box, data: np.ndarray) -> None: ...
-
-    def parts(self, low: int, high: int) -> list[memoryview] | None:
-        """Returns the memory of bytes `low:high`, in order; None where that is not known."""
-        ...
 
 
 class StridedMemory(msgspec.Struct, frozen=True, gc=False):
@@ -215,9 +203,8 @@ class FlatRangeArray:
         if isinstance(self.data, (HostArray, HostMemory)):
             self._inside(self.data.read(where), box)[...] = data
             return
-        with (
-            self._lock
-        ):  # elements between those of the box are written back unchanged, and another thread may write them
+        # elements between those of the box are written back unchanged, and another thread may write them
+        with self._lock:
             if high - low == data.size:
                 self.data.write(where, data.reshape(-1))
                 return

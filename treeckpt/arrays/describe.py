@@ -24,7 +24,7 @@ from .base import ArrayReader, ArraySource, HostMemory, SourcePiece, Storage
 from .overlaps import overlapping_groups
 from .registry import encode, source_of
 from .sharded import Sharded
-from .table_columns import column_source, shift_rows
+from .table_columns import column_source, shift_offsets, shift_rows
 
 __all__ = [
     "SMALL_LEAF_NBYTES",
@@ -109,15 +109,14 @@ def describe_tree(
 def place_table_rows(described: DescribedTree, merged: GlobalTree, rank: int) -> None:
     """Sets the offsets of table rows among those of all ranks, in place, once the global tree is known."""
     tables = {spec.path for spec in described.inventory.leaves if spec.rows is not None}
-    starts: dict[str, tuple[int, str]] = {}
     for leaf in merged.leaves if tables else ():
         if leaf.path in tables and isinstance(leaf.layout, BoxLayout):
             start = next(region.offset[0] for holder, region in leaf.layout.pieces if holder == rank)
-            at = leaf.path.rpartition("/")
-            offsets = f"{at[0]}{at[1]}{TABLE_KEYS[1]}"
-            is_ids = at[2] == TABLE_KEYS[0] and offsets in described.sources and offsets not in tables
-            starts[leaf.path] = start, offsets if is_ids else ""
-    shift_rows(described.sources, starts)
+            described.sources[leaf.path] = shift_rows(described.sources[leaf.path], start)
+            above, slash, key = leaf.path.rpartition("/")
+            offsets = f"{above}{slash}{TABLE_KEYS[1]}"
+            if key == TABLE_KEYS[0] and offsets in described.sources and offsets not in tables:
+                shift_offsets(described.sources[offsets], start)
 
 
 _Stored = tuple[LeafSpec, ArraySpec, Storage]
