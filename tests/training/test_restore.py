@@ -659,8 +659,8 @@ def test_a_pattern_that_stands_for_two_arrays_does_not_hide_that_one_is_missing(
 def test_the_work_grows_with_the_number_of_parameters_and_not_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each node of the saved structure is walked once, not once for each parameter below it."""
-    from treeckpt.training import sources
+    """The saved structure is walked once, and alike parameters of a fresh optimizer take one step for all."""
+    from treeckpt.training import optimizer_plan, sources
 
     count = 300
     model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(count)])
@@ -678,5 +678,12 @@ def test_the_work_grows_with_the_number_of_parameters_and_not_faster(
         return found
 
     monkeypatch.setattr(sources, "keys_of", counted)
-    training.restore(tmp_path / "c", model, optimizer)
-    assert 0 < walked < 10 * count
+    expected_moments, steps = optimizer_plan.expected_moments, []
+
+    def stepped_once(*given: Any) -> Any:
+        steps.append(given)
+        return expected_moments(*given)
+
+    monkeypatch.setattr(optimizer_plan, "expected_moments", stepped_once)
+    training.restore(tmp_path / "c", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    assert 0 < walked < 10 * count and len(steps) == 1
