@@ -59,7 +59,13 @@ def state(
         optimizer, ties_of(entries, model), shards_of(entries, hidden_parameters(model, entries))
     )
     kept = [entry for entry in entries if entry.owned or buffers == "per_rank"]
-    tree: dict[str, Any] = {"model": nested((entry.key, _content(entry, buffers)) for entry in kept)}
+    own = buffers == "per_rank"
+    tree: dict[str, Any] = {
+        "model": nested(
+            (one.key, PerRank(one.value) if own and one.kind == "buffer" and not is_dtensor(one.value) else one.value)
+            for one in kept
+        )
+    }
     if optimizers:
         tree["optimizer"], tree["param_groups"] = trees_of(optimizers)
     if scheduler is not None:
@@ -71,11 +77,6 @@ def state(
     if extra is not None:
         tree["extra"] = extra
     return tree
-
-
-def _content(entry: StateDictEntry, buffers: str) -> Any:
-    own = buffers == "per_rank" and entry.kind == "buffer" and not is_dtensor(entry.value)
-    return PerRank(entry.value) if own else entry.value
 
 
 def ties_of(entries: Sequence[StateDictEntry], model: Modules) -> dict[int, Any]:

@@ -121,7 +121,10 @@ def _survey_one(
     names = [tuple(_name_of(p, ties, "param_groups") for p in group["params"]) for group in stateful.param_groups]
     mine = [p for group in stateful.param_groups for p in group["params"]]
     parameters = dict(zip((key for group in names for key in group), mine, strict=True))
-    groups = [ParamGroup(keys, _values(group)) for keys, group in zip(members, optimizer.param_groups, strict=True)]
+    groups = [
+        ParamGroup(keys, {k: v for k, v in group.items() if k not in ("params", "param_names")})
+        for keys, group in zip(members, optimizer.param_groups, strict=True)
+    ]
     labels = [label_of(group, position) for position, group in enumerate(groups, before)]
     numbering = ParameterNumbering(names, labels, parameters)
     form, shared = None, {}
@@ -136,10 +139,6 @@ def _survey_one(
     live = NamedOptimizer(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, shards, form)
     _check(live)
     return live
-
-
-def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def is_plain(optimizer: Any) -> bool:
@@ -259,11 +258,9 @@ def trees_of(lives: Sequence[NamedOptimizer]) -> tuple[dict[str, Any], dict[str,
 
 def _beside(parts: Sequence[NamedOptimizer]) -> dict[str, Any]:
     """What the parts of an optimizer keep that belongs to no parameter: `shared` where all agree, else by part."""
-    forms = {live.label: live.form for live in parts if live.form is not None and not _is_standard(live)}
+    forms = {
+        live.label: live.form for live in parts if live.form is not None and live.form != standard_form(live.shared)
+    }
     if not forms and all(is_same(parts[0].shared, live.shared) for live in parts):
         return {"shared": parts[0].shared} if parts[0].shared else {}
     return {STATE_DICT_KEY: {live.label: forms.get(live.label, standard_form(live.shared)) for live in parts}}
-
-
-def _is_standard(live: NamedOptimizer) -> bool:
-    return live.form == standard_form(live.shared)

@@ -1,8 +1,8 @@
 """The sources of a restore, behind one protocol: a checkpoint in a store, or a tree in memory.
 
-`open_source` chooses the class; `overlay_source` combines several checkpoints. Paths, shapes and dtypes are compared
-first; values and small parts are loaded as they were saved; arrays are filled in place at the end. A tree in memory
-provides only the part of this rank.
+`open_source` chooses the class, and combines several checkpoints. Paths, shapes and dtypes are compared first; values
+and small parts are loaded as they were saved; arrays are filled in place at the end. A tree in memory provides only the
+part of this rank.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ class CheckpointSource:
         leaf = self.view.by_path[path][0]
         records = [one.record for one in (leaf.sources.values() if isinstance(leaf, MadeLeaf) else [leaf])]
         arrays = [self.index.entries[r.of].record if isinstance(r, AliasRecord) else r for r in records]
-        found = [r.layout for r in arrays if isinstance(r, ArrayRecord) and r.layout >= 0]
-        return any(_is_spread(self.index.layouts[number]) for number in found)
+        numbers = [r.layout for r in arrays if isinstance(r, ArrayRecord) and r.layout >= 0]
+        return any(_is_spread(self.index.layouts[number]) for number in numbers)
 
     def value(self, path: str) -> Any:
         record = self.view.by_path[path][0].record

@@ -37,7 +37,7 @@ _STATE = "state"
 _GROUPS = "param_groups"
 BY_GROUP = "by_group"
 _BY_PARAMETER = "by_parameter"
-_NOT__STATE = ("params", "param_names")
+_NOT_VALUES = ("params", "param_names")
 
 
 class ParameterNumbering(msgspec.Struct):
@@ -153,7 +153,7 @@ class _Splitter:
 
     def _walk_packed(self, node: Mapping[Any, Any], at: tuple[str, ...], numbers: Mapping[Any, Key]) -> Any:
         style = "name" if any(isinstance(number, str) for number in numbers) else "number"
-        values = [{k: v for k, v in group.items() if k not in _NOT__STATE} for group in node[_GROUPS]]
+        values = [{k: v for k, v in group.items() if k not in _NOT_VALUES} for group in node[_GROUPS]]
         if not at:
             self.values = values
         by_group = dict(zip(self.numbering.labels, values, strict=True)) if at else None
@@ -194,11 +194,11 @@ class _Splitter:
         """Whether integers are numbers of parameters: all are there, or each has a tensor of its parameter's shape."""
         if len(given) == len(numbers) > 1:
             return True
-        return bool(given) and all(self._fits(node[number], key) for number, key in given.items())
-
-    def _fits(self, part: Any, key: Key) -> bool:
-        shape = self.numbering.parameters[key].shape
-        return any(isinstance(leaf, Tensor) and leaf.shape == shape for _, leaf in flatten(part)[1])
+        shapes = {number: self.numbering.parameters[key].shape for number, key in given.items()}
+        return bool(given) and all(
+            any(isinstance(leaf, Tensor) and leaf.shape == shape for _, leaf in flatten(node[number])[1])
+            for number, shape in shapes.items()
+        )
 
     def _listed(self, node: Sequence[Any]) -> dict[Key, Any] | None:
         """A list with a tensor for each parameter, or one of such lists by group."""

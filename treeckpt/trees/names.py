@@ -84,13 +84,10 @@ def unflatten_names(named: Mapping[str, Any], like: Any = None, *, separator: st
     like = state_tree(like, namespace=namespace)
     wanted = _named(like, separator, namespace)
     _check_names([name for name, _, _ in wanted], named)
-    leaves = (_bare(named[name], leaf) for name, _, leaf in wanted)
+    found = ((named[name], leaf) for name, _, leaf in wanted)
+    # a wanted place under `PerRank` takes the leaf without its own
+    leaves = (new.value if type(old) is PerRank and type(new) is PerRank else new for new, old in found)
     return replace_leaves(like, leaves, namespace=namespace)
-
-
-def _bare(leaf: Any, wanted: Any) -> Any:
-    """Returns a leaf without its `PerRank` where the wanted place is under `PerRank` already."""
-    return leaf.value if type(wanted) is PerRank and type(leaf) is PerRank else leaf
 
 
 def _check_names(wanted: Iterable[str], names: Mapping[str, Any]) -> None:
