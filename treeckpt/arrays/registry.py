@@ -22,10 +22,10 @@ from ..core.tree.value_codec import Typed, Value, decode_value, encode_value
 from ..errors import FormatError, MismatchError, TreeError
 from .base import Adapter, Allocate, ArraySource, ArrayTarget, raw_dtype
 from .lazy import LazyArray, lazy_source
-from .sharded import Sharded, sharded_abstract, sharded_like, sharded_source, sharded_target
 
 __all__ = [
     "abstract_of",
+    "adapter_of",
     "check_cast",
     "check_library",
     "decode",
@@ -45,6 +45,7 @@ _ADAPTERS = {
     "numpy.ndarray": "numpy",
     "torch.Tensor": "torch",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "sharded_tensor",
+    f"{__package__}.sharded.Sharded": "sharded",
 }
 """Classes of arrays, and the module that is their adapter."""
 
@@ -55,7 +56,7 @@ def _module(name: str) -> ModuleType:
 
 
 @lru_cache(maxsize=1024)
-def _adapter(kind: type) -> Adapter | None:
+def adapter_of(kind: type) -> Adapter | None:
     """Returns the adapter of a class of arrays; None for other classes."""
     names = (_ADAPTERS.get(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__)
     name = next(filter(None, names), None)
@@ -80,10 +81,8 @@ def source_of(leaf: object, path: str, rank: int) -> ArraySource | None:
     kind = type(leaf)
     if kind in _PLAIN_VALUES:
         return None
-    if (adapter := _adapter(kind)) is not None:
+    if (adapter := adapter_of(kind)) is not None:
         return adapter.source(leaf, path, rank)
-    if isinstance(leaf, Sharded):
-        return sharded_source(leaf, path, rank, _inner(leaf, path))
     if isinstance(leaf, Column):
         raise TreeError(
             path,
@@ -100,27 +99,12 @@ def source_of(leaf: object, path: str, rank: int) -> ArraySource | None:
     return None
 
 
-def _inner(leaf: Sharded, path: str) -> Adapter:
-    adapters = [_adapter(type(local)) for local in leaf.locals] or [cast(Adapter, _module("numpy"))]
-    adapter = adapters[0]
-    if adapter is None or any(other is not adapter for other in adapters):
-        raise TreeError(
-            path,
-            expected="an array in Sharded, or several of one library",
-            found=", ".join(type(local).__name__ for local in leaf.locals),
-            hint="Values are no pieces; wrap what each rank has of its own in tc.PerRank",
-        )
-    return adapter
-
-
 def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
     """Returns the spec of an array; None for a value."""
-    if (adapter := _adapter(type(leaf))) is not None:
+    if (adapter := adapter_of(type(leaf))) is not None:
         return adapter.abstract(leaf, path, rank)
     if isinstance(leaf, ArraySpec):
         return leaf
-    if isinstance(leaf, Sharded):
-        return sharded_abstract(leaf, path, rank, _inner(leaf, path))
     if isinstance(leaf, Column) and leaf.kind != "offsets":
         return abstract_of(leaf.array, path, rank)
     return None
@@ -133,20 +117,16 @@ def library_of(spec: ArraySpec) -> Adapter:
 
 def target_of(leaf: object, path: str, rank: int) -> ArrayTarget | None:
     """Describes an array to fill in place; returns None for a value."""
-    if (adapter := _adapter(type(leaf))) is not None:
-        return adapter.target(leaf, path, rank)
-    if isinstance(leaf, Sharded):
-        return sharded_target(leaf, path, rank, _inner(leaf, path))
-    return None
+    adapter = adapter_of(type(leaf))
+    return None if adapter is None else adapter.target(leaf, path, rank)
 
 
 def mark_written(leaves: Iterable[object]) -> None:
     """Tells the libraries of arrays that these were written to without their functions."""
     found: dict[Adapter, list[object]] = {}
     for leaf in leaves:
-        for array in leaf.locals if isinstance(leaf, Sharded) else (leaf,):
-            if (adapter := _adapter(type(array))) is not None:
-                found.setdefault(adapter, []).append(array)
+        if (adapter := adapter_of(type(leaf))) is not None:
+            found.setdefault(adapter, []).append(leaf)
     for adapter, arrays in found.items():
         adapter.mark_written(arrays)
 
@@ -160,9 +140,7 @@ def like_of(
     """
     if isinstance(leaf, ArraySpec):
         return new_array(leaf, path, device or leaf.device, allocate=allocate)
-    if isinstance(leaf, Sharded):
-        return sharded_like(leaf, path, rank, device, _inner(leaf, path), allocate=allocate)
-    if (adapter := _adapter(type(leaf))) is not None:
+    if (adapter := adapter_of(type(leaf))) is not None:
         return adapter.like(leaf, path, rank, device, allocate=allocate)
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None or encodable(leaf):
