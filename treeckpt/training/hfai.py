@@ -23,7 +23,7 @@ from ..core.tree.flatten import PerRank
 from ..errors import MismatchError, TreeError
 from ..io.comm.comm import Comm, as_comm
 from ..reports import SaveReport
-from .capture import state, ties_of
+from .capture import state
 from .groups import labels_by_member
 from .modules import collect_entries
 from .names import get_in, key_path, parse_key
@@ -71,7 +71,7 @@ def save(
         )
     models, optimizers = _by_position(model), _by_position(optimizer)
     tree = state(models, optimizers, rng=False, extra=dict(others or {}))
-    named = name_optimizers(optimizers, ties_of(collect_entries(models), models), {})
+    named = name_optimizers(optimizers, collect_entries(models))
     # by optimizer, the parameter names of each group in order
     tree["order"] = {one.prefix[0]: [[key_path(key) for key in group.members] for group in one.groups] for one in named}
     return api.save(path, tree, step=step, overwrite=overwrite, comm=as_comm(group), allow_pickle=allow_pickle)

@@ -21,9 +21,10 @@ from torch.nn.parameter import is_lazy
 from ..arrays.dtensor import is_dtensor
 from ..arrays.stateful import is_optimizer
 from ..errors import MismatchError, TreeError
-from .names import Key, key_path, nested, strip_wrappers
+from .names import Key, key_path, nested, strip_wrappers, tie_names
 
 __all__ = [
+    "ModelEntries",
     "Modules",
     "StateDictEntry",
     "allocate_meta_tensors",
@@ -32,7 +33,6 @@ __all__ = [
     "named_objects",
     "on_meta",
     "reset_fsdp_shards",
-    "shards_of",
 ]
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -112,17 +112,40 @@ def _state_dict_error(path: str, noun: str) -> TreeError:
     )
 
 
-def collect_entries(model: Modules) -> list[StateDictEntry]:
-    """Returns the entries of a model's state dict; parameters and buffers are the live objects.
+class ModelEntries(msgspec.Struct, frozen=True):
+    """What a model has to save and to fill; parameters and buffers are the live objects."""
+
+    entries: list[StateDictEntry]
+    """Of its state dict."""
+    hidden: list[StateDictEntry]
+    """The parameters that a hook of `state_dict` left out, under their own names."""
+    ties: dict[int, tuple[Key, ...]]
+    """The names of each parameter, by identity."""
+    shards: dict[int, tuple[Any, Any]]
+    """(global shape, offset) of parameters that are shards of a ShardedTensor, by identity."""
+
+
+def collect_entries(model: Modules) -> ModelEntries:
+    """Returns the entries of a model.
 
     Raises:
         TreeError: flat parameters, whose names are lost; two parts with one name.
     """
-    entries: list[StateDictEntry] = []
-    for prefix, module in named_objects(model, nn.Module, "model"):
-        entries += _collect_one(module, prefix)
+    roots = named_objects(model, nn.Module, "model")
+    entries = [entry for prefix, root in roots for entry in _collect_one(root, prefix)]
     nested((entry.key, None) for entry in entries)  # raises for two entries with one name
-    return entries
+    there, hidden = {id(entry.value) for entry in entries}, list[StateDictEntry]()
+    for prefix, root in roots:
+        names, parameters = _CleanNames(root, prefix), root.named_parameters(remove_duplicate=False)
+        hidden += [names.entry(raw, parameter) for raw, parameter in parameters if id(parameter) not in there]
+    every = (*entries, *hidden)
+    ties = tie_names((entry.key, id(entry.value)) for entry in every if isinstance(entry.value, nn.Parameter))
+    shards: dict[int, tuple[Any, Any]] = {}
+    for whole in (entry.value for entry in entries if is_sharded_tensor(entry.value)):
+        for shard, tensor in itertools.product(whole.local_shards(), (entry.value for entry in hidden)):
+            if tensor.shape == shard.tensor.shape and _addresses(tensor) == _addresses(shard.tensor):
+                shards[id(tensor)] = tuple(whole.metadata().size), tuple(shard.metadata.shard_offsets)
+    return ModelEntries(entries, hidden, ties, shards)
 
 
 def _collect_one(root: nn.Module, prefix: Key) -> Iterator[StateDictEntry]:
@@ -180,26 +203,6 @@ def is_sharded_tensor(value: object) -> bool:
 def is_meta(value: Any) -> bool:
     """Whether a tensor has no memory."""
     return not is_sharded_tensor(value) and value.is_meta
-
-
-def hidden_parameters(model: Modules, entries: Sequence[StateDictEntry]) -> list[StateDictEntry]:
-    """Returns the parameters that a hook of `state_dict` left out, under their own names."""
-    there = {id(entry.value) for entry in entries}
-    found: list[StateDictEntry] = []
-    for prefix, root in named_objects(model, nn.Module, "model"):
-        names, parameters = _CleanNames(root, prefix), root.named_parameters(remove_duplicate=False)
-        found += [names.entry(raw, parameter) for raw, parameter in parameters if id(parameter) not in there]
-    return found
-
-
-def shards_of(entries: Sequence[StateDictEntry], left_out: Sequence[StateDictEntry]) -> dict[int, tuple[Any, Any]]:
-    """Returns (global shape, offset) of parameters that are shards of a ShardedTensor, by identity."""
-    found: dict[int, tuple[Any, Any]] = {}
-    for whole in (entry.value for entry in entries if is_sharded_tensor(entry.value)):
-        for shard, tensor in itertools.product(whole.local_shards(), (entry.value for entry in left_out)):
-            if tensor.shape == shard.tensor.shape and _addresses(tensor) == _addresses(shard.tensor):
-                found[id(tensor)] = tuple(whole.metadata().size), tuple(shard.metadata.shard_offsets)
-    return found
 
 
 def load_hook_tensors(entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]) -> None:

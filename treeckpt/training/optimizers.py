@@ -23,7 +23,7 @@ from ..arrays.stateful import is_optimizer
 from ..errors import TreeError
 from .groups import ParamGroup, label_of, tree_of_groups
 from .hyperparameters import is_same
-from .modules import named_objects
+from .modules import ModelEntries, named_objects
 from .names import Key, key_path, put_in
 from .state_dicts import STATE_DICT_KEY, ParameterNumbering, has_own_forms, split, standard_form
 
@@ -90,14 +90,8 @@ class NamedOptimizer(msgspec.Struct):
         return self.numbering.labels[0] if self.numbering.labels else ""
 
 
-def name_optimizers(
-    optimizer: Optimizers | None, ties: Mapping[int, tuple[Key, ...]], shards: Mapping[int, tuple[Any, Any]]
-) -> list[NamedOptimizer]:
+def name_optimizers(optimizer: Optimizers | None, model: ModelEntries) -> list[NamedOptimizer]:
     """Returns the optimizers with names for their parameters.
-
-    Args:
-        ties: the names of each parameter of the model, by identity.
-        shards: of parameters that are parts of arrays.
 
     Raises:
         TreeError: a parameter that is not the model's.
@@ -106,13 +100,12 @@ def name_optimizers(
         return []
     lives: list[NamedOptimizer] = []
     for prefix, one in named_objects(optimizer, torch.optim.Optimizer, "optimizer"):
-        lives.append(_survey_one(prefix, one, ties, shards, len(groups_of(lives, prefix))))
+        lives.append(_name_one(prefix, one, model, len(groups_of(lives, prefix))))
     return lives
 
 
-def _survey_one(
-    prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]], shards: Any, before: int
-) -> NamedOptimizer:
+def _name_one(prefix: Key, optimizer: Any, model: ModelEntries, before: int) -> NamedOptimizer:
+    ties = model.ties
     stateful = next((one.optim for one in optimizer_chain(optimizer) if is_zero_optimizer(one)), optimizer)
     members = [
         tuple(_name_of(p, ties, f"param_groups/{position}") for p in group["params"])
@@ -136,7 +129,7 @@ def _survey_one(
         form, own, shared = found.form, found.own, found.shared or {}
         if found.values is not None and stateful is optimizer:
             groups = [ParamGroup(keys, values) for keys, values in zip(members, found.values, strict=True)]
-    live = NamedOptimizer(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, shards, form)
+    live = NamedOptimizer(prefix, optimizer, stateful, tuple(groups), numbering, dict(own), shared, model.shards, form)
     _check(live)
     return live
 

@@ -30,20 +30,18 @@ from ..loading.read_batch import Verify
 from ..loading.shared_read import open_relay, together
 from ..loading.transforms import Renaming, Transforms, as_rules, carried
 from ..trees.per_rank_state import Policy, policy_of
-from .capture import optimizer_of, ties_of
+from .capture import optimizer_of
 from .check_model import check_entry, resolve_ties, without_ties
 from .modules import (
     Modules,
     StateDictEntry,
     allocate_meta_tensors,
     collect_entries,
-    hidden_parameters,
     load_hook_tensors,
     on_meta,
     reset_fsdp_shards,
-    shards_of,
 )
-from .names import Key, key_path, put_in
+from .names import key_path, put_in
 from .open_source import is_stored, open_source
 from .optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
 from .optimizers import NamedOptimizer, Optimizers, name_optimizers
@@ -161,11 +159,9 @@ class _Restore:
     def __init__(self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> None:
         self.began = time.perf_counter()
         self.source, self.comm, self.targets, self.options = source, comm, targets, options
-        self.entries: list[StateDictEntry] = collect_entries(targets.model)
-        self.hidden: list[StateDictEntry] = hidden_parameters(targets.model, self.entries)
-        self.ties: dict[int, tuple[Key, ...]] = ties_of(self.entries, targets.model)
-        shards = shards_of(self.entries, self.hidden)
-        self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.ties, shards)
+        self.model = collect_entries(targets.model)
+        self.entries = self.model.entries
+        self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.model)
         self.plans: list[OptimizerPlan] = []
         self.parts = children_of(source.structure)
         self.missing: list[str] = []
@@ -244,10 +240,12 @@ class _Restore:
         known = sorted({name for live in self.optimizers for group in live.groups for name in group.values})
         if unknown := [name for name in keep if name not in known]:
             raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=unknown[0])
-        parameters = (entry for entry in (*self.entries, *self.hidden) if entry.kind == "parameter")
+        parameters = (entry for entry in (*self.entries, *self.model.hidden) if entry.kind == "parameter")
         frozen = (entry for entry in parameters if not entry.value.requires_grad)
         names = frozenset(key_path(entry.key) for entry in frozen)
-        self.plans, differences = plan_optimizers(self.optimizers, self.ties, self.source, keep=keep, frozen=names)
+        self.plans, differences = plan_optimizers(
+            self.optimizers, self.model.ties, self.source, keep=keep, frozen=names
+        )
         left = tuple(
             f"{key_path(('optimizer', *live.prefix))}/{name}/" for live in self.optimizers for name in self.left
         )
@@ -344,7 +342,7 @@ class _Restore:
         """Fills the targets."""
         roots = {id(entry.root) for entry in self.wanted if not entry.live}
         made = allocate_meta_tensors(
-            [*self.wanted, *(one for one in self.hidden if id(one.root) in roots)], self.targets.device
+            [*self.wanted, *(one for one in self.model.hidden if id(one.root) in roots)], self.targets.device
         )
         if made:
             reset_fsdp_shards(self.targets.model)

@@ -8,7 +8,7 @@ receivers. What every receiver holds whole already is only copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -38,7 +38,6 @@ from ..core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
 from ..core.sharding.region import c_strides
 from ..core.sharding.write_assignment import ArrayLeaf, assign_writers, writes_of
 from ..core.tree.flatten import replace_leaves, unflatten
-from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import Value
 from ..errors import RankError, TreeError
 from ..io.comm.collective import gather_results
@@ -56,7 +55,7 @@ from .moving import fill
 from .packing import PackedRegion, send_regions
 from .transport import Transport
 
-__all__ = ["gather", "rebuild_alias"]
+__all__ = ["gather", "new_leaf"]
 
 
 _HINT = "Nothing was sent"
@@ -179,34 +178,33 @@ class _Gather:
 
     def result(self, merged: GlobalTree) -> Any:
         """Returns the tree: with arrays where this rank receives, with their specs elsewhere."""
-        built: dict[str, Any] = {}
-        for leaf in merged.leaves:
-            if leaf.per_rank is None or self.transport.rank in decode_runs(leaf.per_rank):
-                built[leaf.path] = self._leaf(leaf, built)
-        leaves = iter(built.values())
+        leaves = (
+            new_leaf(leaf, self.values if leaf.per_rank is None else self.described.own_values, self.targets)
+            for leaf in merged.leaves
+            if leaf.per_rank is None or self.transport.rank in decode_runs(leaf.per_rank)
+        )
         if self.alike:
             return replace_leaves(self.tree, leaves, namespace=self.namespace)
         return unflatten(merged.whole, leaves, resolve=resolve, rank=self.transport.rank, namespace=self.namespace)
 
-    def _leaf(self, leaf: LeafSpec, built: dict[str, Any]) -> Any:
-        if leaf.spec is None:
-            values = self.values if leaf.per_rank is None else self.described.own_values
-            return decode(values[leaf.path], leaf.path, allow_pickle=False)
-        if leaf.alias_of is None and leaf.path in self.targets:
-            return self.targets[leaf.path].leaf
-        if leaf.alias_of is not None and leaf.alias_of in self.targets:
-            return rebuild_alias(leaf, built[leaf.alias_of], self.targets[leaf.alias_of].spec)
+
+def new_leaf(leaf: LeafSpec, values: Mapping[str, Value], targets: Mapping[str, ArrayTarget]) -> Any:
+    """Returns a leaf of the tree that a rank received: a value, an array, or the spec of one that has no target here.
+
+    A leaf that shares memory is the array that has it, or a view of that.
+    """
+    if leaf.spec is None:
+        return decode(values[leaf.path], leaf.path, allow_pickle=False)
+    if leaf.alias_of is None and leaf.path in targets:
+        return targets[leaf.path].leaf
+    if leaf.alias_of is None or leaf.alias_of not in targets:
         return msgspec.structs.replace(leaf.spec, device=None, regions=None)
-
-
-def rebuild_alias(leaf: LeafSpec, base: Any, spec: ArraySpec) -> Any:
-    """Returns a leaf that shares the memory of another one."""
-    assert leaf.spec is not None, "only arrays share memory"
-    same = (spec.kind, spec.requires_grad, spec.shape) == (leaf.spec.kind, leaf.spec.requires_grad, leaf.spec.shape)
-    if leaf.view is None and same:
+    base, found, array = targets[leaf.alias_of].leaf, targets[leaf.alias_of].spec, leaf.spec
+    if leaf.view is not None:
+        return library_of(array).view(base, array, leaf.view.offset, leaf.view.strides)
+    if (found.kind, found.requires_grad, found.shape) == (array.kind, array.requires_grad, array.shape):
         return base
-    offset, strides = (0, c_strides(leaf.spec.shape, 1)) if leaf.view is None else (leaf.view.offset, leaf.view.strides)
-    return library_of(leaf.spec).view(base, leaf.spec, offset, strides)
+    return library_of(array).view(base, array, 0, c_strides(array.shape, 1))
 
 
 def gather(

@@ -11,10 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..arrays.stateful import state_tree
-from ..core.tree.containers import PerRank, flatten_one_level
-from ..core.tree.flatten import replace_leaves
-from ..core.tree.recursion import Recursive, trampoline
-from ..core.tree.structure import key_text
+from ..core.tree.flatten import PerRank, flatten, replace_leaves
+from ..core.tree.structure import index_path, parse_path
 from ..errors import MismatchError, TreeError
 
 __all__ = ["flatten_names", "unflatten_names"]
@@ -42,29 +40,20 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
     _check_separator(separator)
     found: list[tuple[str, str, Any]] = []
     paths: dict[str, str] = {}
-
-    def walk(node: Any, steps: tuple[str, ...], path: str, own: bool) -> Recursive[None]:
-        taken = flatten_one_level(node, path, namespace, 0)
-        if taken is None:
-            name = separator.join(steps)
-            if (other := paths.setdefault(name, path)) != path:
-                raise TreeError(
-                    path,
-                    expected="a name of its own",
-                    found=f"{name!r}, which is that of {other} too",
-                    hint="Rename a key, or choose a separator that no key holds",
-                )
-            found.append((name, path, PerRank(node) if own else node))
-        elif type(node) is PerRank:
-            yield walk(node.value, steps, f"{path}/~rank*" if path else "~rank*", True)
-        else:
-            for key, child in zip(taken.keys, taken.children, strict=True):
-                text = key_text(key, path)
-                yield walk(
-                    child, (*steps, key if isinstance(key, str) else text), f"{path}/{text}" if path else text, own
-                )
-
-    trampoline(walk(state_tree(tree, namespace=namespace), (), "", False))
+    _, leaves = flatten(state_tree(tree, namespace=namespace), namespace=namespace)
+    for path, leaf in ((index_path(path, 0), leaf) for path, leaf in leaves):
+        steps = path.split("/") if path else []
+        own = "~rank*" in steps
+        keys = (step[2:] if step.startswith("~s") else parse_path(step)[0] for step in steps if step != "~rank*")
+        name = separator.join(keys)
+        if (other := paths.setdefault(name, path)) != path:
+            raise TreeError(
+                path,
+                expected="a name of its own",
+                found=f"{name!r}, which is that of {other} too",
+                hint="Rename a key, or choose a separator that no key holds",
+            )
+        found.append((name, path, PerRank(leaf) if own else leaf))
     return found
 
 

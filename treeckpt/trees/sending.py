@@ -24,7 +24,7 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import Value
 from ..errors import LayoutError, MismatchError, RankError, TreeError
 from ..io.comm.collective import from_rank, gather_results
-from .gathering import rebuild_alias
+from .gathering import new_leaf
 from .packing import PackedRegion, send_regions
 from .transport import Transport
 
@@ -94,14 +94,8 @@ def broadcast(tree: Any, *, transport: Transport, source: int, device: str | Non
     send_regions(entries, limit, transport, sender=source, receivers=everyone, sources=sources, targets=targets)
     if transport.rank == source:
         return tree
-    leaves: dict[str, Any] = {path: target.leaf for path, target in targets.items()}
-    for leaf in plan.inventory.leaves:
-        if leaf.spec is None:
-            leaves[leaf.path] = decode(plan.values[leaf.path], leaf.path, allow_pickle=False)
-        elif leaf.alias_of is not None:
-            leaves[leaf.path] = rebuild_alias(leaf, leaves[leaf.alias_of], targets[leaf.alias_of].spec)
-    ordered = (leaves[leaf.path] for leaf in plan.inventory.leaves)
-    return unflatten(plan.inventory.whole, ordered, resolve=resolve, rank=transport.rank, namespace=namespace)
+    leaves = (new_leaf(leaf, plan.values, targets) for leaf in plan.inventory.leaves)
+    return unflatten(plan.inventory.whole, leaves, resolve=resolve, rank=transport.rank, namespace=namespace)
 
 
 # distribute -----------------------------------------------------------------------------------------------------------
