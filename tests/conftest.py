@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.s3 import S3, s3_server
+from tests.helpers.s3 import S3, s3_server
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("suite", deadline=None, max_examples=60, derandomize=True, suppress_health_check=SLOW)
@@ -22,12 +22,12 @@ settings.load_profile("suite")
 
 ROOT = Path(__file__).parent
 LONGEST = (
-    "test_lending.py",  # forks, which fails in a worker that has mapped more than the machine's memory
-    "test_forks.py",
+    "io/storage/test_mapped_read.py",  # forks, which fails in a worker that has mapped more than the machine's memory
+    "saving/test_at_exit.py",
     "multirank/test_multirank.py",
     "multirank/test_training.py",
-    "test_bench.py",
-    "test_demo.py",
+    "bench/test_bench.py",
+    "demo/test_demo.py",
     "crash",
     "browser",
 )

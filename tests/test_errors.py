@@ -16,7 +16,16 @@ import pytest
 import torch
 
 import treeckpt as tc
-from tests.world import assert_equal, assert_holds, on_ranks, reseal, reseal_shard, shards_of, small_tree, whole_tree
+from tests.helpers.world import (
+    assert_equal,
+    assert_holds,
+    on_ranks,
+    reseal,
+    reseal_shard,
+    shards_of,
+    small_tree,
+    whole_tree,
+)
 from treeckpt.core.format.index import INDEX_NAME, VERSION
 
 

@@ -100,3 +100,33 @@ def test_modules_and_functions_are_short():
                 if node.end_lineno - node.lineno + 1 > FUNCTION_LINES:
                     long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     assert long == []
+
+
+# tests ----------------------------------------------------------------------------------------------------------------
+TESTS = ROOT / "tests"
+WHOLE = {"browser", "crash", "dashboard", "fuzz", "golden", "helpers", "integrity", "multirank", "mutate"}
+"""Folders of tests of several rooms, of another package, or of helpers; every other one mirrors a room."""
+
+
+def test_folders_of_tests_are_those_of_the_rooms():
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("__init__.py")} - {Path()}
+    mirrored = {folder for folder in folders if folder.parts[0] not in WHOLE and folder != Path("bench/scale")}
+    assert [str(folder) for folder in sorted(mirrored) if not (FOLDERS["treeckpt"] / folder).is_dir()] == []
+
+
+def test_test_modules_stand_in_the_folder_of_what_they_test():
+    """At the root stand tests of the public functions, of errors, and of the project's own files."""
+    there = {path.stem for path in TESTS.glob("test_*.py")}
+    project = {"test_house", "test_notebooks", "test_readme", "test_scaffold"}
+    assert there - project == {"test_error_classes", "test_errors", "test_exports", "test_peers", "test_roundtrip"}
+
+
+def test_no_test_module_imports_another():
+    importing = []
+    for path in sorted(TESTS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("tests")):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                if any(name.startswith("test_") for name in names):
+                    importing.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert importing == []

@@ -1,4 +1,4 @@
-"""Does what pyproject.toml and constraints.txt say hold for this code, and for the wheel built from it?"""
+"""What pyproject.toml and constraints.txt say holds for this code, and for the wheel built from it."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.samples import write_run
+from tests.helpers.samples import write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"treeckpt": "treeckpt", "treeckpt_dashboard": "dashboard"}
@@ -121,7 +121,7 @@ def test_no_tracked_file_is_over_one_mebibyte():
 
 
 def test_each_file_of_tests_stays_on_one_worker():
-    files = ["tests/core/test_errors.py", "tests/core/test_progress.py"]
+    files = ["tests/test_error_classes.py", "tests/core/format/test_save_progress.py"]
     shown = run(sys.executable, "-m", "pytest", "-n", "2", "-v", "-p", "no:cacheprovider", *files, cwd=ROOT)
     workers = {file: set(re.findall(rf"^\[(gw\d)\].* PASSED {file}::", shown, re.M)) for file in files}
     assert sorted(map(len, workers.values())) == [1, 1] and len(set.union(*workers.values())) == 2, shown

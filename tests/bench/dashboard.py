@@ -1,8 +1,9 @@
 """Measures the speed of the dashboard against its bars: `python -m tests.bench.dashboard [--small]`.
 
-A real server in a process of its own, asked over HTTP and drawn by a headless Chromium, over runs that `tests.large`
-makes: ten thousand checkpoints, a million leaves, the spans of thousands of ranks, a sparse tensor of 100 GB. Each bar
-is printed beside its figure. Files go to a temporary directory; a bar whose page is not there says so.
+A real server in a process of its own, asked over HTTP and drawn by a headless Chromium, over runs that
+`tests.helpers.large` writes: ten thousand checkpoints, a million leaves, the spans of thousands of ranks, a sparse
+tensor of 100 GB. Each bar is printed beside its figure. Files go to a temporary directory; a bar whose page is not
+there says so.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from tests.large import PHASES, write_large_checkpoint, write_many, write_spans, write_sparse
-from tests.samples import gpt_state, write_checkpoint
+from tests.helpers.large import PHASES, write_large_checkpoint, write_many, write_spans, write_sparse
+from tests.helpers.samples import gpt_state, write_checkpoint
 
 __all__ = ["main"]
 

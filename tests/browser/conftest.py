@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 from axe_playwright_python.sync_playwright import Axe
 
-from tests.samples import write_checkpoint, write_mixed_run
+from tests.helpers.samples import write_checkpoint, write_mixed_run
 from treeckpt_dashboard.web.app import create_app
 
 playwright_api = pytest.importorskip("playwright.sync_api")

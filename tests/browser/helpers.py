@@ -1,6 +1,6 @@
 """Assertions that several browser tests share."""
 
-from tests.background import until
+from tests.helpers.background import until
 
 
 def expect_colours(page, selector, least):

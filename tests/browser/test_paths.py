@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.browser.helpers import expect_colours
-from tests.samples import write_checkpoint
+from tests.helpers.samples import write_checkpoint
 
 expect = pytest.importorskip("playwright.sync_api").expect
 

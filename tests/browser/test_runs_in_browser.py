@@ -6,8 +6,8 @@ import time
 import pytest
 
 from tests.dashboard.helpers import under_way
-from tests.large import hold_readers, write_large_checkpoint, write_many
-from tests.samples import gpt_state, write_checkpoint
+from tests.helpers.large import hold_readers, write_large_checkpoint, write_many
+from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt_dashboard.store import index_reader
 from treeckpt_dashboard.store.watch import FRESH
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.browser.helpers import expect_colours
-from tests.samples import START_NS, write_checkpoint
+from tests.helpers.samples import START_NS, write_checkpoint
 from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.report import report

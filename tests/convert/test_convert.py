@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.background import files_open
+from tests.helpers.world import small_tree
 from treeckpt.cli.main import main
 
-from ..background import files_open
-from ..world import small_tree
 from .trees import assert_same, training_tree
 
 convert, detect = tc.convert.convert, tc.convert.detect
@@ -156,7 +156,7 @@ def test_values_that_a_format_lacks_are_refused_with_their_path(tmp_path: Path) 
 
 
 def test_state_of_each_ranks_own_becomes_a_dict_by_rank(tmp_path: Path) -> None:
-    from ..world import on_ranks
+    from tests.helpers.world import on_ranks
 
     on_ranks(3, lambda comm: tc.save(tmp_path / "one", small_tree(comm.rank, 3), comm=comm))
     for name in ("f.pt", "two"):

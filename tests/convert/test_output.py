@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.world import errors_of, on_ranks
 from treeckpt.convert import output
 
-from ..world import errors_of, on_ranks
 from .trees import assert_same, training_tree
 
 convert = tc.convert.convert

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import treeckpt as tc
-
-from ..golden.write_paddle import expected, nested
+from tests.golden.write_paddle import expected, nested
 
 convert = tc.convert.convert
 GOLDEN = Path(__file__).parent.parent / "golden" / "paddle"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import treeckpt as tc
 from tests.crash.kills import killed, switched
-from tests.world import Faulty, Switch, errors_of, on_ranks, small_tree
+from tests.helpers.world import Faulty, Switch, errors_of, on_ranks, small_tree
 from treeckpt.io.storage import local_write
 from treeckpt.io.storage import store as store_module
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import treeckpt as tc
 from tests.crash.kills import killed, switched
-from tests.world import Switch, whole_tree
+from tests.helpers.world import Switch, whole_tree
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import deleted_name, step_name
 from treeckpt.core.format.shard_header import shard_name

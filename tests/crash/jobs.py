@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 import treeckpt as tc
-from tests.background import calls_of, gone, until
 from tests.crash.cases import Case
 from tests.crash.kills import impatient_once
 from tests.crash.mined import Mined
-from tests.world import LONG, small_tree
+from tests.helpers.background import calls_of, gone, until
+from tests.helpers.world import LONG, small_tree
 from treeckpt.core.format.file_names import step_name
 from treeckpt.io.comm.comm import TorchComm, default_comm
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from tests.world import Switch
+from tests.helpers.world import Switch
 from treeckpt.io.comm.comm import Comm
 
 __all__ = ["impatient_once", "killed", "switched"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.background import Hooked, calls_of
+from tests.helpers.background import Hooked, calls_of
 
 __all__ = ["Mined", "mined"]
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import treeckpt as tc
-from tests.background import Hooked, calls_of, gone, until
 from tests.crash.kills import impatient_once
-from tests.world import LONG, small_tree
+from tests.helpers.background import Hooked, calls_of, gone, until
+from tests.helpers.world import LONG, small_tree
 from treeckpt.io.comm.comm import TorchComm, default_comm
 
 WORLD = 2

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import treeckpt as tc
-from tests.world import errors_of, on_ranks, small_tree
+from tests.helpers.world import errors_of, on_ranks, small_tree
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import step_name
 from treeckpt.io.storage import local_write

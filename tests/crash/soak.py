@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import treeckpt as tc
-from tests.background import session, writer_pid
-from tests.world import assert_equal, errors_of, on_ranks, small_tree
+from tests.helpers.background import session, writer_pid
+from tests.helpers.world import assert_equal, errors_of, on_ranks, small_tree
 from treeckpt.io.comm.comm import Comm, thread_comms
 
 WORLDS = (1, 2, 3)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import treeckpt as tc
-from tests.background import ROOT, Hooked, calls_of, gone, run_program, session, until, writer_pid
-from tests.world import LONG, assert_holds, errors_of, on_ranks, small_tree
+from tests.helpers.background import ROOT, Hooked, calls_of, gone, run_program, session, until, writer_pid
+from tests.helpers.world import LONG, assert_holds, errors_of, on_ranks, small_tree
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.io.comm.comm import Comm, SoloComm, thread_comms
 
@@ -26,7 +26,7 @@ import sys, threading, time
 from pathlib import Path
 import numpy as np
 import treeckpt as tc
-from tests.background import Hooked
+from tests.helpers.background import Hooked
 path = Path({path!r})
 pending = tc.save_async({store}, {{"w": np.arange(1000), "n": 1}}, writer={writer!r}, timeout=300)
 print("started", flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import treeckpt as tc
-from tests.world import assert_holds, whole_tree
+from tests.helpers.world import assert_holds, whole_tree
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.core.format.shard_header import parse_shard_name
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import treeckpt as tc
-from tests.world import assert_equal, whole_tree
+from tests.helpers.world import assert_equal, whole_tree
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import step_name, step_of
 from treeckpt.runs.catalog import scan

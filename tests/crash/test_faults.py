@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.background import files_open
 from tests.crash.disks import failing_disk, fill, remount, small_disk
 from tests.crash.kills import switched
 from tests.crash.syscalls import why_not
-from tests.world import Faulty, Switch, assert_holds, seed_of, small_tree, whole_tree
+from tests.helpers.background import files_open
+from tests.helpers.world import Faulty, Switch, assert_holds, seed_of, small_tree, whole_tree
 from treeckpt.core.format.file_names import step_name
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.io.storage import local_write
@@ -127,7 +127,7 @@ def test_an_error_that_the_kernel_gives_is_the_cause(tmp_path: Path, call: str, 
     save(path, 1)
     code = f"""
 import treeckpt as tc
-from tests.world import small_tree
+from tests.helpers.world import small_tree
 try:
     tc.save({str(path)!r}, small_tree(0, 1, seed=2), overwrite=True)
 except tc.CheckpointError as error:

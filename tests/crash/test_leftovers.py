@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 import treeckpt as tc
-from tests.background import until
 from tests.crash.saver import NBYTES, tree_of
-from tests.s3 import S3
-from tests.world import assert_equal
+from tests.helpers.background import until
+from tests.helpers.s3 import S3
+from tests.helpers.world import assert_equal
 from treeckpt.cli.main import main
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import step_name

@@ -16,7 +16,7 @@ import pytest
 
 import treeckpt as tc
 from tests.crash.cases import AFTER_COMMIT, CALLS, Case, all_cases, some_cases
-from tests.world import seed_of, whole_tree
+from tests.helpers.world import seed_of, whole_tree
 from treeckpt.core.format.file_names import step_name
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 import treeckpt as tc
 from tests.crash.outage import State, lay_out, states
 from tests.crash.syscalls import Recording, record, why_not
-from tests.world import assert_holds, seed_of, whole_tree
+from tests.helpers.world import assert_holds, seed_of, whole_tree
 from treeckpt.core.format.file_names import step_name
 from treeckpt.runs.catalog import scan
 from treeckpt.runs.run import RunDirectory

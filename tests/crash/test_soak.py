@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import treeckpt as tc
-from tests.background import gone, until
 from tests.crash import soak
-from tests.world import assert_holds
+from tests.helpers.background import gone, until
+from tests.helpers.world import assert_holds
 from treeckpt.core.analysis.retention_policy import Last
 from treeckpt.core.format.file_names import step_name
 from treeckpt.runs.run import RunDirectory

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from tests.world import on_ranks, small_tree
+from tests.helpers.world import on_ranks, small_tree
 from treeckpt.arrays.registry import decode
 from treeckpt.convert.files import file_window
 from treeckpt.convert.pickle_reader import read_pickle

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import treeckpt as tc
-from tests.background import Hooked, writer_pid
+from tests.helpers.background import Hooked, writer_pid
 from treeckpt.io.comm.comm import default_comm
 from treeckpt.training.guard import guard
 

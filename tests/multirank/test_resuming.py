@@ -1,4 +1,4 @@
-"""Does a training that is killed and restarted, or told to end, come to what it would have come to undisturbed?"""
+"""A training that is killed and restarted, or told to end, comes to what it would have come to undisturbed."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import treeckpt as tc
+from tests.training.fused_jobs import job as fused_job
+from tests.training.fused_jobs import step as fused_step
+from tests.training.odd_optimizers import KINDS
 from treeckpt import training
 from treeckpt.training.optimizers import optimizer_chain
 
-from ..training.odd_optimizers import KINDS
-from ..training.test_state_dict_hooks import job as fused_job
-from ..training.test_state_dict_hooks import step as fused_step
 from .layouts import bits, distribute, mesh_of
 from .registry import Case, Rank
 from .training_jobs import Job, Net, arrange, arrangements, close, get_losses, put_losses, train, whole_state

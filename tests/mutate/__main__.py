@@ -35,12 +35,12 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("treeckpt", "dashboard", "tests", "pyproject.toml")
 INTEGRATION = (
     "tests/test_roundtrip.py",
-    "tests/test_reshard.py",
-    "tests/test_tables.py",
-    "tests/test_load_rules.py",
-    "tests/test_ranks.py",
-    "tests/test_manager.py",
-    "tests/test_hostile.py",
+    "tests/loading/test_reshard.py",
+    "tests/loading/test_keyed_tables.py",
+    "tests/loading/transforms/test_apply_rules.py",
+    "tests/io/comm/test_failures.py",
+    "tests/runs/test_manager.py",
+    "tests/integrity/test_hostile.py",
 )
 _IDENTITY = re.compile(r"_(Is|IsNot)$|_(Is|IsNot)_")
 """Operators that exchange equality and identity, which are the same for small numbers, types and None."""
@@ -108,7 +108,8 @@ def mutated(mutation: Mutation) -> str | None:
 
 def suites_for(module: str) -> Iterator[list[str]]:
     """The tests that may notice a change of a module, those that are most likely to first."""
-    own = Path("tests/core", f"test_{Path(module).name}")
+    path = Path(module)
+    own = Path("tests", *path.parts[1:-1], f"test_{path.name}")
     if (ROOT / own).exists():
         yield [str(own)]
     yield ["tests/core"]

@@ -1,4 +1,4 @@
-"""A dynamic embedding on plain torch, and a job that trains it: is an airport above 1,000 feet, by where it is?
+"""A dynamic embedding on plain torch, and a job that trains it to say whether an airport lies above 1,000 feet.
 
 Rows are made when an id is first seen and evicted when it has not been seen for a while; memory of evicted rows is used
 again. Each row is changed by its own gradients only, so training does not depend on how many owners share the table.

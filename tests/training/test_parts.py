@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import treeckpt as tc
+from tests.helpers.world import errors_of, on_ranks
 from treeckpt import training
 
-from ..world import errors_of, on_ranks
 from .jobs import same_tensors
 
 EXPERTS = 4

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import treeckpt as tc
-from tests.world import errors_of, on_ranks
+from tests.helpers.world import errors_of, on_ranks
 from treeckpt import rules as R
 from treeckpt.loading.consistent_reads import on_versions
 from treeckpt.loading.match import LoadOptions

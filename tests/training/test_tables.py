@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.world import errors_of, on_ranks
 from tests.training.hashing import HashEmbedding, Job
-from tests.world import errors_of, on_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.samples import write_checkpoint
+from tests.helpers.samples import write_checkpoint
 from treeckpt_dashboard.checkpoint import files
 
 

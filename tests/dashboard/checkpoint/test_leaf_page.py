@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.dashboard.helpers import number_of
-from tests.samples import write_checkpoint
+from tests.helpers.samples import write_checkpoint
 from treeckpt.core.sharding.placements import BoxLayout
 from treeckpt.core.sharding.region import Region
 from treeckpt_dashboard.checkpoint.shard_map import overlaps_of
@@ -31,7 +31,7 @@ def test_chunks_point_at_the_very_bytes(client, newest, run, index, path):
         data = (run / "step_00000700" / row["name"]).read_bytes()[row["start"] : row["stop"]]
         box = tuple(slice(o, o + n) for o, n in zip(row["offset"], row["shape"], strict=True))
         whole[box] = np.frombuffer(data, f"u{itemsize}").reshape(row["shape"])
-    from tests.samples import gpt_state
+    from tests.helpers.samples import gpt_state
 
     model = gpt_state(seed=700)["model"][path.removeprefix("model/")]
     expected = model.bits if spec.dtype == "bfloat16" else model.view("u4")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.samples import write_checkpoint, write_run
+from tests.helpers.samples import write_checkpoint, write_run
 from treeckpt.runs.catalog import read_index
 
 

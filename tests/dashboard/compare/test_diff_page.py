@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.samples import write_checkpoint
+from tests.helpers.samples import write_checkpoint
 from treeckpt_dashboard.compare.diff import MAX_READ
 
 BIG = np.arange(5 * 65_536, dtype=np.float32)  # whole blocks of checksums, which no neighbour shares

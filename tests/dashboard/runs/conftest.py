@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.large import write_many
+from tests.helpers.large import write_many
 
 
 @pytest.fixture(scope="session")

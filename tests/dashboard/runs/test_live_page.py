@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.dashboard.helpers import SAVE, page, under_way
-from tests.large import write_many
+from tests.helpers.large import write_many
 from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name
 from treeckpt.io.storage.process_owner import this_process
 from treeckpt_dashboard.runs.live import SaveRates, live_page

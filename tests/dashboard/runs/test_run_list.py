@@ -8,8 +8,8 @@ import pytest
 
 import treeckpt as tc
 from tests.dashboard.helpers import page, steps
-from tests.large import write_many
-from tests.samples import gpt_state, write_checkpoint, write_mixed_run, write_run
+from tests.helpers.large import write_many
+from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run, write_run
 from treeckpt.core.format.file_names import PIN_NAME
 from treeckpt.io.storage.run_store import MemoryRun
 from treeckpt_dashboard.runs.model import ListQuery, run_page, runs_page

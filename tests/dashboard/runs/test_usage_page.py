@@ -5,8 +5,8 @@ import re
 import pytest
 
 from tests.dashboard.helpers import page, under_way
-from tests.large import write_many
-from tests.samples import START_NS, write_mixed_run
+from tests.helpers.large import write_many
+from tests.helpers.samples import START_NS, write_mixed_run
 from treeckpt.runs.disk_growth import Growth, days_until, growth_of
 
 

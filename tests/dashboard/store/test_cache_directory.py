@@ -5,8 +5,8 @@ import os
 import pytest
 
 from tests.dashboard.helpers import client_of
-from tests.large import large_index
-from tests.samples import write_run
+from tests.helpers.large import large_index
+from tests.helpers.samples import write_run
 from treeckpt.io.storage.run_store import DirectoryEntry
 from treeckpt_dashboard.store.cache import Cache, default_directory, key_of
 from treeckpt_dashboard.store.index_table import build_table

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from tests.dashboard.helpers import client_of, get_when_read
-from tests.large import hold_readers, write_large_checkpoint
-from tests.samples import gpt_state, write_checkpoint, write_run
+from tests.helpers.large import hold_readers, write_large_checkpoint
+from tests.helpers.samples import gpt_state, write_checkpoint, write_run
 from treeckpt.core.format.index import INDEX_NAME
 from treeckpt.errors import CorruptError
 from treeckpt.io.storage.run_store import DirectoryEntry, LocalFolder

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.background import until
-from tests.large import write_many
+from tests.helpers.background import until
+from tests.helpers.large import write_many
 from treeckpt.core.format.file_names import PIN_NAME
 from treeckpt.io.storage.run_store import LocalFolder, LocalRun, MemoryRun, modified_times
 from treeckpt.runs import catalog

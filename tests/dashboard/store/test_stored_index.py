@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.large import large_index
-from tests.samples import gpt_state, write_checkpoint
+from tests.helpers.large import large_index
+from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt.core.analysis.node_table import node_records
 from treeckpt.core.analysis.outline import Outline
 from treeckpt.core.format.byte_map import extents_in_file, layout_of, locate_chunks

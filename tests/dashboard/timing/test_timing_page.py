@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.samples import START_NS, write_checkpoint
+from tests.helpers.samples import START_NS, write_checkpoint
 from treeckpt.core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
 from treeckpt.core.sharding.int_runs import encode_runs
 from treeckpt.io.storage.metadata_files import read_timings

@@ -1,6 +1,6 @@
 """The page of trends over the steps of a run."""
 
-from tests.samples import write_run
+from tests.helpers.samples import write_run
 
 
 def test_trends_are_the_complete_checkpoints_by_step(client, serve, tmp_path, run):

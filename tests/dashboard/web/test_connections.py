@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.samples import write_checkpoint
+from tests.helpers.samples import write_checkpoint
 
 TOKEN = "a-long-enough-token"
 HALF = b"GET /api/v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Half: "

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import treeckpt_dashboard
-from tests.samples import write_checkpoint
+from tests.helpers.samples import write_checkpoint
 from treeckpt.core.format.index import INDEX_NAME, encode_index
 from treeckpt.core.format.records import AliasRecord, ValueRecord
 from treeckpt.core.format.save_progress import Progress, encode_progress, progress_name

@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.samples import write_checkpoint, write_mixed_run
+from tests.helpers.samples import write_checkpoint, write_mixed_run
 from treeckpt_dashboard.web.app import create_app
 
 schemathesis = pytest.importorskip("schemathesis")

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.samples import gpt_state, write_checkpoint
+from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt_dashboard.web.security import HEADERS, host_name
 from treeckpt_dashboard.web.server import ServeError, is_loopback
 from treeckpt_dashboard.web.server import serve as start

@@ -1,0 +1,206 @@
+"""Each command says what is true, with the exit code that a script needs."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run
+from treeckpt.cli.main import main
+from treeckpt.core.format.index import INDEX_NAME
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_mixed_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def cli(capsys):
+    def call(*arguments, code=0):
+        got = main([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        assert got == code, out + err
+        assert "Traceback" not in err
+        return out if code == 0 else out + err
+
+    return call
+
+
+def test_ls_lists_every_state(cli, run):
+    lines = cli("ls", run).splitlines()
+    assert lines[0].split() == ["name", "status", "step", "size", "leaves", "ranks", "saved", "took"]
+    assert lines[1].split()[:3] == ["step_00000600", "corrupt", "600"]
+    assert any(line.startswith("step_00000400: no index: the save failed") for line in lines)
+
+
+def test_ls_as_json(cli, run):
+    found = json.loads(cli("ls", "--json", run))
+    assert [f["status"] for f in found].count("complete") == 2
+    assert {"name", "path", "step", "save_id", "world", "leaves", "nbytes", "created_ns", "seconds"} <= found[0].keys()
+
+
+def test_show_gives_the_tree_with_sizes(cli, run):
+    text = cli("show", run / "step_00000200")
+    assert "model" in text and "optimizer" in text and "array float32 [64, 32]" in text
+
+
+def test_show_of_a_node_and_of_leaves(cli, run):
+    assert "exp_avg_sq" in cli("show", run / "step_00000200", "optimizer/state/0")
+    array = cli("show", run / "step_00000200", "model/wte.weight")
+    assert "float32" in array and "dp: Shard(0), tp: Replicate" in array and ".safetensors" in array
+    assert "'cosine'" in cli("show", run / "step_00000200", "scheduler/name")
+    assert "one for each of 4 ranks" in cli("show", run / "step_00000200", "rng/~rank*")
+
+
+def test_show_of_a_leaf_as_json_gives_every_chunk(cli, run):
+    found = json.loads(cli("show", "--json", run / "step_00000200", "model/wte.weight"))
+    assert sum(c["stop"] - c["start"] for c in found["chunks"]) == 64 * 32 * 4
+
+
+def test_show_with_rules_previews_names_and_shapes_and_how_they_come_about(cli, run, tmp_path):
+    file = tmp_path / "rules"
+    file.write_text("model/wte.weight -> model/a, model/b, axis=0\nmodel/a^T -> model/a\nscheduler -> _\n")
+    text = cli("show", "--rules", file, run / "step_00000200", "model")
+    row = next(line for line in text.splitlines() if line.startswith("model/a "))
+    assert "model/wte.weight -(1: split model/wte.weight -> model/a, model/b)->" in row
+    assert "dropped  scheduler/name" in text
+    file.write_text('["model/wte.weight -> tokens", {"rule": "cast", "source": "tokens", "dtype": "float16"}]')
+    whole = json.loads(cli("show", "--json", run / "step_00000200", "model/wte.weight"))["spec"]
+    [leaf] = json.loads(cli("show", "--json", "--rules", file, run / "step_00000200", "tokens"))["leaves"]
+    assert (leaf["dtype"], leaf["shape"]) == ("float16", whole["shape"])
+    file.write_text("[{}]")
+    assert "expected a list of rules" in cli("show", "--rules", file, run / "step_00000200", code=1)
+    assert "a file of rules" in cli("show", "--rules", tmp_path / "none", run / "step_00000200", code=1)
+
+
+def test_show_of_an_unknown_path_is_a_usage_error_with_a_suggestion(cli, run):
+    assert "model/wte.weight" in cli("show", run / "step_00000200", "modle/wte.weight", code=2)
+
+
+@pytest.mark.parametrize("name", ["step_00000300", "step_00000500", "logs", "nowhere"])
+def test_bad_checkpoints_are_one_message_and_code_1(cli, run, name):
+    text = cli("show", run / name, code=1)
+    assert text.startswith("treeckpt: ") and name in text
+
+
+@pytest.mark.parametrize("command", ["verify", "verify --repair", "show", "trace --out t", "rebuild-index", "diff b"])
+def test_a_run_in_the_place_of_a_checkpoint_is_wrong_use_that_names_one(cli, run, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    text = cli(*command.split(), run, code=2)
+    assert f"{run}: a run, not a checkpoint" in text and str(run / "step_00000600") in text and f"ls {run}" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_of_nothing_does_not_say_that_it_is_complete(cli, run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "nowhere"):
+        assert "expected a checkpoint, found none. Check the path" in cli("trace", path, "--out", "t", code=1)
+    write_checkpoint(tmp_path / "whole", 1)
+    for name in tmp_path.glob("whole/timings.*"):
+        name.unlink()
+    assert "it is still complete" in cli("trace", tmp_path / "whole", "--out", "t", code=1)
+    (tmp_path / "whole" / INDEX_NAME).unlink()
+    assert "none, and no index" in cli("trace", tmp_path / "whole", "--out", "t", code=1)
+
+
+def test_verify_tells_intact_from_changed(cli, run, tmp_path):
+    assert "intact" in cli("verify", run / "step_00000100")
+    assert "the file ends at byte" in cli("verify", run / "step_00000600", code=1)
+    index = write_checkpoint(tmp_path / "c", gpt_state(layers=1))
+    shard = tmp_path / "c" / index.file_list[0].name
+    data = bytearray(shard.read_bytes())
+    data[-10] ^= 1
+    shard.write_bytes(data)
+    report = json.loads(cli("verify", "--json", tmp_path / "c", code=1))
+    assert report["ok"] is False and shard.name in json.dumps(report)
+
+
+def test_diff(cli, run):
+    text = cli("diff", run / "step_00000100", run / "step_00000200")
+    assert "scheduler/last_epoch" in text and "int 100" in text and "int 200" in text
+    assert json.loads(cli("diff", "--json", run / "step_00000100", run / "step_00000100"))["changes"] == []
+
+
+def test_rebuild_index(cli, tmp_path):
+    index = write_checkpoint(tmp_path / "c", gpt_state(layers=1), publish=False)
+    assert "made again" in cli("rebuild-index", tmp_path / "c")
+    assert (tmp_path / "c" / INDEX_NAME).exists()
+    assert index.save_id in cli("show", tmp_path / "c")
+    assert "replace" in cli("rebuild-index", tmp_path / "c", code=1)
+    cli("rebuild-index", "--replace", tmp_path / "c")
+
+
+def test_hostile_names_cannot_steer_the_terminal(cli, tmp_path):
+    write_checkpoint(tmp_path / "step_00000001", {"a\x1b[2J\u202e": 1, "b": "x\x1b]0;t\x07"})
+    for text in (cli("show", tmp_path / "step_00000001"), cli("ls", tmp_path)):
+        assert "\x1b" not in text and "\u202e" not in text and "\x07" not in text
+
+
+@pytest.mark.parametrize("arguments", [["ls", "/nowhere"], ["dashboard", "/nowhere"]])
+def test_a_run_that_is_not_there_is_a_usage_error(cli, arguments):
+    assert "no such directory" in cli(*arguments, code=2)
+
+
+def test_unknown_commands_are_usage_errors(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fly"])
+    assert stop.value.code == 2
+
+
+def test_dashboard_beyond_loopback_demands_a_token(cli, run):
+    assert "--token" in cli("dashboard", run, "--host", "0.0.0.0", code=2)
+
+
+def test_dashboard_refuses_options_without_sense(cli, run):
+    assert "no policy" in cli("dashboard", run, "--keep", "last:none", code=2)
+    assert "inside the run" in cli("dashboard", run, "--cache", run / "cache", code=2)
+    assert not (run / "cache").exists()
+
+
+def test_dashboard_serves_on_a_free_port_and_says_where(run):
+    command = [sys.executable, "-m", "treeckpt", "dashboard", str(run), "--port", "0", "--token", "0123456789abcdef"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        first, second = process.stdout.readline(), process.stdout.readline()
+        address = first.removeprefix("treeckpt dashboard: ").strip()
+        port = address.split(":")[2].split("/")[0]
+        assert f"ssh -L {port}:127.0.0.1:{port} " in second
+        assert httpx.get(address.partition("?")[0], timeout=60).status_code == 401
+        assert httpx.get(address, timeout=60).status_code == 200
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=300)[0]
+    assert process.returncode == 0 and "Traceback" not in rest and "0123456789abcdef" not in rest
+
+
+def test_neither_the_command_line_nor_the_dashboard_imports_torch(run):
+    code = f"""
+import sys
+from treeckpt.cli.main import main
+one, two = {str(run / "step_00000100")!r}, {str(run / "step_00000200")!r}
+for command in (["ls", {str(run)!r}], ["show", one], ["verify", one], ["diff", one, two]):
+    assert main(command) == 0
+from treeckpt_dashboard.web.app import create_app
+from treeckpt_dashboard.store.library import Library
+from treeckpt_dashboard.runs import model
+from treeckpt_dashboard.web import server
+create_app([{str(run)!r}])
+library = Library([{str(run)!r}])
+assert library.checkpoints(library.runs[0], wait=300) and model.runs_page(library).runs
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(run):
+    done = subprocess.run(
+        f"{sys.executable} -m treeckpt show {run / 'step_00000100'} | head -1",
+        shell=True, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

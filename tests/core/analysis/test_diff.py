@@ -1,0 +1,79 @@
+"""A diff of two indexes names every difference, and nothing else."""
+
+import numpy as np
+import pytest
+
+from tests.helpers.samples import MESH, gpt_state, write_checkpoint
+from treeckpt.core.analysis.diff import Added, Changed, Moved, Removed, diff
+from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
+
+
+def tree(**changes):
+    model = {"a.weight": np.zeros((64, 8), np.float32), "b.weight": np.zeros((64, 8), np.float32)}
+    return {"model": model, "step": 1, "lr": 0.1} | changes
+
+
+@pytest.fixture
+def indexes(tmp_path):
+    def make(*trees, **options):
+        return [write_checkpoint(tmp_path / f"{n}", t, **options) for n, t in enumerate(trees)]
+
+    return make
+
+
+def test_equal_trees_have_no_difference(indexes):
+    a, b = indexes(gpt_state(layers=1), gpt_state(layers=1))
+    assert diff(a, b).changes == ()
+    assert diff(a, b).same == len(a.leaves)
+
+
+def test_values_are_compared_with_their_types(indexes):
+    a, b = indexes(tree(), tree(step=True))
+    assert diff(a, b).changes == (Changed("step", "value", "int 1", "bool True"),)
+
+
+def test_shape_and_dtype_and_kind(indexes):
+    a, b = indexes(tree(x=np.zeros(3, np.float32), y=1), tree(x=np.zeros(4, np.int64), y=np.zeros(1, np.int8)))
+    assert diff(a, b).changes == (
+        Changed("x", "shape", "[3]", "[4]"),
+        Changed("x", "dtype", "float32", "int64"),
+        Changed("y", "kind", "value int 1", "array int8 [1]"),
+    )
+
+
+def test_layouts_are_compared(tmp_path):
+    def layout(*placements):
+        return lambda path, array: MeshLayout(MESH, placements) if array.ndim == 2 else None
+
+    a = write_checkpoint(tmp_path / "a", tree(), layouts=layout(Shard(0), Replicate()))
+    b = write_checkpoint(tmp_path / "b", tree(), layouts=layout(Shard(0), Shard(1)))
+    found = diff(a, b)
+    assert [(c.path, c.aspect) for c in found.changes] == [("model/a.weight", "layout"), ("model/b.weight", "layout")]
+    assert "tp: Shard(1)" in found.changes[0].after
+    assert found.count("layout") == 2
+
+
+def test_added_and_removed(indexes):
+    a, b = indexes(tree(old=3), tree(new="text"))
+    assert diff(a, b).changes == (Added("new", "value str 'text'"), Removed("old", "value int 3"))
+
+
+def test_a_renamed_wrapper_is_a_move_of_each_leaf(indexes):
+    before = tree()
+    after = tree(model={f"module.{name}": array for name, array in before["model"].items()})
+    a, b = indexes(before, after)
+    assert diff(a, b).changes == (
+        Moved("model/a.weight", "model/module.a.weight"),
+        Moved("model/b.weight", "model/module.b.weight"),
+    )
+
+
+def test_leaves_without_a_common_end_are_not_called_moved(indexes):
+    a, b = indexes(tree(x=np.zeros(5)), tree(y=np.zeros(5)))
+    assert {type(c) for c in diff(a, b).changes} == {Added, Removed}
+
+
+def test_ambiguous_partners_are_not_called_moved(indexes):
+    one, two = {"p": {"w": np.zeros(5)}}, {"q": {"w": np.zeros(5)}, "r": {"w": np.zeros(5)}}
+    a, b = indexes(tree(**one), tree(**two))
+    assert [type(c) for c in diff(a, b).changes] == [Removed, Added, Added]

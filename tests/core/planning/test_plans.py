@@ -1,0 +1,301 @@
+"""Plans against an oracle: what any layout saves, any other loads, byte for byte."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import treeckpt.core.sharding.write_assignment as assign_module
+from tests.helpers.saves import pieces_of
+from tests.helpers.strategies import array_leaves, box_layouts, flat_layouts, layouts, regions, shapes
+from treeckpt.core.format.chunks import chunks_in, encode_chunks
+from treeckpt.core.planning.load_plan import Chunk, WantedRegion, bounded_span_boxes, plan_load
+from treeckpt.core.planning.save_plan import plan_save
+from treeckpt.core.planning.stream_order import SingleChunkOffset, assign_offsets
+from treeckpt.core.sharding.int_runs import decode_runs
+from treeckpt.core.sharding.placements import held_by
+from treeckpt.core.sharding.region import Region, byte_runs
+from treeckpt.core.sharding.write_assignment import ArrayLeaf, assign_writers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny_quotas():
+    """So that small arrays are cut as large ones are."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(assign_module, "SMALL", 8)
+    patch.setattr(assign_module, "MIN_QUOTA", 16)
+    yield
+    patch.undo()
+
+
+SAVES = st.integers(1, 6).flatmap(lambda world: st.tuples(st.just(world), array_leaves(world)))
+LIMITS = st.sampled_from([1 << 62, 1, 100, 1000])
+
+
+@given(SAVES, LIMITS)
+def test_files_have_no_holes_and_respect_the_limit(case, limit):
+    world, leaves = case
+    shares = assign_writers(leaves)
+    for rank in range(world):
+        plan = plan_save(leaves, shares, rank, max_shard_bytes=limit)
+        stream = 0
+        for number, file in enumerate(plan.files):
+            assert (file.part, file.stream) == (number, stream)
+            at = 0
+            for write in file.writes:
+                assert write.start == at
+                assert write.nbytes == write.region.size * leaves[write.leaf].itemsize
+                at += write.nbytes
+            assert file.nbytes == at
+            assert at <= limit or sum(bool(w.nbytes) for w in file.writes) == 1
+            stream += at
+        assert plan.nbytes == stream
+        assert plan.files, "a rank without data writes an empty shard"
+
+
+def owned(leaf, at):
+    return [(at.rank, Region.whole(leaf.shape))] if isinstance(at, SingleChunkOffset) else pieces_of(at.owners)
+
+
+def starts_of(at):
+    return [at.start] if isinstance(at, SingleChunkOffset) else at.starts.tolist()
+
+
+@given(SAVES, LIMITS)
+def test_the_coordinator_places_every_chunk_where_its_rank_does(case, limit):
+    world, leaves = case
+    shares = assign_writers(leaves)
+    mine = {}
+    nbytes = []
+    for rank in range(world):
+        plan = plan_save(leaves, shares, rank, max_shard_bytes=limit)
+        nbytes.append(plan.nbytes)
+        for file in plan.files:
+            for write in file.writes:
+                assert (write.leaf, rank, write.region) not in mine
+                mine[write.leaf, rank, write.region] = file.stream + write.start
+    placed, totals = assign_offsets(leaves, shares, world)
+    assert totals.tolist() == nbytes
+    theirs = {}
+    for number, (leaf, at) in enumerate(zip(leaves, placed, strict=True)):
+        if leaf.per_rank is not None:
+            owners = [(rank, Region.whole(leaf.shape)) for rank in decode_runs(leaf.per_rank).tolist()]
+        else:
+            owners = owned(leaf, at)
+        for (rank, region), start in zip(owners, starts_of(at), strict=True):
+            theirs[number, rank, region] = start
+    assert theirs == mine
+
+
+@given(SAVES)
+def test_every_entry_is_aligned_to_its_elements(case):
+    world, leaves = case
+    shares = assign_writers(leaves)
+    for rank in range(world):
+        for file in plan_save(leaves, shares, rank).files:
+            for write in file.writes:
+                leaf = leaves[write.leaf]
+                align = leaf.align or leaf.itemsize
+                assert write.start % min(align & -align, 16) == 0
+
+
+def test_whole_pages_come_first_and_stay_on_pages():
+    layout = layouts_of_one()
+    sizes = [3, 4096, 64, 8192, 5, 128]
+    leaves = [ArrayLeaf(f"l{i}", (n,), 1, layout) for i, n in enumerate(sizes)]
+    [file] = plan_save(leaves, assign_writers(leaves), 0).files
+    assert [w.nbytes for w in file.writes] == [4096, 8192, 64, 128, 3, 5]
+
+
+def layouts_of_one():
+    from treeckpt.core.sharding.placements import single_rank_layout
+
+    return single_rank_layout(0)
+
+
+# save under one layout, load under another ----------------------------------------------------------------------------
+def saved_streams(leaves, arrays, world):
+    """What a save writes: bytes per rank, and each array's chunks as an index holds them."""
+    shares = assign_writers(leaves)
+    streams = []
+    for rank in range(world):
+        parts = [
+            np.ascontiguousarray(arrays[write.leaf][write.region.slices()]).tobytes()
+            for file in plan_save(leaves, shares, rank).files
+            for write in file.writes
+        ]
+        streams.append(b"".join(parts))
+    placed, _ = assign_offsets(leaves, shares, world)
+    chunks = [encode_chunks(leaf.shape, at) for leaf, at in zip(leaves, placed, strict=True)]
+    return streams, chunks
+
+
+def executed(plan, streams, wants, dtypes):
+    """What a load of this plan fills in."""
+    outs = [np.zeros(want.region.shape, dtype) for want, dtype in zip(wants, dtypes, strict=True)]
+    filled = [np.zeros(want.region.shape, int) for want in wants]
+    for block in plan.blocks:
+        data = streams[block.rank][block.start : block.stop]
+        assert len(data) == block.stop - block.start > 0
+        for copy in block.copies:
+            want = wants[copy.want]
+            runs = byte_runs(copy.box, copy.chunk, want.itemsize)
+            assert runs.span[1] - runs.span[0] == copy.stop - copy.start
+            at = (runs.starts() - runs.first + copy.start - block.start).tolist()
+            found = b"".join(data[start : start + runs.length] for start in at)
+            where = copy.box.relative_to(want.region).slices()
+            outs[copy.want][where] = np.frombuffer(found, outs[copy.want].dtype).reshape(copy.box.shape)
+            filled[copy.want][where] += 1
+    for marks in filled:
+        assert (marks == 1).all(), "each wanted element is copied once"
+    return outs
+
+
+@st.composite
+def resharding(draw):
+    world, other = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    leaves, wanted = [], []
+    for number in range(draw(st.integers(1, 4))):
+        shape = draw(shapes(max_ndim=3))
+        leaves.append(ArrayLeaf(f"l{number}", shape, draw(st.sampled_from([1, 2, 4, 8])), draw(layouts(shape, world))))
+        wanted.append(draw(layouts(shape, other)))
+    return world, other, leaves, wanted
+
+
+@given(resharding(), st.sampled_from([1, 16, 100, 8 << 20]), st.sampled_from([0, 3, 64, 1 << 16]))
+def test_any_layout_loads_what_any_other_saved(case, limit, gap):
+    world, other, leaves, wanted = case
+    dtypes = [f"u{leaf.itemsize}" for leaf in leaves]
+    arrays = [
+        (np.arange(math.prod(leaf.shape)) * 7 + 1).astype(d).reshape(leaf.shape)
+        for leaf, d in zip(leaves, dtypes, strict=True)
+    ]
+    streams, chunks = saved_streams(leaves, arrays, world)
+    compared = 0
+    for rank in range(other):
+        wants, numbers = [], []
+        for number, (leaf, layout) in enumerate(zip(leaves, wanted, strict=True)):
+            for held in held_by(layout, leaf.shape, rank):
+                found = chunks_in(chunks[number], leaf.shape, held.region)
+                wants.append(WantedRegion(held.region, leaf.itemsize, found))
+                numbers.append(number)
+        plan = plan_load(wants, limit=limit, gap=gap)
+        outs = executed(plan, streams, wants, [dtypes[n] for n in numbers])
+        for out, want, number in zip(outs, wants, numbers, strict=True):
+            assert (out == arrays[number][want.region.slices()]).all()
+            compared += out.size
+    assert compared >= sum(array.size for array in arrays)
+
+
+@given(resharding(), st.sampled_from([1, 16, 100, 8 << 20]), st.sampled_from([0, 3, 64, 1 << 16]), st.data())
+def test_reads_are_sorted_short_close_packed_and_within_one_file(case, limit, gap, data):
+    world, _, leaves, _ = case
+    arrays = [np.zeros(leaf.shape, f"u{leaf.itemsize}") for leaf in leaves]
+    _, chunks = saved_streams(leaves, arrays, world)
+    shares = assign_writers(leaves)
+    most = data.draw(LIMITS)
+    borders = {
+        rank: [f.stream for f in plan_save(leaves, shares, rank, max_shard_bytes=most).files] for rank in range(world)
+    }
+    wants = []
+    for number, leaf in enumerate(leaves):
+        region = data.draw(regions(leaf.shape))
+        wants.append(WantedRegion(region, leaf.itemsize, chunks_in(chunks[number], leaf.shape, region)))
+    plan = plan_load(wants, limit=limit, gap=gap, borders=borders)
+    before = (-1, -1)
+    for block in plan.blocks:
+        assert (block.rank, block.start) > before
+        before = (block.rank, block.start)
+        assert block.copies
+        assert block.stop - block.start <= limit or len(block.copies) == 1
+        assert not any(block.start < border < block.stop for border in borders[block.rank])
+        assert block.start == min(c.start for c in block.copies)
+        assert block.stop == max(c.stop for c in block.copies)
+        needed = np.zeros(block.stop - block.start, bool)
+        for copy in block.copies:
+            runs = byte_runs(copy.box, copy.chunk, wants[copy.want].itemsize)
+            for start in (runs.starts() - runs.first + copy.start - block.start).tolist():
+                needed[start : start + runs.length] = True
+        idle = 0
+        for used in needed.tolist():
+            idle = 0 if used else idle + 1
+            assert idle <= gap
+    assert plan.nbytes == sum(b.stop - b.start for b in plan.blocks)
+    assert bool(plan.blocks) == any(w.region.size for w in wants)
+
+
+@given(st.data(), st.sampled_from([1, 4]), st.integers(1, 200), st.integers(0, 20))
+def test_tiles_make_up_their_box_and_are_short_and_dense(data, itemsize, limit, gap):
+    shape = data.draw(shapes(min_size=1, max_size=6))
+    outer = Region.whole(shape)
+    box = data.draw(regions(shape, empty=False))
+    marks = np.zeros(shape, int)
+    for tile in bounded_span_boxes(box, outer, itemsize, limit=limit, gap=gap):
+        marks[tile.slices()] += 1
+        runs = byte_runs(tile, outer, itemsize)
+        first, last = runs.span
+        assert last - first <= max(limit, itemsize)
+        assert (np.diff(runs.starts()) - runs.length <= gap).all()
+    expected = np.zeros(shape, int)
+    expected[box.slices()] = 1
+    assert (marks == expected).all()
+
+
+def test_the_gap_between_the_last_run_of_a_plane_and_the_next_plane_counts_whole():
+    box, outer = Region((0, 0, 0), (2, 3, 3)), Region.whole((5, 5, 5))
+    assert len(list(bounded_span_boxes(box, outer, 1, limit=1000, gap=12))) == 1
+    assert len(list(bounded_span_boxes(box, outer, 1, limit=1000, gap=11))) == 2
+
+
+def test_a_column_of_a_long_matrix_is_read_in_few_large_blocks():
+    chunk = Chunk(Region.whole((100_000, 100)), 0, 0)
+    plan = plan_load([WantedRegion(Region((0, 50), (100_000, 1)), 4, [chunk])])
+    assert len(plan.blocks) <= 6
+
+
+def test_far_apart_rows_are_read_one_by_one():
+    chunk = Chunk(Region.whole((10, 1 << 20)), 0, 0)
+    plan = plan_load([WantedRegion(Region((0, 0), (10, 16)), 4, [chunk])])
+    assert [b.stop - b.start for b in plan.blocks] == [64] * 10
+
+
+def test_wants_without_elements_read_nothing():
+    chunk = Chunk(Region.whole((4, 4)), 0, 0)
+    assert plan_load([WantedRegion(Region((2, 0), (0, 4)), 4, [chunk])]).blocks == ()
+    assert plan_load([]).blocks == ()
+
+
+# chunks: what an index holds of a placement ---------------------------------------------------------------------------
+@given(SAVES, st.data())
+def test_chunks_of_the_index_are_the_placed_ones_and_a_region_finds_its_own(case, data):
+    world, leaves = case
+    shares = assign_writers(leaves)
+    placed, _ = assign_offsets(leaves, shares, world)
+    for leaf, at in zip(leaves, placed, strict=True):
+        if leaf.per_rank is not None:
+            continue
+        encoded = encode_chunks(leaf.shape, at)
+        pieces = zip(owned(leaf, at), starts_of(at), strict=True)
+        every = [Chunk(region, rank, start) for (rank, region), start in pieces]
+        assert chunks_in(encoded, leaf.shape) == every
+        region = data.draw(regions(leaf.shape))
+        wanted = np.zeros(leaf.shape, bool)
+        wanted[region.slices()] = True
+        needed = [chunk for chunk in every if wanted[chunk.region.slices()].any()]
+        found = chunks_in(encoded, leaf.shape, region)
+        assert set(needed) <= set(found) <= set(every)
+
+
+@given(st.data())
+def test_any_order_of_listed_pieces_gives_the_same_chunks(data):
+    shape = data.draw(shapes(max_ndim=3))
+    layout = data.draw(st.one_of(box_layouts(shape, 3), flat_layouts(shape, 3)))
+    again = type(layout)(tuple(data.draw(st.permutations(layout.pieces))))
+    if not math.prod(shape):
+        return
+    found = [
+        [region for _, region in assign_writers([ArrayLeaf("w", shape, 4, one)])[0].pieces] for one in (layout, again)
+    ]
+    assert found[0] == found[1]

@@ -1,0 +1,38 @@
+"""The S3 server of `far_s3_server` as a test sees it: its settings, its log, and stores on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.s3 import S3, started
+
+_SERVER = str(Path(__file__).with_name("far_s3_server.py"))
+
+
+class FarS3(S3):
+    """A server that stands as far away as its settings say."""
+
+    def set(self, **settings: Any) -> None:
+        """Changes settings, ends all rules but those given, and forgets the log."""
+        self.request("POST", "/!set", json.dumps(settings).encode())
+
+    def log(self) -> list[dict[str, Any]]:
+        """The requests since the last `set`."""
+        return json.loads(self.request("GET", "/!log"))["log"]
+
+    def gets(self, suffix: str = "") -> list[dict[str, Any]]:
+        """The successful reads among them of objects whose keys end with a suffix."""
+        return [
+            r for r in self.log() if r["method"] == "GET" and r["status"] in (200, 206) and r["path"].endswith(suffix)
+        ]
+
+
+@contextmanager
+def far_s3_server() -> Iterator[FarS3]:
+    """Starts a server, ends it again."""
+    with started(_SERVER) as port:
+        yield FarS3(port, port)

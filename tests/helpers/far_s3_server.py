@@ -1,0 +1,364 @@
+"""An S3 server for measurements and faults, in one asyncio process: latency, rate and troubles are set while it runs.
+
+    python far_s3_server.py
+
+It prints its port. It answers what S3 clients of checkpoints send: GET with ranges, HEAD, PUT (with
+`If-None-Match: *` and `If-Match`), DELETE, listings by pages, and multipart uploads. Signatures are not looked at, and
+every bucket exists. Objects stay in memory (memfd) and are sent by `sendfile`, so one core carries more than 1 GB/s.
+
+`POST /!set` takes a JSON object with any of the fields of `Settings` and forgets the log; `GET /!log` gives the
+requests since then. A rule is `{"match": regex over "METHOD path range", "do": what, "times": n, "seconds": s}`; what
+is one of: 500, 503, 429 (answers without a look at the object), slow (waits first), stall (waits in the middle of the
+body), reset (the connection ends in the middle of the body), lost (the request is carried out, the connection ends
+without an answer), shifted (other bytes than those of the range, under their own Content-Range), whole (the whole
+object, status 200), flipped (one bit of the body is changed).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import os
+import random
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from email.utils import formatdate
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+PIECE_SECONDS = 0.02
+"""A body goes in pieces that take about so long at the connection's rate."""
+ERRORS = {400: "InvalidArgument", 404: "NoSuchKey", 412: "PreconditionFailed", 416: "InvalidRange"}
+ERRORS |= {429: "TooManyRequests", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown"}
+
+
+@dataclass
+class Settings:
+    latency: float = 0.0
+    """Seconds before each answer."""
+    rate: float = 0.0
+    """Bytes per second of one connection, in each direction; 0 is as fast as it goes."""
+    tail: float = 0.0
+    """Part of the GETs that wait `tail_seconds` more."""
+    tail_seconds: float = 1.0
+    busy_above: int = 0
+    """Requests at the same time above which the answer is 503; 0 for no limit."""
+    trouble: float = 0.0
+    """Part of the requests that meet one of `kinds`, drawn by `seed`."""
+    kinds: list[str] = field(default_factory=list)
+    seconds: float = 30.0
+    """How long a drawn stall lasts."""
+    seed: int = 0
+    conditional: str = "honoured"
+    """Conditional writes: honoured, ignored (as if they were plain), or refused (501)."""
+    page: int = 1000
+    """Keys in a page of a listing."""
+    rules: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Segment:
+    """Bytes in a memory file."""
+
+    file: io.FileIO
+    nbytes: int
+
+
+@dataclass
+class Object:
+    segments: list[Segment]
+    etag: str
+    modified: float = field(default_factory=time.time)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    row: dict[str, Any]
+    do: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    text: bytes = b""
+    body: list[tuple[io.FileIO, int, int]] = field(default_factory=list)
+    """Parts of memory files: file, offset, bytes."""
+
+
+class Server:
+    def __init__(self) -> None:
+        self.settings, self.objects = Settings(), dict[str, Object]()
+        self.uploads: dict[str, tuple[str, dict[int, Object]]] = {}
+        self.log: list[dict[str, Any]] = []
+        self.busy, self.numbers, self.draw = 0, itertools.count(1), random.Random(0)
+
+    # connections ----------------------------------------------------------------------------------------------
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                if not await self._one(head, reader, writer):
+                    break
+        with contextlib.suppress(ConnectionError):
+            writer.close()
+            await writer.wait_closed()
+
+    async def _one(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answers one request; False where the connection ends then."""
+        first, *lines = head.decode().split("\r\n")
+        method, target, _ = first.split(" ")
+        headers = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)}
+        url = urlsplit(target)
+        row: dict[str, Any] = {"method": method, "path": target, "range": headers.get("range", ""), "status": 0}
+        request = Request(method, unquote(url.path).lstrip("/"), dict(parse_qsl(url.query, True)), headers, row)
+        if request.path.startswith("!"):
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            await self._send(self._control(request, body), request, writer)
+            return True
+        self.busy += 1
+        row |= {"busy": self.busy, "at": time.monotonic(), "sent": 0, "condition": headers.get("if-none-match", "")}
+        self.log.append(row)
+        try:
+            body = await self._receive(reader, int(headers.get("content-length", 0)))
+            self._find_trouble(request)
+            await self._wait(request)
+            answer = self._answer(request, body)
+            row["status"] = answer.status
+            return request.do != "lost" and await self._send(answer, request, writer)
+        finally:
+            self.busy -= 1
+            row["ended"] = time.monotonic()
+
+    async def _receive(self, reader: asyncio.StreamReader, nbytes: int) -> Segment:
+        file = io.FileIO(os.memfd_create("object"), "r+")
+        begin, taken = time.monotonic(), 0
+        while taken < nbytes:
+            data = await reader.read(min(nbytes - taken, 1 << 20))
+            if not data:
+                raise ConnectionError("the body ended")
+            taken += file.write(data) or 0
+            await self._pace(begin, taken)
+        return Segment(file, nbytes)
+
+    async def _pace(self, begin: float, nbytes: int) -> None:
+        if self.settings.rate:
+            await asyncio.sleep(max(begin + nbytes / self.settings.rate - time.monotonic(), 0))
+
+    async def _wait(self, request: Request) -> None:
+        settings, seconds = self.settings, self.settings.latency
+        if request.method == "GET" and settings.tail and self.draw.random() < settings.tail:
+            seconds += settings.tail_seconds
+        if request.do == "slow":
+            seconds += request.seconds
+        if seconds:
+            await asyncio.sleep(seconds)
+
+    def _find_trouble(self, request: Request) -> None:
+        line = f"{request.method} {request.row['path']} {request.row['range']}"
+        for rule in self.settings.rules:
+            if rule.get("times", 1) and re.search(rule["match"], line):
+                rule["times"] = rule.get("times", 1) - 1
+                request.do, request.seconds = str(rule["do"]), rule.get("seconds", 0.0)
+                break
+        else:
+            if self.settings.trouble and self.draw.random() < self.settings.trouble:
+                request.do, request.seconds = self.draw.choice(self.settings.kinds), self.settings.seconds
+        if not request.do and self.settings.busy_above and self.busy > self.settings.busy_above:
+            request.do = "503"
+        request.row["do"] = request.do
+
+    async def _send(self, answer: Answer, request: Request, writer: asyncio.StreamWriter) -> bool:
+        body, nbytes = answer.body, sum(n for _, _, n in answer.body) or len(answer.text)
+        headers = {"Content-Length": str(nbytes), "Date": formatdate(usegmt=True), **answer.headers}
+        head = f"HTTP/1.1 {answer.status} -\r\n" + "".join(f"{n}: {v}\r\n" for n, v in headers.items()) + "\r\n"
+        if request.method == "HEAD":
+            writer.write(head.encode())
+        else:
+            writer.write(head.encode() + answer.text)
+            begin, sent, loop = time.monotonic(), 0, asyncio.get_running_loop()
+            step = int(self.settings.rate * PIECE_SECONDS) or 4 << 20
+            for file, offset, count in body:
+                for at in range(offset, offset + count, step):
+                    if sent >= nbytes // 2 and request.do in ("stall", "reset"):
+                        if request.do == "reset":
+                            writer.transport.abort()
+                            return False
+                        request.do = ""
+                        await asyncio.sleep(request.seconds)
+                    size = min(step, offset + count - at)
+                    await loop.sendfile(writer.transport, file, at, size)
+                    sent += size
+                    request.row["sent"] = sent
+                    await self._pace(begin, sent)
+        await writer.drain()
+        return request.headers.get("connection", "").lower() != "close"
+
+    # what is asked for ----------------------------------------------------------------------------------------
+
+    def _control(self, request: Request, body: bytes) -> Answer:
+        if request.method == "POST":
+            self.settings = Settings(**{**asdict(self.settings), "rules": [], **json.loads(body)})
+            self.draw, self.log = random.Random(self.settings.seed), []
+        return Answer(200, text=json.dumps({"log": self.log, "uploads": len(self.uploads)}).encode())
+
+    def _answer(self, request: Request, body: Segment) -> Answer:
+        if request.do in ("500", "503", "429"):
+            return _error(int(request.do))
+        method, key, query = request.method, request.path, request.query
+        if "list-type" in query or (method == "GET" and "/" not in key.rstrip("/")):
+            return self._list(key.rstrip("/"), query)
+        if "uploads" in query or "uploadId" in query:
+            return self._upload(request, body)
+        if method == "PUT":
+            return self._put(request, Object([body], _etag(body)))
+        if method == "DELETE":
+            self.objects.pop(key, None)
+            return Answer(204)
+        found = self.objects.get(key)
+        return _error(404) if found is None else self._get(request, found)
+
+    def _get(self, request: Request, found: Object) -> Answer:
+        headers = {"ETag": found.etag, "Last-Modified": formatdate(found.modified, usegmt=True)}
+        headers |= {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        first, last, status = 0, found.nbytes - 1, 200
+        if (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", request.row["range"])) and request.do != "whole":
+            first, last, status = int(asked[1]), min(int(asked[2] or last), last), 206
+            if first > last:
+                return _error(416)
+            if request.do == "shifted":
+                move = -1 if first else 1
+                first, last = first + move, min(last + move, found.nbytes - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{found.nbytes}"
+        body, at = [], 0
+        for segment in found.segments:
+            low, high = max(first, at), min(last + 1, at + segment.nbytes)
+            if low < high:
+                body.append((segment.file, low - at, high - low))
+            at += segment.nbytes
+        if request.do == "flipped" and body:
+            body = [(_flipped(body), 0, sum(n for _, _, n in body))]
+        if not body:
+            headers["Content-Length"] = "0"
+        return Answer(status, headers, body=body)
+
+    def _put(self, request: Request, new: Object) -> Answer:
+        present = self.objects.get(request.path)
+        none_match, match = request.headers.get("if-none-match"), request.headers.get("if-match")
+        if none_match or match:
+            if self.settings.conditional == "refused":
+                return _error(501)
+            if self.settings.conditional == "honoured" and (
+                (none_match and present) or (match and (present is None or present.etag != match))
+            ):
+                return _error(412)
+        self.objects[request.path] = new
+        return Answer(200, {"ETag": new.etag})
+
+    def _upload(self, request: Request, body: Segment) -> Answer:
+        number = request.query.get("uploadId", "")
+        if "uploads" in request.query:
+            number = f"upload-{next(self.numbers)}"
+            self.uploads[number] = request.path, {}
+            return _xml(f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId></InitiateMultipartUploadResult>")
+        if number not in self.uploads:
+            return _error(404, "NoSuchUpload")
+        parts = self.uploads[number][1]
+        if request.method == "PUT":
+            parts[int(request.query["partNumber"])] = part = Object([body], _etag(body))
+            return Answer(200, {"ETag": part.etag})
+        if request.method == "DELETE":
+            del self.uploads[number]
+            return Answer(204)
+        text = os.pread(body.file.fileno(), body.nbytes, 0).decode()
+        wanted = [int(n) for n in re.findall(r"<PartNumber>(\d+)</PartNumber>", text)]
+        if wanted != sorted(parts):
+            return _error(400, "InvalidPart")
+        if any(parts[n].nbytes < 5 << 20 for n in wanted[:-1]):
+            return _error(400, "EntityTooSmall")
+        tags = hashlib.md5("".join(parts[n].etag for n in wanted).encode()).hexdigest()
+        new = Object([segment for n in wanted for segment in parts[n].segments], f'"{tags}-{len(wanted)}"')
+        answer = self._put(request, new)
+        if answer.status != 200:
+            return answer
+        del self.uploads[number]
+        return _xml(f"<CompleteMultipartUploadResult><ETag>{escape(new.etag)}</ETag></CompleteMultipartUploadResult>")
+
+    def _list(self, bucket: str, query: dict[str, str]) -> Answer:
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        after = query.get("continuation-token") or query.get("start-after", "")
+        rows, folders, last, more = list[str](), list[str](), "", ""
+        for path in sorted(p for p in self.objects if p.startswith(f"{bucket}/{prefix}")):
+            key = path[len(bucket) + 1 :]
+            rest = key[len(prefix) :]
+            folder = prefix + rest.partition(delimiter)[0] + delimiter if delimiter and delimiter in rest else ""
+            if (folder or key) <= after or folder in folders[-1:]:
+                continue
+            if len(rows) + len(folders) == min(self.settings.page, int(query.get("max-keys", 1000))):
+                more = last
+                break
+            last = folder or key
+            folders += [folder] if folder else []
+            if not folder:
+                found = self.objects[path]
+                when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(found.modified))
+                rows.append(
+                    f"<Contents><Key>{escape(key)}</Key><LastModified>{when}</LastModified>"
+                    f"<ETag>{escape(found.etag)}</ETag><Size>{found.nbytes}</Size></Contents>"
+                )
+        common = "".join(f"<CommonPrefixes><Prefix>{escape(f)}</Prefix></CommonPrefixes>" for f in folders)
+        token = f"<NextContinuationToken>{escape(more)}</NextContinuationToken>" if more else ""
+        return _xml(
+            f"<ListBucketResult><Name>{bucket}</Name><IsTruncated>{str(bool(more)).lower()}</IsTruncated>"
+            f"{token}{''.join(rows)}{common}</ListBucketResult>"
+        )
+
+
+def _etag(body: Segment) -> str:
+    """A tag by size and a few bytes: hashing everything would be what is measured."""
+    ends = os.pread(body.file.fileno(), 4096, 0) + os.pread(body.file.fileno(), 4096, max(body.nbytes - 4096, 0))
+    return f'"{hashlib.md5(f"{body.nbytes} {time.monotonic_ns()}".encode() + ends).hexdigest()}"'
+
+
+def _flipped(body: list[tuple[io.FileIO, int, int]]) -> io.FileIO:
+    data = bytearray(b"".join(os.pread(file.fileno(), nbytes, offset) for file, offset, nbytes in body))
+    data[len(data) // 2] ^= 1
+    file = io.FileIO(os.memfd_create("flipped"), "r+")
+    file.write(data)
+    return file
+
+
+def _xml(text: str) -> Answer:
+    return Answer(200, {"Content-Type": "application/xml"}, f'<?xml version="1.0"?>{text}'.encode())
+
+
+def _error(status: int, code: str = "") -> Answer:
+    answer = _xml(f"<Error><Code>{code or ERRORS[status]}</Code><Message>injected or asked for</Message></Error>")
+    return Answer(status, answer.headers, answer.text)
+
+
+async def main() -> None:
+    server = await asyncio.start_server(Server().serve, "127.0.0.1", 0, limit=1 << 20, backlog=1024)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    async with server:
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

@@ -1,0 +1,129 @@
+"""Another program's checkpoint given to a load: it is named as what it is, and the call that converts it works."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+import treeckpt as tc
+from treeckpt.cli.main import main
+from treeckpt.core.format.file_names import step_name
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+ROOT = Path(__file__).parents[2]
+STATE = {"w": torch.arange(6.0), "b": torch.ones(2)}
+
+
+def torch_file(path: Path) -> Path:
+    torch.save(STATE, path / "old.pt")
+    return path / "old.pt"
+
+
+def dcp_directory(path: Path) -> Path:
+    dcp.save(dict(STATE), checkpoint_id=path / "dcp")
+    return path / "dcp"
+
+
+def safetensors_file(path: Path) -> Path:
+    safetensors.torch.save_file(STATE, path / "model.safetensors")
+    return path / "model.safetensors"
+
+
+def hub_directory(path: Path) -> Path:
+    """As the cache of the hub is: links to files that lie elsewhere."""
+    (path / "hub").mkdir()
+    (path / "blob").mkdir()
+    (path / "hub" / "config.json").write_text("{}")
+    (path / "hub" / "model.safetensors").symlink_to(safetensors_file(path / "blob"))
+    return path / "hub"
+
+
+def hfai_directory(path: Path) -> Path:
+    (path / "hfai").mkdir()
+    torch.save(STATE, path / "hfai" / "PART_000.pt")
+    return path / "hfai"
+
+
+def paddle_directory(path: Path) -> Path:
+    shutil.copytree(ROOT / "golden/paddle/two", path / "paddle")
+    return path / "paddle"
+
+
+KINDS = {
+    "torch.save": torch_file,
+    "torch.distributed.checkpoint": dcp_directory,
+    "safetensors": safetensors_file,
+    "a safetensors file, or a directory": hub_directory,
+    "hfai.checkpoint": hfai_directory,
+    "Paddle": paddle_directory,
+}
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "load": tc.load,
+    "like": lambda path: tc.load(path, STATE),
+    "load_into": lambda path: tc.load_into(path, dict(STATE)),
+    "inspect": tc.inspect,
+    "verify": tc.verify,
+    "bank": lambda path: tc.load([path, path]),
+    "restore": lambda path: tc.training.restore(path, torch.nn.Linear(2, 2)),
+    "manager": lambda path: tc.Manager(path, background=False).restore(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_named_with_the_call_that_converts_it(tmp_path: Path, kind: str) -> None:
+    path = KINDS[kind](tmp_path)
+    for name, way in WAYS.items():
+        with pytest.raises(tc.CheckpointNotFound) as caught:
+            way(path)
+        assert kind in caught.value.found and str(path) in str(caught.value), (name, str(caught.value))
+        call = re.search(r"tc\.convert\.convert\((.*), 'NEW'\)", caught.value.hint)
+        assert call is not None and call[1] == repr(str(path)), (name, caught.value.hint)
+    assert "Check the path" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "torch.distributed.checkpoint", "safetensors", "Paddle"])
+def test_the_call_that_is_told_works(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = KINDS[kind](tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(tc.CheckpointNotFound) as caught:
+        tc.load(path)
+    call = re.search(r"tc\.convert\.convert\(.*\)", caught.value.hint)
+    assert call is not None
+    exec(call[0], {"tc": tc})
+    assert tc.load("NEW")
+
+
+@pytest.mark.parametrize("command", [["show"], ["verify"], ["diff"]])
+def test_the_command_line_tells_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    path = str(torch_file(tmp_path))
+    assert main([*command, path, *([path] if command == ["diff"] else [])]) != 0
+    told = capsys.readouterr()
+    assert "a file of torch.save" in told.err + told.out and "tc.convert.convert(" in told.err + told.out
+
+
+def test_a_step_of_a_run_that_another_program_wrote_is_told(tmp_path: Path) -> None:
+    shutil.copytree(dcp_directory(tmp_path), tmp_path / "run" / step_name(3))
+    with pytest.raises(tc.CheckpointNotFound, match=r"torch\.distributed\.checkpoint.*tc\.convert\.convert"):
+        tc.Manager(tmp_path / "run", background=False).restore(step=3)
+
+
+def test_a_bare_pickle_is_told_and_not_run(tmp_path: Path) -> None:
+    (tmp_path / "old.pt").write_bytes(pickle.dumps({"w": 1}))
+    with pytest.raises(tc.CheckpointNotFound, match=r"bare pickle.*Load it with torch"):
+        tc.load(tmp_path / "old.pt")
+
+
+def test_where_nothing_is_the_path_is_to_be_checked(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    for path in (tmp_path / "nothing", tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(tc.CheckpointNotFound, match="Check the path"):
+            tc.load(path)

@@ -1,0 +1,227 @@
+"""Few descriptors, few permissions, a full disk: what fails says so, and nothing is taken for what it is not."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from tests.helpers.background import files_open
+from treeckpt.io.storage import local_read as reader_module
+from treeckpt.io.storage.store import LocalStore
+from treeckpt.runs.catalog import scan
+
+REFUSALS = [errno.EACCES, errno.EMFILE, errno.ESTALE]
+
+
+def run_with(limit: int, code: str, *arguments: object) -> str:
+    """What a process prints that may have so many descriptors."""
+    head = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))\n"
+    command = [sys.executable, "-c", head + code, *map(str, arguments)]
+    root = str(Path(tc.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def sharded(path: Path, shards: int) -> dict[str, np.ndarray]:
+    tree = {f"{i:04d}": np.full(512, i, np.int32) for i in range(shards)}
+    tc.save(path, tree, max_shard_bytes=2048)
+    assert len(list(path.glob("*.safetensors"))) == shards
+    return tree
+
+
+def test_more_shards_than_descriptors_are_loaded(tmp_path: Path) -> None:
+    sharded(tmp_path / "c", 400)
+    code = """
+import sys, numpy as np, treeckpt as tc
+for verify in (True, "first", "stream", False):
+    found = tc.load(sys.argv[1], verify=verify)
+    assert all((array == int(name)).all() for name, array in found.items()), verify
+    into = {name: np.zeros_like(array) for name, array in found.items()}
+    tc.load_into(sys.argv[1], into, verify=verify)
+    assert all((array == int(name)).all() for name, array in into.items()), verify
+print(len(found), tc.verify(sys.argv[1]).ok)
+"""
+    assert run_with(330, code, tmp_path / "c").split() == ["400", "True"]
+
+
+def test_a_store_that_is_closed_while_others_read_from_it_goes_on_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each load closes what it has opened, and several may share a store."""
+    monkeypatch.setattr(reader_module, "MOST", 4)
+    tree = sharded(tmp_path / "c", 12)
+    store = LocalStore(tmp_path / "c")
+
+    def load(_: int) -> bool:
+        found = tc.load(store, verify=False)
+        return all(np.array_equal(found[name], array) for name, array in tree.items())
+
+    with ThreadPoolExecutor(5) as pool:
+        assert all(pool.map(load, range(60)))
+    assert not files_open(tmp_path)
+
+
+def test_files_that_nobody_reads_are_closed_when_there_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "MOST", 4)
+    sharded(tmp_path / "c", 12)
+    store = LocalStore(tmp_path / "c")
+    for name in sorted(store.sizes()):
+        store.read_into(name, 0, memoryview(bytearray(8)))
+    assert len(files_open(tmp_path)) == 4
+    store.close()
+
+
+def test_without_descriptors_a_run_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    tc.save(tmp_path / "run" / "step_00000001", {"w": np.arange(3)}, step=1)
+    code = """
+import os, sys, treeckpt as tc
+manager, held = tc.Manager(sys.argv[1], background=False), []
+try:
+    while True:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+for ask in (manager.latest, manager.steps, manager.restore):
+    try:
+        print(ask())
+    except tc.StoreError as error:
+        print("refused", "ulimit -n" in str(error))
+for fd in held:
+    os.close(fd)
+print(manager.latest())
+"""
+    found = run_with(64, code, tmp_path / "run").splitlines()
+    assert found == ["refused True"] * 3 + ["1"]
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, what: str, refused: Callable[[str], bool], code: int) -> None:
+    """Has a call of the system's refuse some paths; permissions do not bind the superuser."""
+    call = getattr(os, what)
+
+    def refuse(path: Any, *rest: Any, **more: Any) -> Any:
+        if refused(os.fspath(path)):
+            raise OSError(code, os.strerror(code), os.fspath(path))
+        return call(path, *rest, **more)
+
+    monkeypatch.setattr(os, what, refuse)
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+@pytest.mark.parametrize("what", ["index", "shard", "step", "run"])
+def test_what_may_not_be_read_is_never_passed_over_for_an_older_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, code: int
+) -> None:
+    for step in (1, 2):
+        tc.save(tmp_path / f"step_0000000{step}", {"w": np.arange(1 << 17)}, step=step)
+    newest = str(tmp_path / "step_00000002")
+    refused = {
+        "index": lambda path: path == f"{newest}/index.json",
+        "shard": lambda path: path.startswith(f"{newest}/shard"),
+        "step": lambda path: path == newest,
+        "run": lambda path: path == str(tmp_path),
+    }[what]
+    with tc.Manager(tmp_path) as manager:
+        refusing(monkeypatch, "open" if what in ("index", "shard") else "scandir", refused, code)
+        with pytest.raises(tc.StoreError, match=os.strerror(code)):
+            manager.restore()
+        if what in ("index", "shard"):
+            with pytest.raises(tc.StoreError, match=os.strerror(code)):
+                tc.load(newest)
+        if what == "run":
+            with pytest.raises(tc.StoreError, match=os.strerror(code)):
+                scan(tmp_path)
+        else:
+            assert [info.step for info in scan(tmp_path)] == [2, 1], "lists are still shown"
+        monkeypatch.undo()
+        assert manager.restore()["w"].size == 1 << 17
+
+
+def test_a_shard_that_the_disk_cannot_read_is_passed_over_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        tc.save(tmp_path / f"step_0000000{step}", {"step": step, "w": np.arange(9)}, step=step)
+    refusing(monkeypatch, "open", lambda path: "step_00000002/shard" in path, errno.EIO)
+    with tc.Manager(tmp_path) as manager, caplog.at_level(logging.WARNING, "treeckpt"):
+        assert manager.restore()["step"] == 1
+    assert "passed over" in caplog.text and os.strerror(errno.EIO) in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(__import__("fcntl"), "F_SETLEASE"), reason="leases are Linux's")
+def test_a_file_under_somebodys_lease_is_waited_for(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"w": np.arange(9)})
+    [shard] = (tmp_path / "c").glob("*.safetensors")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", """
+import fcntl, os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
+fd = os.open(sys.argv[1], os.O_RDWR)
+fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("held", flush=True)
+signal.sigwait([signal.SIGIO])
+fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+""", str(shard)], stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        assert tc.load(tmp_path / "c")["w"].tolist() == list(range(9))
+    assert holder.returncode == 0
+
+
+def test_a_full_disk_is_said_with_the_file_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(tc.CheckpointError, match=r"step: .*No space left on device: .*step/shard.*Free space"):
+        tc.save(tmp_path / "step", {"w": np.arange(9)})
+
+
+def test_a_full_disk_can_be_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step in (1, 2, 3):
+        tc.save(tmp_path / f"step_0000000{step}", {"w": np.arange(9)}, step=step)
+    with tc.Manager(tmp_path, keep=1, grace=0) as manager:
+        monkeypatch.setattr(LocalStore, "publish", full)
+        report = manager.clean()
+        assert not report.failed and [one.step for one in scan(tmp_path)] == [3]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_for_want_of_space_is_followed_by_a_clean_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step in (1, 2, 3):
+        tc.save(tmp_path / f"step_0000000{step}", {"w": np.arange(9)}, step=step)
+    options = {"staging": "copy", "writer": "thread"} if background else {}
+    with tc.Manager(tmp_path, keep=1, grace=0, background=background, **options) as manager:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(tc.CheckpointError, match="No space left"):
+            manager.save(4, {"w": np.arange(9)})
+            manager.wait()
+        monkeypatch.undo()
+        manager.wait()
+        assert [one.step for one in scan(tmp_path) if one.status == "complete"] == [3]
+        manager.save(5, {"w": np.arange(9)})
+        manager.wait()
+        assert manager.steps() == [5]

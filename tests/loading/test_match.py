@@ -1,0 +1,91 @@
+"""A selection takes what its path says: keys that begin alike are other keys, and steps that do are other steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from tests.helpers.world import errors_of, on_ranks
+
+
+def test_a_key_that_another_begins_with_is_not_taken_along(tmp_path: Path) -> None:
+    tree = {"model": {"w": np.arange(3)}, "model2": {"w": np.arange(4)}, "model.w": np.arange(5)}
+    tc.save(tmp_path / "c", tree)
+    found = tc.load(tmp_path / "c", select="model")
+    assert found["model"]["w"].tolist() == [0, 1, 2] and found["model"]["w"].dtype == np.int64
+    assert found["model2"] == {"w": ...} and found["model.w"] is ...
+
+
+def test_steps_whose_names_end_alike_are_told_apart(tmp_path: Path) -> None:
+    with tc.Manager(tmp_path) as manager:
+        for step in (0, 1, 10):
+            manager.save(step, {"w": np.full(2, step)})
+    with tc.Manager(tmp_path) as manager:
+        assert manager.latest() == 10
+        assert [manager.restore(step=step)["w"].tolist() for step in (0, 1, 10)] == [[0, 0], [1, 1], [10, 10]]
+
+
+def test_what_ranks_have_of_their_own_may_be_shaped_otherwise_on_each(tmp_path: Path) -> None:
+    def save(comm: Any) -> None:
+        tc.save(tmp_path, {"own": tc.PerRank(list(range(comm.rank))), "n": 1}, comm=comm)
+
+    assert errors_of(on_ranks(3, save)) == [None] * 3
+    found = [outcome.value for outcome in on_ranks(3, lambda comm: tc.load(tmp_path, comm=comm))]
+    assert found == [{"own": tc.PerRank(list(range(rank))), "n": 1} for rank in range(3)]
+
+
+TREE = {"model": {"w": np.arange(3), "blocks[0]": {"w": np.arange(2)}}, "empty": {}, "step": 1}
+
+
+def copy_of_tree() -> dict[str, Any]:
+    return {"model": {"w": np.zeros(3, int), "blocks[0]": {"w": np.zeros(2, int)}}, "empty": {}, "step": 0}
+
+
+@pytest.mark.parametrize("options", [{"select": "modle/*"}, {"exclude": ["step", "modle"]}])
+def test_globs_that_mean_nothing_are_refused_before_anything_changes(tmp_path: Path, options: Any) -> None:
+    tc.save(tmp_path / "c", TREE)
+    trees: list[Any] = []
+
+    def fresh() -> Any:
+        trees.append(copy_of_tree())
+        return trees[-1]
+
+    bank = [tmp_path / "c", tc.From(tmp_path / "c", **options)]
+    for load in (
+        lambda **more: tc.load(tmp_path / "c", **options, **more),
+        lambda **more: tc.load(tmp_path / "c", copy_of_tree(), **options, **more),
+        lambda **more: tc.load_into(tmp_path / "c", fresh(), **options, **more),
+        lambda **more: tc.load(bank, **more),
+        lambda **more: tc.load(bank[:1], **options, **more),
+    ):
+        with pytest.raises(tc.MismatchError, match="modle"):
+            load()
+        assert not any(tree["model"]["w"].any() for tree in trees)
+        load(strict=False)
+        trees.clear()
+
+
+def test_containers_without_leaves_may_be_named_and_what_only_like_has_excluded(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", TREE)
+    assert tc.load(tmp_path / "c", select="empty")["empty"] == {}
+    like = copy_of_tree() | {"head": np.full(2, 7)}
+    assert tc.load(tmp_path / "c", like, exclude="head")["head"].tolist() == [7, 7]
+
+
+def test_a_leaf_with_brackets_in_its_name_is_meant_by_its_name(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", TREE)
+    found = tc.load(tmp_path / "c", select="model/blocks[0]/w")
+    assert found["model"]["blocks[0]"]["w"].tolist() == [0, 1] and found["model"]["w"] is ...
+
+
+@pytest.mark.parametrize("options", [{"per_rank": "refuse"}, {"read": "Once"}, {"verify": "strem"}])
+def test_words_that_mean_nothing_are_refused(tmp_path: Path, options: Any) -> None:
+    tc.save(tmp_path / "c", TREE)
+    [name] = options
+    for load in (tc.load, tc.load_into):
+        with pytest.raises(tc.MismatchError, match=f"{name}: expected .*, found {options[name]!r}"):
+            load(tmp_path / "c", copy_of_tree(), **options)

@@ -1,0 +1,200 @@
+"""Every directory of a run is reported as what it is."""
+
+import os
+import shutil
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+import treeckpt
+from tests.helpers.samples import MESH, write_checkpoint, write_mixed_run, write_run
+from treeckpt.core.analysis.profile import profile_of
+from treeckpt.core.format.index import INDEX_NAME
+from treeckpt.core.format.timings import timings_name
+from treeckpt.core.sharding.int_runs import decode_runs
+from treeckpt.core.sharding.placements import MeshLayout, Replicate, Shard
+from treeckpt.core.tree.flatten import PerRank
+from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
+from treeckpt.runs import catalog
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_mixed_run(tmp_path_factory.mktemp("mixed"))
+
+
+def test_a_mixed_run_is_told_apart(run):
+    assert {info.name: info.status for info in catalog.scan(run)} == {
+        "step_00000600": "corrupt",
+        "step_00000500": "corrupt",
+        "step_00000400": "partial",
+        "step_00000300": "partial",
+        "step_00000200": "complete",
+        "step_00000100": "complete",
+        "latest": "foreign",
+        "logs": "foreign",
+    }
+
+
+def test_the_newest_comes_first_and_foreign_ones_last(run):
+    assert [info.step for info in catalog.scan(run)] == [600, 500, 400, 300, 200, 100, None, None]
+
+
+def test_errors_say_what_is_wrong(run):
+    errors = {info.name: info.error or "" for info in catalog.scan(run)}
+    assert "bytes instead of" in errors["step_00000600"]
+    assert "index.json" in errors["step_00000500"]
+    assert "No space left on device" in errors["step_00000400"]
+    assert "never finished" in errors["step_00000300"]
+    assert "symbolic link" in errors["latest"]
+    assert errors["step_00000100"] == ""
+
+
+def test_a_complete_one_is_described(tmp_path):
+    index = write_checkpoint(tmp_path / "step_00000007", step=7)
+    [info] = catalog.scan(tmp_path)
+    assert (info.save_id, info.world, info.leaves) == (index.save_id, 4, len(index.leaves))
+    assert (info.nbytes, info.created_ns) == (index.nbytes, index.created_ns)
+    assert info.seconds is not None and 0 < info.seconds < 10
+
+
+def test_a_checkpoint_given_as_the_run_is_found(tmp_path):
+    write_run(tmp_path, steps=(5,))
+    [info] = catalog.scan(tmp_path / "step_00000005")
+    assert (info.name, info.status) == ("step_00000005", "complete")
+    assert not catalog.is_checkpoint(tmp_path)
+
+
+def test_a_missing_shard_makes_it_corrupt(tmp_path):
+    index = write_checkpoint(tmp_path / "step_00000001", step=1)
+    (tmp_path / "step_00000001" / index.file_list[2].name).unlink()
+    [info] = catalog.scan(tmp_path)
+    assert info.status == "corrupt"
+    assert index.file_list[2].name in (info.error or "")
+
+
+def test_without_timings_it_is_still_complete(tmp_path):
+    index = write_checkpoint(tmp_path / "step_00000001", step=1)
+    (tmp_path / "step_00000001" / timings_name(index.save_id)).unlink()
+    [info] = catalog.scan(tmp_path)
+    assert (info.status, info.seconds) == ("complete", None)
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe", "empty", "unreadable"])
+def test_an_index_that_is_no_file_is_corrupt_and_never_waited_for(tmp_path, kind):
+    write_checkpoint(tmp_path / "step_00000001", step=1)
+    index = tmp_path / "step_00000001" / INDEX_NAME
+    kept = index.read_bytes()
+    index.unlink()
+    if kind == "directory":
+        index.mkdir()
+    elif kind == "link":
+        (tmp_path / "elsewhere").write_bytes(kept)
+        index.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(index)
+    elif kind == "empty":
+        index.touch()
+    else:
+        index.write_bytes(b"\x00\xff" * 100)
+    [info] = [info for info in catalog.scan(tmp_path) if info.step == 1]
+    assert info.status == "corrupt"
+    assert info.error
+
+
+def test_an_empty_step_is_partial_and_other_empty_ones_are_foreign(tmp_path):
+    (tmp_path / "step_00000001").mkdir()
+    (tmp_path / "other").mkdir()
+    assert {i.name: i.status for i in catalog.scan(tmp_path)} == {"step_00000001": "partial", "other": "foreign"}
+
+
+def test_nothing_there_is_an_empty_run(tmp_path):
+    assert catalog.scan(tmp_path / "nowhere") == []
+
+
+def test_names_that_are_no_unicode_are_no_trouble(tmp_path):
+    os.mkdir(os.fsencode(tmp_path) + b"/\xff\xfe")
+    [info] = catalog.scan(tmp_path)
+    assert info.status == "foreign"
+
+
+def test_timings_are_of_the_save_that_the_index_names(tmp_path):
+    index = write_checkpoint(tmp_path / "a", step=1)
+    other = write_checkpoint(tmp_path / "b", step=2)
+    shutil.copy(tmp_path / "b" / timings_name(other.save_id), tmp_path / "a")
+    assert catalog.read_timings(tmp_path / "a").save_id == index.save_id
+
+
+def test_timings_that_are_not_there_or_changed_are_errors_of_ours(tmp_path):
+    index = write_checkpoint(tmp_path / "a", step=1)
+    file = tmp_path / "a" / timings_name(index.save_id)
+    file.write_bytes(file.read_bytes().replace(b"write", b"wrote"))
+    with pytest.raises(CorruptError):
+        catalog.read_timings(tmp_path / "a")
+    file.unlink()
+    with pytest.raises(CheckpointNotFound):
+        catalog.read_timings(tmp_path / "a")
+
+
+def test_the_cache_reads_again_only_what_changed(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("one")
+    reads = []
+
+    def read(path):
+        reads.append(path.read_text())
+        return reads[-1]
+
+    cache = catalog.LruStatCache()
+    assert [cache.get(file, read), cache.get(file, read)] == ["one", "one"]
+    file.write_text("two!")
+    assert cache.get(file, read) == "two!"
+    assert reads == ["one", "two!"]
+
+
+def test_the_cache_keeps_errors_and_forgets_the_oldest(tmp_path):
+    calls = []
+
+    def read(path):
+        calls.append(path.name)
+        raise TreeckptError(path.name)
+
+    for name in "ab":
+        (tmp_path / name).touch()
+    cache = catalog.LruStatCache(1)
+    for name in ("a", "a", "b", "a"):
+        with pytest.raises(TreeckptError):
+            cache.get(tmp_path / name, read)
+    assert calls == ["a", "b", "a"]
+
+
+def test_scans_agree_from_many_threads(run):
+    cache, found = catalog.LruStatCache(), []
+    threads = [threading.Thread(target=lambda: found.append(catalog.scan(run, cache=cache))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all(one == found[0] for one in found)
+
+
+def test_what_ranks_held_counts_every_replica(tmp_path):
+    tree = {"w": np.zeros((64, 8), np.float32), "own": PerRank(np.zeros(4, np.float32)), "n": 1}
+    halves = MeshLayout(MESH, (Shard(0), Replicate()))
+    write_checkpoint(tmp_path / "a", tree, layouts=lambda path, array: halves if path == "w" else None)
+    info = catalog.read_info(tmp_path / "a")
+    assert info.nbytes == 64 * 8 * 4 + 4 * 16 and info.held_nbytes == 2 * 64 * 8 * 4 + 4 * 16
+    assert info.blocked_seconds == info.seconds
+
+
+def test_a_background_save_records_its_host_and_when_its_call_returned(tmp_path):
+    pending = treeckpt.save_async(tmp_path / "a", {"x": np.zeros(100_000)}, step=1, writer="thread")
+    report = pending.result(60)
+    timings = catalog.read_timings(tmp_path / "a")
+    assert [(host.name, decode_runs(host.ranks).tolist()) for host in timings.hosts] == [(socket.gethostname(), [0])]
+    profile = profile_of(timings)
+    assert 0 < profile.blocked_seconds < profile.seconds
+    assert abs(profile.blocked_seconds - report.blocked_seconds) < 0.1
+    assert catalog.read_info(tmp_path / "a").blocked_seconds == profile.blocked_seconds

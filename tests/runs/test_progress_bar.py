@@ -1,0 +1,71 @@
+"""A bar follows a long read on a terminal, and there is nothing of it anywhere else."""
+
+import io
+import sys
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from treeckpt.runs.progress_bar import reading_bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def store(tmp_path):
+    tc.save(tmp_path / "a", {"a": np.arange(100_000), "b": np.ones(10)})
+    return tc.LocalStore(tmp_path / "a")
+
+
+def test_a_load_is_followed_on_a_terminal(store):
+    screen = Terminal()
+    with reading_bar(store, "restoring", 800_080, patience=0, stream=screen) as source:
+        assert tc.load(source)["a"][-1] == 99_999
+    text = screen.getvalue()
+    assert "restoring" in text and "0.8/0.8 MB" in text.replace("800.1/800.1 kB", "0.8/0.8 MB"), text
+
+
+def test_what_a_load_borrows_counts_too(store):
+    for name in store.sizes():
+        store.read(name, limit=1 << 30)  # into the page cache
+    screen, tree = Terminal(), {"a": np.zeros(100_000, np.int64), "b": np.ones(10)}
+    with reading_bar(store, "filling", 1_600_160, patience=0, stream=screen) as source:
+        tc.load_into(source, tree, verify="first")
+    assert tree["a"][-1] == 99_999 and "1.6/1.6 MB" in screen.getvalue(), "compared, and then copied"
+
+
+def test_an_unknown_total_shows_what_was_read(store):
+    screen = Terminal()
+    with reading_bar(store, "verifying", patience=0, stream=screen) as source:
+        assert tc.verify(source).ok
+    assert "verifying" in screen.getvalue() and "/?" in screen.getvalue()
+
+
+def test_a_quick_read_shows_nothing(store):
+    screen = Terminal()
+    with reading_bar(store, "restoring", stream=screen) as source:
+        tc.load(source)
+    assert screen.getvalue() == ""
+
+
+def test_elsewhere_the_store_is_passed_through(store, monkeypatch):
+    stream = io.StringIO()
+    with reading_bar(store, "restoring", patience=0, stream=stream) as source:
+        assert source is store
+        tc.load(source)
+    assert stream.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", None)
+    with reading_bar(store, "restoring", patience=0) as source:
+        assert source is store
+
+
+def test_the_bar_goes_when_the_read_fails(store):
+    screen = Terminal()
+    with pytest.raises(ZeroDivisionError), reading_bar(store, "restoring", patience=0, stream=screen) as source:
+        tc.load(source)
+        raise ZeroDivisionError
+    assert screen.getvalue().endswith(("\x1b[?25h", "\r\x1b[1A\x1b[2K")) or "\x1b[2K" in screen.getvalue()

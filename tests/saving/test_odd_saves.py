@@ -1,0 +1,193 @@
+"""Background saves under uses that nobody plans: interrupts, odd arguments, comms that come and go."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treeckpt as tc
+from tests.helpers.background import arenas_open, files_open
+from tests.helpers.world import errors_of, on_ranks
+from treeckpt.io.comm.comm import SoloComm
+from treeckpt.saving import background
+from treeckpt.saving.session import session_of
+from treeckpt.saving.staging_memory import Arena
+
+TREE = {"a": np.arange(1000)}
+
+
+def interrupt(*arguments: Any, **options: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["staging", "starting the thread"])
+def test_an_interrupted_save_keeps_nothing_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    comm = SoloComm()
+
+    def save() -> tc.Pending:
+        return tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread")
+
+    with monkeypatch.context() as patch:
+        if where == "staging":
+            patch.setattr(background, "stage", interrupt)
+        else:
+            patch.setattr(threading.Thread, "start", interrupt)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                save()
+    pool = session_of(comm).pool
+    assert pool.leased == [False]
+    assert save().result(60) is not None
+
+
+def test_a_save_whose_thread_cannot_start_fails_and_blocks_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    comm = SoloComm()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", refuse)
+        tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread")
+    assert tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread", timeout=60).result(60) is not None
+
+
+def _let_savers_end() -> None:
+    """A saving thread may hold its arena a moment longer than the result is known."""
+    for thread in threading.enumerate():
+        if thread.name == "treeckpt-save":
+            thread.join(60)
+    gc.collect()
+
+
+def test_comms_that_come_and_go_leave_no_descriptors(tmp_path: Path) -> None:
+    tc.save_async(tmp_path / "first", TREE, comm=SoloComm(), writer="thread").result(60)
+    _let_savers_end()
+    before = arenas_open()
+    for number in range(3):
+        tc.save_async(tmp_path / f"{number}", TREE, comm=SoloComm(), writer="thread").result(60)
+    _let_savers_end()
+    assert arenas_open() <= before and files_open(tmp_path) == []
+
+
+def test_an_arena_that_is_dropped_is_unpinned_before_its_memory_goes() -> None:
+    told: list[bool] = []
+
+    def pin(address: int, nbytes: int) -> Any:
+        def unpin() -> None:
+            told.append(f"{address:x}-" in Path("/proc/self/maps").read_text())
+
+        return unpin
+
+    arena = Arena(1 << 21, pin)
+    del arena
+    assert told == [True]
+
+
+@pytest.mark.parametrize("option", ["busy", "staging", "writer"])
+def test_unknown_choices_are_refused(tmp_path: Path, option: str) -> None:
+    with pytest.raises(tc.TreeckptError, match=f"(?s){option}.*'wiat'"):
+        tc.save_async(tmp_path / "c", TREE, comm=SoloComm(), **{option: "wiat"})
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_within_which_nobody_can_answer_is_refused(tmp_path: Path, timeout: float) -> None:
+    with pytest.raises(tc.TreeckptError, match=r"a timeout of more than 0 seconds.*busy="):
+        tc.save_async(tmp_path / "c", TREE, comm=SoloComm(), timeout=timeout)
+    assert not (tmp_path / "c").exists()
+
+
+def test_steps_may_be_integers_of_numpy(tmp_path: Path) -> None:
+    tc.save(tmp_path / "a", TREE, step=np.int64(3))  # pyright: ignore[reportArgumentType]
+    assert tc.inspect(tmp_path / "a").step == 3
+    with pytest.raises(tc.TreeError, match="step"):
+        tc.save(tmp_path / "b", TREE, step=3.5)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_a_save_whose_writers_cannot_all_be_started_writes_the_right_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    """As where a container may have no more processes: the pool keeps what it was given when a thread is refused."""
+    start, started = threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("treeckpt-write"):
+            if len(started) >= allowed:
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        start(thread)
+
+    tree = {"a": np.arange(7 << 20), "b": np.arange(5 << 20, dtype=np.int32)[::-1]}
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for attempt in range(3):
+        started.clear()
+        tc.save(tmp_path / str(attempt), tree)
+        found = tc.load(tmp_path / str(attempt))
+        assert all(np.array_equal(found[name], tree[name]) for name in tree)
+
+
+@pytest.mark.parametrize("step", [-1, np.int64(-5)])
+def test_a_step_below_0_is_refused_by_every_call(tmp_path: Path, step: Any) -> None:
+    for save in (tc.save, tc.save_async):
+        with pytest.raises(tc.TreeError, match=f"step: expected a step, 0 or more, found {step}"):
+            save(tmp_path / "a", TREE, step=step)
+    with pytest.raises(tc.TreeError, match="0 or more"):
+        tc.Manager(tmp_path).restore(step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nbytes", [0, -5, 2.5, True, "1GB"])
+def test_shards_of_no_bytes_are_refused(tmp_path: Path, nbytes: Any) -> None:
+    for save in (tc.save, tc.save_async):
+        with pytest.raises(tc.TreeckptError, match=r"max_shard_bytes: expected .*1 or more.*None"):
+            save(tmp_path / "a", TREE, max_shard_bytes=nbytes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shards_may_be_limited_by_integers_of_numpy(tmp_path: Path) -> None:
+    report = tc.save(tmp_path / "a", {"a": np.arange(8), "b": np.arange(8)}, max_shard_bytes=np.int64(64))  # pyright: ignore[reportArgumentType]
+    assert len(report.files) == 2
+
+
+@pytest.mark.parametrize("path", ["", "file://"])
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls: list[Callable[[], Any]] = [
+        lambda: tc.save(path, TREE),
+        lambda: tc.save_async(path, TREE),
+        lambda: tc.load(path),
+        lambda: tc.load_into(path, TREE),
+        lambda: tc.inspect(path),
+        lambda: tc.verify(path),
+        lambda: tc.rebuild_index(path),
+        lambda: tc.Manager(path),
+    ]
+    for call in calls:
+        with pytest.raises(tc.CheckpointError, match=r"path: expected a path, .* found an empty one\. .*'\.'"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+    tc.save(".", TREE)
+    assert tc.load(".")["a"].tolist() == TREE["a"].tolist()
+
+
+def test_a_save_into_memory_that_its_ranks_do_not_share_fails() -> None:
+    tree = {"own": tc.PerRank(np.arange(8))}
+    stores = [tc.MemoryStore("apart") for _ in range(2)]
+    for error in errors_of(on_ranks(2, lambda comm: tc.save(stores[comm.rank], tree, comm=comm))):
+        assert isinstance(error, tc.RankError), error
+        assert "the memory of one process" in str(error) and 'comm="alone"' in str(error)
+    with pytest.raises(tc.CheckpointNotFound):
+        tc.load(stores[0])
+    shared = tc.MemoryStore("shared")
+    assert errors_of(on_ranks(2, lambda comm: tc.save(shared, tree, comm=comm))) == [None, None]
