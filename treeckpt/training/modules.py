@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
-from ..arrays.dtensor import is_dtensor
+from ..arrays.dtensor import is_dtensor, is_sharded_tensor
 from ..arrays.stateful import is_optimizer
 from ..errors import MismatchError, TreeError
 from .names import Key, key_path, nested, strip_wrappers, tie_names
@@ -193,11 +193,6 @@ def _addresses(tensor: Any) -> list[int]:
         return [address for shard in tensor.local_shards() for address in _addresses(shard.tensor)]
     local = tensor.to_local() if is_dtensor(tensor) else tensor
     return [] if local.is_meta or not (address := local.untyped_storage().data_ptr()) else [address]
-
-
-def is_sharded_tensor(value: object) -> bool:
-    """Whether a tensor is torch.distributed's ShardedTensor, which supports hardly any operator."""
-    return type(value).__name__ == "ShardedTensor"
 
 
 def is_meta(value: Any) -> bool:

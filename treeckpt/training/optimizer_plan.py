@@ -38,7 +38,7 @@ __all__ = ["Differences", "OptimizerPlan", "apply_optimizers", "plan_optimizers"
 
 
 class Differences(msgspec.Struct):
-    """Paths that only the optimizers have, that only the checkpoint has, and of state without use here."""
+    """Paths that only the live objects have, that only the checkpoint has, and of state without use here."""
 
     missing: list[str] = []
     unexpected: list[str] = []
@@ -59,11 +59,11 @@ class OptimizerPlan(msgspec.Struct):
     prefix: Key
     live: NamedOptimizer
     of: Labels
-    """As saved, under the names that the parameters have here."""
+    """The saved labels, under the names that the parameters have here."""
     values: list[dict[str, Any]]
     """The values that each live group takes."""
     form: Any
-    """As saved: what `state_dict` is to have beside the state of parameters."""
+    """The saved form of the state dict: its entries beside the state of parameters."""
     keep: tuple[str, ...]
     """Hyper-parameters that stay as they are."""
     saved: dict[Key, _SavedState] = {}
@@ -72,7 +72,7 @@ class OptimizerPlan(msgspec.Struct):
     """Once built: the state of each live parameter, to be filled."""
 
     def build_moments(self, source: RestoreSource) -> dict[Key, dict[Any, Any]]:
-        """By saved key, the tensors to be filled; those that a fresh optimizer lacks are made."""
+        """Returns the tensors to be filled, by saved key; creates those that a fresh optimizer lacks."""
         found: dict[Key, dict[Any, Any]] = {}
         for key, saved in self.saved.items():
             parameter, own = self.live.parameters[key], self.live.own[key]
@@ -179,10 +179,10 @@ class _Matcher:
         return plan
 
     def _form_of(self, live: NamedOptimizer, of: Labels) -> Any:
-        """What the live optimizer's state dict is to have beside the state of parameters.
+        """Returns the form that the live optimizer's state dict is to have.
 
         Raises:
-            MismatchError: its parameters were trained by several optimizers, of which it differed.
+            MismatchError: its parameters were trained by several optimizers, whose forms differed.
         """
         named = dict.fromkeys(label for labels in of.values() for label in labels if label in self.forms)
         labels = list(named or self.forms)
@@ -200,7 +200,7 @@ class _Matcher:
         return {**{key: live.form[key] for key in lacking}, **form}
 
     def _saved_name(self, key: Key) -> str | None:
-        """The name, of all that a parameter has here, under which the checkpoint's optimizer knew it."""
+        """Returns the one of a parameter's names under which the checkpoint has it; None if it has none of them."""
         known = [name for name in self.tied[key] if name in self.saved_of]
         if len(known) > 1:
             raise MismatchError(
@@ -284,7 +284,7 @@ class _Matcher:
 
 
 def _without(node: Structure, key: str) -> Structure:
-    """A structure without one of its children."""
+    """Returns a structure without one of its children."""
     if not isinstance(node, DictNode):
         return node
     kept = [number for number, name in enumerate(children_of(node)) if name != key]
@@ -292,19 +292,19 @@ def _without(node: Structure, key: str) -> Structure:
 
 
 def apply_optimizers(plans: Sequence[OptimizerPlan]) -> list[str]:
-    """Gives the optimizers their state and their groups the saved hyper-parameters; returns what they did not take."""
+    """Loads state and hyper-parameters into the optimizers; returns the paths that they did not take."""
     left: list[str] = []
     for plan in plans:
         if plan.live.form is None:
             _apply_plain(plan)
         else:
-            _hand_over(plan)
+            _load_state_dict(plan)
             left += [key_path(("param_groups", *plan.prefix, STATE_DICT_KEY)) + f"/{path}" for path in _not_taken(plan)]
     return left
 
 
 def _not_taken(plan: OptimizerPlan) -> list[str]:
-    """What the state dict of an optimizer does not have as it was given."""
+    """Returns the paths of the form that the optimizer's state dict lacks, or has with another value."""
     live = plan.live
     here = dict(flatten(split(live.stateful.state_dict(), live.numbering).form)[1])
     given = [(path, leaf) for path, leaf in flatten(plan.form)[1] if f"/{BY_GROUP}/" not in path]
@@ -325,7 +325,7 @@ def _apply_plain(plan: OptimizerPlan) -> None:
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
-def _hand_over(plan: OptimizerPlan) -> None:
+def _load_state_dict(plan: OptimizerPlan) -> None:
     """Loads an optimizer's state by its own `load_state_dict`."""
     live = plan.live
     own = {key: {**here, **plan.moments.get(key, {})} for key, here in live.own.items()}

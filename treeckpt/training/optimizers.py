@@ -86,7 +86,7 @@ class NamedOptimizer(msgspec.Struct):
 
     @property
     def label(self) -> str:
-        """Tells an optimizer from others of the same prefix, which have other parameters."""
+        """A name that other optimizers of the same prefix, with other parameters, do not have."""
         return self.numbering.labels[0] if self.numbering.labels else ""
 
 
@@ -106,7 +106,8 @@ def name_optimizers(optimizer: Optimizers | None, model: ModelEntries) -> list[N
 
 def _name_one(prefix: Key, optimizer: Any, model: ModelEntries, before: int) -> NamedOptimizer:
     ties = model.ties
-    stateful = next((one.optim for one in optimizer_chain(optimizer) if is_zero_optimizer(one)), optimizer)
+    zero = (one for one in optimizer_chain(optimizer) if type(one).__name__ == "ZeroRedundancyOptimizer")
+    stateful = next((one.optim for one in zero), optimizer)  # which has the parameters of this rank alone
     members = [
         tuple(_name_of(p, ties, f"param_groups/{position}") for p in group["params"])
         for position, group in enumerate(optimizer.param_groups)
@@ -135,7 +136,7 @@ def _name_one(prefix: Key, optimizer: Any, model: ModelEntries, before: int) -> 
 
 
 def is_plain(optimizer: Any) -> bool:
-    """Whether all that an optimizer keeps stands in `.state` and `.param_groups`, as torch's own methods say."""
+    """Whether `.state` and `.param_groups` are all of an optimizer's state: it does not change torch's own methods."""
     if not isinstance(optimizer, torch.optim.Optimizer) or _METHODS & vars(optimizer).keys():
         return False
     kind, base = type(optimizer), torch.optim.Optimizer
@@ -149,7 +150,7 @@ _HOOKS = tuple(f"_optimizer_{method}_{when}_hooks" for method in sorted(_METHODS
 
 
 def optimizer_chain(optimizer: Any) -> list[Any]:
-    """An optimizer, that which it wraps, and so on to the innermost."""
+    """Returns an optimizer and those that it wraps, from the outside in."""
     found = [optimizer]
     while not is_plain(found[-1]):
         attributes = getattr(found[-1], "__dict__", {}).values()
@@ -158,11 +159,6 @@ def optimizer_chain(optimizer: Any) -> list[Any]:
             break
         found.append(inner)
     return found
-
-
-def is_zero_optimizer(optimizer: object) -> bool:
-    """Whether an optimizer leaves the parameters of each rank to another one."""
-    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
 
 
 def _name_of(parameter: Tensor, ties: Mapping[int, tuple[Key, ...]], where: str) -> Key:
@@ -208,7 +204,7 @@ def _check(live: NamedOptimizer) -> None:
 
 
 def _is_local_part(moment: object, parameter: Any) -> bool:
-    """Whether a plain tensor stands beside the local part of a parameter, not beside all of it."""
+    """Whether a plain tensor belongs to the local part of a distributed parameter, not to all of it."""
     if not is_dtensor(parameter) or not isinstance(moment, Tensor) or is_dtensor(moment) or moment.numel() < 2:
         return False
     return moment.shape == parameter._local_tensor.shape != parameter.shape
@@ -220,17 +216,17 @@ def is_lbfgs(optimizer: object) -> bool:
 
 
 def optimizer_names(lives: Sequence[NamedOptimizer]) -> list[Key]:
-    """The names of the optimizers, each once; `()` for a single one."""
+    """Returns the names of the optimizers, each once; `()` for a single one."""
     return list(dict.fromkeys(live.prefix for live in lives))
 
 
 def groups_of(lives: Sequence[NamedOptimizer], prefix: Key) -> list[ParamGroup]:
-    """The groups of an optimizer, of all its parts."""
+    """Returns the groups of an optimizer, of all its parts."""
     return [group for live in lives if live.prefix == prefix for group in live.groups]
 
 
 def trees_of(lives: Sequence[NamedOptimizer]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(state, groups) of all optimizers."""
+    """Returns (state, groups) of all optimizers."""
     state: dict[str, Any] = {}
     groups: dict[str, Any] = {}
     for live in lives:
@@ -250,7 +246,7 @@ def trees_of(lives: Sequence[NamedOptimizer]) -> tuple[dict[str, Any], dict[str,
 
 
 def _beside(parts: Sequence[NamedOptimizer]) -> dict[str, Any]:
-    """What the parts of an optimizer keep that belongs to no parameter: `shared` where all agree, else by part."""
+    """Returns the state that belongs to no parameter: `shared` where all parts agree, else by part."""
     forms = {
         live.label: live.form for live in parts if live.form is not None and live.form != standard_form(live.shared)
     }

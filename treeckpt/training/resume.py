@@ -41,7 +41,7 @@ class ResumedOptimizer:
 def with_resumed_optimizers(
     thing: Any, keys: tuple[Any, ...], source: RestoreSource, selects: Callable[[str], bool]
 ) -> Any:
-    """A registered thing; its optimizers that do not have the same arrays as the saved ones are `ResumedOptimizer`s.
+    """Returns a registered tree with a `ResumedOptimizer` for each optimizer that lacks some of the saved arrays.
 
     Args:
         keys: the keys that lead to where it was saved.
@@ -59,7 +59,7 @@ def with_resumed_optimizers(
 
 
 def without_resumed_optimizers(filled: Any) -> Any:
-    """A tree with the optimizers themselves in the places of those that are `ResumedOptimizer`."""
+    """Returns a tree with the optimizers themselves in place of each `ResumedOptimizer`."""
     leaves = (leaf.optimizer if isinstance(leaf, ResumedOptimizer) else leaf for _, leaf in flatten(filled)[1])
     return replace_leaves(filled, leaves)
 
@@ -95,7 +95,7 @@ class _StateDictBuilder:
         self._place = MomentPlacement(counts_on_device=counts)
 
     def state(self, node: Structure, live: Any, at: str) -> Any:
-        """What `state_dict` gives, or a part of it: that of an optimizer that is wrapped may stand inside another.
+        """Returns the state dict, or a part of it: a wrapper's contains that of its optimizer.
 
         Raises:
             MismatchError: it is of other groups.

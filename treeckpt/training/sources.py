@@ -157,7 +157,7 @@ class CheckpointSource:
         self.ruled = (ruled.dropped, self.view.renamed) if ruled is not None and options.rules else ((), ())
 
     def add(self, *rules: Rule) -> None:
-        """Sees the checkpoint through further rules."""
+        """Applies further rules."""
         self.rules = (*self.rules, *rules)
         self.view = self._view()
 
@@ -171,7 +171,7 @@ class CheckpointSource:
 
     @property
     def tables(self) -> list[str]:
-        """What the paths of each keyed table's leaves begin with."""
+        """The prefix of the paths of each keyed table's leaves."""
         tables = self.index.tables
         return [
             path.removesuffix(TABLE_KEYS[0]) for path, found in self.view.by_path.items() if found[0].number in tables
@@ -198,7 +198,7 @@ class CheckpointSource:
         return are_equal((job, paths[0]), (job, paths[1]), spec)
 
     def reading_job(self) -> Load:
-        """A load that reads some arrays of the checkpoint, to compare them."""
+        """Returns a load that reads some arrays of the checkpoint, to compare them."""
         options = LoadOptions(
             cast=self.options.cast, verify=self.options.verify, per_rank="take", rules=self.rules, strict=False
         )
@@ -263,14 +263,14 @@ def fill_from(
 
 
 def wanted_of(tensor: Any, path: str, comm: Comm) -> ArraySpec:
-    """What a rank wants of a tensor."""
+    """Returns the spec of a tensor, with the regions that this rank holds."""
     spec = abstract_of(tensor, path, global_rank(comm))
     assert spec is not None, "only tensors are compared"
     return spec
 
 
 def _is_spread(layout: Layout) -> bool:
-    """Whether a layout can be told from that of plain tensors, of which several ranks have replicas."""
+    """Whether a layout differs from that of plain tensors, of which several ranks have replicas."""
     if not isinstance(layout, MeshLayout):
         return True
     return len(layout.mesh.shape) > 1 or bool(layout.mesh.names) or layout.placements != (Replicate(),)

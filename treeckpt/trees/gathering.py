@@ -55,10 +55,10 @@ from .moving import fill
 from .packing import PackedRegion, send_regions
 from .transport import Transport
 
-__all__ = ["gather", "new_leaf"]
+__all__ = ["HINT", "gather", "new_leaf"]
 
 
-_HINT = "Nothing was sent"
+HINT = "Nothing was sent"
 
 
 class _RankDigests(msgspec.Struct, array_like=True):
@@ -99,7 +99,7 @@ class _Gather:
             MismatchError: ranks contradict each other.
         """
         transport = self.transport
-        digests = gather_results(transport, "gather", self._describe, _RankDigests, hint=_HINT)
+        digests = gather_results(transport, "gather", self._describe, _RankDigests, hint=HINT)
         self.values = self.described.values
         clash = bool(conflicting_ranks({rank: one.pieces for rank, one in enumerate(digests)}))
         self.alike = len({(one.inventory, one.contents) for one in digests}) == 1 and not clash
@@ -110,7 +110,7 @@ class _Gather:
             for group in self.piece_groups if clash else ():
                 self.contents.update(group)
             own = RankTree(self.described.inventory, self.contents, self.described.values)
-            trees = gather_results(transport, "gather", lambda: own, RankTree, hint=_HINT)
+            trees = gather_results(transport, "gather", lambda: own, RankTree, hint=HINT)
             self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}
             by_rank, inventories = dict(enumerate(trees)), {rank: one.inventory for rank, one in enumerate(digests)}
             merged = merge_inventories(inventories, by_rank, transport.size)  # shapes before contents
@@ -121,7 +121,7 @@ class _Gather:
             def own_boxes() -> BoxDigests:
                 return BoxDigests(None, box_digests(self.described, boxes))
 
-            found = gather_results(transport, "gather", own_boxes, BoxDigests, hint=_HINT)
+            found = gather_results(transport, "gather", own_boxes, BoxDigests, hint=HINT)
             compare_boxes(boxes, dict(enumerate(found)))
         return merged
 

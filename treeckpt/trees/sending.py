@@ -24,13 +24,11 @@ from ..core.tree.spec import ArraySpec
 from ..core.tree.value_codec import Value
 from ..errors import LayoutError, MismatchError, RankError, TreeError
 from ..io.comm.collective import from_rank, gather_results
-from .gathering import new_leaf
+from .gathering import HINT, new_leaf
 from .packing import PackedRegion, send_regions
 from .transport import Transport
 
 __all__ = ["broadcast", "distribute"]
-
-_HINT = "Nothing was sent"
 
 
 def _check_source(source: int, transport: Transport) -> None:
@@ -81,7 +79,7 @@ def broadcast(tree: Any, *, transport: Transport, source: int, device: str | Non
         sources.update(described.sources)
         return _BroadcastTree(described.inventory, described.values)
 
-    plan = from_rank(transport, source, "broadcast", describe, _BroadcastTree, hint=_HINT)
+    plan = from_rank(transport, source, "broadcast", describe, _BroadcastTree, hint=HINT)
     targets: dict[str, ArrayTarget] = {}
     entries: list[PackedRegion] = []
     for leaf in plan.inventory.leaves:
@@ -218,9 +216,9 @@ def distribute(
     """Does `treeckpt.trees.distribute` over a transport, with the tree of one rank."""
     _check_source(source, transport)
     job = _Distribute(transport, source, device, namespace)
-    wanted = gather_results(transport, "distribute", partial(job.want, like), list[_WantedLeaf], hint=_HINT)
+    wanted = gather_results(transport, "distribute", partial(job.want, like), list[_WantedLeaf], hint=HINT)
     answer = partial(job.reply, tree, wanted)
-    reply = from_rank(transport, source, "distribute", answer, _SourceReply, hint=_HINT)
+    reply = from_rank(transport, source, "distribute", answer, _SourceReply, hint=HINT)
     by_path = [{leaf.path: leaf for leaf in leaves} for leaves in wanted]
     common = {path for path, leaf in by_path[0].items() if all(leaves.get(path) == leaf for leaves in by_path)}
     job.send([leaf for leaf in wanted[0] if leaf.path in common], range(transport.size), limit)
