@@ -105,15 +105,9 @@ def restore(
     """
     comm, rules = as_comm(comm, sends_messages=False), as_rules(rename, transforms)
     rules = (carried(*rules),) if rules else ()
+    select, exclude = globs_of(select), globs_of(exclude)
     options = LoadOptions(
-        select=globs_of(select),
-        exclude=globs_of(exclude),
-        strict=strict,
-        cast=cast,
-        verify=verify,
-        allow_pickle=allow_pickle,
-        read=read,
-        rules=rules,
+        select, strict, cast, exclude=exclude, verify=verify, allow_pickle=allow_pickle, read=read, rules=rules
     )
     targets = RestoreTargets(
         model, optimizer, scheduler, loader, rng, extra, partial, tuple(keep), world_changed, device
